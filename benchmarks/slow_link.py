@@ -8,8 +8,9 @@ namespace: they talk to each other over its own loopback, and to the others over
 turns in one set of processes, every second round in the opposite order, after one step each that does not count.
 
 Printed for each layout: seconds of a step (median, from the first rank's start to the last rank's end), tokens/s, and
-the speed beside ZeRO-3; the bytes that left both namespaces in a step, as the interfaces counted them; and the loss of
-the last step.
+the speed beside ZeRO-3; the bytes that left both namespaces in a step, as the interfaces counted them; the loss of the
+last step; and the seconds that `step_seconds` predicts for two nodes with one NIC of `--mbit` each, their device and
+their link inside as four ranks measured them on this machine just before (`--calibrate` seconds, about).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,17 @@ import torch.distributed as dist
 import train_step
 from peers import tokens
 
+from shardwise.cluster import Cluster, Device, Link
 from shardwise.decoder.initial import initial_values
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.axes import DP
 from shardwise.model import ModelConfig
+from shardwise.predict.step_seconds import step_seconds
+from shardwise.predict.time.measuring import device_of
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import local_view, make_comms
+from shardwise.runtime.measure import calibration
+from shardwise.runtime.measure.job import whole
 from shardwise.runtime.pipeline.step import TrainProgram
 
 MODEL = ModelConfig("slow-link", vocab=2048, hidden=384, layers=6, heads=6, kv_heads=6, ffn=1024, max_positions=256)
@@ -47,6 +54,11 @@ WORKLOAD = Workload(seq=16, batch=4)
 PER_NODE, NODES = 2, 2
 ZERO_3 = "dp=4,zero=3"
 LAYOUTS = (ZERO_3, f"{ZERO_3},qwz", f"{ZERO_3},hpz=2", f"{ZERO_3},hpz=2,qwz", f"{ZERO_3},hpz=2,qwz,qgz")
+LENGTHS = {"axes": [[16, 128, 512]] * 3, "widths": [64], "lengths": [16, 64, 128], "tokens": 64}
+"""Shapes of the calibration: a step has few tokens."""
+MESSAGES = [1 << k for k in range(10, 23, 3)]
+MEMORY = 8 << 30
+"""Bytes, which the time does not depend on."""
 ADDRESS, PORT, INTERFACE = "10.77.0.{}", 29611, "link{}"
 
 
@@ -126,6 +138,27 @@ def rank_main(job: dict[str, Any]) -> None:
     os._exit(0)
 
 
+def calibrated(seconds: float) -> tuple[Device, Link]:
+    """The device that four ranks at once have here, and the link between two of them."""
+
+    def job(out: str) -> dict[str, Any]:
+        usual = calibration.usual_job("cpu", seconds, "gloo", out)
+        return asdict(replace(usual, **LENGTHS, sizes=MESSAGES))
+
+    told = whole("shardwise.runtime.measure.calibration", job, NODES * PER_NODE, threads=1)
+    device = device_of(told, "here", "cpu", MEMORY, calibration.MODEL, "benchmarks/slow_link.py")
+    timed = device.measured["collectives"]
+    seconds_a_message, sizes = timed["message"], timed["sizes"]
+    return device, Link(seconds_a_message[0], sizes[-1] / seconds_a_message[-1])
+
+
+def predicted(mbit: float, device: Device, inside: Link) -> dict[str, Any]:
+    """Layout -> seconds of a step, and their parts."""
+    cluster = Cluster(NODES, PER_NODE, device, inside, Link(inside.alpha, mbit * 1e6 / 8), nics=1)
+    timings = {text: step_seconds(MODEL, Layout.parse(text), WORKLOAD, cluster) for text in LAYOUTS}
+    return {text: {"step_s": timing.seconds, "parts": timing.parts} for text, timing in timings.items()}
+
+
 def measure(mbit: float, rounds: int) -> dict[str, dict[str, Any]]:
     with two_nodes(mbit) as names, tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
@@ -149,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, default=100.0, help="of the link, each way (100)")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calibrate", type=float, default=60.0, metavar="S", help="seconds of calibration (60)")
     parser.add_argument("--json", type=Path, help="write seconds, rows, machine and date here")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -156,6 +190,7 @@ def main() -> None:
         rank_main(json.loads(args.job))
     if os.geteuid() != 0:
         sys.exit("network namespaces need root")
+    expected = predicted(args.mbit, *calibrated(args.calibrate))
     found = measure(args.mbit, args.rounds)
     plain = statistics.median(found[ZERO_3]["seconds"])
     per_step = WORKLOAD.batch * WORKLOAD.seq
@@ -165,11 +200,13 @@ def main() -> None:
     for text, row in found.items():
         row["step_s"] = statistics.median(row["seconds"])
         ratios = [a / b for a, b in zip(found[ZERO_3]["seconds"], row["seconds"], strict=True)]
+        row["predicted"] = expected[text]
         row["speed"] = [plain / row["step_s"], min(ratios), max(ratios)]
         print(
             f"  {text:28} {row['step_s']:6.2f} s  {per_step / row['step_s']:6.0f} tokens/s  "
             f"{row['speed'][0]:.2f}x ({min(ratios):.2f} to {max(ratios):.2f})  "
-            f"{statistics.median(row['bytes']) / 1e6:6.1f} MB over the link  loss {row['loss']:.4f}"
+            f"{statistics.median(row['bytes']) / 1e6:6.1f} MB over the link  loss {row['loss']:.4f}  "
+            f"predicted {expected[text]['step_s']:6.2f} s ({expected[text]['step_s'] / row['step_s'] - 1:+.0%})"
         )
     if args.json:
         train_step.write_json(args.json, train_step.header("slow_link", MODEL) | {"mbit": args.mbit, "results": found})

@@ -51,7 +51,11 @@ EXPERTS = ("training", "a step")
 """Both start processes that import torch."""
 
 
-@of_some("training", EXPERTS, 1)
+TORCH = ("experts", "a step of experts", "zeropp")
+"""All start processes that import torch."""
+
+
+@of_some("experts", TORCH, 1)
 def test_experts_train_beside_a_dense_model(tmp_path: Path) -> None:
     found = tiny(tmp_path, "experts_train", "--steps", "2", "--seeds", "1", "--data", "README.md")
     assert {(run["model"], run["seed"]) for run in found["runs"]} == {("experts", 0), ("dense", 0)}
@@ -61,7 +65,14 @@ def test_experts_train_beside_a_dense_model(tmp_path: Path) -> None:
     assert active["experts"] - active["dense"] == 8 * 16 and found["parameters"]["experts"] > active["experts"]
 
 
-@of_some("a step", EXPERTS, 1)
+@of_some("zeropp", TORCH, 1)
+def test_zeropp_train_beside_zero_3(tmp_path: Path) -> None:
+    found = tiny(tmp_path, "zeropp_train", "--steps", "2", "--data", "README.md")["results"]
+    assert len(found) == 6 and all(0 < row["mean_validation_loss"] < 7 for row in found.values())
+    assert len({row["mean_validation_loss"] for row in found.values()}) == 6
+
+
+@of_some("a step of experts", TORCH, 1)
 def test_experts_step_beside_transformers(tmp_path: Path) -> None:
     found = tiny(tmp_path, "experts_step", "--tokens", "64", "--rounds", "2")
     (result,) = found["results"]

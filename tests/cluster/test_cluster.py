@@ -160,6 +160,7 @@ def test_toml_with_a_device_of_its_own(tmp_path):
         ('devices_per_node = 8\ndevice = "H10"', "did you mean"),
         ('devices_per_node = 8\ndevice = "H100"\ngpus = 8', "unknown field gpus"),
         ('devices_per_node = 0\ndevice = "H100"', "devices_per_node must be a positive integer"),
+        ('devices_per_node = 8\nnics = -1\ndevice = "H100"', "nics must be an integer from 0"),
         ('devices_per_node = true\ndevice = "H100"', "devices_per_node must be a positive integer"),
         ('nodes = 1.5\ndevices_per_node = 8\ndevice = "H100"', "nodes must be a positive integer"),
         ("devices_per_node = 8\ndevice = 3", "device must be a table"),

@@ -37,14 +37,18 @@ HOSTS = st.just(Host()) | st.just(lookup("H100").host) | st.builds(
 MEMORIES = st.none() | st.integers(1, 10**15)
 
 
-def of_host(nodes, devices, device, intra, inter, host, memory):
+def of_host(nodes, devices, device, intra, inter, host, memory, nics):
     if device.kind == "cpu":
-        return Cluster(nodes, devices, device, intra, inter, replace(host, memory_bytes=None))
+        return Cluster(nodes, devices, device, intra, inter, replace(host, memory_bytes=None), nics)
     host = replace(host, memory_bytes=memory, source=host.source or "the cluster file") if memory else host
-    return Cluster(nodes, devices, device, intra, inter, host)
+    return Cluster(nodes, devices, device, intra, inter, host, nics)
 
 
-@given(st.builds(of_host, st.integers(1, 99), st.integers(1, 99), DEVICES, LINKS, LINKS, HOSTS, MEMORIES))
+@given(
+    st.builds(
+        of_host, st.integers(1, 99), st.integers(1, 99), DEVICES, LINKS, LINKS, HOSTS, MEMORIES, st.integers(0, 9)
+    )
+)
 @settings(deadline=None)
 def test_what_is_written_is_read_back(cluster):
     text = to_toml(cluster, ["measured today"], {"intra.alpha": "1 to 2", "inter.speeds.0": "a remark"})

@@ -3,7 +3,10 @@ packed gradients."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -12,16 +15,20 @@ from torch import Tensor
 
 from harness.jobs import RankOutcome, Training, build, micro_batches, train
 from shardwise.layout import Layout, Workload, unit_plan
-from shardwise.layout.units import WEIGHT_BITS, Gather
+from shardwise.layout.units import WEIGHT_BITS, Gather, Unit
 from shardwise.layout.wire import packed_bytes
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.buffers import ByteCounter
+from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.protocol import Work
 from shardwise.runtime.zero.engine import Engine
+from shardwise.runtime.zero.flat_unit import FlatUnit
 from shardwise.runtime.zero.packed_sum import PackedSum
 from shardwise.runtime.zero.quantized import pack, unpack
+from shardwise.runtime.zero.residuals import Residuals
 
 
 def rounded(rank: int, asked: Training) -> RankOutcome:
@@ -29,11 +36,12 @@ def rounded(rank: int, asked: Training) -> RankOutcome:
 
     def start(engine: Engine, gather: Gather) -> Work:
         flat = engine.units[gather.unit]
-        piece = torch.empty(flat.unit.shard_numel, dtype=flat.whole.dtype)
+        piece = torch.zeros(flat.unit.shard_numel, dtype=flat.whole.dtype)
         if flat.unit.shard_ranks > 1:
-            packed = torch.zeros(packed_bytes(len(piece), WEIGHT_BITS), dtype=torch.uint8)
-            pack(flat.interval, WEIGHT_BITS, packed)
-            unpack(packed, WEIGHT_BITS, piece)
+            for part in _alike(flat):
+                packed = torch.zeros(packed_bytes(part.stop - part.start, WEIGHT_BITS), dtype=torch.uint8)
+                pack(flat.interval[part], WEIGHT_BITS, packed)
+                unpack(packed, WEIGHT_BITS, piece[part])
         else:
             piece.copy_(flat.interval)
         return engine.comms.all_gather(flat.whole, piece, gather.axes, gather.unit, later=True)
@@ -42,16 +50,27 @@ def rounded(rank: int, asked: Training) -> RankOutcome:
         return train(rank, asked)
 
 
+def _alike(flat: FlatUnit) -> Iterator[slice]:
+    """Elements of a rank's interval in blocks of their own: neighbors that as many tensor-parallel ranks have."""
+    parameters = zip(flat.unit.offsets, flat.unit.placed, strict=True)
+    for _, run in groupby(parameters, key=lambda each: each[1].replicas):
+        together = list(run)
+        first, last = together[0][0], together[-1][0] + together[-1][1].numel
+        if max(first, flat.start) < min(last, flat.stop):
+            yield slice(max(first - flat.start, 0), min(last, flat.stop) - flat.start)
+
+
 @dataclass(frozen=True)
 class Summed:
     """A unit whose gradients are summed in 4 bits. seed: of the numbers, which differ by rank; adds: there is a sum of
-    earlier micro-batches."""
+    earlier micro-batches; steps: sums one after the other, under error feedback."""
 
     model: ModelConfig
     layout: Layout
     unit: str
     seed: int
     adds: bool
+    steps: int = 1
 
 
 def numbers(asked: Summed, rank: int, elements: int) -> Tensor:
@@ -75,6 +94,87 @@ def packed_sum(rank: int, asked: Summed) -> tuple[Tensor, tuple[LedgerRow, ...]]
     dist.barrier()
     comms.close()
     return into, comms.ledger()
+
+
+@dataclass
+class FedBack:
+    """One rank's part of sums with error feedback: its interval of each step's sum, its residuals after the last one,
+    and their sum over the ranks on its interval."""
+
+    sums: list[Tensor]
+    first: Tensor
+    second: Tensor
+    folded: Tensor
+
+
+def fed_back(rank: int, asked: Summed) -> FedBack:
+    """Several sums of one unit, each with the errors of the one before."""
+    plan = unit_plan(asked.model, asked.layout, Workload(8, asked.layout.dp), rank=rank)
+    comms = make_comms(asked.layout, asked.model, rank, timeout=60.0)
+    unit = plan.by_name[asked.unit]
+    room = torch.empty(plan.transport_buffers.room(plan, unit), dtype=torch.uint8)
+    residuals = Residuals(unit, plan.residuals(unit), torch.device("cpu"), ByteCounter())
+    sums = []
+    for step in range(asked.steps):
+        target = Target(torch.zeros(unit.shard_numel))
+        full = numbers(replace(asked, seed=asked.seed + step), rank, unit.padded)
+        PackedSum(comms, unit, full, room, lambda target=target: target, lambda: None, residuals).wait()
+        sums.append(target.tensor)
+    folded = residuals.folded(comms)
+    dist.barrier()
+    comms.close()
+    return FedBack(sums, residuals.first, residuals.second, folded)
+
+
+@dataclass
+class Account:
+    """Of each unit, this rank's interval: |true sum - sent sum - residuals| over all steps, the largest element; and
+    the largest residual, and the largest element of the true sum."""
+
+    unit: str
+    apart: float
+    residual: float
+    true: float
+
+
+def accounted(rank: int, asked: Training) -> list[Account]:
+    """Train, and account for every packed gradient of every micro-batch: what went in, what came out, what is left."""
+    case, layout = asked.case, asked.layout
+    program = build(case, layout, rank, transport=asked.transport)
+    true: dict[str, Tensor] = {}
+    sent: dict[str, Tensor] = {}
+    begin, finish = PackedSum.__init__, PackedSum.wait
+
+    def init(self: PackedSum, comms: Comms, unit: Unit, full: Tensor, *rest: Any) -> None:
+        true[unit.name] = true.get(unit.name, 0) + full.double()
+        begin(self, comms, unit, full, *rest)
+
+    def wait(self: PackedSum) -> None:
+        if self._work is None:
+            return
+        into, own = self._into, torch.zeros(self._unit.shard_numel)
+        self._into = lambda: Target(own)
+        finish(self)
+        sent[self._unit.name] = sent.get(self._unit.name, 0) + own.double()
+        target = into()
+        target.tensor.copy_(target.tensor + own if target.adds else own)
+
+    with patch.object(PackedSum, "__init__", init), patch.object(PackedSum, "wait", wait):
+        for step in range(case.steps):
+            program.step(micro_batches(case, layout, rank, step), case.optimizer.lr)
+    found = []
+    for name, flat in program.engine.units.items():
+        if flat.residuals is None:
+            continue
+        folded = flat.residuals.folded(program.comms).double()
+        program.comms.all_reduce(true[name], flat.unit.shard, name)
+        total = torch.stack([true[name][flat.start : flat.stop], sent[name]])
+        program.comms.all_reduce(total.view(-1), flat.unit.replicate, name)
+        apart = total[0] - total[1] - folded
+        found.append(Account(name, *(float(each.abs().max()) for each in (apart, folded, total[0]))))
+    dist.barrier()
+    program.comms.close()
+    return found
 
 
 def evaluated(rank: int, asked: Training) -> list[float]:

@@ -57,7 +57,10 @@ def test_fsdp_2(reading):
     [
         ({"fsdp_config": {**FSDP2, "fsdp_reshard_after_forward": False}}, "dp=16,zero=2,grads=fp32"),
         ({"fsdp_config": {**FSDP2, "fsdp_activation_checkpointing": True}}, "dp=16,zero=3,recompute=full,grads=fp32"),
-        ({"fsdp_config": {**FSDP2, "fsdp_offload_params": True}}, "dp=16,zero=3,offload=cpu,offload_params=cpu,grads=fp32"),
+        (
+            {"fsdp_config": {**FSDP2, "fsdp_offload_params": True}},
+            "dp=16,zero=3,offload=cpu,offload_params=cpu,grads=fp32",
+        ),
         ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, "dp=16,zero=3,grads=fp32"),
         ({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}, "dp=16,zero=2,grads=fp32"),
         ({"fsdp_config": {"fsdp_sharding_strategy": 4}}, "dp=16,zero=3,shard=8,grads=fp32"),

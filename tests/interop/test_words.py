@@ -25,7 +25,10 @@ CLUSTER = Cluster.parse("8x8xH100")
         ("tp=16,pp=4", "no data parallelism: one copy of the model"),
         ("cp=4,dp=16,cpkind=ulysses", "4-way context parallel (Ulysses) inside a node"),
         ("dp=64,zero=1,recompute=full,offload=cpu,compile=block", "recomputes every block in backward"),
-        ("dp=64,zero=1,recompute=full,offload=nvme,compile=block", "optimizer state on disk, updated by the host's cores"),
+        (
+            "dp=64,zero=1,recompute=full,offload=nvme,compile=block",
+            "optimizer state on disk, updated by the host's cores",
+        ),
         ("dp=64,micro=4,grads=fp32", "micro-batches of 4 sequences, bf16 with fp32 gradients"),
     ],
 )

@@ -72,6 +72,7 @@ def test_canonical_text(text: str, canonical: str) -> None:
         ("dp=4,zero=3,hpz=8", "hpz=8 must cut the 4 ranks that ZeRO shards over into smaller groups; valid: 2"),
         ("dp=4,qgz", "qgz reduces gradients to their shards in 4 bits and needs zero of at least 1"),
         ("dp=4,zero=1,qgz=4", "qgz stands alone"),
+        ("dp=4,zero=1,feedback", "feedback adds what 4-bit gradients have lost to the next ones and needs qgz"),
         ("dp=4,zero=1,qwz", "qwz gathers parameters in 8 bits for each use and needs zero=3"),
         ("dp=12,zero=3,shard=6,hpz=4", "valid: 2, 3"),
         ("dp=3,zero=3,hpz=2", "valid: none of 3 ranks"),

@@ -37,7 +37,7 @@ def layouts(draw):
     words = [text, homes, f"recompute={draw(st.sampled_from(['none', 'selective', 'full']))}"]
     if "zero" not in homes:
         words.append(f"zero={draw(st.integers(0, 3))}")
-    return Layout.parse(",".join(words + [f"micro={draw(st.sampled_from([1, 2]))}"]))
+    return Layout.parse(",".join([*words, f"micro={draw(st.sampled_from([1, 2]))}"]))
 
 
 @settings(max_examples=80, deadline=None)

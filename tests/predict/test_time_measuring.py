@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from shardwise.cluster import Cluster, Link
+from shardwise.cluster import Cluster, Device, Link
 from shardwise.cluster.writing import to_toml
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
@@ -23,7 +23,8 @@ from shardwise.predict.step_seconds import step_seconds
 from shardwise.predict.time import Kernels, Pricing, StepShape, constants, engine, training_step
 from shardwise.predict.time.block import Shape, tally_part
 from shardwise.predict.time.measuring import COUNTED, device_of, family_of, filled
-from shardwise.predict.time.traffic import held_parameters
+from shardwise.predict.time.network import Collectives
+from shardwise.predict.time.traffic import held_parameters, traffic
 
 MODEL = ModelConfig("small", vocab=512, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)
 AXIS = (16, 256, 2048)
@@ -194,6 +195,45 @@ def test_who_meets_in_every_block_loses_what_others_take_of_each(text, meeting):
     assert rest == {part: value for part, value in free.parts.items() if part != "host"}
 
 
+def test_more_ranks_than_cores_wait_for_each_other_alike():
+    told = samples(ranks=4, taken=1.25)
+    told["about"] |= {"ranks": 4, "cores": 2}
+    values = device(told).measured["values"]
+    assert (values["shared"], values["taken"]) == (1.0, 0.25)
+    told["about"]["cores"] = 8
+    assert device(told).measured["values"]["shared"] == 0.0
+
+
+def test_the_network_between_nodes_needs_no_core():
+    """Twice as slow, it takes longer, and the host waits for cores as long as before."""
+    told = device(samples(ranks=4, taken=0.5))
+    slow, slower = (
+        step_seconds(MODEL, Layout.parse("dp=4,zero=3"), Workload(128, 4), on)
+        for on in (Cluster(2, 2, told, Link(1e-6, 1e9), Link(1e-6, rate), nics=1) for rate in (2e7, 1e7))
+    )
+    assert slower.parts["data"] == pytest.approx(2 * slow.parts["data"], rel=0.1)
+    assert slower.parts["host"] == pytest.approx(slow.parts["host"]) and slow.parts["host"] > 0
+
+
+def test_every_gather_of_packed_weights_is_packed():
+    """Without second copies the later gathers of a step go over all ranks, packed as the first one."""
+    known = Pricing(cluster(ranks=4))
+    split = StepShape(128, micro_batches=2, dp=4, shard=4, zero=3, dtype="float32", qwz=True)
+    sent = traffic(MODEL, split, engine("shardwise-cpu"), known)
+    assert sent.unit_again == sent.unit_gather and sent.table_again == sent.table_gather
+    near = traffic(MODEL, replace(split, hpz=2), engine("shardwise-cpu"), known)
+    plain = traffic(MODEL, replace(split, hpz=2, qwz=False), engine("shardwise-cpu"), known)
+    assert near.unit_again == plain.unit_again
+
+
+def test_stage_3_finds_the_last_block_where_it_was():
+    known, split = Pricing(cluster(ranks=4)), StepShape(128, dp=4, shard=4, zero=3, dtype="float32")
+    each = replace(engine("shardwise-cpu"), keeps_last=False)
+    sent = traffic(MODEL, split, each, known)
+    less = [float(training_step(MODEL, split, e, known).parts["data"]) for e in (each, engine("shardwise-cpu"))]
+    assert less[0] - less[1] == pytest.approx(float(sent.unit_gather), rel=1e-6)
+
+
 def test_sequences_are_copied_where_a_micro_batch_has_several():
     still = replace(engine("shardwise-cpu"), sequence_copies=False)
     known = Pricing(cluster())
@@ -340,3 +380,34 @@ def test_a_gpu_keeps_the_tiles_of_its_family():
         assert seconds == pytest.approx(took(dtype, *shape), rel=0.03)
     # Links between GPUs are the cluster's, with what NCCL takes over their price on the family.
     assert known.collectives and not known.timed
+
+
+def two_nodes(nics: int) -> Cluster:
+    """Two nodes with 12.5 MB/s between them for each NIC, and all else free."""
+    free = Device("here", "cpu", 8 << 30, 1e15, {"float32": 1e10, "bfloat16": 1e10})
+    return Cluster(2, 2, free, Link(0.0, 1e15), Link(0.0, 12.5e6), nics=nics)
+
+
+@pytest.mark.parametrize(("op", "leaving"), [("all_gather_into", 0.75), ("reduce_scatter", 1.0), ("all_to_all", 1.0)])
+def test_gloo_sends_between_nodes_what_its_schedules_send(op, leaving):
+    """Bytes that leave a node of two over its NIC, as multiples of the tensor: one of four edges of a ring that passes
+    three quarters, and messages of a quarter between all pairs. Cheaper schedules, which gloo lacks, do not count."""
+    priced = Collectives(two_nodes(1), constants(device())).seconds(op, 12.5e6, 4)
+    assert float(priced) == pytest.approx(leaving, rel=1e-3)
+    one_each = Collectives(two_nodes(0), constants(device())).seconds(op, 12.5e6, 4)
+    assert float(one_each) <= float(priced)
+
+
+def test_ranks_of_a_node_share_its_nics():
+    shared, alone = two_nodes(1), two_nodes(0)
+    assert (shared.network_share, alone.network_share, two_nodes(3).network_share) == (0.5, 1.0, 1.0)
+    hops = [float(Collectives(on, constants(device())).hop(12.5e6, 2)) for on in (shared, alone)]
+    assert hops == pytest.approx([2.0, 1.0], rel=1e-6)
+
+
+def test_what_was_measured_on_one_host_counts_inside_each_of_several():
+    told = device()
+    near = Cluster(1, 2, told, Link(1e-6, 1e9), Link(None, None))
+    far = replace(near, nodes=2, inter=Link(1e-3, 1e6))
+    prices = [Collectives(on, constants(told)).seconds("all_gather_into", 1e6, 2) for on in (near, far)]
+    assert prices[0] == prices[1]

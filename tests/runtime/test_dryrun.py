@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness.forked import context
 from harness.space import MODELS
 from harness.today import EVERYTHING, seed
-from shardwise.errors import LayoutError, UserError
+from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.model.families import family_of

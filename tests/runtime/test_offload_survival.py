@@ -31,7 +31,12 @@ def kills() -> list[tuple[str, int, int, str, int]]:
 
 @pytest.mark.parametrize(("layout", "rank", "step", "where", "call"), some_of(kills(), 2, "kills on disk"))
 def test_a_kill_during_an_update_loses_no_step(
-    runs: Path, layout: str, rank: int, step: int, where: str, call: int  # noqa: F811
+    runs: Path,  # noqa: F811
+    layout: str,
+    rank: int,
+    step: int,
+    where: str,
+    call: int,
 ) -> None:
     fault = {"what": "kill", "rank": rank, "where": where, "step": step, "calls": call}
     done = run(runs, f"{layout},{LAYOUTS[layout]}", fault, restarts=1, save_every=0)
@@ -47,5 +52,3 @@ def resumed(done: Attempt) -> int:
     (restart,) = [event for event in done.events if "restart" in event]
     after = done.events[done.events.index(restart) + 1 :]
     return min(event["step"] for event in after if "loss" in event) - 1
-
-

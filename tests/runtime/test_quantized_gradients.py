@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 from harness.checks import assert_ledger, assert_memory, assert_replicas_equal, judge
-from harness.contexts import context_cases
-from harness.experts import expert_cases
 from harness.jobs import RankOutcome, Training
-from harness.pipelines import pipeline_cases
 from harness.pool import run_ranks
+from harness.quantized import GRADIENT_POINTS, rounded
 from harness.quantized_jobs import Summed, numbers
-from harness.space import MODELS, Point, all_cases, point
+from harness.space import MODELS, Point, point
 from harness.today import some_of
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.units import GRADIENT_BITS
@@ -22,11 +20,6 @@ from shardwise.layout.wire import BLOCK, packed_bytes
 from shardwise.model.catalog import get
 from shardwise.predict.traffic.ledger import predict_ledger
 
-POINTS = [
-    point
-    for points in (all_cases(), pipeline_cases(), context_cases(), expert_cases())
-    for point in [p for p in points if p.layout.stage and p.layout.precision != "fp64" and p.layout.tp == 1][::6]
-]
 LAYOUTS = [
     "dp=2,zero=1",
     "dp=3,zero=2",
@@ -35,16 +28,6 @@ LAYOUTS = [
     "dp=6,zero=3,hpz=3",
     "dp=8,zero=3,hpz=4",
 ]
-
-
-def rounded(values: np.ndarray) -> np.ndarray:
-    """Each block of 256 in integers from -7 to 7 times a scale, with fp32 arithmetic."""
-    found = np.empty_like(values)
-    for a in range(0, len(values), BLOCK):
-        block = values[a : a + BLOCK]
-        scale = np.float32(np.abs(block).max()) / np.float32(7)
-        found[a : a + BLOCK] = np.rint(block / scale if scale else block) * scale
-    return found
 
 
 def summed(parts: list[np.ndarray]) -> np.ndarray:
@@ -73,14 +56,19 @@ def test_trap_27_the_sum_has_the_bits_of_its_hops(text: str) -> None:
         assert rows == [("all_to_all", *row) for row in zip(axes, ("uint8",) * len(axes), sent, strict=True)]
 
 
+def feeds(point: Point) -> bool:
+    """Every second point has error feedback."""
+    return GRADIENT_POINTS.index(point) % 2 == 1
+
+
 def train(point: Point, layout: Layout) -> list[RankOutcome]:
     asked = Training(point.case, layout, judge(point.case), transport=dict(point.choices).get("transport", "shared"))
     return run_ranks("harness.jobs:train", layout.ranks, asked)
 
 
-@pytest.mark.parametrize("point", some_of(POINTS, 6, "quantized gradients"), ids=lambda p: p.id)
+@pytest.mark.parametrize("point", some_of(GRADIENT_POINTS, 6, "quantized gradients"), ids=lambda p: p.id)
 def test_ledger_and_bytes_are_exact(point: Point) -> None:
-    layout = replace(point.layout, qgz=True)
+    layout = replace(point.layout, qgz=True, feedback=feeds(point))
     ranks = train(point, layout)
     assert_replicas_equal(ranks)
     assert_ledger(point.case, layout, ranks)

@@ -66,26 +66,24 @@ def _lines(
     report: StepReport, model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, observed: bool
 ) -> Iterator[Renderable]:
     from shardwise.cli.show.estimate_table import balance_lines, kinds_table, node_line, timing_lines
-    from shardwise.predict.estimate import unmodelled
     from shardwise.predict.memory.capacity import capacity_of, explained
     from shardwise.predict.node_bytes import node_bytes
     from shardwise.predict.tensor_kinds import tensor_kinds
 
-    left_out = [] if observed else unmodelled(layout)
     yield (
         f"{model.name}: {format_count(count(model))} parameters, layout {layout} on {cluster}, "
         f"{workload.batch} sequences of {workload.seq} tokens a step\n"
     )
     yield tables.memory_table(report, capacity=capacity_of(cluster))
     homes = node_line(node_bytes(model, layout, workload, cluster), cluster)
-    yield from (f"{line}\n" for line in (explained(cluster), *homes, *left_out) if line)
+    yield from (f"{line}\n" for line in (explained(cluster), *homes) if line)
     yield tables.ledger_table(report)
     yield from balance_lines(report)
     if layout.inner_ranks != layout.tp and (kinds := tensor_kinds(model, layout, workload, cluster)):
         yield kinds_table(kinds)
     if not observed:
         yield from timing_lines(report, cluster, workload.batch * workload.seq)
-    yield from (note for note in report.notes if note not in left_out)
+    yield from report.notes
 
 
 def _zero_table(args: argparse.Namespace) -> int:

@@ -34,8 +34,12 @@ class Cluster:
     inter: Link
     host: Host = UNKNOWN
     """Host of each node."""
+    nics: int = 0
+    """NICs of a node, each as fast as `inter`; 0: one for each device."""
 
     def __post_init__(self) -> None:
+        if type(self.nics) is not int or not 0 <= self.nics <= MOST_COUNTED:
+            raise UserError(f"a cluster's nics must be an integer from 0 to {MOST_COUNTED:,}, not {self.nics!r}")
         for what in ("nodes", "devices_per_node"):
             value = getattr(self, what)
             if type(value) is not int or value < 1:
@@ -58,6 +62,11 @@ class Cluster:
         """Bytes that each rank has when all devices are used: the ranks on a CPU share their machine's memory."""
         total = self.device.memory_bytes
         return total // self.devices_per_node if total is not None and self.device.kind == "cpu" else total
+
+    @property
+    def network_share(self) -> float:
+        """Part of `inter`'s bandwidth that each device has when all of a node send at once."""
+        return min(1.0, self.nics / self.devices_per_node) if self.nics else 1.0
 
     @property
     def over_pcie(self) -> bool:
@@ -102,6 +111,7 @@ class Cluster:
 
             nodes = 2                  # 1 if left out
             devices_per_node = 8
+            nics = 1                   # of a node, each as fast as [inter]; one for each device if left out
             device = "H100"            # from the catalog, with its usual links; or a table:
             # [device]
             # name = "MyGPU"
@@ -168,7 +178,7 @@ def _from_toml(path: Path) -> Cluster:
 
 
 def _from_table(data: dict[str, Any]) -> Cluster:
-    _only(data, "", "nodes", "devices_per_node", "device", "intra", "inter", "host")
+    _only(data, "", "nodes", "devices_per_node", "nics", "device", "intra", "inter", "host")
     if "device" not in data or "devices_per_node" not in data:
         raise UserError(f"{'device' if 'device' not in data else 'devices_per_node'} is missing")
     if isinstance(data["device"], str):
@@ -183,6 +193,7 @@ def _from_table(data: dict[str, Any]) -> Cluster:
         device,
         _link(data, "intra", intra),
         _link(data, "inter", inter),
+        data.get("nics", 0),
     )
     return replace(cluster, host=_host(data, cluster, entry.host_of(cluster.devices_per_node) if entry else Host()))
 

@@ -19,6 +19,7 @@ def to_toml(cluster: Cluster, header: Sequence[str] = (), remarks: Mapping[str, 
     remarks = remarks or {}
     lines = [*(f"# {line}" for line in header)]
     lines += [f"nodes = {cluster.nodes}", f"devices_per_node = {cluster.devices_per_node}"]
+    lines += [f"nics = {cluster.nics}"] if cluster.nics else []
     usual = _usual(cluster.device)
     lines += [f"device = {json.dumps(cluster.device.name)}"] if usual else _device(cluster.device)
     for name, link in (("intra", cluster.intra), ("inter", cluster.inter)):

@@ -55,7 +55,7 @@ def _data(layout: Layout, cluster: Cluster | None, serves: bool) -> str:
     if layout.qwz:
         line += "; weights are gathered in 8 bits"
     if layout.qgz:
-        line += "; gradients are summed in 4 bits"
+        line += "; gradients are summed in 4 bits" + layout.feedback * ", with error feedback"
     return line
 
 

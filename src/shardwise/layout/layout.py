@@ -32,7 +32,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 OFFLOADS = ("none", "cpu", "nvme")
 """Homes of optimizer state; the two beside none also with a fraction, such as `cpu:0.5`."""
-FLAGS = ("sp", "qwz", "qgz")
+FLAGS = ("sp", "qwz", "qgz", "feedback")
 """Keys that stand alone."""
 ORDER = "-".join(DENSE)
 """Rank axes from slowest to fastest: tensor parallel stays inside a node."""
@@ -42,7 +42,7 @@ ORDER = "-".join(DENSE)
 class Layout:
     """One way to split a model. Fields and defaults are the keys of the layout text; `shard=0` means dp x cp, `etp=0`
     tp where ep is 1, else 1. hpz: ranks over which a second copy of parameters is cut (ZeRO++). qwz: parameters
-    are gathered in 8 bits; qgz: gradients are reduced in 4 bits.
+    are gathered in 8 bits; qgz: gradients are reduced in 4 bits; feedback: their error goes into the next sum.
     offload, offload_params, offload_activations: where optimizer state, parameters and saved activations are kept
     instead of on the device (`layout.homes`).
     algorithm: of all-reduce, all-gather and reduce-scatter (`layout.algorithms`). node: ranks of a node, for
@@ -62,6 +62,7 @@ class Layout:
     hpz: int = 0
     qwz: bool = False
     qgz: bool = False
+    feedback: bool = False
     sp: bool = False
     cpkind: str = "ring"
     tpkind: str = "megatron"
@@ -175,6 +176,8 @@ class Layout:
             raise LayoutError("layout: qwz gathers parameters in 8 bits for each use and needs zero=3")
         if self.qgz and not self.zero:
             raise LayoutError("layout: qgz reduces gradients to their shards in 4 bits and needs zero of at least 1")
+        if self.feedback and not self.qgz:
+            raise LayoutError("layout: feedback adds what 4-bit gradients have lost to the next ones and needs qgz")
 
     def _check_hpz(self) -> None:
         if self.zero < 3:

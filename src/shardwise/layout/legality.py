@@ -144,21 +144,9 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
     return None
 
 
-def packs_beside_tp(layout: Layout) -> str:
-    """Why packed weights or gradients do not run here under tensor parallelism; empty where nothing is packed so."""
-    if layout.tp == 1 or not (layout.qwz or layout.qgz):
-        return ""
-    return (
-        f"{'qwz' if layout.qwz else 'qgz'} does not run beside tp={layout.tp} yet: a scale would be of what tp splits "
-        "and of what every tp rank has, so that copies of a parameter would drift apart; leave out one of them"
-    )
-
-
 def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
     """Raise `LayoutError` if the runtime cannot run `layout` yet, or if `check` rejects it."""
     check(layout, model, workload, ranks)
-    if packs := packs_beside_tp(layout):
-        raise LayoutError(packs)
     if layout.pp > 1 and layout.compile == "block" and pipeline.splits_backward(layout.schedule):
         raise LayoutError(
             f"schedule={layout.schedule} computes the weights' gradients apart, which compile=block cannot: choose "

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from shardwise.cluster import Cluster
@@ -37,7 +37,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.placement import Placed, place
 from shardwise.layout.transport_buffers import TransportBuffers, transport_buffers
-from shardwise.layout.wire import WIRE_DTYPE, packed_bytes
+from shardwise.layout.wire import WIRE_DTYPE, PackedRun, packed_runs
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, PartKind
@@ -158,6 +158,31 @@ class Unit:
                 span = replace(span, start=spans.pop().start)
             spans.append(span)
         return tuple(spans)
+
+    @cached_property
+    def block_cuts(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Runs [start, stop) of each shard rank's interval that are split, or replicated, over as many tp ranks: packed
+        elements of two runs share no block. Padding belongs to the last one."""
+        neighbors = zip(self.offsets[1:], pairwise(self.placed), strict=True)
+        ends = [start for start, (before, after) in neighbors if before.replicas != after.replicas]
+        cuts = []
+        for first in range(0, self.padded, self.shard_numel):
+            inside = [end - first for end in ends if first < end < first + self.shard_numel]
+            cuts.append(tuple(pairwise([0, *inside, self.shard_numel])))
+        return tuple(cuts)
+
+    @cached_property
+    def longest_run(self) -> int:
+        """Elements of the longest run of any interval."""
+        return max(stop - start for runs in self.block_cuts for start, stop in runs)
+
+    def packed_runs(self, place: int, bits: int) -> tuple[PackedRun, ...]:
+        """Runs of the packed interval of one shard rank."""
+        return packed_runs(self.block_cuts[place], bits)
+
+    def packed_bytes(self, bits: int) -> int:
+        """Bytes of a packed interval: the most of any shard rank, since all send equal parts."""
+        return max(packed_runs(cuts, bits)[-1].packed.stop for cuts in set(self.block_cuts))
 
     @cached_property
     def partial_sums(self) -> tuple[tuple[int, int, Axes], ...]:
@@ -610,13 +635,26 @@ class UnitPlan:
     def packed(self, unit: Unit) -> int:
         """Bytes of one rank's interval in 8 bits, with its scales; 0 where a unit is not gathered so."""
         quantized = self.layout.qwz and self.trains and unit.shard_ranks > 1
-        return packed_bytes(unit.shard_numel, WEIGHT_BITS) if quantized else 0
+        return unit.packed_bytes(WEIGHT_BITS) if quantized else 0
 
     def packed_gradients(self, unit: Unit) -> int:
         """Bytes of one rank's interval of the gradients in 4 bits, with its scales; 0 where they are summed as they
         are."""
         quantized = any(hop.op == "all_to_all" for hop in unit.reduce)
-        return packed_bytes(unit.shard_numel, GRADIENT_BITS) if quantized else 0
+        return unit.packed_bytes(GRADIENT_BITS) if quantized else 0
+
+    def residuals(self, unit: Unit) -> tuple[int, int]:
+        """Elements of the errors that a rank keeps, in fp32, and adds to a unit's next gradients: of its own gradient,
+        and of the sums that it packs again where there is a second hop."""
+        if not (self.layout.feedback and self.packed_gradients(unit)):
+            return 0, 0
+        first, *second = (hop for hop in unit.reduce if hop.op == "all_to_all")
+        return unit.padded, unit.padded // self.mesh.size(first.axes) if second else 0
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether errors of packed gradients are a part of the training state."""
+        return self.layout.feedback and self.layout.stage > 0
 
     def gathered(self, gather: Gather) -> int:
         """Elements of a gather's full tensor, in its own dtype."""

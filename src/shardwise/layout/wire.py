@@ -3,9 +3,15 @@
 Elements go in blocks of `BLOCK`, each with one fp32 scale. A packed piece is all of its scales, then its values end to
 end, filled up to a multiple of 4 bytes, so that pieces one after the other keep their scales aligned. Source: Wang et
 al. 2023, ZeRO++, section 3.
+
+A rank's interval is packed run by run: no block has elements of parameters that tensor parallelism splits and of others
+that it replicates, whose scales must be equal on all tp ranks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -26,6 +32,25 @@ def packed_bytes(elements: int, bits: int) -> int:
     """Bytes of a packed piece of so many elements of `bits` bits."""
     values = -(-elements * bits // 8)
     return blocks(elements) * SCALE + -(-values // SCALE) * SCALE
+
+
+class PackedRun(NamedTuple):
+    """A run of an interval's elements with blocks of its own."""
+
+    elements: slice
+    """Of the interval."""
+    packed: slice
+    """Bytes of the packed interval."""
+
+
+def packed_runs(cuts: Iterable[tuple[int, int]], bits: int) -> tuple[PackedRun, ...]:
+    """The packed pieces of an interval's runs [start, stop), one after the other."""
+    runs, at = [], 0
+    for start, stop in cuts:
+        nbytes = packed_bytes(stop - start, bits)
+        runs.append(PackedRun(slice(start, stop), slice(at, at + nbytes)))
+        at += nbytes
+    return tuple(runs)
 
 
 def packing_bytes(elements: int) -> int:

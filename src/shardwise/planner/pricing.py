@@ -19,7 +19,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.space import RECOMPUTE, BatchChoice, Homes, LayoutColumns, ScheduleChoice, ZeroChoice
-from shardwise.predict.node_bytes import NodeBytes
+from shardwise.predict.node_bytes import NOTHING, NodeBytes
 from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time.pieces import Pieces, pieces
 from shardwise.predict.time.pricing import Pricing
@@ -50,7 +50,7 @@ class Priced:
     """Bytes of the fullest device."""
     place: int
     """The fullest device's place in the pipeline."""
-    node: NodeBytes = NodeBytes()
+    node: NodeBytes = NOTHING
     """Bytes off the devices of the fullest node."""
 
 

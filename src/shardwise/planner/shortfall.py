@@ -15,7 +15,7 @@ from shardwise.planner.ranking import UNLIMITED, best_of, blocks
 from shardwise.planner.space import LayoutColumns, Space
 from shardwise.predict.fixing import HOMES, words_of
 from shardwise.predict.memory.capacity import reserved_bytes, usable_bytes
-from shardwise.predict.node_bytes import NodeBytes
+from shardwise.predict.node_bytes import NOTHING, NodeBytes
 from shardwise.predict.supported import MOST_DEVICES
 from shardwise.report.units import format_apart, format_bytes
 
@@ -33,7 +33,7 @@ class SmallestCandidate:
     layout: Layout
     nbytes: float
     """Infinite where a node's host has too little memory."""
-    node: NodeBytes = NodeBytes()
+    node: NodeBytes = NOTHING
 
 
 def least(space: Space, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:

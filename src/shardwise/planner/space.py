@@ -58,6 +58,9 @@ class Homes(NamedTuple):
         return Layout(zero=3, offload=self.offload, offload_params=self.offload_params)
 
 
+ON_DEVICE = Homes()
+
+
 class ScheduleChoice(NamedTuple):
     """A pipeline schedule and its chunks per rank."""
 
@@ -81,7 +84,7 @@ class LayoutColumns:
     ep: int = 1
     bare: bool = False
     """The embedding and the head are stages of their own: `orders` have two stages more than the model has layers."""
-    homes: Homes = Homes()
+    homes: Homes = ON_DEVICE
 
     @property
     def expert_tp(self) -> int:

@@ -9,7 +9,6 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
 from shardwise.layout.experts import RoutedRows
-from shardwise.layout.legality import packs_beside_tp
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
@@ -56,7 +55,6 @@ def estimate(
     timing, why = try_step_seconds(model, layout, workload, cluster, engine)
     balance = context_balance(model, layout, workload) if layout.cp > 1 else None
     notes = [
-        *unmodelled(layout),
         *_notes(model, layout, backend),
         *([f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []),
         *(timing.notes if timing else ()),
@@ -110,12 +108,6 @@ def _of_record(model: ModelConfig, layout: Layout, workload: Workload, backend: 
         recorded.role, recorded.ranks, predict_bytes(plan), ledger, transport,
         routed=recorded.routed, host=host_bytes(plan), disk=disk_bytes(plan),
     )  # fmt: skip
-
-
-def unmodelled(layout: Layout) -> list[str]:
-    """Omissions from the bytes of a layout that the runtime cannot run yet, a sentence each."""
-    notes = [reason] if (reason := packs_beside_tp(layout)) else []
-    return notes
 
 
 def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:

@@ -20,10 +20,13 @@ class NodeBytes(NamedTuple):
     disk: int = 0
 
 
+NOTHING = NodeBytes()
+
+
 def node_bytes(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> NodeBytes:
     """Bytes of the fullest node of `cluster` under a layout, whose ranks fill node after node."""
     if layout.offload_home == "none" and layout.offload_activations == "none":
-        return NodeBytes()
+        return NOTHING
     mesh, backend = Mesh.of(layout, model), usual_backend(cluster)
     plans = (unit_plan(model, layout, workload, rank=mesh.rank(pp=p), backend=backend) for p in range(layout.pp))
     of_place = [NodeBytes(host_bytes(plan).total, disk_bytes(plan).total) for plan in plans]

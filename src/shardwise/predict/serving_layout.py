@@ -20,7 +20,9 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
     check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
     for key in ("offload", "offload_params", "offload_activations"):
         if (home := getattr(layout, key)) != "none":
-            raise LayoutError(f"{key}={home} is for training: leave it out, generation has tp, cp, ep, pp, dp and zero=3")
+            raise LayoutError(
+                f"{key}={home} is for training: leave it out, generation has tp, cp, ep, pp, dp and zero=3"
+            )
     if layout.cpkind != "ring":
         raise LayoutError(f"cpkind={layout.cpkind} is for training: leave it out, generation cuts the cache's pages")
     if layout.cp > 1 and layout.stage == 3:

@@ -41,6 +41,7 @@ from shardwise.layout.homes import STATES
 from shardwise.runtime.job.launch import reason
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.residual_state import RESIDUAL, folded_residuals, restore_residuals
 
 KINDS = STATES
 """Stored tensors of each parameter: its (master) weights and AdamW's two moments."""
@@ -82,6 +83,7 @@ class Saver:
         self.rank = dist.get_rank()
         plan = program.plan
         self.writes = writes(plan.model, plan.layout, self.rank)
+        self._kinds = (*KINDS, RESIDUAL) if plan.feeds_back else KINDS
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._image: PartImage | None = None
         self._whole: set[Path] = set()
@@ -91,7 +93,9 @@ class Saver:
     def save(self, position: Position) -> None:
         """Write the state after `position.step` steps, or start to."""
         self.finish()
-        entries, tensors = self._entries(), self._tensors()
+        # All ranks together, which a rank that cannot write must not miss.
+        residuals = folded_residuals(self.program) if self.program.plan.feeds_back else {}
+        entries, tensors = self._entries(), self._tensors(residuals)
         if not self.later:
             self._write(position, entries, map(_array, self._each(), tensors))
             return
@@ -114,24 +118,28 @@ class Saver:
 
     def _entries(self) -> list[PartEntry]:
         """Pieces that this rank writes."""
-        dtype = self.program.plan.master_dtype
+        dtypes = dict.fromkeys(KINDS, self.program.plan.master_dtype) | {RESIDUAL: "float32"}
         return [
-            PartEntry(f"{kind}/{held.name}", TensorSpec(shape=held.shape, dtype=dtype), held.stored)
-            for kind in KINDS
+            PartEntry(f"{kind}/{held.name}", TensorSpec(shape=held.shape, dtype=dtypes[kind]), held.stored)
+            for kind in self._kinds
             for held in self.writes
         ]
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def _tensors(self, residuals: dict[str, Tensor]) -> Iterator[Tensor]:
         """The runs of its state that hold them, padding included, one after the other: they may be on disk."""
         states = {state.flat.unit.name: state for state in self.program.optimizer.states}
-        for kind in range(len(KINDS)):
+        for kind in self._kinds:
             for held in self.writes:
                 state = states[held.unit]
-                yield state.get(kind, held.start - state.flat.start, held.stop - state.flat.start)
+                start, stop = held.start - state.flat.start, held.stop - state.flat.start
+                if kind == RESIDUAL:
+                    yield residuals[held.unit][start:stop]
+                else:
+                    yield state.get(STATES.index(kind), start, stop)
 
     def _each(self) -> list[LocalInterval]:
         """Elements on this rank of each entry."""
-        return [*self.writes] * len(KINDS)
+        return [*self.writes] * len(self._kinds)
 
     def _write(
         self, position: Position, entries: list[PartEntry], arrays: Iterable[np.ndarray], image: PartImage | None = None
@@ -210,9 +218,12 @@ def _array(held: LocalInterval, tensor: Tensor) -> np.ndarray:
 def restore(program: TrainProgram, checkpoint: Checkpoint) -> Position:
     """Set weights, moments and the update count from a checkpoint, reading only what this rank holds.
 
-    Raises `UserError` when it is of another model, or damaged.
+    Residuals of error feedback are zero where it has none, and are dropped where the layout has no feedback. Raises
+    `UserError` when it is of another model, or damaged.
     """
-    _fill(program, checkpoint, KINDS)
+    has_residuals = any(name.startswith(f"{RESIDUAL}/") for name in checkpoint.tensors)
+    _fill(program, checkpoint, KINDS, (RESIDUAL,) if has_residuals else ())
+    restore_residuals(program, checkpoint if has_residuals else None)
     manifest = checkpoint.manifest
     program.optimizer.steps = manifest.optimizer_steps
     return Position(manifest.step, manifest.samples, manifest.optimizer_steps)
@@ -223,9 +234,12 @@ def start_from(program: TrainProgram, weights: HuggingFaceWeights) -> None:
     _fill(program, weights, ("model",))
 
 
-def _fill(program: TrainProgram, source: Checkpoint | HuggingFaceWeights, kinds: Sequence[str]) -> None:
+def _fill(
+    program: TrainProgram, source: Checkpoint | HuggingFaceWeights, kinds: Sequence[str], others: Sequence[str] = ()
+) -> None:
+    """Set weights, and what else `kinds` names. others: stored tensors that are not read."""
     plan = program.plan
-    source.require(shapes(plan.model, kinds))
+    source.require(shapes(plan.model, (*kinds, *others)))
     states = {state.flat.unit.name: state for state in program.optimizer.states}
     for held in needs(plan.model, plan.layout, dist.get_rank()):
         state = states[held.unit]

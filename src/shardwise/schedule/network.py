@@ -84,7 +84,7 @@ class Network:
     ) -> Network:
         """A group on a cluster: its first `ranks` devices, or those listed, in the group's order.
 
-        nics: NICs of a node; left out one for each device, since a cluster's bandwidth between nodes is one device's.
+        nics: NICs of a node; left out the cluster's, which are one for each device unless it says otherwise.
         repeated: as a benchmark runs it.
         γ is three bytes of the device's memory traffic; where that is not known, additions count as free (see `notes`).
         Raises `UserError` for ranks that the cluster lacks, and where a link that is needed has no α or bandwidth.
@@ -111,7 +111,7 @@ class Network:
             intra=intra,
             inter=inter or intra,
             gamma=ADDITION_TRAFFIC / bandwidth if bandwidth else 0.0,
-            nics=nics or cluster.devices_per_node,
+            nics=nics or cluster.nics or cluster.devices_per_node,
             sharing=sharing,
             notes=tuple(notes),
             startup=max((link.startup for link in links), default=0.0),

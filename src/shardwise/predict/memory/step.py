@@ -34,7 +34,7 @@ def _without_workspace(plan: UnitPlan) -> Bytes:
     units = plan.short if plan.layout.pp > 1 else plan
     lasting = {"parameters": parameter_bytes(units), "optimizer": optimizer_bytes(units)}
     if plan.layout.pp > 1:
-        held, packed = held_by_actions(plan), packed_pieces(units)
+        held, packed = held_by_actions(plan), kept_pieces(units)
         return Bytes.of(
             sum(lasting.values()) + packed + held.peak,
             **lasting, gradients=held.gradients, comm=held.comm + packed, saved=held.saved,
@@ -73,13 +73,15 @@ def optimizer_bytes(plan: UnitPlan) -> int:
 
 
 def _weight_slots(plan: UnitPlan) -> int:
-    packed = sum(plan.packed_slots.values()) + packed_pieces(plan)
+    packed = sum(plan.packed_slots.values()) + kept_pieces(plan)
     return packed + (plan.layout.stage == 3) * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
 
 
-def packed_pieces(plan: UnitPlan) -> int:
-    """Bytes of a rank's own packed weights, which stay while gathered ones come and go."""
-    return sum(map(plan.packed, plan.units))
+def kept_pieces(plan: UnitPlan) -> int:
+    """Bytes of a rank's own packed weights, which stay while gathered ones come and go, and of the errors that it feeds
+    back into the next packed gradients."""
+    residuals = sum(sum(plan.residuals(unit)) for unit in plan.units)
+    return sum(map(plan.packed, plan.units)) + residuals * DTYPE_BYTES["float32"]
 
 
 def comm_bytes(plan: UnitPlan) -> int:

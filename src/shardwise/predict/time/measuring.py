@@ -43,7 +43,7 @@ def device_of(
     table: dict[str, Any] = {
         "family": family,
         "sms": 1 if kind == "cpu" else told["about"]["sms"],
-        "values": _values(samples, bandwidth),
+        "values": _values(samples, told["about"], bandwidth),
         "matmul": {},
         "attention": {dtype: _attention(samples, dtype, peak, bandwidth) for dtype, peak in peaks.items()},
     }
@@ -90,7 +90,7 @@ def _peaks(samples: Samples) -> dict[str, float]:
     return peaks
 
 
-def _values(samples: Samples, bandwidth: float) -> dict[str, float]:
+def _values(samples: Samples, about: Told, bandwidth: float) -> dict[str, float]:
     values = {}
     for sample in samples:
         if sample["what"] == "pass":
@@ -101,7 +101,10 @@ def _values(samples: Samples, bandwidth: float) -> dict[str, float]:
             dtype, moved = sample["of"][0], float(np.prod(sample["shape"])) * WIDTH[sample["of"][0]]
             values[f"gemv_{dtype}"] = _figure(moved / (bandwidth * sample["seconds"]))
         elif sample["what"] == "taken":
-            values["taken"] = _figure(max(sample["seconds"], 0.0))
+            # More ranks than cores wait for each other in any case.
+            shared = min(sample["seconds"], about["ranks"] / about["cores"] - 1) if "cores" in about else 0.0
+            values["shared"] = _figure(max(shared, 0.0))
+            values["taken"] = _figure(max(sample["seconds"] - values["shared"], 0.0))
     return values
 
 

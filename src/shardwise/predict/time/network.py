@@ -3,7 +3,8 @@
 One function, `Collectives.seconds`, prices a collective for every command. Prices come from `shardwise.schedule`. On
 top of them go what NCCL was measured to take over them (by collective, ranks and size, over NVLink inside a node), and
 the share of a network that training runs reach between nodes (`devices.json`). Over PCIe NCCL takes as many steps as
-over NVLink, each of the latency of that kind of link (`cluster.KINDS`).
+over NVLink, each of the latency of that kind of link (`cluster.KINDS`). Between nodes of CPUs gloo runs one schedule
+for each collective, whatever is cheapest.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ Num = Any
 
 MEASURED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Collectives that a library was measured on."""
+
+GLOO = {"all-gather": "ring", "all-reduce": "ring", "reduce-scatter": "pairwise", "all-to-all": "pairwise"}
+"""Collective -> the schedule whose bytes gloo sends: its own rings (gloo, allgather_ring.h, allreduce.cc), and messages
+between all pairs; of such messages and a sum the runtime makes reduce-scatters (runtime/transport/process_group.py)."""
 
 _SIZES = 2.0 ** np.arange(8, 43)
 
@@ -110,7 +115,8 @@ class Collectives:
             if not np.any(nbytes):
                 return 0.0 * nbytes
             raise UserError(f"the bandwidth of the {which} is not known; give it in a TOML file")
-        return nbytes / (bandwidth * self._constants.value(f"exchange_{which}_share"))
+        share = self._cluster.network_share if which == "network" else 1.0
+        return nbytes / (bandwidth * share * self._constants.value(f"exchange_{which}_share"))
 
     def hop(self, nbytes: Num, stride: Num) -> Num:
         """Seconds that one message takes to a device `stride` ranks away. Raises `UserError` for links not known."""
@@ -122,7 +128,8 @@ class Collectives:
         inside = nbytes / intra.bandwidth + (intra.alpha or 0.0) + self.base
         if "message" in self._timed:
             inside = _between(nbytes, self._timed["sizes"], self._timed["message"])
-        return np.where(away, nbytes / across.bandwidth + (across.alpha or 0.0) + self.base, inside)
+        share = self._cluster.network_share
+        return np.where(away, nbytes / (across.bandwidth * share) + (across.alpha or 0.0) + self.base, inside)
 
     def _sampled(self, op: str, ranks: int, stride: int, schedule: CommSchedule | None) -> _Curve:
         group = tuple(index * stride for index in range(ranks))
@@ -135,6 +142,8 @@ class Collectives:
             )
         names = _names(prices, ranks)
         if group[-1] >= self.per_node:
+            if self._cluster.device.kind == "cpu" and prices.collective in GLOO:
+                names = [GLOO[prices.collective]]
             return _Curve(prices, names, np.ones(len(_SIZES)), self.base)
         over = self._over(op, ranks)
         if not self.over_pcie or not self._measured:
@@ -156,7 +165,8 @@ class Collectives:
         name = op.removesuffix("_into")
         if name in self._timed:
             nearest, seconds = _nearest(self._timed[name], ranks)
-            prices = pricer(op, tuple(range(nearest)), self._cluster)
+            host = replace(self._cluster, nodes=1, devices_per_node=max(nearest, self.per_node))
+            prices = pricer(op, tuple(range(nearest)), host)
             names, sizes = _names(prices, nearest), self._timed["sizes"]
             priced = [min(prices.pick(float(n), name)[1].seconds for name in names) for n in sizes]
             logs = np.log(np.array(seconds) / priced)

@@ -14,7 +14,7 @@ gradient, w bytes of a weight, and the 12 bytes of fp32 master weight and moment
 - offloaded activations: what blocks save, down in forward and up before backward, beside computation.
 
 Copies beside computation slow it by 2% of their time. Copies up and down count one after the other. Sources: Ren et al.
-2021, ZeRO-Offload, section 4; Rajbhandari et al. 2021, ZeRO-Infinity, sections 5.1 and 6; the runtime's own order
+2021, ZeRO-Offload; Rajbhandari et al. 2021, ZeRO-Infinity; the runtime's own order
 (runtime/zero/optimizer.py, runtime/offload/file.py).
 """
 

@@ -69,6 +69,8 @@ class EngineProfile:
     """Parameters that stages 1 and 2 have updated are gathered before the step ends, beside nothing."""
     gathers_by_stage: bool = False
     """Under a pipeline stage 3 gathers a stage's parameters once a step, and not for every micro-batch."""
+    keeps_last: bool = False
+    """Without a pipeline stage 3 keeps the last block's parameters from its forward to its backward pass."""
     pipeline_overlap: bool = False
     """Sends between stages run beside computation."""
     scatter_hops: bool = False

@@ -21,8 +21,8 @@ have one for a rank's own span alone; nor breadth-first, which takes as long as 
 class StepShape:
     """Numbers of a layout and a workload that a step's time depends on. seq: tokens of a sequence; micro_batches: of
     each data-parallel rank; shard: ranks that ZeRO shards over; hpz: ranks over which a second copy is cut, or 0; qwz,
-    qgz: weights and gradients go packed, in all splits of a call; schedule: the pipeline's, one of `SCHEDULES`; dtype:
-    of the matrix products.
+    qgz: weights and gradients go packed, in all splits of a call; feedback: with the errors of packed gradients;
+    schedule: the pipeline's, one of `SCHEDULES`; dtype: of the matrix products.
     offload, offload_params: the homes of optimizer state and of parameters, as in a layout, which may be arrays;
     offloaded: fraction of the optimizer state that is there. saved_bytes: what a block saves in a micro-batch and
     copies to the host and back; wide_gradients: they are accumulated in fp32 even of one micro-batch."""
@@ -41,6 +41,7 @@ class StepShape:
     hpz: Num = 0
     qwz: bool = False
     qgz: bool = False
+    feedback: bool = False
     sp: Any = False
     tpkind: str = "megatron"
     cpkind: str = "ring"
@@ -97,6 +98,7 @@ class StepShape:
             hpz=layout.hpz,
             qwz=layout.qwz,
             qgz=layout.qgz,
+            feedback=layout.feedback,
             sp=layout.sp,
             tpkind=layout.tpkind,
             cpkind=layout.cpkind,

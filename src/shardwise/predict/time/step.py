@@ -18,6 +18,7 @@ import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
+from shardwise.predict.time.cores import core_wait, leaves_node
 from shardwise.predict.time.offload import OffloadSeconds, Sharded, offload_seconds, offloads
 from shardwise.predict.time.pieces import Parts, Pieces, pieces, total
 from shardwise.predict.time.pricing import Pricing
@@ -105,7 +106,7 @@ def _offload(
     shards = np.where(np.asarray(split.zero) > 0, split.shard, 1)
     tables = table_parameters(model, split, engine) / shards
     elements = Sharded(_updated(model, split, engine) - tables, tables)
-    count = _gathers(split, engine)
+    count = _gathers(model, split, engine)
     gathers = Sharded(count, np.minimum(count, 1.0))
     layers = model.layers / np.asarray(split.pp)
     return offload_seconds(split, pricing.host, elements, gathers, layers, micro)
@@ -158,29 +159,31 @@ def _stages(
         + np.where(alone, found.first.get(name, 0.0), 0.0)
         for name in per_block
     }
-    busiest["host"] = _host(model, busiest.pop("host"), split, engine, pricing, total(busiest))
+    busiest["host"] = _host(model, busiest.pop("host"), split, engine, pricing, busiest)
     through = model.layers * one + loss + total(found.first, "host")
     all_of_it = total(busiest)
     ratio = all_of_it / (all_of_it - busiest["host"])
     fill = np.maximum(through * ratio - all_of_it, 0.0) * share
-    table = _table(split, engine, sent)
+    table = _table(model, split, engine, sent)
     busiest["data"] = busiest["data"] + table * (1.0 * tail + alone)
     # Of both ends' tables, the fill waits for those that are not on the busiest stage.
     return busiest, np.where(alone, 0.0, fill + table * (2.0 - tail))
 
 
-def _gathers(split: StepShape, engine: EngineProfile) -> Num:
+def _gathers(model: ModelConfig, split: StepShape, engine: EngineProfile) -> Num:
     """Gathers of a block at stage 3 per micro-batch: for both its passes, or once in a step."""
-    once = engine.gathers_by_stage & (np.asarray(split.pp) > 1)
-    return np.where(once, 1 / np.asarray(split.micro_batches), 2.0)
+    alone = np.asarray(split.pp) == 1
+    once = engine.gathers_by_stage & ~alone
+    last = engine.keeps_last & alone  # one block of all is still there for its backward pass
+    return np.where(once, 1 / np.asarray(split.micro_batches), 2.0 - last / model.layers)
 
 
-def _table(split: StepShape, engine: EngineProfile, sent: Traffic) -> Num:
+def _table(model: ModelConfig, split: StepShape, engine: EngineProfile, sent: Traffic) -> Num:
     """Stage 3 gathers and reduces tables, too: beside computation, or else for all to wait for. One is gathered once a
     micro-batch: the embedding's is used in one pass, and that of the head in one right after the other."""
     if engine.gather_overlap and engine.grad_overlap:
         return 0.0
-    gathers = np.minimum(_gathers(split, engine), 1.0)
+    gathers = np.minimum(_gathers(model, split, engine), 1.0)
     nearer = (sent.table_gather - sent.table_again) * (gathers - 1 / np.asarray(split.micro_batches))
     return sent.table_gather * gathers - nearer + sent.table_reduce
 
@@ -191,22 +194,18 @@ def _narrow(array: Num) -> Num:
     return array.flat[0] if array.size and (array == array.flat[0]).all() else array
 
 
-def _host(model: ModelConfig, called: Num, split: StepShape, engine: EngineProfile, pricing: Pricing, busy: Num) -> Num:
+def _host(
+    model: ModelConfig, called: Num, split: StepShape, engine: EngineProfile, pricing: Pricing, parts: Parts
+) -> Num:
     """Seconds for which the device waits for the host in a micro-batch: launches that take longer than what they
     start, a stage of a pipeline receiving and sending both ways; and, of a CPU, what others take of its core.
-    called: seconds of the host for the launches."""
+    called: seconds of the host for the launches. parts: of the micro-batch, without these."""
+    busy = total(parts)
     if engine.graphs and ("experts" in engine.captured or not model.experts):
         return 0.0 * busy
     hops = np.where(np.asarray(split.pp) > 1, engine.pipeline_launches, 0)
     waiting = _meeting(called + hops * pricing.constants.value("launch_s"), busy) - busy
-    taken = pricing.constants.values.get("taken", 0.0)
-    return waiting + taken * _in_step(split) * busy if taken else waiting
-
-
-def _in_step(split: StepShape) -> Num:
-    """Ranks that meet in every block, so that what holds up one of them holds up all: those of tensor and context
-    parallelism, and those that shard gradients or parameters. Others meet once a step, and each lost as much."""
-    return split.tp * split.cp * np.where(np.asarray(split.zero) >= 2, split.shard, 1)
+    return waiting + core_wait(split, pricing) * (busy - np.where(leaves_node(split, pricing), parts["data"], 0.0))
 
 
 def _meeting(host: Num, device: Num) -> Num:
@@ -260,7 +259,7 @@ def _sharded(
     if not np.any(np.asarray(split.zero) == 3):
         return 0.0 * busy
     # Under hpz all gathers but the first one of a step are among few ranks.
-    count, reduce = _gathers(split, engine), sent.unit_reduce
+    count, reduce = _gathers(model, split, engine), sent.unit_reduce
     nearer = (sent.unit_gather - sent.unit_again) * (count - 1 / np.asarray(split.micro_batches))
     gathers = count * sent.unit_gather - nearer
     beside = gathers * engine.gather_overlap + reduce * engine.grad_overlap

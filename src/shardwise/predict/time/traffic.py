@@ -12,6 +12,7 @@ from shardwise.layout.wire import BLOCK, SCALE
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count_parts
 from shardwise.predict.time.block import padded_vocab
+from shardwise.predict.time.cores import core_wait, leaves_node
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import Num, StepShape
@@ -58,14 +59,20 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
     unit = _parameters(model)[0] / model.layers / split.tp
     unit_gather = _gathered(unit, split_up, split.tp, split, pricing)
     unit_reduce = _reduced(unit, grad_bytes, split_up, split, pricing)
-    copied = np.where(np.asarray(split.hpz) > 0, split.hpz, split_up)
-    unit_again = price("all_gather_into", unit * split.width, copied, split.tp)
+    copied = np.asarray(split.hpz) > 0
+
+    def again(elements: Num, first: Num) -> Num:
+        near = price("all_gather_into", elements * split.width, np.where(copied, split.hpz, 1), split.tp)
+        return np.where(copied, near, first)
+
+    unit_again = again(unit, unit_gather)
     if model.experts:
         of_experts = _expert_traffic(model, split, pricing, routed, grad_bytes)
         reduce, gather, replicas = reduce + of_experts[0], gather + of_experts[1], replicas + of_experts[2]
         unit_gather, unit_reduce = unit_gather + of_experts[3], unit_reduce + of_experts[4]
         unit_again = unit_again + of_experts[3]
     table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
+    table_gather = _gathered(table, split_up, split.tp, split, pricing)
     return Traffic(
         reduce,
         gather,
@@ -73,9 +80,9 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
         unit_gather,
         unit_reduce,
         unit_again,
-        _gathered(table, split_up, split.tp, split, pricing),
+        table_gather,
         _reduced(table, grad_bytes, split_up, split, pricing),
-        price("all_gather_into", table * split.width, copied, split.tp),
+        again(table, table_gather),
         _tied(model, split, engine, pricing),
         _hop(model, split, engine, pricing),
     )
@@ -106,9 +113,10 @@ def _expert_traffic(
 
 PACKED = {bits: bits / 8 + SCALE / BLOCK for bits in (WEIGHT_BITS, GRADIENT_BITS)}
 """Bits -> bytes of an element on the wire, its part of a scale included."""
-UNPACKING, PACKING, ADDING = 23, 54, 37
-"""Bytes that move to and from memory for each weight that is unpacked, each gradient that is packed, and each that is
-unpacked and added (runtime/zero/quantized.py, operation by operation)."""
+UNPACKING, PACKING, ADDING, FEEDING = 23, 54, 37, 49
+"""Bytes that move to and from memory for each weight that is unpacked, each gradient that is packed, each that is
+unpacked and added, and each whose error is fed back, which unpacks it once more (runtime/zero/quantized.py, one
+operation after the other)."""
 
 
 def _gathered(elements: Num, ranks: Num, apart: Num, split: StepShape, pricing: Pricing) -> Num:
@@ -116,7 +124,7 @@ def _gathered(elements: Num, ranks: Num, apart: Num, split: StepShape, pricing: 
     if not split.qwz:
         return pricing.collectives.seconds("all_gather_into", elements * split.width, ranks, apart)
     sent = pricing.collectives.seconds("all_gather_into", elements * PACKED[WEIGHT_BITS], ranks, apart)
-    return sent + np.where(ranks > 1, pricing.kernels.pass_over(elements * UNPACKING, dtype="float32"), 0.0)
+    return sent + np.where(ranks > 1, _converted(elements * UNPACKING, split, pricing), 0.0)
 
 
 def _reduced(elements: Num, grad_bytes: float, ranks: Num, split: StepShape, pricing: Pricing) -> Num:
@@ -134,8 +142,14 @@ def _summed(elements: Num, grad_bytes: float, ranks: Num, apart: Num, split: Ste
     if not split.qgz:
         return price("reduce_scatter", elements * grad_bytes, ranks, apart)
     sent = price("all_to_all", elements * PACKED[GRADIENT_BITS], ranks, apart)
-    passes = pricing.kernels.pass_over(elements * (PACKING + ADDING), dtype="float32")
-    return sent + np.where(ranks > 1, passes, 0.0)
+    moved = PACKING + ADDING + FEEDING * split.feedback
+    return sent + np.where(ranks > 1, _converted(elements * moved, split, pricing), 0.0)
+
+
+def _converted(nbytes: Num, split: StepShape, pricing: Pricing) -> Num:
+    """Passes over memory before and after a collective, which need a core where the collective itself needs none."""
+    waiting = np.where(leaves_node(split, pricing), core_wait(split, pricing), 0.0)
+    return pricing.kernels.pass_over(nbytes, dtype="float32") * (1.0 + waiting)
 
 
 def _tied(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:

@@ -13,6 +13,7 @@ the samples.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -541,7 +542,11 @@ def _progress(line: str, number: int) -> None:
 def _about(device: torch.device) -> dict[str, Any]:
     """Description of the device."""
     if device.type != "cuda":
-        return {"threads": torch.get_num_threads(), "torch": torch.__version__}
+        cores = len(os.sched_getaffinity(0))
+        return {
+            "threads": torch.get_num_threads(), "ranks": dist.get_world_size(), "cores": cores,
+            "torch": torch.__version__,
+        }  # fmt: skip
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,

@@ -31,9 +31,12 @@ class Kept:
 
 def newest_kept(plan: UnitPlan, folder: Path, rank: int, run: str, after: int) -> Kept | None:
     """The newest state of `run` that the files of all ranks hold, of a step later than `after`; None where there is
-    none, or state is not on disk as a whole. Every rank of the job must call it, with a gradient norm in every step."""
+    none, or state is not on disk as a whole (a fraction of it is elsewhere, or residuals of packed gradients).
+
+    All ranks of the job call this together. Every step of theirs must have a gradient norm.
+    """
     layout = state_file(plan)
-    if layout is None or plan.layout.offload != "nvme":
+    if layout is None or plan.layout.offload != "nvme" or plan.feeds_back:
         return None
     mine: dict[int, Kept] = {}
     path = file_of(folder, rank)

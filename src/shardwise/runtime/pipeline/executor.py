@@ -124,11 +124,12 @@ class _Execution:
 
     def sum_tied(self, peer: int) -> None:
         own = self.worker.tied_gradients()
-        theirs = torch.empty_like(own)
-        arriving, leaving = self.comms.receive(theirs, PP, peer, "tied"), self.comms.send(own, PP, peer, "tied")
+        sent = self.comms.reachable(own)
+        theirs = torch.empty_like(sent)
+        arriving, leaving = self.comms.receive(theirs, PP, peer, "tied"), self.comms.send(sent, PP, peer, "tied")
         arriving.wait()
         leaving.wait()
-        own.add_(theirs)
+        own.add_(theirs.to(own.device))
 
     def send(self, way: str, stage: int, micro: int, peer: int) -> None:
         tensor = self.made.pop((way, stage, micro)).contiguous()

@@ -32,6 +32,8 @@ def add_up(pieces: list[Tensor], target: Target, wide: Tensor | None) -> None:
     Where dtypes differ it goes chunk by chunk: the cache holds what torch converts.
     """
     into, adds = target
+    if pieces[0].device != into.device:  # an accumulator in the host's memory, of sums on a device
+        pieces = [piece.to(into.device) for piece in pieces]
     if len(pieces) == 2 and not adds and pieces[0].dtype == into.dtype:
         torch.add(pieces[0], pieces[1], out=into)
         return

@@ -450,6 +450,11 @@ class Comms:
         start = partial(self._transports[axes].all_to_all, out, tensor, received, sent)
         return self._start("all_to_all", axes, unit, tensor, start, not (later and self.overlap), equal=equal)
 
+    def reachable(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy on this rank's device where the backend moves no other: NCCL, what is in the host's
+        memory."""
+        return tensor.cuda() if self.backend == "nccl" and not tensor.is_cuda else tensor
+
     # -- messages
 
     def send(self, tensor: Tensor, axes: Axes, peer: int, unit: str) -> Work:

@@ -434,7 +434,9 @@ class Engine:
             if full is flat.staging:
                 full.free()
 
-        self._reductions[flat.unit.name] = PackedSum(self.comms, flat.unit, full.tensor, room, flat.reduced, done)
+        self._reductions[flat.unit.name] = PackedSum(
+            self.comms, flat.unit, full.tensor, room, flat.reduced, done, flat.residuals
+        )
 
     def finish_step(self) -> None:
         """All backwards are over: wait for the reductions, and take the hops that follow them (HSDP)."""
@@ -442,14 +444,17 @@ class Engine:
             pending.wait()
         self._reductions.clear()
         with self.comms.in_phase("backward"):
-            pendings = [
-                self.comms.all_reduce(flat.grads_interval, hop.axes, name, later=True)
+            sums = [
+                (flat.grads_interval, self.comms.reachable(flat.grads_interval), hop, name)
                 for name, flat in self.units.items()
                 for hop in flat.unit.reduce[1:]
                 if hop.op == "all_reduce"
             ]
-        for pending in pendings:
+            pendings = [self.comms.all_reduce(moved, hop.axes, name, later=True) for _, moved, hop, name in sums]
+        for pending, (own, moved, *_) in zip(pendings, sums, strict=True):
             pending.wait()
+            if moved is not own:
+                own.copy_(moved)
 
     def all_gather_params(self) -> None:
         """After the optimizer: stages 1 and 2 gather the new parameters, stage 3 forgets what is resident, packed and
@@ -476,6 +481,8 @@ class Engine:
         weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats if self._source is None]
         weights += [flat.copy for flat in flats if flat.copy is not None]
         packed = [flat.packed.own for flat in flats if flat.packed is not None]
+        for errors in (flat.residuals for flat in flats if flat.residuals is not None):
+            packed += [errors.first, errors.second]
         staging = [flat.staging for flat in flats if flat.staging is not None]
         buffers = [*self._slots.values(), *self._wires.values(), *staging]
         return {

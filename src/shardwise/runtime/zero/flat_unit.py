@@ -17,6 +17,7 @@ from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter
 from shardwise.runtime.zero.packed import PackedWeights
+from shardwise.runtime.zero.residuals import Residuals
 
 Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""
@@ -37,10 +38,10 @@ class FlatUnit:
 
     whole: the flat buffer that parameters are views of, padded (a slot at stage 3). interval: this rank's ZeRO
     interval of it, the same memory as `whole` below stage 3; at stage 3 it is in the optimizer's precision (fp32 for
-    bf16), and each gather sends it rounded; with offloaded state it is in compute precision, here, in the host's memory,
-    or in `file` and then empty here. grads: the accumulator, whole or interval by stage.
+    bf16), and each gather sends it rounded. With offloaded state it is in compute precision, here, in the host's
+    memory, or in `file` and then empty here. grads: the accumulator, whole or interval by stage.
     wire: where packed weights come together under qwz.
-    copy: this rank's part of the second copy under hpz.
+    copy: this rank's part of the second copy under hpz. residuals: errors of packed gradients, where they are fed back.
     staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
     A plan without a training step has no gradients.
     """
@@ -71,7 +72,9 @@ class FlatUnit:
             self.interval = self.whole[self.start : self.stop]
         self.packed = None
         if wire is not None:
-            self.packed = PackedWeights(plan.packed(unit), unit.shard_ranks, wire, device, tally)
+            self.packed = PackedWeights(unit, place, wire, device, tally)
+        sizes = plan.residuals(unit)
+        self.residuals = Residuals(unit, sizes, device, tally) if any(sizes) else None
         self.copy: Tensor | None = None
         if unit.copy_ranks:
             self.copy = torch.zeros(unit.copy_numel, dtype=self.whole.dtype, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.layout.units import WEIGHT_BITS
+from shardwise.layout.units import WEIGHT_BITS, Unit
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter
 from shardwise.runtime.zero.quantized import pack, unpack
 
@@ -13,17 +13,20 @@ from shardwise.runtime.zero.quantized import pack, unpack
 class PackedWeights:
     """A rank's packed interval, which stays for all gathers of a step, and the buffer where all ranks' come together.
 
-    nbytes: of one interval. wire: for at least as many times that as there are ranks.
+    place: of this rank's interval among those of the unit. wire: for the packed intervals of all ranks.
     """
 
-    def __init__(self, nbytes: int, ranks: int, wire: Buffer, device: torch.device, tally: ByteCounter) -> None:
+    def __init__(self, unit: Unit, place: int, wire: Buffer, device: torch.device, tally: ByteCounter) -> None:
+        nbytes = unit.packed_bytes(WEIGHT_BITS)
         self.own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._gathered, self._wire = nbytes * ranks, wire
+        self._unit, self._place = unit, place
+        self._gathered, self._wire = nbytes * unit.shard_ranks, wire
         tally.add("comm", nbytes)
 
     def quantize(self, interval: Tensor) -> None:
         """Pack this rank's weights as they are now."""
-        pack(interval, WEIGHT_BITS, self.own)
+        for run in self._unit.packed_runs(self._place, WEIGHT_BITS):
+            pack(interval[run.elements], WEIGHT_BITS, self.own[run.packed])
 
     def take(self) -> Tensor:
         """Memory for all ranks' packed intervals, until `free`."""
@@ -32,8 +35,9 @@ class PackedWeights:
     def unpack(self, whole: Tensor) -> None:
         """The whole unit from what was gathered. A lasting buffer is then free again."""
         pieces = self._wire.tensor[: self._gathered].split(len(self.own))
-        for packed, piece in zip(pieces, whole.chunk(len(pieces)), strict=True):
-            unpack(packed, WEIGHT_BITS, piece)
+        for place, (packed, piece) in enumerate(zip(pieces, whole.chunk(len(pieces)), strict=True)):
+            for run in self._unit.packed_runs(place, WEIGHT_BITS):
+                unpack(packed[run.packed], WEIGHT_BITS, piece[run.elements])
         if self._wire.lasting:
             self.free()
 

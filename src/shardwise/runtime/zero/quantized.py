@@ -20,11 +20,14 @@ ZERO = 8
 """What 0 is in 4 bits, which have no sign."""
 
 
-def pack(numbers: Tensor, bits: int, into: Tensor) -> None:
+def pack(numbers: Tensor, bits: int, into: Tensor, residual: Tensor | None = None) -> None:
     """Quantize flat `numbers` [n]. into: uint8 [`packed_bytes(n, bits)`]. Numbers that are not finite make their whole
-    block NaN."""
+    block NaN.
+
+    residual: fp32 [n], the error of the last time: it is added first, and becomes the error of this time.
+    """
     for start, stop in _chunks(len(numbers)):
-        _pack_chunk(numbers[start:stop], bits, into, start, len(numbers))
+        _feed_chunk(numbers[start:stop], bits, into, start, len(numbers), residual)
 
 
 def unpack(packed: Tensor, bits: int, into: Tensor) -> None:
@@ -44,10 +47,10 @@ def add_up_packed(pieces: Sequence[Tensor], bits: int, target: Target) -> None:
             part.copy_(total)
 
 
-def repack(pieces: Sequence[Tensor], bits: int, elements: int, into: Tensor) -> None:
-    """Quantize the sum of packed pieces of so many elements, in fp32, into one packed piece."""
+def repack(pieces: Sequence[Tensor], bits: int, elements: int, into: Tensor, residual: Tensor | None = None) -> None:
+    """Quantize the sum of packed pieces of so many elements, in fp32, into one packed piece. residual: as in `pack`."""
     for start, _, total in _sums(pieces, bits, elements):
-        _pack_chunk(total, bits, into, start, elements)
+        _feed_chunk(total, bits, into, start, elements, residual)
 
 
 def _sums(pieces: Sequence[Tensor], bits: int, elements: int) -> Iterator[tuple[int, int, Tensor]]:
@@ -57,6 +60,17 @@ def _sums(pieces: Sequence[Tensor], bits: int, elements: int) -> Iterator[tuple[
         for piece in pieces[1:]:
             total.add_(_unpacked_chunk(piece, bits, start, stop, elements))
         yield start, stop, total
+
+
+def _feed_chunk(numbers: Tensor, bits: int, into: Tensor, start: int, elements: int, residual: Tensor | None) -> None:
+    """Quantize numbers that begin at `start` of a piece, with the error of the last time added to them."""
+    if residual is None:
+        _pack_chunk(numbers, bits, into, start, elements)
+        return
+    due = residual[start : start + len(numbers)]
+    due.add_(numbers)
+    _pack_chunk(due, bits, into, start, elements)
+    due.sub_(_unpacked_chunk(into, bits, start, start + len(numbers), elements))
 
 
 def _pack_chunk(numbers: Tensor, bits: int, into: Tensor, start: int, elements: int) -> None:

@@ -148,7 +148,7 @@ def _peak(
     model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, zero: int, recompute: str
 ) -> tuple[int | None, bool | None, str]:
     try:
-        plain = replace(layout, hpz=0, qwz=False, qgz=False)
+        plain = replace(layout, hpz=0, qwz=False, qgz=False, feedback=False)
         changed = replace(plain, zero=zero, recompute=recompute, shard=layout.shard if zero else 0)
         peak = max(role.peak_bytes for role in estimate(model, changed, workload, cluster).roles)
     except UserError as error:

@@ -1,0 +1,28 @@
+"""Layouts that pack what they send, and block quantization in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from harness.contexts import context_cases
+from harness.experts import expert_cases
+from harness.pipelines import pipeline_cases
+from harness.space import all_cases
+from shardwise.layout.wire import BLOCK
+
+GRADIENT_POINTS = [
+    point
+    for points in (all_cases(), pipeline_cases(), context_cases(), expert_cases())
+    for point in [p for p in points if p.layout.stage and p.layout.precision != "fp64"][::9]
+]
+"""Points whose gradients can be packed."""
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """Each block of 256 in integers from -7 to 7 times a scale, with fp32 arithmetic."""
+    found = np.empty_like(values)
+    for a in range(0, len(values), BLOCK):
+        block = values[a : a + BLOCK]
+        scale = np.float32(np.abs(block).max()) / np.float32(7)
+        found[a : a + BLOCK] = np.rint(block / scale if scale else block) * scale
+    return found
