@@ -10,9 +10,9 @@ Contenders, on one thread, in turn within each round, each over all elements:
 - torch: one `torch._fused_adamw_` of all elements, on fp32 gradients and fp32 weights alone;
 - DeepSpeed's CPU Adam, where `deepspeed` can be imported.
 
-Prints parameters/s by the thread's own clock, and the ratio of each contender's speed to torch's: the median over rounds,
-the lowest and the highest. Then the disk: whole requests of 12 MiB read and written one after the other by direct I/O (`os.preadv`,
-`os.pwrite` into mmap), which is what `calibrate device` measures.
+Prints parameters/s by the thread's own clock, and the ratio of each contender's speed to torch's: the median over
+rounds, the lowest and the highest. Then the disk: whole requests of 12 MiB read and written one after the other by
+direct I/O (`os.preadv`, `os.pwrite` into mmap), which is what `calibrate device` measures.
 """
 
 from __future__ import annotations

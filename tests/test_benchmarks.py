@@ -47,10 +47,6 @@ def test_the_hosts_update_beside_torchs(tmp_path: Path) -> None:
     assert found["disk"].get("read", 1) > 0 and ("write" in found["disk"] or "why_not" in found["disk"])
 
 
-EXPERTS = ("training", "a step")
-"""Both start processes that import torch."""
-
-
 TORCH = ("experts", "a step of experts", "zeropp")
 """All start processes that import torch."""
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwise.cluster import Cluster, Device, Host, Link
 from shardwise.cluster.accelerators import accelerators
 from shardwise.layout import Layout, Workload
-from shardwise.layout.homes import LOAD, STATES
+from shardwise.layout.homes import DISK_READ, DISK_WRITE, LOAD, STATES, TO_DEVICE, TO_HOST
 from shardwise.model.catalog import get
 from shardwise.predict import estimate
 from shardwise.predict.step_seconds import step_seconds
@@ -118,10 +118,11 @@ def test_bytes_are_those_of_the_ledger(layout, batch):
     report = estimate(LLAMA, f"dp=8,{layout}", Workload(4096, batch), H100)
     share, (role,) = host_share(H100), report.roles
     assert report.timing
-    of = {(op, axes): sum(row.payload_bytes for row in role.ledger if (row.op, row.axes) == (op, axes))
-          for op, axes in (("to_host", "host"), ("to_device", "host"), ("read", "disk"), ("write", "disk"))}  # fmt: skip
-    link = (of["to_host", "host"] + of["to_device", "host"]) / share.link
-    disk = of["read", "disk"] / share.read + of["write", "disk"] / share.write
+    moves = TO_HOST, TO_DEVICE, DISK_READ, DISK_WRITE
+    down, up, read, write = (
+        sum(row.payload_bytes for row in role.ledger if (row.op, row.axes) == move) for move in moves
+    )
+    link, disk = (down + up) / share.link, read / share.read + write / share.write
     # The first or last block is gathered once, which the closed form of gathers does not know.
     assert report.timing["busy"]["link"] == pytest.approx(link, rel=0.02)
     assert report.timing["busy"]["disk"] == pytest.approx(disk, rel=0.02)
