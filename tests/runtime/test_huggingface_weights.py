@@ -51,7 +51,9 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return model, root
 
 
-CASES = some_of(product(FAMILIES, LAYOUTS), 5, "weights") + some_of(product(MIXTURES, EXPERT_LAYOUTS), 3, "experts")
+# Mixtral's here has 5 experts, which two ranks cannot share.
+PAIRS = [(name, text) for name, text in product(MIXTURES, EXPERT_LAYOUTS) if name != "mixtral" or "ep=2" not in text]
+CASES = some_of(product(FAMILIES, LAYOUTS), 5, "weights") + some_of(PAIRS, 3, "experts")
 
 
 @pytest.mark.parametrize(("folders", "text"), CASES, indirect=["folders"])

@@ -80,10 +80,12 @@ class RingTensors(AttentionTensors):
         self._arrive(live)
         pairs = self.s.tokens * self.s.seq if self.explicit else 0
         square = pairs * self.s.heads * self.s.statistic
-        live.transient(made + wide_kv + max(4 * square, 3 * square + self._mask_drawing(pairs)))
-        live.transient(made + (self.padded and 2 * self.kernel_out + self.padded))
+        earlier = (self.ranks - 1) * wide_kv if self.gathers else 0  # gradients for ranks before the last one
+        live.transient(earlier + made + wide_kv + max(4 * square, 3 * square + self._mask_drawing(pairs)))
+        live.transient(earlier + made + (self.padded and 2 * self.kernel_out + self.padded))
         if self.gathers:
-            live.transient(2 * self.ranks * wide_kv)
+            # Gathered keys and values are gone when the gradients of all are put together.
+            live.transient(self.ranks * (2 * wide_kv - self.k - self.v))
         else:
             live.transient(2 * wide_kv + self.qkv)
         live.free(live.now - start)
