@@ -39,6 +39,14 @@ def tiny(tmp_path: Path, name: str, *arguments: str) -> dict:
     return json.loads((tmp_path / "out.json").read_text())
 
 
+def test_the_hosts_update_beside_torchs(tmp_path: Path) -> None:
+    found = tiny(tmp_path, "host_update", "--disk", str(tmp_path))
+    assert {"ours", "chunks", "torch"} <= set(found["update"]) and found["threads"] == 1
+    assert all(row["parameters_per_second"] > 0 for row in found["update"].values())
+    assert found["update"]["torch"]["of_torch"] == 1.0
+    assert found["disk"].get("read", 1) > 0 and ("write" in found["disk"] or "why_not" in found["disk"])
+
+
 TORCH = ("experts", "a step of experts", "zeropp")
 """All start processes that import torch."""
 

@@ -124,3 +124,15 @@ def test_mistakes_are_one_line_and_exit_2(config, capsys, arguments, line):
     assert main(["explain", *(config if word == "CONFIG" else word for word in arguments)]) == 2
     error = capsys.readouterr().err
     assert line in error and error.count("\n") == 1
+
+
+def test_what_binds_offloading_is_said_without_a_profile_of_the_engine(command, tmp_path):
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    told = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 64, "bf16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(told | {"zero_optimization": zero}))
+    code, out, _ = command(
+        "explain", tmp_path / "ds.json", "--model", "llama-3-8b", "--cluster", "8xH100", "--seq", 4096
+    )
+    words = " ".join(out.split())
+    assert code == 0 and "as shardwise would run it, offloading: the host's cores bind, busy for" in words
+    assert "no time of a step" in words

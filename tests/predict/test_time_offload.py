@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwise.cluster import Cluster, Device, Host, Link
 from shardwise.cluster.accelerators import accelerators
 from shardwise.layout import Layout, Workload
-from shardwise.layout.homes import LOAD, STATES
+from shardwise.layout.homes import DISK_READ, DISK_WRITE, LOAD, STATES, TO_DEVICE, TO_HOST
 from shardwise.model.catalog import get
 from shardwise.predict import estimate
 from shardwise.predict.step_seconds import step_seconds
@@ -107,6 +107,25 @@ def test_parameters_come_once_where_a_copy_or_packed_weights_stay():
 
 def test_state_is_what_the_file_has():
     assert len(STATES) * 4 == STATE and STATE < ADAMW and LOAD > 0
+
+
+@pytest.mark.parametrize("batch", [8, 32])
+@pytest.mark.parametrize("layout", ["zero=1,offload=cpu", "zero=2,offload=cpu", "zero=2,offload=nvme",
+                                    "zero=3,offload=cpu,offload_params=cpu", "zero=3,offload=nvme,offload_params=nvme",
+                                    "zero=3,hpz=2,offload=cpu,offload_params=cpu", "zero=1,offload=nvme:0.5",
+                                    "zero=3,offload=cpu,offload_params=cpu,offload_activations=cpu"])  # fmt: skip
+def test_bytes_are_those_of_the_ledger(layout, batch):
+    report = estimate(LLAMA, f"dp=8,{layout}", Workload(4096, batch), H100)
+    share, (role,) = host_share(H100), report.roles
+    assert report.timing
+    moves = TO_HOST, TO_DEVICE, DISK_READ, DISK_WRITE
+    down, up, read, write = (
+        sum(row.payload_bytes for row in role.ledger if (row.op, row.axes) == move) for move in moves
+    )
+    link, disk = (down + up) / share.link, read / share.read + write / share.write
+    # The first or last block is gathered once, which the closed form of gathers does not know.
+    assert report.timing["busy"]["link"] == pytest.approx(link, rel=0.02)
+    assert report.timing["busy"]["disk"] == pytest.approx(disk, rel=0.02)
 
 
 def test_nothing_changes_without_offloading():

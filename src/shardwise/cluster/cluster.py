@@ -193,7 +193,7 @@ def _from_table(data: dict[str, Any]) -> Cluster:
         device,
         _link(data, "intra", intra),
         _link(data, "inter", inter),
-        data.get("nics", 0),
+        nics=data.get("nics", 0),
     )
     return replace(cluster, host=_host(data, cluster, entry.host_of(cluster.devices_per_node) if entry else Host()))
 

@@ -101,6 +101,7 @@ class CacheRoom:
 def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Training:
     """Memory, traffic and time of a step, the time where there is a profile of the engine. Raises `UserError` where the
     layout does not suit the model, the batch or the cluster."""
+    from shardwise.cli.show.estimate_table import binding
     from shardwise.predict import estimate
 
     assert reading.seq and reading.batch
@@ -111,7 +112,8 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
         report = estimate(model, reading.layout, workload, cluster, engine=engine)
         if engine is None and report.timing:
             note = f"no time of a step: there is no profile of what {reading.engine} overlaps and fuses"
-            report = replace(report, time=None, timing=None, notes=(*report.notes, note))
+            bound = (f"as shardwise would run it, {line}" for line in binding(report.timing))
+            report = replace(report, time=None, timing=None, notes=(*report.notes, *bound, note))
         return Training(model, report)
     except UserError as error:
         return Training(model, None, str(error))

@@ -3,8 +3,8 @@
 Per optimizer step and rank, with P updated parameters of which a fraction f is offloaded, g bytes of an accumulated
 gradient, w bytes of a weight, and the 12 bytes of fp32 master weight and moments:
 
-- gradients down: g f P once before the update; from stage 2 on g P after each micro-batch, beside the rest of backward,
-  and g (1 - f) P up again for what the device updates;
+- gradients down: g f P once before the update; from stage 2 on w P after each micro-batch, as they are reduced, beside
+  the rest of backward, and g (1 - f) P up again for what the device updates;
 - the update on the host's cores, f P parameters; then w f P of weights up;
 - on disk: 12 f P read and 12 f P written, beside the update: the slower of the disk and of update with copies binds.
   Reads and writes share one disk, so that their seconds add up: AdamW of 64M parameters took 1.21 s where reads alone
@@ -14,7 +14,7 @@ gradient, w bytes of a weight, and the 12 bytes of fp32 master weight and moment
 - offloaded activations: what blocks save, down in forward and up before backward, beside computation.
 
 Copies beside computation slow it by 2% of their time. Copies up and down count one after the other. Sources: Ren et al.
-2021, ZeRO-Offload, section 4; Rajbhandari et al. 2021, ZeRO-Infinity, sections 5.1 and 6; the runtime's own order
+2021, ZeRO-Offload; Rajbhandari et al. 2021, ZeRO-Infinity; the runtime's own order
 (runtime/zero/optimizer.py, runtime/offload/file.py).
 """
 
@@ -131,7 +131,7 @@ def _accumulates(split: StepShape) -> Num:
 def _gradients(split: StepShape, host: HostShare, updated: Num) -> _Moved:
     """Gradients of one micro-batch into the host's accumulators; all but the first micro-batch's are added."""
     accumulated = np.where(_accumulates(split), updated, 0.0)
-    link = accumulated * _gradient_bytes(split) / host.link
+    link = accumulated * split.width / host.link
     added = 1 - 1 / np.asarray(split.micro_batches)
     cores = accumulated * added * ADDITION / ADAMW / host.cores
     return _Moved(np.maximum(link, cores), link, 0.0 * link, cores)
