@@ -20,10 +20,14 @@ from shardwise.predict.time.block import Shape, tally_part
 from shardwise.predict.time.constants import catalog_form, constants
 from shardwise.predict.time.kernels import WIDTH, Kernels
 from shardwise.predict.time.profiles import engine
+from shardwise.predict.time.traffic import ADDING, PACKING
 
-COUNTED = {"": 3.0, "norm": 11.0, "activation": 13.0, "rotation": 12.0, "softmax": 32.0, "loss": 4.0}
+COUNTED = {
+    "": 3.0, "norm": 11.0, "activation": 13.0, "rotation": 12.0, "softmax": 32.0, "loss": 4.0,
+    "packing": PACKING / WIDTH["float32"], "unpacking": ADDING / WIDTH["float32"],
+}  # fmt: skip
 """Elements that `block.py` counts for each element of an operation, forward and backward, as this project's decoder is
-counted: norm with the residual that it belongs to."""
+counted: norm with the residual that it belongs to. Of packed gradients those that `traffic.py` counts in fp32."""
 FAMILIES = {8: "Ampere", 9: "Hopper"}
 """Compute capability's first number -> family; Blackwell for what is newer."""
 

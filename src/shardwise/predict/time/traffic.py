@@ -124,7 +124,7 @@ def _gathered(elements: Num, ranks: Num, apart: Num, split: StepShape, pricing: 
     if not split.qwz:
         return pricing.collectives.seconds("all_gather_into", elements * split.width, ranks, apart)
     sent = pricing.collectives.seconds("all_gather_into", elements * PACKED[WEIGHT_BITS], ranks, apart)
-    return sent + np.where(ranks > 1, _converted(elements * UNPACKING, split, pricing), 0.0)
+    return sent + np.where(ranks > 1, _converted(elements * UNPACKING, "unpacking", split, pricing), 0.0)
 
 
 def _reduced(elements: Num, grad_bytes: float, ranks: Num, split: StepShape, pricing: Pricing) -> Num:
@@ -142,14 +142,16 @@ def _summed(elements: Num, grad_bytes: float, ranks: Num, apart: Num, split: Ste
     if not split.qgz:
         return price("reduce_scatter", elements * grad_bytes, ranks, apart)
     sent = price("all_to_all", elements * PACKED[GRADIENT_BITS], ranks, apart)
-    moved = PACKING + ADDING + FEEDING * split.feedback
-    return sent + np.where(ranks > 1, _converted(elements * moved, split, pricing), 0.0)
+    passes = _converted(elements * PACKING, "packing", split, pricing)
+    passes = passes + _converted(elements * (ADDING + FEEDING * split.feedback), "unpacking", split, pricing)
+    return sent + np.where(ranks > 1, passes, 0.0)
 
 
-def _converted(nbytes: Num, split: StepShape, pricing: Pricing) -> Num:
-    """Passes over memory before and after a collective, which need a core where the collective itself needs none."""
+def _converted(nbytes: Num, of: str, split: StepShape, pricing: Pricing) -> Num:
+    """Passes over memory before and after a collective, which need a core where the collective itself needs none.
+    of: packing or unpacking, whose share of the bandwidth a measured device has."""
     waiting = np.where(leaves_node(split, pricing), core_wait(split, pricing), 0.0)
-    return pricing.kernels.pass_over(nbytes, dtype="float32") * (1.0 + waiting)
+    return pricing.kernels.pass_over(nbytes, of, "float32") * (1.0 + waiting)
 
 
 def _tied(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:

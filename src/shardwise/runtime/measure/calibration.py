@@ -34,6 +34,8 @@ from shardwise.decoder.attention import CoreAttention, Rope
 from shardwise.decoder.modules import RMSNorm
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.axes import DATA, PP, SHARD, Axes
+from shardwise.layout.units import GRADIENT_BITS
+from shardwise.layout.wire import packed_bytes
 from shardwise.model import ModelConfig
 from shardwise.ops.context import OpContext, Options
 from shardwise.ops.cpu.attention import short_attention
@@ -52,6 +54,7 @@ from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.process_group import gather_objects
 from shardwise.runtime.zero.optimizer import adamw
+from shardwise.runtime.zero.quantized import add_up_packed, pack
 
 Call = Callable[[], object]
 
@@ -197,6 +200,7 @@ def passes(job: CalibrationJob, device: torch.device, more: int = 1) -> Iterator
     makers: dict[str, tuple[int, Callable[..., Call]]] = {
         "": (1024, _add), "norm": (1024, _norm), "activation": (2816, _activation), "rotation": (1024, _rotation),
         "softmax": (1024, _softmax), "loss": (8192, _loss),
+        "packing": (1024, _packing), "unpacking": (1024, _unpacking),
     }  # fmt: skip
     for dtype in DTYPES:
         for name, (width, make) in makers.items():
@@ -262,6 +266,20 @@ def _loss(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> C
     x, targets = _leaf((1, *shape), dtype, device), torch.zeros(1, shape[0], dtype=torch.int64, device=device)
     alone = _Alone()
     return lambda: torch.autograd.grad(summed_cross_entropy(x, targets, 0, shape[1], alone), x)  # type: ignore[arg-type]
+
+
+def _packing(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
+    """The work of `runtime.zero.packed_sum` before an exchange."""
+    numbers = torch.full((math.prod(shape),), 0.5, dtype=dtype, device=device)
+    packed = torch.zeros(packed_bytes(len(numbers), GRADIENT_BITS), dtype=torch.uint8, device=device)
+    return lambda: pack(numbers, GRADIENT_BITS, packed)
+
+
+def _unpacking(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
+    """Its work after it."""
+    total = torch.zeros(math.prod(shape), dtype=dtype, device=device)
+    packed = torch.zeros(packed_bytes(len(total), GRADIENT_BITS), dtype=torch.uint8, device=device)
+    return lambda: add_up_packed([packed], GRADIENT_BITS, Target(total, True))
 
 
 class _Alone:
