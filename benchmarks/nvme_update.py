@@ -137,7 +137,9 @@ def main() -> None:
             f"{row['of_streaming']:.2f}x of streaming ({row['lowest']:.2f} to {row['highest']:.2f})"
         )
     if args.json:
-        args.json.write_text(json.dumps({"date": str(date.today()), "elements": elements, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"date": str(date.today()), "elements": elements, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

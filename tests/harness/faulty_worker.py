@@ -1,8 +1,8 @@
 """A rank that gets into trouble on purpose: `python faulty_worker.py FAULT CONFIG.json`, a worker for the launcher.
 
 FAULT is JSON. what: what goes wrong, a key of `TROUBLES` or "file limit". rank, step (from 1), where: whose, and when.
-calls: of the calls at this place and step, the one before which it comes, from 1. once: a file; while it exists, trouble
-has come already and does not come again (again: it does). pids: a folder in which each rank leaves its process id. The
+calls: of the calls at this place and step, the one before which it comes, from 1. once: a file; while it exists, it has
+come already and does not come again (again: it does). pids: a folder in which each rank leaves its process id. The
 program itself knows nothing of all this.
 """
 

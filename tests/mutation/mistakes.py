@@ -26,6 +26,7 @@ TESTS = (
     "tests/runtime/test_quantized_gathers.py",
     "tests/runtime/test_quantized_gradients.py",
     "tests/runtime/test_error_feedback.py",
+    "tests/runtime/test_offload_traps.py",
     "tests/serving/test_generation_engine.py",
 )
 
@@ -40,6 +41,7 @@ REDISTRIBUTE = "runtime/tensor/redistribute.py"
 FLAT, GRADIENTS, JOINED = "runtime/zero/flat_unit.py", "ops/gradients.py", "ops/fused.py"
 ATTENTION, MODULES, SETUP = "decoder/attention.py", "decoder/modules.py", "runtime/job/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
+FILE, STAGES = "runtime/offload/file.py", "runtime/pipeline/stages.py"
 CACHE, ROWS = "runtime/context/cache.py", "serving/rows.py"
 RING, VIEW, BLOCKWISE = "runtime/context/ring.py", "runtime/context/view.py", "ops/blockwise.py"
 ROUTED, EXCHANGE, LOADS = "ops/experts.py", "runtime/expert/exchange.py", "runtime/expert/loads.py"
@@ -426,4 +428,26 @@ MISTAKES = (
     Mistake(26, "the last block of packed weights takes the scale before it", "runtime/zero/quantized.py",
             "rows.mul_(scales[start // BLOCK : start // BLOCK + len(rows)][:, None])",
             "rows.mul_(scales[start // BLOCK : start // BLOCK + len(rows)].roll(1)[:, None])", "trap_26"),
+    Mistake(28, "an update on disk leaves the state before it in use", FILE,
+            "            write.result()\n        self.slot = 1 - self.slot", "            write.result()", "trap_28"),
+    Mistake(28, "what is read ahead of a slot's gather is taken for its unit's", "runtime/offload/intervals.py",
+            'self._coming.get(slot, ("",))[0] != flat.unit.name', "slot not in self._coming", "trap_28"),
+    Mistake(28, "parameters on disk stay as they were", OPTIMIZER,
+            "if flat.file is not None:\n            flat.put(start, tensors[0])",
+            "if flat.file is not None:\n            pass", "trap_28"),
+    Mistake(28, "loads are updated with the gradients of what stays on the device", OPTIMIZER,
+            "self._update(state, state.cut + load.start,", "self._update(state, load.start,", "trap_28"),
+    Mistake(28, "the last elements of a piece are rounded differently", OPTIMIZER,
+            "rest = 0 if tensors[0].is_cuda else len(tensors[0]) % LANES", "rest = 0", "trap_28"),
+    Mistake(28, "weights go to the host with what a block saves", "runtime/offload/activations.py",
+            "in self._of.lasting | _storages", "in _storages", "trap_28"),
+    Mistake(28, "a storage comes back as the first one that was saved", "runtime/offload/activations.py",
+            "key = len(self._away)\n", "key = 0\n", "trap_28"),
+    Mistake(28, "what is saved on the host is never let go", STAGES,
+            "if saved is not None:\n                saved.drop()", "if saved is None:\n                pass",
+            "trap_28"),
+    Mistake(28, "offloaded gradients count on the device", FLAT,
+            "if accumulates_on_host(plan):", "if False:", "trap_28"),
+    Mistake(28, "clipping leaves offloaded gradients as they are", OPTIMIZER,
+            "if coefficient < 1.0:", "if coefficient < 1.0 and not away:", "trap_28"),
 )  # fmt: skip

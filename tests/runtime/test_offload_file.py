@@ -31,7 +31,7 @@ def file_of(folder: Path, units: dict[str, int], parameters: dict[str, int] | No
 def test_any_piece_is_what_was_put_there(tmp_path: Path, sizes: list[int], data: st.DataObject) -> None:
     units = {f"u{i}": size for i, size in enumerate(sizes)}
     file = file_of(tmp_path, units, units)
-    assert os.path.getsize(file.path) == file.layout.nbytes and file.layout.nbytes % PAGE == 0
+    assert file.path.stat().st_size == file.layout.nbytes and file.layout.nbytes % PAGE == 0
     plain = {(unit, state): torch.zeros(size) for unit, size in units.items() for state in range(len(STATES))}
     for number in range(6):
         unit = data.draw(st.sampled_from(sorted(units)))
@@ -115,7 +115,7 @@ def test_a_disk_that_fails_during_an_update_is_one_line(tmp_path: Path, monkeypa
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(module.os, "pwrite", refuse)
-    with pytest.raises(UserError, match="cannot write offloaded state in .*: Input/output error"):
+    with pytest.raises(UserError, match=r"cannot write offloaded state in .*: Input/output error"):
         file.update(changes)
     assert file.slot == 0, "the state before it still counts"
 

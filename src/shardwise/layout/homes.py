@@ -30,7 +30,7 @@ BUFFERS = 3
 """Loads in memory at a time: one is read, one updated, one written."""
 LOAD = 1 << 20
 """Elements of the longest load."""
-CHUNK = 1 << 17
+CHUNK = 1 << 19
 """Elements of offloaded state that are updated at a time."""
 ALL = "all"
 """Name of a buffer for the parameters of all units."""

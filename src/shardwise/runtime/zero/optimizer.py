@@ -220,7 +220,9 @@ class Optimizer:
             at = start + part.start
             for chunk in zip(*(each[part.start : part.stop].split(step) for each in every), strict=True):
                 gradient, master, first, second = chunk
-                own = self._gradient[: len(master)].copy_(gradient) if away else gradient.to(master.dtype)
+                own = gradient
+                if gradient.dtype != master.dtype or gradient.device != master.device:
+                    own = self._gradient[: len(master)].copy_(gradient) if away else gradient.to(master.dtype)
                 if coefficient < 1.0:
                     own.mul_(coefficient)
                 adamw((master, own, first, second), self._steps[master.device], self.config, lr, span.decay)

@@ -1,0 +1,45 @@
+"""Mistakes of offloading that known layouts show: each trains as in memory, bit by bit, with exact bytes and rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harness.checks import assert_ledger, assert_memory, judge, train
+from harness.experts import expert_cases, settled
+from harness.reference import Case
+from harness.space import point
+from shardwise.layout import Layout
+
+DENSE = {
+    "zero=3,offload=nvme,offload_params=nvme": {},
+    "zero=3,recompute=input,offload=cpu,offload_params=nvme": {},
+    "zero=2,offload=nvme:0.4": {"micro": 2},
+    "zero=1,offload=cpu:0.6,offload_activations=cpu": {},
+    "zero=3,recompute=selective,offload=cpu,offload_params=cpu,offload_activations=cpu": {"micro": 2},
+}
+
+
+def equal(case: Case, layout: Layout) -> None:
+    plain = replace(layout, offload="none", offload_params="none", offload_activations="none")
+    ranks, in_memory = train(case, layout), train(case, plain, memory=False)
+    bits, expected = ([(r.losses, r.norms, r.pieces) for r in each] for each in (ranks, in_memory))
+    assert bits == expected
+    assert_ledger(case, layout, ranks)
+    assert_memory(case, layout, ranks)
+
+
+@pytest.mark.parametrize("text", DENSE)
+def test_trap_28_no_home_changes_a_bit(text: str) -> None:
+    case = point(model="llama", dp=2, accumulate=2, **DENSE[text]).case
+    case = replace(case, model=case.model.replace(layers=4), precision="fp32")
+    micro = DENSE[text].get("micro", 1)
+    equal(case, Layout.parse(f"dp=2,micro={micro},precision=fp32,{text}"))
+
+
+def test_trap_28_routers_biases_move_in_the_state_of_their_step() -> None:
+    chosen = next(p for p in expert_cases() if "deepseek" in p.id and p.layout.stage == 3 and p.layout.ranks <= 4)
+    case = settled(chosen.case)
+    assert judge(case).losses
+    equal(case, replace(chosen.layout, offload="nvme"))
