@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import cast
 
-from shardwise.layout.homes import DISK_READ, DISK_WRITE, STATES, TO_DEVICE, TO_HOST, accumulates_on_host
+from shardwise.layout.homes import DISK_READ, DISK_WRITE, STATES, TO_DEVICE, TO_HOST, accumulates_on_host, on_device
 from shardwise.layout.units import Unit, UnitPlan
 from shardwise.predict.memory.activations import Sizes, stored_bytes
 from shardwise.report.step_report import LedgerRow, Phase
@@ -39,9 +39,10 @@ def home_rows(plan: UnitPlan) -> list[LedgerRow]:
 
 def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: UnitPlan, unit: Unit) -> None:
     """Gradients to the host's cores, their state from and to the disk, and new parameters to where these are kept."""
-    layout, moved = plan.layout, plan.offloaded(unit)
+    layout, moved, stays = plan.layout, plan.offloaded(unit), on_device(plan, unit)
     if accumulates_on_host(plan):
         rows["backward", TO_HOST, unit.name, plan.wire_dtype, unit.shard_numel] += plan.reductions
+        rows["optimizer", TO_DEVICE, unit.name, plan.grad_dtype, stays] += 1
     else:
         rows["optimizer", TO_HOST, unit.name, plan.grad_dtype, moved] += 1
     if layout.offload_home == "nvme":
@@ -49,7 +50,9 @@ def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: U
             rows["optimizer", op, unit.name, plan.master_dtype, len(STATES) * moved] += 1
     if layout.offload_params == "none":
         rows["optimizer", TO_DEVICE, unit.name, layout.dtype, moved] += 1
-    elif layout.offload_params == "nvme":
+    else:
+        rows["optimizer", TO_HOST, unit.name, layout.dtype, stays] += 1
+    if layout.offload_params == "nvme":
         rows["optimizer", DISK_WRITE, unit.name, layout.dtype, unit.shard_numel] += 1
 
 

@@ -24,6 +24,7 @@ from shardwise.layout.homes import (
     accumulates_on_host,
     gradient_chunk,
     is_master,
+    on_device,
 )
 from shardwise.layout.units import Span
 from shardwise.ops.limits import optimizer_chunk
@@ -160,8 +161,13 @@ class Optimizer:
             for state in self.states:
                 flat, wide = state.flat, torch_dtype(plan.master_dtype)
                 name, narrow, moved = flat.unit.name, torch_dtype(plan.layout.dtype), plan.offloaded(flat.unit)
+                stays = on_device(plan, flat.unit) if moved else 0
                 if moved and not accumulates_on_host(plan):
                     self.comms.copied(TO_HOST, name, torch_dtype(plan.grad_dtype), moved)
+                elif stays:
+                    self.comms.copied(TO_DEVICE, name, torch_dtype(plan.grad_dtype), stays)
+                if stays and plan.layout.offload_params != "none":
+                    self.comms.copied(TO_HOST, name, narrow, stays)
                 if moved and plan.layout.offload_home == "nvme" and file is not None:
                     for op in (DISK_READ, DISK_WRITE):
                         self.comms.copied(op, name, wide, len(STATES) * moved, file.seconds[op, name])
@@ -222,7 +228,7 @@ class Optimizer:
                 gradient, master, first, second = chunk
                 own = gradient
                 if gradient.dtype != master.dtype or gradient.device != master.device:
-                    own = self._gradient[: len(master)].copy_(gradient) if away else gradient.to(master.dtype)
+                    own = self._gradient[: len(master)].copy_(gradient) if away else gradient.to(master)
                 if coefficient < 1.0:
                     own.mul_(coefficient)
                 adamw((master, own, first, second), self._steps[master.device], self.config, lr, span.decay)
