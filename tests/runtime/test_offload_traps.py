@@ -16,7 +16,7 @@ DENSE = {
     "zero=3,offload=nvme,offload_params=nvme": {},
     "zero=3,recompute=input,offload=cpu,offload_params=nvme": {},
     "zero=2,offload=nvme:0.4": {"micro": 2},
-    "zero=1,offload=cpu:0.6,offload_activations=cpu": {},
+    "zero=1,offload=cpu:0.6,offload_activations=cpu": {"model": "gpt2"},
     "zero=3,recompute=selective,offload=cpu,offload_params=cpu,offload_activations=cpu": {"micro": 2},
 }
 
@@ -32,7 +32,7 @@ def equal(case: Case, layout: Layout) -> None:
 
 @pytest.mark.parametrize("text", DENSE)
 def test_trap_28_no_home_changes_a_bit(text: str) -> None:
-    case = point(model="llama", dp=2, accumulate=2, **DENSE[text]).case
+    case = point(**{"model": "llama", "dp": 2, "accumulate": 2} | DENSE[text]).case
     case = replace(case, model=case.model.replace(layers=4), precision="fp32")
     micro = DENSE[text].get("micro", 1)
     equal(case, Layout.parse(f"dp=2,micro={micro},precision=fp32,{text}"))

@@ -54,6 +54,9 @@ class ActionLog:
         _, op, _, unit, *_ = key
         return ActionTime(self, op, self.moments[-1]) if op == "all_reduce" or unit == "tied" else self.begin(op)
 
+    def copied(self, op: tuple[str, str], unit: str, spans: Sequence[tuple[int, int]]) -> None:
+        """No-op: nothing is offloaded here."""
+
     def begin(self, what: str) -> ActionTime:
         """The next action."""
         self.moments.append(ActionTime(self, what))

@@ -3,7 +3,8 @@
 Three streams (`report/exposure.py` has their names). "compute" and "waiting" divide the step between them: the rank
 either works on a part of the step or stands still for a collective, which is seen where the program visits a part and
 where it waits. "communication" holds every collective from its issue to its completion, which gloo's own thread tells.
-A collective that is waited for at once has the rank stand still from its issue on.
+A collective that is waited for at once has the rank stand still from its issue on. Copies of what is offloaded are in
+streams of their own, "host" and "disk".
 
 On CPU the clock is the host's. On CUDA it is the device's: host code runs ahead there, and events in the streams tell
 when their turn came. Compute spans then include gaps in which the device had nothing to do.
@@ -127,6 +128,7 @@ class TimelineRecorder:
         self._clock: Any = _DeviceClock() if program.device.type == "cuda" else _HostClock()
         self._marks: list[tuple[Any, str, str]] = []
         self._flights: list[TimelineCollective] = []
+        self._copies: list[Event] = []
         self._replaced: list[tuple[Any, str, Any]] = []
         self._doing = "start of the step"
         self._began = 0
@@ -184,6 +186,11 @@ class TimelineRecorder:
         self._flights.append(flight)
         return flight
 
+    def copied(self, op: tuple[str, str], unit: str, spans: Sequence[tuple[int, int]]) -> None:
+        """A copy between homes ran in these spans; each home beside the device has a stream of its own."""
+        began = self._began
+        self._copies += [_event(f"{op[0]} {unit}", op[1], start - began, stop - began) for start, stop in spans]
+
     def _watch(self) -> None:
         """Note what is computed, where the program says so."""
         program = self._program
@@ -220,7 +227,8 @@ class TimelineRecorder:
             if start < stop
         ]
         compute, waiting = ([event for event in waits if event["stream"] == stream] for stream in (COMPUTE, WAITING))
-        return (*compute, *(self._collective(flight, end) for flight in self._flights), *waiting)
+        copies = sorted(self._copies, key=lambda event: (event["stream"], event["start_s"]))
+        return (*compute, *(self._collective(flight, end) for flight in self._flights), *waiting, *copies)
 
     def recorded(self) -> Recorded:
         """The timeline, and where it lies on the clock of this host."""

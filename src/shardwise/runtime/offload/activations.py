@@ -6,6 +6,7 @@ and pinned memory.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,8 @@ class SavedTensors:
     def __init__(self, of: OffloadedActivations, part: str, batch: Batch, before: SavedTensors | None) -> None:
         self._of, self._part, self._batch, self._before = of, part, batch, before
         self._away: dict[int, Tensor] = {}
+        self._spans: list[tuple[int, int]] = []
+        """Nanoseconds from and to which tensors were copied."""
         self._here: dict[int, Tensor] = {}
         self._left: Counter[int] = Counter()
         """Storage -> saved tensors in it that backward has not read."""
@@ -101,32 +104,37 @@ class SavedTensors:
     def saved(self) -> None:
         """The forward pass is over: what it has saved may go from the device."""
         self._keys.clear()
-        self._of.comms.copied(TO_HOST, self._part, torch.uint8, self._nbytes)
+        self._of.comms.copied(TO_HOST, self._part, torch.uint8, self._nbytes, self._spans)
+        self._spans = []
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        flat = _bytes_of(tensor)
+        flat, started = _bytes_of(tensor), time.perf_counter_ns()
         host = self._of.allocate(len(flat))
         with self._of.copying():
             host.copy_(flat, non_blocking=True)
             if self._of.stream is not None:
                 flat.record_stream(self._of.stream)
+        self._spans.append((started, time.perf_counter_ns()))
         return host
 
     def restore(self, device: torch.device) -> None:
         """The block is about to go backward: have its tensors on the device, and start to bring those of the block
         before."""
-        self._of.comms.copied(TO_DEVICE, self._part, torch.uint8, self._nbytes)
         self._start(device)
+        self._of.comms.copied(TO_DEVICE, self._part, torch.uint8, self._nbytes, self._spans)
         if self._before is not None:
             self._before._start(device)
         if self._of.stream is not None:
             torch.cuda.current_stream().wait_stream(self._of.stream)
 
     def _start(self, device: torch.device) -> None:
+        started = time.perf_counter_ns()
+        missing = [key for key in self._left if key not in self._here]
         with self._of.copying():
-            for key in self._left:
-                if key not in self._here:
-                    self._here[key] = self._to_device(key, device)
+            for key in missing:
+                self._here[key] = self._to_device(key, device)
+        if missing:
+            self._spans.append((started, time.perf_counter_ns()))
 
     def _to_device(self, key: int, device: torch.device) -> Tensor:
         away = self._away[key]

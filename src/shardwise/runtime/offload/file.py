@@ -76,8 +76,8 @@ class OffloadFile:
         """Whether it holds the state of earlier steps."""
         self.slot = 0
         """The slot of the last step's state."""
-        self.seconds: defaultdict[tuple[tuple[str, str], str], float] = defaultdict(float)
-        """(operation, unit) -> seconds of the last update's reads and writes."""
+        self.spans: defaultdict[tuple[tuple[str, str], str], list[tuple[int, int]]] = defaultdict(list)
+        """(operation, unit) -> nanoseconds from and to which the last update read and wrote."""
         self._reader, self._writer = (ThreadPoolExecutor(1, f"offload-{what}") for what in ("read", "write"))
 
     def _remove_unfinished(self, keep: bool) -> None:
@@ -126,7 +126,7 @@ class OffloadFile:
         reads: list[Future[None]] = []
         writes: list[Future[None]] = []
         loads = list(self.layout.loads())
-        self.seconds.clear()
+        self.spans.clear()
         for index, load in enumerate(loads):
             for ahead in range(len(reads), min(index + BUFFERS - 1, len(loads))):
                 before = writes[ahead - BUFFERS] if ahead >= BUFFERS else None
@@ -160,9 +160,9 @@ class OffloadFile:
 
     @contextmanager
     def _timed(self, op: tuple[str, str], unit: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started = time.perf_counter_ns()
         yield
-        self.seconds[op, unit] += time.perf_counter() - started
+        self.spans[op, unit].append((started, time.perf_counter_ns()))
 
     def _arrays(self, load: Load, index: int) -> list[Tensor]:
         count = load.stop - load.start
@@ -202,12 +202,18 @@ class OffloadFile:
         elements = torch.frombuffer(view, dtype=dtype, count=len(view) // width)
         return view, at + first, elements[start - first // width : stop - first // width]
 
-    def start_reading(self, unit: str, buffer: Tensor) -> tuple[Future[None], Tensor]:
-        """Start to read a unit's parameters into `pages`. Returns what waits for it, and where they will be."""
+    def start_reading(self, unit: str, buffer: Tensor) -> tuple[Future[tuple[int, int]], Tensor]:
+        """Start to read a unit's parameters into `pages`. Returns what waits for it and then has the nanoseconds from
+        and to which it ran, and where they will be."""
         elements = dict(self.layout.parameters)[unit]
         view = _view(buffer)[: paged(elements * self.layout.parameter_width)]
-        reading = self._reader.submit(self.read, view, self.layout.parameter_starts[unit])
+        reading = self._reader.submit(self._timed_read, view, self.layout.parameter_starts[unit])
         return reading, buffer.view(self._parameters)[:elements]
+
+    def _timed_read(self, view: memoryview, at: int) -> tuple[int, int]:
+        started = time.perf_counter_ns()
+        self.read(view, at)
+        return started, time.perf_counter_ns()
 
     # -- which slot counts
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 
 from torch import Tensor
 
-from shardwise.layout.homes import ALL, parameter_buffers
+from shardwise.layout.homes import ALL, DISK_READ, TO_DEVICE, parameter_buffers
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.offload.file import OffloadFile, pages
 from shardwise.runtime.transport.buffers import ByteCounter
+from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.flat_unit import FlatUnit
 
 
@@ -23,7 +25,7 @@ class StoredIntervals:
     def __init__(self, plan: UnitPlan, file: OffloadFile | None, host: ByteCounter) -> None:
         self._file = file if plan.layout.offload_params == "nvme" else None
         self.buffers = {slot: pages(nbytes) for slot, nbytes in parameter_buffers(plan).items()}
-        self._coming: dict[str, tuple[str, Future[None], Tensor]] = {}
+        self._coming: dict[str, tuple[str, Future[tuple[int, int]], Tensor]] = {}
         """Slot -> the unit that its buffer is read for."""
         for buffer in self.buffers.values():
             host.add("comm", buffer.nbytes)
@@ -35,14 +37,17 @@ class StoredIntervals:
             name = flat.unit.name
             self._coming[slot] = name, *self._file.start_reading(name, self.buffers[slot])
 
-    def fetch(self, flat: FlatUnit) -> Tensor:
-        """A unit's interval, on the device, until the next one of its slot is fetched."""
-        interval = flat.interval
+    def fetch(self, flat: FlatUnit, comms: Comms) -> Tensor:
+        """A unit's interval, on the device, until the next one of its slot is fetched. comms: has the ledger."""
+        interval, moved = flat.interval, (flat.unit.name, flat.whole.dtype, flat.unit.shard_numel)
         if self._file is not None:
             self.prefetch(flat)
             _, reading, interval = self._coming.pop(self._slot(flat))
-            reading.result()
-        return interval.to(flat.whole.device, non_blocking=True)
+            comms.copied(DISK_READ, *moved, [reading.result()])
+        started = time.perf_counter_ns()
+        here = interval.to(flat.whole.device, non_blocking=True)
+        comms.copied(TO_DEVICE, *moved, [(started, time.perf_counter_ns())])
+        return here
 
     def _slot(self, flat: FlatUnit) -> str:
         return flat.unit.slot if flat.unit.slot in self.buffers else ALL

@@ -55,6 +55,9 @@ class Observer(Protocol):
     def issue(self, key: Key, at_once: bool) -> CollectiveObserver:
         """A collective is about to be issued; at_once: the rank will wait for it without doing anything else first."""
 
+    def copied(self, op: tuple[str, str], unit: str, spans: Sequence[tuple[int, int]]) -> None:
+        """A copy between homes ran in these spans."""
+
 
 @dataclass
 class Timing:
@@ -257,15 +260,18 @@ class Comms:
             TransportRow(i, t.algorithm, *t.sent, t.time, t.wait) for i, t in enumerate(self.timings[k] for k in keys)
         )
 
-    def copied(self, op: tuple[str, str], unit: str, dtype: torch.dtype, elements: int, seconds: float = 0.0) -> None:
-        """Enter a copy between homes into the ledger. op: one of `layout.homes`; seconds: that the rank stood still for
-        it."""
+    def copied(
+        self, op: tuple[str, str], unit: str, dtype: torch.dtype, elements: int, spans: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Enter a copy between homes into the ledger. op: one of `layout.homes`; spans: nanoseconds of the monotonic
+        clock from and to which it ran, where these are apart from what the rank computed."""
         if self._recording:
             key = (self.phase, *op, unit, str(dtype).removeprefix("torch."), elements)
             timing = self.timings.setdefault(key, Timing(key, "copy"))
             timing.count += 1
-            timing.time += seconds
-            timing.wait += seconds
+            timing.time += sum(stop - start for start, stop in spans) / 1e9
+        if self.timeline is not None:
+            self.timeline.copied(op, unit, spans)
 
     def _record(self, op: str, axes: Axes, unit: str, full: Tensor, algorithm: str) -> Timing | None:
         named = op, axes, unit, self.phase

@@ -26,7 +26,6 @@ them (`UnitPlan.transport_buffers`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,7 +36,7 @@ from torch import Tensor, nn
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
 from shardwise.layout.axes import Axes
-from shardwise.layout.homes import DISK_READ, TO_DEVICE, TO_HOST, accumulates_on_host
+from shardwise.layout.homes import TO_HOST, accumulates_on_host
 from shardwise.layout.pipeline import releases_early, splits_backward
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Gather, Hop, Phase, Residency, StepGathers, UnitPlan, Use
@@ -292,15 +291,7 @@ class Engine:
 
     def _interval(self, flat: FlatUnit) -> Tensor:
         """This rank's interval of a unit, on the device."""
-        if self._source is None:
-            return flat.interval
-        started = time.perf_counter()
-        interval = self._source.fetch(flat)
-        moved, seconds = (flat.unit.name, interval.dtype, flat.unit.shard_numel), time.perf_counter() - started
-        self.comms.copied(TO_DEVICE, *moved, seconds)
-        if flat.file is not None:
-            self.comms.copied(DISK_READ, *moved, seconds)
-        return interval
+        return flat.interval if self._source is None else self._source.fetch(flat, self.comms)
 
     @contextmanager
     def compile_guard(self, part: str) -> Iterator[None]:

@@ -170,7 +170,7 @@ class Optimizer:
                     self.comms.copied(TO_HOST, name, narrow, stays)
                 if moved and plan.layout.offload_home == "nvme" and file is not None:
                     for op in (DISK_READ, DISK_WRITE):
-                        self.comms.copied(op, name, wide, len(STATES) * moved, file.seconds[op, name])
+                        self.comms.copied(op, name, wide, len(STATES) * moved, file.spans[op, name])
                 if moved and plan.layout.offload_params == "none":
                     self.comms.copied(TO_DEVICE, name, narrow, moved)
                 if flat.file is not None:

@@ -22,7 +22,7 @@ from shardwise.predict.memory.peak import inputs, moments, saved_inputs, tables
 from shardwise.predict.memory.pipeline import moments as moments_of_rank
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, optimizer_bytes, parameter_bytes
 from shardwise.report.palette import BYTE_CLASSES
-from shardwise.report.step_report import DTYPE_BYTES, StepReport
+from shardwise.report.step_report import DTYPE_BYTES, HOMES, StepReport
 from shardwise.report.units import format_bytes, format_count, format_ranks
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
@@ -35,7 +35,14 @@ from shardwise.studio.query import Query
 
 CLUSTERS = ("8xH100", "2x8xH100", "8x8xH100", "8xA100", "8x8xA100", "8xB200", "1xH100")
 _CHOICES = CHOICES | {"offload": OFFLOADS}
-_WORDS = {"schedule": 2, "recompute": 0, "offload": 0, "precision": 0, "grads": 0, "attention": 0}
+_HOMES = [
+    "offload: master weights and moments of what a rank updates, 12 bytes per parameter; on disk two slots of them.",
+    "From ZeRO stage 2 on, gradients wait in the host's memory for its cores to update from.",
+    "offload_params: the compute-precision interval that gathers read. offload_activations: what blocks save.",
+    "Communication buffers: those between the file and the update, and a chunk of gradients.",
+]
+_WORDS = {"schedule": 2, "recompute": 0, "offload": 0, "offload_params": 0, "offload_activations": 0,
+          "precision": 0, "grads": 0, "attention": 0}  # fmt: skip
 """Word of the layout -> which of its choices is the default."""
 BATCH = 32
 """Sequences of a step, or the next number above that the layout can share out."""
@@ -67,23 +74,26 @@ def data(params: Mapping[str, str]) -> View:
     )
     words = ("--layout", layout, "--cluster", query.state["cluster"], "--seq", workload.seq, "--batch", workload.batch)
     command = command_line("estimate", query.state["model"], *changes, *words)
+    homes = _homes(report)
     cut, padded = sequence(model, layout, workload) if layout.cp > 1 else (None, 0)
     return View(
         query.state,
         {"model": names, "cluster": CLUSTERS, "schedule": CHOICES["schedule"], "seq": sorted({seq, *seqs(model)})}
         | sizes(model)
-        | {name: _CHOICES[name] for name in ("recompute", "offload", "precision", "grads", "attention")},
+        | {name: _CHOICES[name] for name in _WORDS if name != "schedule"},
         {
             "devices": _devices(report, cluster),
             "fits": _fits(model, layout, workload, cluster),
             "moments": _moments(plan),
         }
+        | ({"homes": homes} if homes else {})
         | ({"sequence": cut} if cut else {}),
         {
             "devices": _how_devices(model, plan, report, command),
             "fits": How(["Each row is the same estimate with another ZeRO stage and recompute."], command),
             "moments": _how_moments(plan, command),
         }
+        | ({"homes": How(_HOMES, command)} if homes else {})
         | ({"sequence": how_sequence(layout, workload, command)} if cut else {}),
         {
             "layout": str(layout),
@@ -135,6 +145,21 @@ def _devices(report: StepReport, cluster: Cluster) -> Table:
     return Table("Bytes on each device, the most of each class at one time, and the peak", columns, units)
 
 
+def _homes(report: StepReport) -> Table | None:
+    """Bytes off the devices, a row for each home of each role that has any; None where nothing is."""
+    held = [(role, home, getattr(role, home)) for role in report.roles for home in HOMES]
+    held = [(role, home, of) for role, home, of in held if of.total]
+    columns: dict[str, list[Any]] = {
+        "devices": [format_ranks(role.ranks) for role, _, _ in held],
+        "home": [{"host": "host memory", "disk": "disk"}[home] for _, home, _ in held],
+    }
+    for name, kind in BYTE_CLASSES.items():
+        columns[kind.label] = [getattr(of, name) for _, _, of in held]
+    columns["together"] = [of.total for _, _, of in held]
+    units = dict.fromkeys(list(columns)[2:], "bytes")
+    return Table("Bytes that each rank keeps off its device, by home", columns, units) if held else None
+
+
 def _fits(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> Table:
     rows = []
     for recompute in ("none", "selective", "full"):
@@ -178,8 +203,6 @@ class MemoryPoint(NamedTuple):
 def _moments(plan: UnitPlan) -> Table:
     rows = _through_pipeline(plan) if plan.layout.pp > 1 else _through_step(plan)
     lasting = {"parameters": parameter_bytes(plan), "optimizer state": optimizer_bytes(plan)}
-    if plan.layout.offload_home != "none":
-        lasting["optimizer state"] = 0
     columns: dict[str, list[Any]] = {"moment": [row.words for row in rows], "phase": [row.phase for row in rows]}
     if any(row.end for row in rows):
         columns |= {"from": [row.start for row in rows], "to": [row.end for row in rows]}

@@ -13,6 +13,7 @@ from shardwise.studio.data.sizes import SIZES
 
 _MEMORY = (
     "dp", "tp", "pp", "cp", "zero", "sp", "schedule", "virtual", "micro", "recompute", "attention", "offload",
+    "offload_params", "offload_activations",
     "precision", "grads",
 )  # fmt: skip
 """Keys of a layout that the Memory view has."""

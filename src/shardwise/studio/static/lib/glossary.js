@@ -22,7 +22,7 @@ const WORDS = {
   "lower bound": "Time below which no algorithm can be.",
   "MFU": "Model FLOPs utilisation: the arithmetic that the model needs, over what the devices could do in that time. Causal attention counts once: half of the square.",
   "micro-batch": "The part of a batch that goes through the model at one time.",
-  "offload": "Keeping optimizer state in the host's memory instead of the device's.",
+  "offload": "Keeping optimizer state, parameters or saved activations in the host's memory or on disk instead of the device.",
   "optimizer state": "What the optimizer keeps for each weight; for Adam two averages, and with bf16 weights a copy in fp32.",
   "rank": "One process with one device.",
   "recompute": "Computing activations again in the backward pass instead of keeping them.",

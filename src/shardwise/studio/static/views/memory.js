@@ -31,7 +31,7 @@ export function mount(root, page) {
     panel("How it is split", degree("dp", "Data (dp)"), degree("tp", "Tensor (tp)", 16), degree("pp", "Pipeline (pp)", 32), degree("cp", "Context (cp)", 32),
       select(page, "zero", "ZeRO stage", { choices: [0, 1, 2, 3], labels: ZERO }), check(page, "sp", "Sequence parallel (sp)")),
     panel("What is kept", number(page, "micro", "Sequences a micro-batch", { least: 1, most: 1024 }), select(page, "recompute", "Recompute"),
-      select(page, "offload", "Offload optimizer"), select(page, "precision", "Precision"), select(page, "grads", "Gradients"), select(page, "attention", "Attention"),
+      select(page, "offload", "Offload optimizer"), select(page, "offload_params", "Offload parameters"), select(page, "offload_activations", "Offload activations"), select(page, "precision", "Precision"), select(page, "grads", "Gradients"), select(page, "attention", "Attention"),
       select(page, "schedule", "Pipeline schedule"), number(page, "virtual", "Chunks a rank", { least: 1, most: 16 }), number(page, "place", "Stage shown below", { least: 0, most: 63 })),
   ];
   let data = null;
@@ -39,6 +39,8 @@ export function mount(root, page) {
   const facts = h("dl", { class: "facts" }), opened = h("div", { class: "opens" }), keys = h("ul", { class: "legend" }), notes = h("ul", { class: "notes" });
   const devices = figure(page, { name: "devices", title: "On each device", above: [facts, opened], extras: [keys, notes], height: () => barsHeight(rows()),
     draw: (context, width) => data && drawDevices(context, width, data) });
+  const homes = figure(page, { name: "homes", title: "Off the devices", height: () => barsHeight(data?.tables.homes?.columns.home.length ?? 1),
+    draw: (context, width) => data?.tables.homes && drawHomes(context, width, data) });
   const fits = figure(page, { name: "fits", title: "What would fit", height: 190, lead: "The fullest device, with other ZeRO stages and ways to recompute. Choose one to take it.", above: [],
     draw: null });
   const grid = h("div", { class: "grid" });
@@ -48,7 +50,7 @@ export function mount(root, page) {
     draw: (context, width, height) => data && drawMoments(context, width, height, data) });
   const sequence = figure(page, { name: "sequence", title: "A sequence over context-parallel ranks", height: () => sequenceHeight(Number(data?.state.cp ?? 1)),
     draw: (context, width) => data?.tables.sequence && drawSequence(context, width, data) });
-  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), devices.node, sequence.node, fits.node, moments.node);
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), devices.node, homes.node, sequence.node, fits.node, moments.node);
 
   function show(answer) {
     data = answer;
@@ -63,6 +65,12 @@ export function mount(root, page) {
     notes.replaceChildren(...answer.more.notes.map((line) => h("li", {}, line)));
     devices.show(answer);
     devices.describe(columns.devices.map((name, i) => `${name}: ${bytes(columns.peak[i])}`).join("; "));
+    homes.node.hidden = !answer.tables.homes;
+    if (answer.tables.homes) {
+      const { columns: kept } = answer.tables.homes;
+      homes.show(answer);
+      homes.describe(kept.home.map((home, i) => `${kept.devices[i]}, ${home}: ${bytes(kept.together[i])}`).join("; "));
+    }
     sequence.node.hidden = !answer.tables.sequence;
     if (answer.tables.sequence) {
       sequence.note.textContent = balanceWords(answer);
@@ -99,6 +107,14 @@ function drawDevices(context, width, data) {
     parts: data.more.classes.map((each) => [each, columns[kinds[each].label][i]]),
   }));
   return bars(context, width, rows, { unit: "bytes", limit: data.more.capacity, limitName: "device", left: 130 });
+}
+
+function drawHomes(context, width, data) {
+  const { columns } = data.tables.homes;
+  const rows = columns.home.map((home, i) => ({
+    label: columns.devices[i], detail: home, total: columns.together[i], parts: data.more.classes.map((each) => [each, columns[kinds[each].label][i]]),
+  }));
+  return bars(context, width, rows, { unit: "bytes", left: 130 });
 }
 
 /** From when to when each moment lasts: in a pipeline by the simulation, else one after the other. */
