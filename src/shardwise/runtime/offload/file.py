@@ -82,8 +82,14 @@ class OffloadFile:
 
     def _remove_unfinished(self, keep: bool) -> None:
         if not keep:
-            with suppress(OSError):
-                self.path.unlink()
+            self._remove()
+
+    def _remove(self) -> None:
+        """Remove the file, and its folder if it was the last one there."""
+        with suppress(OSError):
+            self.path.unlink()
+        with suppress(OSError):
+            self.path.parent.rmdir()
 
     def _set_direct(self, direct: bool = True) -> bool:
         """Set or clear direct input and output; whether that could be done."""
@@ -248,10 +254,7 @@ class OffloadFile:
             pool.shutdown()
         os.close(self._file)
         if remove:
-            with suppress(OSError):
-                self.path.unlink()
-            with suppress(OSError):
-                self.path.parent.rmdir()
+            self._remove()
 
 
 def pages(nbytes: int) -> Tensor:
