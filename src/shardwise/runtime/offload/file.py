@@ -12,7 +12,7 @@ import json
 import os
 import time
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -78,6 +78,8 @@ class OffloadFile:
         """The slot of the last step's state."""
         self.spans: defaultdict[tuple[tuple[str, str], str], list[tuple[int, int]]] = defaultdict(list)
         """(operation, unit) -> nanoseconds from and to which the last update read and wrote."""
+        self.moved: Counter[tuple[tuple[str, str], str]] = Counter()
+        """(operation, unit) -> elements that it has read and written."""
         self._reader, self._writer = (ThreadPoolExecutor(1, f"offload-{what}") for what in ("read", "write"))
 
     def _remove_unfinished(self, keep: bool) -> None:
@@ -133,6 +135,7 @@ class OffloadFile:
         writes: list[Future[None]] = []
         loads = list(self.layout.loads())
         self.spans.clear()
+        self.moved.clear()
         for index, load in enumerate(loads):
             for ahead in range(len(reads), min(index + BUFFERS - 1, len(loads))):
                 before = writes[ahead - BUFFERS] if ahead >= BUFFERS else None
@@ -158,11 +161,13 @@ class OffloadFile:
         with self._timed(DISK_READ, load.unit):
             for buffer, at in self._sections(load, index, self.slot):
                 self.read(buffer, at)
+                self.moved[DISK_READ, load.unit] += load.stop - load.start
 
     def _write_load(self, load: Load, index: int) -> None:
         with self._timed(DISK_WRITE, load.unit):
             for buffer, at in self._sections(load, index, 1 - self.slot):
                 self.write(buffer, at)
+                self.moved[DISK_WRITE, load.unit] += load.stop - load.start
 
     @contextmanager
     def _timed(self, op: tuple[str, str], unit: str) -> Iterator[None]:

@@ -8,6 +8,7 @@ engine's own intervals.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,16 +16,13 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.homes import (
-    DISK_READ,
     DISK_WRITE,
-    STATES,
     TO_DEVICE,
     TO_HOST,
     Load,
     accumulates_on_host,
     gradient_chunk,
     is_master,
-    on_device,
 )
 from shardwise.layout.units import Span
 from shardwise.ops.limits import optimizer_chunk
@@ -118,6 +116,9 @@ class Optimizer:
         """Number of the update, on each device that updates."""
         self._gradient = torch.empty(gradient_chunk(engine.plan), dtype=torch_dtype(engine.plan.master_dtype))
         """A chunk of offloaded gradients, converted and clipped."""
+        self._sums_on_host = accumulates_on_host(engine.plan)
+        self._moved: Counter[tuple[str, tuple[str, str], str, torch.dtype]] = Counter()
+        """(gradients, weights or state; copy, unit, dtype) -> elements that the update under way has moved between homes."""
         for tensor in self.on_host():
             engine.host.add("optimizer", tensor.nbytes)
         engine.host.add("comm", self._gradient.nbytes)
@@ -155,26 +156,16 @@ class Optimizer:
         self._update(state, state.cut + load.start, arrays, lr, coefficient)
 
     def _enter_copies(self) -> None:
-        """Enter the copies of an update into the ledger."""
-        plan, file = self.engine.plan, self.engine.file
+        """Enter the copies of an update into the ledger, one for each unit and way."""
+        if (file := self.engine.file) is not None:
+            wide = torch_dtype(self.engine.plan.master_dtype)
+            for (op, unit), elements in file.moved.items():
+                self._moved["state", op, unit, wide] += elements
         with self.comms.in_phase("optimizer"):
-            for state in self.states:
-                flat, wide = state.flat, torch_dtype(plan.master_dtype)
-                name, narrow, moved = flat.unit.name, torch_dtype(plan.layout.dtype), plan.offloaded(flat.unit)
-                stays = on_device(plan, flat.unit) if moved else 0
-                if moved and not accumulates_on_host(plan):
-                    self.comms.copied(TO_HOST, name, torch_dtype(plan.grad_dtype), moved)
-                elif stays:
-                    self.comms.copied(TO_DEVICE, name, torch_dtype(plan.grad_dtype), stays)
-                if stays and plan.layout.offload_params != "none":
-                    self.comms.copied(TO_HOST, name, narrow, stays)
-                if moved and plan.layout.offload_home == "nvme" and file is not None:
-                    for op in (DISK_READ, DISK_WRITE):
-                        self.comms.copied(op, name, wide, len(STATES) * moved, file.spans[op, name])
-                if moved and plan.layout.offload_params == "none":
-                    self.comms.copied(TO_DEVICE, name, narrow, moved)
-                if flat.file is not None:
-                    self.comms.copied(DISK_WRITE, name, narrow, flat.unit.shard_numel)
+            for (what, op, unit, dtype), elements in self._moved.items():
+                spans = file.spans[op, unit] if file is not None and what == "state" else ()
+                self.comms.copied(op, unit, dtype, elements, spans)
+        self._moved.clear()
 
     def use_kept(self, updates: int) -> None:
         """Continue after so many updates with the state that is on disk, which is all of it."""
@@ -238,6 +229,19 @@ class Optimizer:
                 del own  # before the next one is made
         if flat.file is not None:
             flat.put(start, tensors[0])
+        if self.engine.plan.layout.offload_home != "none":
+            self._note_copies(flat, away, len(tensors[0]))
+
+    def _note_copies(self, flat: FlatUnit, away: bool, elements: int) -> None:
+        """Gradients have come to where their state is, and new weights have gone from there to where they are kept."""
+        layout = self.engine.plan.layout
+        name, dtype, stored = flat.unit.name, torch_dtype(layout.dtype), layout.offload_params != "none"
+        if away != self._sums_on_host:
+            self._moved["gradients", TO_HOST if away else TO_DEVICE, name, flat.grads_interval.dtype] += elements
+        if away != stored:
+            self._moved["weights", TO_DEVICE if away else TO_HOST, name, dtype] += elements
+        if flat.file is not None:
+            self._moved["weights", DISK_WRITE, name, dtype] += elements
 
     def shift(self, unit: str, name: str, change: Tensor) -> None:
         """Add `change`, a vector that every rank has, to a parameter that no gradient moves."""
