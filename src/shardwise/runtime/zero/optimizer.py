@@ -118,7 +118,7 @@ class Optimizer:
         """A chunk of offloaded gradients, converted and clipped."""
         self._sums_on_host = accumulates_on_host(engine.plan)
         self._moved: Counter[tuple[str, tuple[str, str], str, torch.dtype]] = Counter()
-        """(gradients, weights or state; copy, unit, dtype) -> elements that the update under way has moved between homes."""
+        """(gradients, weights or state; copy, unit, dtype) -> elements that the update under way has moved."""
         for tensor in self.on_host():
             engine.host.add("optimizer", tensor.nbytes)
         engine.host.add("comm", self._gradient.nbytes)
