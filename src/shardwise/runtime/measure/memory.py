@@ -12,7 +12,7 @@ Memory that an operator takes and returns inside itself is not seen. On CUDA the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class _Storages(TorchDispatchMode):
 
     supports_higher_order_operators = True  # as compiled graphs contain
 
-    def __init__(self, known: set[int], elsewhere: set[int]) -> None:
+    def __init__(self, known: set[int], elsewhere: Collection[int] = ()) -> None:
         super().__init__()
         self._elsewhere = elsewhere
         self._seen: dict[int, Any] = {}

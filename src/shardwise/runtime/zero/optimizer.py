@@ -141,12 +141,10 @@ class Optimizer:
             for run in (*state.here, *state.away):
                 if isinstance(run, MemoryState):
                     self._update(state, run.start, run.tensors, lr, coefficient, apart=not run.engines)
-            if not state.away or self.engine.file is None:
-                state.flat.grads.free()
         if (file := self.engine.file) is not None:
             file.update(lambda load, arrays: self._update_load(load, arrays, lr, coefficient))
-            for state in self.states:
-                state.flat.grads.free()
+        for state in self.states:
+            state.flat.grads.free()
         self._enter_copies()
         return norm
 
