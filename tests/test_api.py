@@ -241,9 +241,9 @@ def test_torch_is_asked_for_by_name(ranks, monkeypatch):
 def test_what_the_machine_cannot_hold_is_not_begun(ranks, monkeypatch):
     predicted = shardwise.estimate(MODEL, shardwise.Layout(dp=2), WORKLOAD)
     held = sum(len(role.ranks) * role.peak_bytes for role in predicted.roles)
-    monkeypatch.setattr("shardwise.cluster.catalog._machine_memory", lambda: held)
+    monkeypatch.setattr("shardwise.cluster.catalog.machine_memory", lambda: held)
     train(layout="dp=2")
-    monkeypatch.setattr("shardwise.cluster.catalog._machine_memory", lambda: held - 1)
+    monkeypatch.setattr("shardwise.cluster.catalog.machine_memory", lambda: held - 1)
     with pytest.raises(UserError, match=r"small/model under dp=2 needs .*, this machine has .*: train a smaller"):
         train(layout="dp=2", out="none")
     assert len(ranks.configs) == 1 and not Path("none").exists()

@@ -52,7 +52,7 @@ def test_what_cannot_be_served_is_said_in_one_line(command, model, arguments, wo
 
 
 def test_what_does_not_fit_hears_what_would(command, model, monkeypatch):
-    monkeypatch.setattr("shardwise.cluster.catalog._machine_memory", lambda: 400_000)
+    monkeypatch.setattr("shardwise.cluster.catalog.machine_memory", lambda: 400_000)
     code, out, err = command("serve", model, "--port", 0, "--batch", "64")
     *fit, refusal = err.splitlines(keepends=True)
     mistake((code, out, refusal), "needs", "more than the 400 kB there are")
