@@ -1,6 +1,6 @@
 """Trainings whose ranks may use no more than so much memory: `python memory_limit.py LAYOUT MB OUT TEXT`.
 
-A control group holds them where the machine lets one be made, and ends those that need more. Elsewhere they are left
+A control group holds them where the machine lets one be made, and ends ranks that need more. Elsewhere they are left
 alone, and the most that a rank has used is compared with the limit afterwards. Prints a line of JSON.
 """
 

@@ -56,7 +56,7 @@ def _offloaded(name: str, point: Point, way: str) -> Offloaded:
 
 
 def offload_cases() -> list[Offloaded]:
-    """At least forty; experts' cases are those whose routing is clear."""
+    """At least forty cases."""
     return list(_cases())
 
 

@@ -32,7 +32,7 @@ class HostShare:
     overlaps: bool = True
     """Whether copies and updates run beside the device's computation. A CPU rank's are its own core's work."""
     missing: tuple[str, ...] = ()
-    """Rates that are not known, and that a measured host stands in for."""
+    """Unknown rates, replaced by those of a measured host."""
     usual: str = ""
     """Source of that host's."""
 

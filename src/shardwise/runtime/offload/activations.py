@@ -82,7 +82,7 @@ class SavedTensors:
         self._left: Counter[int] = Counter()
         """Storage -> saved tensors in it that backward has not read."""
         self._keys: dict[int, tuple[int, Tensor]] = {}
-        """Storage, by its address among those that live -> (its key, a tensor that keeps it alive)."""
+        """Address of a live storage -> (its key, a tensor that keeps it alive)."""
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Hooks that move what is saved in their context."""
