@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from shardwise.layout import Layout, Workload
 from shardwise.layout.layout import CHOICES
 from shardwise.layout.legality import valid_tp
+from shardwise.layout.sync import OUTER_BITS, OUTERS, SERVED
 from shardwise.model import ModelConfig
 
 ORDERS = ("pp-dp-cp-tp", "dp-pp-cp-tp", "tp-cp-dp-pp", "cp-tp-pp-dp")
@@ -70,18 +73,41 @@ def split_models(draw: st.DrawFn) -> tuple[ModelConfig, Layout, Workload]:
 
 
 @st.composite
+def syncs(draw: st.DrawFn, dp: int, tp: int, alone: bool) -> dict[str, Any]:
+    """Keys of a way in which replicas agree. alone: whether nothing but dp and tp splits the model."""
+    sync = draw(st.sampled_from(["allreduce", "allreduce", "local", *(SERVED if alone else ())]))
+    if sync == "local":
+        return {
+            "sync": sync,
+            "every": draw(st.integers(1, 50)),
+            "outer": draw(st.sampled_from(OUTERS)),
+            "outer_bits": draw(st.sampled_from(OUTER_BITS)),
+            "replicas": draw(st.sampled_from([n for n in range(dp + 1) if n == 0 or dp % n == 0])),
+        }
+    if sync not in SERVED:
+        return {}
+    servers = draw(st.sampled_from(["1", f"{dp * tp}", "1:own", "3:own"]))
+    special = {"ps": ("backup", st.integers(0, dp - 1)), "ssp": ("staleness", st.integers(0, 4))}
+    name, values = special.get(sync, ("damped", st.booleans()))
+    return {"sync": sync, "servers": servers, name: draw(values)}
+
+
+@st.composite
 def any_layouts(draw: st.DrawFn) -> Layout:
     """Layouts that contradict nothing, whatever the model; runnable here or not."""
     dp, tp, pp, cp = (draw(st.sampled_from([1, 2, 3, 4, 6, 8])) for _ in range(4))
     virtual = draw(st.integers(1, 3)) if pp > 1 else 1
     zero = draw(st.integers(0, 3))
-    data = dp * cp
+    sync = draw(syncs(dp, tp, alone=zero == 0 and pp == cp == 1))
+    data = Layout(dp=dp, cp=cp, **({} if sync.get("sync") in SERVED else sync)).data_ranks
     divisors = [n for n in range(2, data + 1) if data % n == 0]
     ep = draw(st.sampled_from([n for n in (1, 2, 3, 4) if (data * tp) % n == 0]))
     etp = draw(st.sampled_from([n for n in (0, 1, tp) if n < 2 or data % ep == 0]))
     sp = draw(st.booleans()) if tp > 1 else False
-    words = {key: draw(st.sampled_from(values)) for key, values in CHOICES.items()}
+    words = {key: draw(st.sampled_from(values)) for key, values in CHOICES.items() if key not in ("sync", "outer")}
     words["offload"] = draw(st.sampled_from(["none", "none", "cpu", "nvme", "cpu:0.5", "nvme:0.25"]))
+    if sync.get("sync") in SERVED:
+        ep, etp, data, words["offload"] = 1, 0, 1, "none"
     if words["offload"] == "none" or zero < 3:
         words["offload_params"] = "none"
     if tp == 1 or sp:
@@ -102,4 +128,5 @@ def any_layouts(draw: st.DrawFn) -> Layout:
         micro=draw(st.integers(1, 8)),
         order=draw(st.sampled_from(ORDERS)),
         **words,
+        **sync,
     )  # fmt: skip

@@ -90,8 +90,45 @@ def test_a_mistake_is_one_line_that_says_what_to_do(text: str, message: str) -> 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp=4,every=3", "every=3 needs sync=local"),
+        ("dp=4,sync=local", "every=20"),
+        ("dp=4,sync=local,every=2,replicas=3", "valid: 1, 2, 4"),
+        ("dp=4,sync=local,every=2,outer_bits=3", "outer_bits=3 is not one of 0, 4, 8"),
+        ("dp=4,sync=loc", "did you mean local?"),
+        ("dp=4,sync=ps,servers=9", "at most servers=4, or servers=9:own"),
+        ("dp=4,sync=ps,servers=two", "such as 2, or 2:own"),
+        ("dp=4,sync=async,zero=1", "does not go with zero=1"),
+        ("dp=4,sync=ssp,staleness=1,offload=cpu", "does not go with offload=cpu"),
+        ("dp=4,sync=ps,staleness=2", "staleness=2 needs sync=ssp"),
+        ("dp=4,sync=ps,backup=4", "at most 3"),
+    ],
+)
+def test_ways_to_agree_that_contradict_themselves(text: str, message: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical", "ranks"),
+    [
+        ("dp=4,tp=2,sync=local,every=5,replicas=4", "dp=4,tp=2,sync=local,every=5", 8),
+        ("dp=3,sync=ps,servers=1", "dp=3,sync=ps", 3),
+        ("dp=3,sync=ps,servers=2:own,backup=1", "dp=3,sync=ps,servers=2:own,backup=1", 5),
+    ],
+)
+def test_ways_to_agree(text: str, canonical: str, ranks: int) -> None:
+    layout = Layout.parse(text)
+    assert (str(layout), layout.ranks) == (canonical, ranks)
+
+
 @given(any_layouts())
 def test_data_ranks_are_shards_times_replicas(layout: Layout) -> None:
-    assert layout.shard_ranks * layout.replicate_ranks == layout.data_ranks == layout.dp * layout.cp
-    assert layout.ranks == layout.data_ranks * layout.tp * layout.pp
-    assert layout.stage == (layout.zero if layout.shard_ranks > 1 else 0)
+    assert layout.shard_ranks * layout.replicate_ranks == layout.data_ranks
+    assert layout.data_ranks * layout.independent == layout.dp * layout.cp
+    assert layout.training_ranks == layout.dp * layout.cp * layout.tp * layout.pp
+    assert layout.stage == (layout.zero if layout.shard_ranks > 1 or layout.offload_home != "none" else 0)

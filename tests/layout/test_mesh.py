@@ -23,6 +23,7 @@ from shardwise.layout.axes import (
     EXPERT,
     KV,
     PP,
+    REPLICA,
     REPLICATE,
     SHARD,
     STAGE,
@@ -31,8 +32,8 @@ from shardwise.layout.axes import (
     named,
 )
 
-AXES = (PP, DP, CP, TP, EDP, EP, ETP, DATA, SHARD, REPLICATE, KV)
-COMPOSED = (*AXES, SHARD + TP, DP + TP, DENSE, EXPERT, PP + EP, EDP + ETP, SHARD + TP + PP)
+AXES = (REPLICA, PP, DP, CP, TP, EDP, EP, ETP, DATA, SHARD, REPLICATE, KV)
+COMPOSED = (*AXES, REPLICA + STAGE, SHARD + TP, DP + TP, DENSE, EXPERT, PP + EP, EDP + ETP, SHARD + TP + PP)
 
 
 @st.composite
@@ -44,17 +45,18 @@ def meshes(draw: st.DrawFn) -> Mesh:
 
 @given(meshes(), st.sampled_from([DENSE, EXPERT]))
 def test_either_view_names_every_rank_once(mesh: Mesh, view: Axes) -> None:
-    places = [tuple(mesh.index((axis,), rank) for axis in view) for rank in range(mesh.layout.ranks)]
+    view = REPLICA + view
+    places = [tuple(mesh.index((axis,), rank) for axis in view) for rank in range(mesh.layout.training_ranks)]
     assert all(a != b for a, b in combinations(places, 2))
-    if view == DENSE:
-        ranks = [mesh.rank(**dict(zip(DENSE, place, strict=True))) for place in places]
-        assert ranks == list(range(mesh.layout.ranks))
+    if view == REPLICA + DENSE:
+        ranks = [mesh.rank(**dict(zip(view, place, strict=True))) for place in places]
+        assert ranks == list(range(mesh.layout.training_ranks))
 
 
 @given(meshes(), st.sampled_from(COMPOSED))
 def test_groups_of_axes_part_the_ranks(mesh: Mesh, axes: Axes) -> None:
-    groups = {mesh.group(axes, rank) for rank in range(mesh.layout.ranks)}
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.layout.ranks))
+    groups = {mesh.group(axes, rank) for rank in range(mesh.layout.training_ranks)}
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.layout.training_ranks))
     assert {len(group) for group in groups} == {mesh.size(axes)}
     for group in groups:
         assert all(mesh.group(axes, rank) == group for rank in group)
@@ -66,14 +68,14 @@ def test_ranks_of_a_group_differ_along_its_axes_alone(mesh: Mesh, axes: Axes) ->
     view = EXPERT if set(axes) & set(EXPERT) - set(PP) else DENSE
     others = [(axis,) for axis in view if axis not in axes]
     if set(axes) <= set(view):
-        for rank in range(mesh.layout.ranks):
+        for rank in range(mesh.layout.training_ranks):
             for other in others:
                 assert {mesh.index(other, member) for member in mesh.group(axes, rank)} == {mesh.index(other, rank)}
 
 
 @given(meshes())
 def test_shards_and_replicas_cross_in_one_rank(mesh: Mesh) -> None:
-    for rank in range(mesh.layout.ranks):
+    for rank in range(mesh.layout.training_ranks):
         shard, replicate = set(mesh.group(SHARD, rank)), set(mesh.group(REPLICATE, rank))
         assert shard & replicate == {rank}
         assert shard | replicate <= set(mesh.group(DATA, rank))
@@ -81,9 +83,9 @@ def test_shards_and_replicas_cross_in_one_rank(mesh: Mesh) -> None:
 
 @given(meshes())
 def test_both_views_have_the_same_stages(mesh: Mesh) -> None:
-    for rank in range(mesh.layout.ranks):
+    for rank in range(mesh.layout.training_ranks):
         assert set(mesh.group(EDP + EP + ETP, rank)) == set(mesh.group(STAGE, rank))
-        assert mesh.stage(mesh.index(PP, rank)) == tuple(sorted(mesh.group(STAGE, rank)))
+        assert mesh.stage(mesh.index(PP, rank)) == tuple(sorted(mesh.group(REPLICA + STAGE, rank)))
         if mesh.layout.expert_tp == mesh.layout.tp:
             assert mesh.group(ETP, rank) == mesh.group(TP, rank)
 
@@ -92,7 +94,7 @@ def test_both_views_have_the_same_stages(mesh: Mesh) -> None:
 def test_a_name_tells_the_group_again(mesh: Mesh, axes: Axes) -> None:
     name = mesh.name(axes)
     assert bool(name) == (mesh.size(axes) > 1)
-    assert all(mesh.group(named(name), rank) == mesh.group(axes, rank) for rank in range(mesh.layout.ranks))
+    assert all(mesh.group(named(name), rank) == mesh.group(axes, rank) for rank in range(mesh.layout.training_ranks))
 
 
 def test_the_default_order_keeps_tensor_parallel_ranks_together() -> None:

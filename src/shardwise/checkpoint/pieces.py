@@ -17,6 +17,7 @@ import numpy as np
 
 from shardwise.checkpoint.geometry import Piece, copy
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
+from shardwise.layout.axes import REPLICA
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
@@ -61,9 +62,11 @@ def needs(model: ModelConfig, layout: Layout, rank: int) -> tuple[LocalInterval,
 
 
 def writes(model: ModelConfig, layout: Layout, rank: int) -> tuple[LocalInterval, ...]:
-    """Pieces that `rank` writes: over all ranks, every element of every parameter once."""
+    """Pieces that `rank` writes: over all ranks, every element of every parameter once. The first replica writes."""
     plan, mesh = _plan(model, layout, rank)
     found: list[LocalInterval] = []
+    if rank >= layout.training_ranks or mesh.index(REPLICA, rank):
+        return ()
     for unit in plan.units:
         share = -(-unit.shard_numel // mesh.size(unit.replicate))
         end = (mesh.index(unit.shard, rank) + 1) * unit.shard_numel

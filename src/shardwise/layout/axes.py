@@ -5,6 +5,8 @@ from __future__ import annotations
 Axes = tuple[str, ...]
 """Axes of a group, the slowest first. None of them: every rank for itself."""
 
+REPLICA: Axes = ("replica",)
+"""The replicas that agree otherwise than in lockstep (`layout.sync`): always the slowest axis."""
 PP: Axes = ("pp",)
 DP: Axes = ("dp",)
 CP: Axes = ("cp",)

@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.errors import LayoutError
 from shardwise.layout.algorithm_names import check_algorithm
 from shardwise.layout.axes import DENSE
+from shardwise.layout.sync import OUTERS, SERVED, SYNCS, Servers, check_sync
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "cpkind": ("ring", "ulysses", "allgather"),
@@ -25,6 +26,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("sdpa", "math"),
     "offload_params": ("none", "cpu", "nvme"),
     "offload_activations": ("none", "cpu"),
+    "sync": SYNCS,
+    "outer": OUTERS,
     "compile": ("off", "block"),
     "precision": ("bf16", "fp32", "fp64"),
     "grads": ("bf16", "fp32"),
@@ -32,7 +35,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 OFFLOADS = ("none", "cpu", "nvme")
 """Homes of optimizer state; the two beside none also with a fraction, such as `cpu:0.5`."""
-FLAGS = ("sp", "qwz", "qgz", "feedback")
+FLAGS = ("sp", "qwz", "qgz", "feedback", "damped")
 """Keys that stand alone."""
 ORDER = "-".join(DENSE)
 """Rank axes from slowest to fastest: tensor parallel stays inside a node."""
@@ -45,6 +48,10 @@ class Layout:
     are gathered in 8 bits; qgz: gradients are reduced in 4 bits; feedback: their error goes into the next sum.
     offload, offload_params, offload_activations: where optimizer state, parameters and saved activations are kept
     instead of on the device (`layout.homes`).
+    sync and the keys after it: how replicas agree (`layout.sync`). servers: number of parameter servers, such as `2`,
+    or `2:own` on ranks of their own. staleness: steps that a worker may be ahead of the slowest; backup: gradients of a
+    step, the last to come, that are not waited for; damped: stale gradients move weights less. every: local steps from
+    one outer step to the next; outer: what an outer step does; outer_bits: of its gradients on the wire.
     algorithm: of all-reduce, all-gather and reduce-scatter (`layout.algorithms`). node: ranks of a node, for
     hierarchical ones.
 
@@ -66,6 +73,15 @@ class Layout:
     sp: bool = False
     cpkind: str = "ring"
     tpkind: str = "megatron"
+    sync: str = "allreduce"
+    servers: str = ""
+    staleness: int = 0
+    backup: int = 0
+    damped: bool = False
+    every: int = 0
+    outer: str = "average"
+    outer_bits: int = 0
+    replicas: int = 0
     algorithm: str = "auto"
     node: int = 0
     schedule: str = "1f1b"
@@ -93,6 +109,7 @@ class Layout:
             if getattr(self, key) not in allowed:
                 raise LayoutError(f"layout: {key}={getattr(self, key)} is not one of {', '.join(allowed)}")
         self._check_order()
+        check_sync(self)
         self._check_offload()
         self._check_shard()
         if self.algorithm != "auto" or self.node:
@@ -150,8 +167,8 @@ class Layout:
                 f"layout: etp={self.etp} must be 1, which keeps experts whole, or tp={self.tp}, which splits them as "
                 "tp splits all else"
             )
-        if (self.dp * self.cp * self.tp) % (self.ep * self.expert_tp):
-            ranks = self.dp * self.cp * self.tp
+        ranks = self.data_ranks * self.tp
+        if ranks % (self.ep * self.expert_tp):
             raise LayoutError(f"layout: ep x etp = {self.ep * self.expert_tp} must divide dp x cp x tp = {ranks}")
         if self.etp == (self.tp if self.ep == 1 else 1):
             object.__setattr__(self, "etp", 0)
@@ -161,7 +178,7 @@ class Layout:
             raise LayoutError(f"layout: order must name {', '.join(DENSE)} once each, such as {ORDER}")
 
     def _check_shard(self) -> None:
-        data = self.dp * self.cp
+        data = self.data_ranks
         if self.shard:
             if self.shard < 2 or data % self.shard:
                 valid = ", ".join(str(n) for n in _divisors(data) if n > 1) or "none (dp x cp is 1)"
@@ -194,7 +211,25 @@ class Layout:
 
     @property
     def ranks(self) -> int:
+        """All ranks: those that train, and servers with ranks of their own."""
+        return self.training_ranks + (self.parameter_servers.count if self.parameter_servers.own else 0)
+
+    @property
+    def training_ranks(self) -> int:
+        """Ranks that compute gradients: the first ones."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def parameter_servers(self) -> Servers:
+        """Its parameter servers; none where replicas agree without."""
+        return Servers.parse(self.servers) if self.sync in SERVED else Servers(0, False)
+
+    @property
+    def independent(self) -> int:
+        """Replicas that compute without each other between two exchanges; 1 in lockstep."""
+        if self.sync == "allreduce":
+            return 1
+        return (self.sync == "local" and self.replicas) or self.dp
 
     @property
     def inner_ranks(self) -> int:
@@ -209,8 +244,8 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks among which gradients are summed: dp x cp."""
-        return self.dp * self.cp
+        """Ranks among which gradients are summed: dp x cp, or a replica's part of them."""
+        return self.dp * self.cp // self.independent
 
     @property
     def shard_ranks(self) -> int:
@@ -305,7 +340,7 @@ def _value(text: str, key: str, value: str | None) -> Any:
         near = difflib.get_close_matches(value, OFFLOADS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise LayoutError(f"layout {text!r}: offload={value} is unknown; {hint}choices: {', '.join(OFFLOADS)}")
-    if key in ("order", "algorithm", "offload"):
+    if key in ("order", "algorithm", "offload", "servers"):
         return value
     try:
         if key == "stages":
@@ -319,7 +354,7 @@ def _value(text: str, key: str, value: str | None) -> Any:
 
 
 def _example(key: str) -> str:
-    others = {"stages": "16/16", "order": ORDER, "algorithm": "ring", "offload": "cpu"}
+    others = {"stages": "16/16", "order": ORDER, "algorithm": "ring", "offload": "cpu", "servers": "2"}
     return CHOICES[key][0] if key in CHOICES else others.get(key, "2")
 
 

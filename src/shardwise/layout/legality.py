@@ -74,7 +74,7 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
         )
     if ranks is not None and layout.ranks != ranks:
         raise LayoutError(
-            f"layout {layout} needs dp x tp x pp x cp = {layout.ranks} ranks, but there are {ranks}; "
+            f"layout {layout} needs {_ranks_in_words(layout)} = {layout.ranks} ranks, but there are {ranks}; "
             f"{_nearest(layout, ranks)}"
         )
     if workload is not None and workload.batch:
@@ -97,8 +97,13 @@ def _check_pipeline(layout: Layout, model: ModelConfig, workload: Workload | Non
         )
 
 
+def _ranks_in_words(layout: Layout) -> str:
+    return "dp x tp x pp x cp" + (" + servers" if layout.parameter_servers.own else "")
+
+
 def _nearest(layout: Layout, ranks: int) -> str:
     rest = layout.tp * layout.pp * layout.cp
+    ranks -= layout.ranks - layout.training_ranks
     if ranks % rest == 0:
         return f"dp={ranks // rest} would use them all"
     return f"tp x pp x cp = {rest} would have to divide {ranks}"
@@ -147,6 +152,8 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
 def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
     """Raise `LayoutError` if the runtime cannot run `layout` yet, or if `check` rejects it."""
     check(layout, model, workload, ranks)
+    if layout.sync != "allreduce":
+        raise LayoutError(f"sync={layout.sync} does not run yet: leave it out")
     if layout.pp > 1 and layout.compile == "block" and pipeline.splits_backward(layout.schedule):
         raise LayoutError(
             f"schedule={layout.schedule} computes the weights' gradients apart, which compile=block cannot: choose "

@@ -1,9 +1,9 @@
 """The mesh: two named views of a layout's ranks, and the group of ranks along any axes of them.
 
-The dense view is (pp, dp, cp, tp), the expert view (pp, edp, ep, etp): within one stage of the pipeline both count the
-same ranks, edp x ep x etp = dp x cp x tp, with etp fastest. Parts of axes have names as well: ZeRO's `shard` and
-`replicate` cut the data ranks (dp x cp) into blocks, `hpz` cuts `shard`, and `kv` cuts tp where key/value heads are
-replicated.
+The dense view is (replica, pp, dp, cp, tp), the expert view (pp, edp, ep, etp): within one stage of a replica's
+pipeline both count the same ranks, edp x ep x etp = dp x cp x tp, with etp fastest. Parts of axes have names as well:
+ZeRO's `shard` and `replicate` cut a replica's data ranks (dp x cp) into blocks, `hpz` cuts `shard`, and `kv` cuts tp
+where key/value heads are replicated.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwise.layout.axes import (
     DATA,
     DENSE,
+    DP,
     EDP,
     EP,
     EP_ACROSS,
@@ -23,6 +24,7 @@ from shardwise.layout.axes import (
     HPZ,
     HPZ_ACROSS,
     KV,
+    REPLICA,
     REPLICATE,
     SHARD,
     STAGE,
@@ -57,9 +59,16 @@ class Mesh:
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """Dense axis -> the ranks from one place on it to the next, by the layout's `order`."""
-        order = self.layout.order.split("-")
-        return {axis: prod(getattr(self.layout, inner) for inner in order[i + 1 :]) for i, axis in enumerate(order)}
+        """Dense axis -> the ranks from one place on it to the next, by the layout's `order`; replicas come first."""
+        order = [*REPLICA, *self.layout.order.split("-")]
+        return {axis: prod(self._sizes[inner] for inner in order[i + 1 :]) for i, axis in enumerate(order)}
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Dense axis -> its places. Replicas have equal parts of the data-parallel ranks."""
+        sizes = {axis: getattr(self.layout, axis) for axis in DENSE}
+        replicas = self.layout.independent
+        return {REPLICA[0]: replicas, **sizes, DP[0]: self.layout.dp // replicas}
 
     @cached_property
     def _data(self) -> Axes:
@@ -75,7 +84,7 @@ class Mesh:
         # Experts are spread over the ranks of a stage; if tp splits them as it splits all else, over its data ranks.
         spread = data if layout.expert_tp > 1 else self._in_order(STAGE)
         places = expert_places(layout)
-        return {axis: _Part((axis,), 1, getattr(layout, axis)) for axis in DENSE} | {
+        return {axis: _Part((axis,), 1, size) for axis, size in self._sizes.items()} | {
             axis: part
             for (axis,), part in {
                 SHARD: _Part(data, 1, layout.shard_ranks),
@@ -119,7 +128,7 @@ class Mesh:
 
     def stage(self, place: int) -> tuple[int, ...]:
         """All ranks at one place of the pipeline, sorted."""
-        return tuple(sorted(self.group(STAGE, self.rank(pp=place))))
+        return tuple(sorted(self.group(REPLICA + STAGE, self.rank(pp=place))))
 
     def name(self, axes: Axes) -> str:
         """The name under which a group appears in a ledger; empty for a group of one rank.

@@ -89,7 +89,7 @@ class StepShape:
             micro_batches=workload.micro_batches(layout),
             tp=layout.tp,
             pp=layout.pp,
-            dp=layout.dp,
+            dp=layout.dp // layout.independent,
             cp=layout.cp,
             ep=layout.ep,
             virtual=layout.virtual,

@@ -132,7 +132,7 @@ class RankExchange(TokenExchange):
 
     @property
     def sequences(self) -> int:
-        return self.plan.layout.dp
+        return self.plan.layout.dp // self.plan.layout.independent
 
     # -- between ranks
 
