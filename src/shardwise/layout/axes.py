@@ -27,6 +27,8 @@ HPZ_ACROSS: Axes = ("hpz-across",)
 KV: Axes = ("kv",)
 """The tensor-parallel ranks that hold the same key/value head."""
 
+SERVER = "server"
+"""Where the ledger has axes: a message between a worker and a parameter server."""
 DATA = DP + CP
 STAGE = DATA + TP
 """All ranks of one stage of the pipeline."""

@@ -152,7 +152,7 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
 def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
     """Raise `LayoutError` if the runtime cannot run `layout` yet, or if `check` rejects it."""
     check(layout, model, workload, ranks)
-    if layout.sync != "allreduce":
+    if layout.sync == "local":
         raise LayoutError(f"sync={layout.sync} does not run yet: leave it out")
     if layout.pp > 1 and layout.compile == "block" and pipeline.splits_backward(layout.schedule):
         raise LayoutError(

@@ -18,13 +18,15 @@ class Batches:
     def __init__(self, plan: UnitPlan, sampler: Sampler, data_rank: int, device: torch.device) -> None:
         self.plan, self.sampler, self.data_rank, self.device = plan, sampler, data_rank, device
 
-    def step(self, first: int, count: int, dropout_key: int | None) -> list[tuple[Batch, Tensor]]:
+    def step(
+        self, first: int, count: int, dropout_key: int | None, place: int | None = None
+    ) -> list[tuple[Batch, Tensor]]:
         """This rank's micro-batches of the global batch of `count` samples that starts at sample `first`.
 
-        Data rank r takes the r-th of dp equal runs of samples. Returns (batch, targets [micro, seq]) pairs.
+        Data rank r takes the r-th of dp equal runs of samples, or that of `place`. Returns (batch, targets [micro, seq]) pairs.
         """
         share, micro = count // self.plan.layout.dp, self.plan.layout.micro
-        start = first + self.data_rank * share
+        start = first + (self.data_rank if place is None else place) * share
         return [self._micro_batch(np.arange(at, at + micro), dropout_key) for at in range(start, start + share, micro)]
 
     def _micro_batch(self, samples: np.ndarray, dropout_key: int | None) -> tuple[Batch, Tensor]:

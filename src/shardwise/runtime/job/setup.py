@@ -23,6 +23,7 @@ from shardwise.layout.axes import (
     HPZ_ACROSS,
     KV,
     PP,
+    REPLICA,
     REPLICATE,
     SHARD,
     STAGE,
@@ -55,7 +56,9 @@ def make_comms(
     `timeout` at least. Raises `UserError` when the transport is "shared" and memory cannot be shared here.
     """
     mesh = Mesh.of(layout, model) if model else Mesh(layout)
-    axes = axes_of(model) if axes is None else axes
+    axes = (*axes_of(model), REPLICA) if axes is None else axes
+    if rank >= layout.training_ranks:
+        axes = ()  # a server of its own computes nothing
     if transport != "gloo" and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
         try:
             return Comms(mesh, rank, axes, shared=True, **options)

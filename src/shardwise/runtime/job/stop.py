@@ -42,6 +42,11 @@ class StopRequest:
             raise KeyboardInterrupt  # a second signal means it
         self._noted = True
 
+    @property
+    def noted(self) -> bool:
+        """Whether this rank was told."""
+        return self._noted
+
     def agreed(self, step: int) -> bool:
         """Called by every rank before `step`: whether all end here. All are told the same, whenever each has seen what
         was written."""

@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoint, DamagedError, with_older
-from shardwise.checkpoint.huggingface import open_weights
+from shardwise.checkpoint.huggingface import HuggingFaceWeights, open_weights
 from shardwise.data import Corpus, Sampler
-from shardwise.decoder import random
+from shardwise.decoder import Batch, random
 from shardwise.decoder.initial import initial_values
 from shardwise.errors import UserError
-from shardwise.layout import Mesh, check_runnable, unit_plan
-from shardwise.layout.axes import DP
+from shardwise.layout import Layout, Mesh, check_runnable, unit_plan
+from shardwise.layout.axes import DP, REPLICA
+from shardwise.layout.sync import SERVED
 from shardwise.layout.units import UnitPlan
 from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Parameter
@@ -74,7 +75,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     if not pulse.watched():
         pulse.watch_over(memory, dist.get_rank(), config.hang, _give_up)
     try:
-        result = _Run(config, device, memory).train()
+        result = _run_of(config.layout)(config, device, memory).train()
     except Stopped:
         dist.destroy_process_group()
         raise
@@ -82,6 +83,15 @@ def train(config: TrainConfig) -> dict[str, Any]:
     # first, and taking them down may itself wait for a peer.
     dist.destroy_process_group()
     return result
+
+
+def _run_of(layout: Layout) -> type[Run]:
+    """What this process does in a run."""
+    if layout.sync not in SERVED:
+        return Run
+    from shardwise.runtime.sync.run import ServerRun, WorkerRun
+
+    return ServerRun if dist.get_rank() >= layout.training_ranks else WorkerRun
 
 
 def _device(config: TrainConfig) -> torch.device:
@@ -127,7 +137,9 @@ def _give_up(line: str) -> None:
     os._exit(RANK_FAILED)
 
 
-class _Run:
+class Run:
+    """A rank's part in a run whose ranks make every step together."""
+
     def __init__(self, config: TrainConfig, device: torch.device, memory: pulse.Memory) -> None:
         self.pulse = pulse.Pulse(memory)
         self.pulse.work("its preparation")
@@ -145,7 +157,7 @@ class _Run:
         self.name = self._name_of_run()
         self.at, kept = Position(0, 0, 0), self._kept(plan, folder)
         self._say_compiling("compiling the blocks ...")
-        self.program = TrainProgram(plan, self.comms, config.optimizer, self._initial_values, device, folder, kept)
+        self.program = self._program(plan, folder, kept)
         self._say_compiling(f"compiled the blocks in {self.program.compile_seconds:.0f} s")
         self._open_corpus(plan)
         if kept is not None:
@@ -158,7 +170,8 @@ class _Run:
             if self.at.step > config.steps or (self.at.step == config.steps and not config.restart):
                 raise UserError(f"{config.resume} is at step {self.at.step} already: give a larger --steps")
         elif config.weights:
-            start_from(self.program, open_weights(config.weights, config.model))
+            self._start_from(open_weights(config.weights, config.model))
+        self._begin()
         # A run that one rank cannot begin leaves no directory, which a second attempt would find occupied.
         self.pulse.wait("the barrier before the run begins")
         dist.barrier()
@@ -178,6 +191,18 @@ class _Run:
         """Measurements of a step on this rank before its times are known."""
         self.roles: dict[int, Role] | None = None
 
+    def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
+        """What this rank computes with."""
+        return TrainProgram(
+            plan, self.comms, self.config.optimizer, self._initial_values, self.device, folder, kept
+        )  # fmt: skip
+
+    def _start_from(self, weights: HuggingFaceWeights) -> None:
+        start_from(self.program, weights)
+
+    def _begin(self) -> None:
+        """The state of the first step is there."""
+
     def _restored(self, checkpoint: Path) -> Position:
         try:
             return restore(self.program, Checkpoint.open(checkpoint))
@@ -186,7 +211,7 @@ class _Run:
 
     def _open_corpus(self, plan: UnitPlan) -> None:
         config, corpus = self.config, Corpus.open(Path(self.config.corpus))
-        data_rank = Mesh.of(config.layout, config.model).index(DP, self.rank)
+        data_rank = Mesh.of(config.layout, config.model).index(REPLICA + DP, self.rank)
         eos = corpus.eos if config.workload.isolate_documents else None
         samplers = {
             split: Sampler(corpus.tokens(split), config.workload.seq, config.seed, eos=eos)
@@ -225,16 +250,13 @@ class _Run:
         start, loss = self.at.step, self.record.loss if self.record else float("nan")
         measured = max(start, min(start + MEASURED_STEP, config.steps - 2)) if config.report else -1
         first, stopped = self._validate(start), False
-        for step in range(start, config.steps):
-            stopped = self.stop.agreed(step)
-            if stopped:
+        for boundary in self._boundaries(start, measured):
+            loss, stopped = self._train_to(boundary, measured, loss)
+            if stopped or boundary == config.steps:
                 break
-            loss = self._observed(step, measure=step == measured)
-            if step + 1 == config.steps:
-                break
-            if config.validate_every and (step + 1) % config.validate_every == 0:
-                self._validate(step + 1)
-            if config.save_every and (step + 1) % config.save_every == 0:
+            if config.validate_every and boundary % config.validate_every == 0:
+                self._validate(boundary)
+            if config.save_every and boundary % config.save_every == 0:
                 self._save(last=False)
         if self.role is not None:  # no step was left after the measured one
             self.roles, self.role = self._gather(self.role, None), None
@@ -242,10 +264,27 @@ class _Run:
         if stopped:
             if self.record:
                 self.record.end_line()
+            self._end()
             self.pulse.idle()
             self.program.close(remove=True)
             raise Stopped(self.at.step, config.out)
         return self._finish(first, self._validate(config.steps), loss)
+
+    def _boundaries(self, start: int, measured: int) -> list[int]:
+        """The steps after which there is something to do beside the next one, the last of all included. measured: the
+        step that is measured."""
+        steps, every = self.config.steps, (self.config.validate_every, self.config.save_every)
+        return sorted(
+            {steps, *(at for each in every if each for at in range(start // each * each + each, steps, each))}
+        )
+
+    def _train_to(self, boundary: int, measured: int, loss: float) -> tuple[float, bool]:
+        """Make all steps before `boundary`. Returns the loss of the last, and whether the run was told to end."""
+        while (step := self.at.step) < boundary:
+            if self.stop.agreed(step):
+                return loss, True
+            loss = self._observed(step, measure=step == measured)
+        return loss, False
 
     def _observed(self, step: int, measure: bool) -> float:
         """One training step with its times. Looking at every storage slows a step down, so the one after a measured
@@ -262,7 +301,8 @@ class _Run:
             self.cpu_times.append(cpu)
         if timeline is not None and self.role is not None:
             role = replace(self.role, transport=timeline.transport(self.role.ledger))
-            self.roles, self.role = self._gather(role, timeline.recorded()), None
+            self.role = None
+            self._measured(role, timeline.recorded())
         if self.record:
             rate = self.config.workload.batch * self.config.workload.seq / elapsed
             self.record.step(
@@ -271,6 +311,10 @@ class _Run:
                 experts=self.program.expert_loads.event(),
             )  # fmt: skip
         return loss
+
+    def _measured(self, role: Role, recorded: Recorded | None) -> None:
+        """The measurements of a step are complete on this rank."""
+        self.roles = self._gather(role, recorded)
 
     def _mfu(self, tokens_per_s: float) -> float:
         """Model FLOPs utilization, causal attention counted once, against the measured rate of this machine's matrix
@@ -318,6 +362,7 @@ class _Run:
         }
         if self.record:
             self.record.finish(result)
+        self._end()
         self.program.close(remove=True)
         self.pulse.collective("the last barrier")
         self.pulse.wait()
@@ -331,13 +376,17 @@ class _Run:
         self.program.optimizer.about = {"run": self.name, "step": step + 1, "samples": self.at.samples + batch}
         key = random.key(config.seed, "dropout", step)
         try:
-            micro_batches = self.batches["train"].step(self.at.samples, batch, key)
+            micro_batches = self._micro_batches(step, key)
             with around:
                 loss, norm, _ = self.program.step(micro_batches, learning_rate(config.optimizer, step, config.steps))
         except RuntimeError as error:
             raise self._named(error, step) from error
         self.at = Position(step + 1, self.at.samples + batch, self.program.optimizer.steps)
         return loss, norm
+
+    def _micro_batches(self, step: int, key: int) -> list[tuple[Batch, Tensor]]:
+        """This rank's share of the step's batch."""
+        return self.batches["train"].step(self.at.samples, self.config.workload.batch, key)
 
     def _named(self, error: RuntimeError, step: int) -> RuntimeError:
         """The error with its step, and with the collective when a peer was lost in it."""
@@ -357,10 +406,23 @@ class _Run:
             for batch, targets in self.batches["validation"].step(start, item, None):
                 loss, valid = self.program.evaluate(batch, targets)
                 total, tokens = total + loss, tokens + valid
+        total, tokens = self._over_replicas(total, tokens)
         mean = total / max(1, tokens)
         if self.record:
             self.record.validation(step, mean, self.entropy)
         return mean
+
+    def _over_replicas(self, total: float, tokens: int) -> tuple[float, int]:
+        """Summed loss and tokens of all replicas."""
+        if self.config.layout.independent == 1:
+            return total, tokens
+        both = torch.tensor([total, tokens], dtype=torch.float64)
+        with self.comms.in_phase("loss"):
+            self.comms.all_reduce(both, REPLICA, "validation")
+        return float(both[0]), int(both[1])
+
+    def _end(self) -> None:
+        """The rank has made its last step."""
 
     def _writing(self) -> dict[str, float | None]:
         """CPU seconds of a step of this process, of what it writes a step for whoever follows the run, and their

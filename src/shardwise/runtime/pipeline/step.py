@@ -5,7 +5,10 @@ Without a pipeline micro-batches come one after the other; with one, `pipeline.p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +28,14 @@ from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.flat_unit import Values
 from shardwise.runtime.zero.optimizer import Optimizer
 
+MakeOptimizer = Callable[..., Any]
+"""(engine, comms, values=...) -> an `Optimizer`, or what acts as one."""
+
 
 class TrainProgram(StageRunner):
     """A decoder cut, bound to its buffers and ready to step. `values` gives the initial weights.
+
+    optimizer: its settings, or what makes another one.
 
     folder: where the rank's file of offloaded state is made, if there is any. kept: the state in it that counts,
     instead of initial weights. Raises `UserError` when the file cannot be made.
@@ -37,7 +45,7 @@ class TrainProgram(StageRunner):
         self,
         plan: UnitPlan,
         comms: Comms,
-        optimizer: OptimizerConfig,
+        optimizer: OptimizerConfig | MakeOptimizer,
         values: Values,
         device: torch.device,
         folder: Path | None = None,
@@ -45,7 +53,10 @@ class TrainProgram(StageRunner):
     ) -> None:
         file = offload_file(plan, folder, comms.rank, kept.slot if kept else None)
         super().__init__(plan, comms, device, file)
-        self.optimizer = Optimizer(self.engine, comms, optimizer, values)
+        make: MakeOptimizer = (
+            partial(Optimizer, config=optimizer) if isinstance(optimizer, OptimizerConfig) else optimizer
+        )
+        self.optimizer = make(self.engine, comms, values=values)
         if kept:
             self.optimizer.use_kept(kept.about["updates"])
         self.expert_loads = ExpertLoads(self.parts, plan, comms, device)
@@ -76,6 +87,7 @@ class TrainProgram(StageRunner):
                 self.engine.begin_micro_batch()
                 total += self._train(batch.fresh(), targets, tokens)
         self.engine.finish_step()
+        self.optimizer.tell(total, tokens)
         norm = self.optimizer.step(lr)
         self.expert_loads.finish_step(self.optimizer)
         self.optimizer.commit()

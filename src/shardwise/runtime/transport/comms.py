@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.layout import Mesh
 from shardwise.layout.algorithms import Schedules
-from shardwise.layout.axes import PP, Axes
+from shardwise.layout.axes import PP, SERVER, Axes
 from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
@@ -272,6 +272,25 @@ class Comms:
             timing.time += sum(stop - start for start, stop in spans) / 1e9
         if self.timeline is not None:
             self.timeline.copied(op, unit, spans)
+
+    @contextmanager
+    def message(self, op: str, peer: str, tensor: Tensor) -> Iterator[None]:
+        """Enter a message to or from a parameter server into the ledger; inside it is sent or awaited. op: push or
+        pull; peer: which server."""
+        self.last = f"{op} of {peer}"
+        self.pulse.collective(self.last)
+        self.pulse.wait()
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        self.pulse.work()
+        if self._recording:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            key = (self.phase, op, SERVER, peer, dtype, tensor.numel())
+            timing = self.timings.setdefault(key, Timing(key, "message"))
+            timing.count += 1
+            timing.time += seconds
+            timing.wait += seconds
 
     def _record(self, op: str, axes: Axes, unit: str, full: Tensor, algorithm: str) -> Timing | None:
         named = op, axes, unit, self.phase

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -123,6 +123,9 @@ class Optimizer:
             engine.host.add("optimizer", tensor.nbytes)
         engine.host.add("comm", self._gradient.nbytes)
 
+    def tell(self, total: Tensor, tokens: int) -> None:
+        """No-op: the loss and the valid tokens of the step's batch change nothing here."""
+
     def step(self, lr: float) -> float:
         """Clip, update, and release the gradients; returns their global norm before clipping (L2, over the model), NaN
         where it is not needed."""
@@ -130,7 +133,7 @@ class Optimizer:
         norm, coefficient = math.nan, 1.0
         if self.config.clip or self.looks_at_norm:
             with self.comms.in_phase("optimizer"):
-                norm = self._norm()
+                norm = gradient_norm(self.engine, self.comms, self.states)
         if self.config.clip:
             # torch.nn.utils.clip_grad_norm_'s own coefficient
             coefficient = min(1.0, self.config.clip / (norm + 1e-6))
@@ -175,22 +178,6 @@ class Optimizer:
         """The step is over: its state on disk is what counts from here on."""
         if self.engine.file is not None and self.engine.file.buffers:
             self.engine.file.commit({**self.about, "updates": self.steps})
-
-    def _norm(self) -> float:
-        """Each value counts once: replicas over tp share it, intervals over the shard group and stages of the pipeline
-        add up, and of a tied table at both ends the embedding's counts."""
-        total = torch.zeros(1, dtype=torch.float64, device=self._device)
-        copied = "tied" if self.engine.plan.copies_table else None
-        for state in self.states:
-            if state.flat.unit.name == copied:
-                continue
-            grads = state.flat.grads_interval
-            wide = torch.float32 if grads.dtype == torch.bfloat16 else grads.dtype
-            for span in state.spans:
-                part = torch.linalg.vector_norm(grads[span.start : span.stop], dtype=wide).double()
-                total += (part * part / span.replicas).to(total.device)
-        self.comms.all_reduce(total, self.engine.plan.norm_over, "gradient norm")
-        return math.sqrt(self.comms.read(total))
 
     def _update(
         self, state: UnitState, start: int, tensors: Sequence[Tensor], lr: float, coefficient: float, apart: bool = True
@@ -263,6 +250,30 @@ class Optimizer:
     def buffers_on_host(self) -> list[Tensor]:
         """The lasting buffers of offloaded updates."""
         return [self._gradient]
+
+
+class HasGradient(Protocol):
+    """State of one unit, as far as the norm of its gradient needs it."""
+
+    flat: FlatUnit
+    spans: list[Span]
+
+
+def gradient_norm(engine: Engine, comms: Comms, states: Sequence[HasGradient]) -> float:
+    """Norm of all gradients (L2). Each value counts once: replicas over tp share it, intervals over the shard group and
+    stages of the pipeline add up, and of a tied table at both ends the embedding's counts."""
+    total = torch.zeros(1, dtype=torch.float64, device=states[0].flat.whole.device)
+    copied = "tied" if engine.plan.copies_table else None
+    for state in states:
+        if state.flat.unit.name == copied:
+            continue
+        grads = state.flat.grads_interval
+        wide = torch.float32 if grads.dtype == torch.bfloat16 else grads.dtype
+        for span in state.spans:
+            part = torch.linalg.vector_norm(grads[span.start : span.stop], dtype=wide).double()
+            total += (part * part / span.replicas).to(total.device)
+    comms.all_reduce(total, engine.plan.norm_over, "gradient norm")
+    return math.sqrt(comms.read(total))
 
 
 def adamw(tensors: Sequence[Tensor], step: Tensor, config: OptimizerConfig, lr: float, decay: bool) -> None:

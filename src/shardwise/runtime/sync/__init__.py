@@ -1,0 +1,1 @@
+"""Replicas that agree otherwise than in lockstep: parameter servers and their workers."""

@@ -1,0 +1,126 @@
+"""Messages between workers and parameter servers: a head of eight numbers, and for most of them a flat tensor.
+
+Between processes they go over two gloo groups of all ranks, one for requests and one for answers, so that threads of
+one process never share a group; within a process they go through queues. A server takes requests from anyone; a worker
+awaits the answer of the server that it asked.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PUSH, FENCE, GET, PUT, BEGIN, DONE = range(6)
+"""Kinds of requests: a gradient, for which the answer has new weights; weights of at least so many updates; a piece of
+state; state to be kept; how many updates there have been; no more requests."""
+_NUMBERS = 8
+
+
+class Head(NamedTuple):
+    """What a message says. Of a request: its kind; a, b, c as the kind has them; two figures. Of an answer: 0; the
+    updates in the weights, what to do next, the step before which to stop (0: none); loss and gradient norm."""
+
+    kind: int
+    a: int = 0
+    b: int = 0
+    c: int = 0
+    elements: int = 0
+    """Elements of the tensor that follows."""
+    x: float = 0.0
+    y: float = 0.0
+
+    def packed(self) -> Tensor:
+        figures = struct.unpack("2q", struct.pack("2d", self.x, self.y))
+        return torch.tensor([*self[:5], *figures, 0], dtype=torch.int64)
+
+    @classmethod
+    def unpacked(cls, numbers: Tensor) -> Head:
+        kind, a, b, c, elements, *figures, _ = numbers.tolist()
+        return cls(kind, a, b, c, elements, *struct.unpack("2d", struct.pack("2q", *figures)))
+
+
+class Mail:
+    """The groups of requests and answers, and the queues inside this process. Every rank of the job makes one.
+
+    timeout: seconds that a rank waits for others.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.rank = dist.get_rank()
+        self._requests, self._answers = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) for _ in range(2)
+        )
+        self.take: Callable[[int, Head, Tensor | None], None] | None = None
+        """The server in this process, which copies what it is given."""
+        self._answered: queue.Queue[Head | BaseException] = queue.Queue()
+        self._into: Tensor | None = None
+
+    # -- of workers
+
+    def ask(self, server: int, head: Head, tensor: Tensor | None = None) -> list[Any]:
+        """Send a request to the server on a rank. The tensor may be reused when the works that are returned are
+        over."""
+        if server == self.rank:
+            assert self.take is not None
+            self.take(self.rank, head, tensor)
+            return []
+        works = [dist.isend(head.packed(), server, self._requests)]
+        if tensor is not None:
+            works.append(dist.isend(tensor, server, self._requests))
+        return works
+
+    def expect(self, server: int, into: Tensor) -> None:
+        """Say where the tensor of the next answer of a server in this process goes."""
+        if server == self.rank:
+            self._into = into
+
+    def answer_of(self, server: int, into: Tensor) -> Head:
+        """Wait for the answer of the server on a rank; its tensor is in `into` afterwards."""
+        if server == self.rank:
+            found = self._answered.get()
+            if isinstance(found, BaseException):
+                raise found
+            return found
+        numbers = torch.empty(_NUMBERS, dtype=torch.int64)
+        dist.recv(numbers, server, self._answers)
+        head = Head.unpacked(numbers)
+        if head.elements:
+            dist.recv(into[: head.elements], server, self._answers)
+        return head
+
+    # -- of servers
+
+    def next_request(self, room: Callable[[int, Head], Tensor]) -> tuple[int, Head, Tensor | None]:
+        """Wait for a request from another process: its rank, its head and its tensor, in memory that `room` gives."""
+        numbers = torch.empty(_NUMBERS, dtype=torch.int64)
+        rank = dist.recv(numbers, None, self._requests)
+        head = Head.unpacked(numbers)
+        tensor = None
+        if head.elements:
+            tensor = room(rank, head)
+            dist.recv(tensor, rank, self._requests)
+        return rank, head, tensor
+
+    def reply(self, rank: int, head: Head, tensor: Tensor | None = None) -> list[Any]:
+        """Answer a worker. The tensor may be reused when the works that are returned are over."""
+        if rank == self.rank:
+            if tensor is not None:
+                assert self._into is not None
+                self._into[: len(tensor)].copy_(tensor)
+            self._answered.put(head)
+            return []
+        works = [dist.isend(head.packed(), rank, self._answers)]
+        if tensor is not None:
+            works.append(dist.isend(tensor, rank, self._answers))
+        return works
+
+    def fail(self, error: BaseException) -> None:
+        """The server in this process has ended: its own worker is told."""
+        self._answered.put(error)

@@ -1,0 +1,203 @@
+"""A rank's part in a run with parameter servers: of a worker, and of a server on a rank of its own.
+
+Workers go their own ways between two boundaries, the steps after which there is something to validate, save or report.
+There all of them wait until the updates of every step before it are made, and take the weights: what is validated and
+saved is the same whoever was slow.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.checkpoint import Checkpoint
+from shardwise.checkpoint.huggingface import HuggingFaceWeights
+from shardwise.decoder import Batch
+from shardwise.layout import unit_plan
+from shardwise.layout.axes import REPLICA
+from shardwise.layout.key_ranges import server_of, server_rank
+from shardwise.layout.units import UnitPlan
+from shardwise.report.rank_timelines import Recorded
+from shardwise.report.step_report import Bytes, Role
+from shardwise.runtime.checkpointing import Position
+from shardwise.runtime.job import pulse
+from shardwise.runtime.job.trainer import Run
+from shardwise.runtime.offload.recovery import Kept
+from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.sync.messages import Mail
+from shardwise.runtime.sync.server import Server
+from shardwise.runtime.sync.worker import RemoteOptimizer
+from shardwise.schedule.staleness import AtOnce, ByStep, Policy
+
+REPORTED = 3
+"""Steps from the one that is measured to where its report is gathered: a worker measures its first, times another."""
+
+
+def make_server(run: Run, plan: UnitPlan, mail: Mail) -> Server | None:
+    """The server in this process, if there is one; all ranks call this together."""
+    layout, config = plan.layout, run.config
+    servers = [server_rank(plan, server) for server in range(layout.parameter_servers.count)]
+    peers = dist.new_group(servers, backend="gloo") if len(servers) > 1 and layout.sync != "async" else None
+    place = server_of(plan, run.rank)
+    if place is None:
+        return None
+    plans = [unit_plan(plan.model, layout, plan.workload, rank=rank, backend=plan.backend) for rank in range(layout.tp)]
+    policy: Policy = AtOnce(layout.dp) if layout.sync == "async" else ByStep(layout.dp, layout.staleness, layout.backup)
+    server = Server(plans, place, policy, mail, run._initial_values, config.optimizer, config.steps, peers)
+    server.start()
+    return server
+
+
+class ServedRun(Run):
+    """What workers and servers of their own have in common."""
+
+    mail: Mail
+    server: Server | None
+
+    @property
+    def _shares(self) -> int:
+        """Updates that a step of the run makes."""
+        return self.config.layout.dp if self.config.layout.sync == "async" else 1
+
+    def _boundaries(self, start: int, measured: int) -> list[int]:
+        found = super()._boundaries(start, measured)
+        if measured >= 0:
+            # Every worker measures the first step that it makes after a boundary: there it has one.
+            found += [measured, min(measured + REPORTED, self.config.steps)]
+        return sorted({at for at in found if at > start})
+
+    def _measured(self, role: Role, recorded: Recorded | None) -> None:
+        self._ready = (role, recorded)
+
+    def _report_at(self, boundary: int, measured: int, stopped: bool) -> None:
+        """Gather what has been measured, where all ranks are."""
+        if measured >= 0 and not stopped and boundary == min(measured + REPORTED, self.config.steps):
+            if self.role is not None:
+                self._ready, self.role = (self.role, None), None
+            self.roles = self._gather(*self._ready)
+
+
+class WorkerRun(ServedRun):
+    """A worker's rank, and the server in its process if there is one."""
+
+    def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
+        self.mail = Mail(self.config.hang + pulse.MARGIN)
+        make = partial(RemoteOptimizer, config=self.config.optimizer, mail=self.mail)
+        self.server = make_server(self, plan, self.mail)
+        return TrainProgram(plan, self.comms, make, self._initial_values, self.device, folder, kept)
+
+    @property
+    def optimizer(self) -> RemoteOptimizer:
+        """The program's."""
+        optimizer = self.program.optimizer
+        assert isinstance(optimizer, RemoteOptimizer)
+        return optimizer
+
+    def _begin(self) -> None:
+        version = self.at.step * self._shares
+        self.optimizer.begin(version, self.at.optimizer_steps)
+        self.began = self.at
+        self._next = version + (self.comms.index(REPLICA) if self._shares > 1 else 0)
+
+    def _train_to(self, boundary: int, measured: int, loss: float) -> tuple[float, bool]:
+        optimizer, fresh = self.optimizer, self.at.step == measured
+        stopped = False
+        while not stopped and self._next // self._shares < boundary:
+            optimizer.stops = self.stop.noted
+            loss = self._observed(self._next // self._shares, measure=fresh)
+            self._next, fresh = optimizer.next, False
+            stopped = bool(optimizer.stop_before) and self._next // self._shares >= optimizer.stop_before
+        end = optimizer.stop_before if stopped else boundary
+        optimizer.fence(end * self._shares, end=stopped or end == self.config.steps)
+        self.at = self._position(end)
+        self._report_at(boundary, measured, stopped)
+        return loss, stopped
+
+    def _position(self, step: int) -> Position:
+        seen = (step - self.began.step) * self.config.workload.batch
+        return Position(step, self.began.samples + seen, self.optimizer.steps)
+
+    def _micro_batches(self, step: int, key: int) -> list[tuple[Batch, Tensor]]:
+        self.optimizer.step_number = self._next
+        first = self._position(step).samples
+        place = self._next % self._shares if self._shares > 1 else None
+        return self.batches["train"].step(first, self.config.workload.batch, key, place)
+
+    def _step(self, step: int, around: Any) -> tuple[float, float]:
+        _, norm = super()._step(step, around)
+        return self.optimizer.loss, norm
+
+    def _end(self) -> None:
+        self.optimizer.done()
+        if self.server is not None:
+            self.server.join()
+
+
+class _NoProgram:
+    """What a run needs of the program of a rank that computes nothing."""
+
+    compile_seconds = 0.0
+
+    def __init__(self, plan: UnitPlan, comms: Any) -> None:
+        self.plan, self.comms, self.optimizer = plan, comms, self
+        self.states: list[Any] = []
+        self.steps = 0
+
+    def close(self, remove: bool = False) -> None:
+        """No-op."""
+
+
+class ServerRun(ServedRun):
+    """A server on a rank of its own: it is wherever the workers meet, and serves meanwhile."""
+
+    def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
+        self.mail = Mail(self.config.hang + pulse.MARGIN)
+        self.server = make_server(self, plan, self.mail)
+        return _NoProgram(plan, self.comms)  # type: ignore[return-value]
+
+    def _open_corpus(self, plan: UnitPlan) -> None:
+        """No text is read here."""
+        self.entropy = math.nan
+
+    def _restored(self, checkpoint: Path) -> Position:
+        manifest = Checkpoint.open(checkpoint).manifest
+        return Position(manifest.step, manifest.samples, manifest.optimizer_steps)
+
+    def _start_from(self, weights: HuggingFaceWeights) -> None:
+        """No-op: workers hand them over."""
+
+    def _begin(self) -> None:
+        self.began = self.at
+        self.pulse.wait("the barrier before the run begins")
+        dist.barrier()
+        self.pulse.work()
+
+    def _validate(self, step: int) -> float:
+        return math.nan
+
+    def _train_to(self, boundary: int, measured: int, loss: float) -> tuple[float, bool]:
+        assert self.server is not None
+        version = boundary * self._shares
+        while not self.server.wait(version):
+            self.pulse.wait("what workers push")
+        end = version if self.server.end is None else min(version, self.server.end)
+        self.at = Position(end // self._shares, 0, self.server.updates)
+        stopped = end < version
+        self._measured(self._role(), None)
+        self._report_at(boundary, measured, stopped)
+        return loss, stopped
+
+    def _role(self) -> Role:
+        assert self.server is not None
+        kept = sum(each.nbytes for own in self.server.ranges for each in own.state)
+        buffers = sum(each.nbytes for each in self.server.buffers)
+        return Role(f"rank {self.rank}", (self.rank,), Bytes.of(kept + buffers, optimizer=kept, comm=buffers), ())
+
+    def _end(self) -> None:
+        assert self.server is not None
+        self.server.join()

@@ -1,0 +1,288 @@
+"""A parameter server: master weights and optimizer state of a key range, updated from what workers push.
+
+It is a thread of its rank's process, with one more that takes what comes from other processes. For each rank of a
+worker it keeps the range of what that rank has; those ranks hold different parts under tensor parallelism. The sum of a
+step's gradients is made in the order of the workers, so that its bits do not depend on who came first.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.layout.homes import STATES
+from shardwise.layout.key_ranges import Segment, elements, key_ranges
+from shardwise.layout.units import UnitPlan
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.sync.messages import BEGIN, DONE, FENCE, GET, PUSH, PUT, Head, Mail
+from shardwise.runtime.zero.flat_unit import Values, local_values, torch_dtype
+from shardwise.runtime.zero.optimizer import MASTER, adamw, learning_rate
+from shardwise.schedule.staleness import AtOnce, Policy, Update
+
+CPU = torch.device("cpu")
+
+
+class Range:
+    """What a server keeps for one rank of every worker: flat state, and the treatment of its elements."""
+
+    def __init__(self, plan: UnitPlan, segments: tuple[Segment, ...], values: Values) -> None:
+        self.segments, count = segments, elements(segments)
+        dtype = torch_dtype(plan.master_dtype)
+        self.state = [torch.zeros(count, dtype=dtype) for _ in STATES]
+        self.spans: list[tuple[int, int, bool, int]] = []
+        """(start, stop, weight decay, ranks that hold the same) of runs of it."""
+        for segment in segments:
+            unit = plan.by_name[segment.unit]
+            for span in unit.spans:
+                part = span.within(segment.start, segment.stop)
+                if part is not None:
+                    self.spans.append((segment.at + part.start, segment.at + part.stop, span.decay, span.replicas))
+            for offset, placed in zip(unit.offsets, unit.placed, strict=True):
+                a, b = max(offset, segment.start), min(offset + placed.numel, segment.stop)
+                if a < b:
+                    to = slice(segment.at + a - segment.start, segment.at + b - segment.start)
+                    self.state[MASTER][to] = local_values(placed, a - offset, b - offset, values, CPU).to(dtype)
+
+    def square(self, gradient: Tensor) -> float:
+        """Sum of the squares of a gradient's elements, each parameter of the model once."""
+        total = 0.0
+        for start, stop, _, replicas in self.spans:
+            norm = float(torch.linalg.vector_norm(gradient[start:stop]).double())
+            total += norm * norm / replicas
+        return total
+
+    def update(self, gradient: Tensor, number: int, config: OptimizerConfig, lr: float) -> None:
+        """One update. number: how many there are with this one."""
+        step = torch.tensor(float(number))
+        for start, stop, decay, _ in self.spans:
+            weights, *moments = (each[start:stop] for each in self.state)
+            adamw((weights, gradient[start:stop], *moments), step, config, lr, decay)
+
+
+class Server:
+    """Server `place` of a job whose workers' ranks have the plans `plans`, one for each rank of a worker.
+
+    steps: of the whole run, for the learning rate. peers: the group of all servers' ranks, which add up the gradient's
+    norm; None where there is one server, and where nobody waits for a step's gradients.
+    """
+
+    def __init__(
+        self, plans: list[UnitPlan], place: int, policy: Policy, mail: Mail, values: Values, config: OptimizerConfig,
+        steps: int, peers: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
+        plan, self.mail, self.policy, self.config, self.steps = plans[0], mail, policy, config, steps
+        self._peers, self._layout = peers, plan.layout
+        self.workers, self.parts = plan.layout.dp, len(plans)
+        self.ranges = [Range(each, key_ranges(each)[place], values) for each in plans]
+        self._at_once = isinstance(policy, AtOnce)
+        sizes = [len(each.state[MASTER]) for each in self.ranges]
+        self._sum = torch.zeros(max(sizes), dtype=torch_dtype(plan.master_dtype))
+        senders = range(self.workers * self.parts)
+        kept = plan.layout.staleness + 1
+        self._free = {
+            rank: deque(torch.zeros(sizes[rank % self.parts], dtype=torch_dtype(plan.grad_dtype)) for _ in range(kept))
+            for rank in senders
+        }
+        """Rank -> memory for gradients that it may push before the first of them is in an update."""
+        self._out = {
+            rank: torch.zeros(sizes[rank % self.parts], dtype=torch_dtype(plan.layout.dtype)) for rank in senders
+        }
+        """Rank -> weights on their way to it."""
+        self.buffers = [self._sum, *self._out.values(), *(each for free in self._free.values() for each in free)]
+        self._leaving: dict[int, list[Any]] = {}
+        self._pushed: dict[tuple[int, int], dict[int, tuple[Head, Tensor]]] = {}
+        """(worker, step) -> rank of the worker -> its gradient."""
+        self._fences: dict[int, int] = {}
+        """Rank -> updates that it waits for."""
+        self._inbox: queue.Queue[tuple[int, Head, Tensor | None]] = queue.Queue()
+        self._lock = threading.Lock()
+        self._loss, self._norm = math.nan, math.nan
+        self.updates = 0
+        """Updates of the optimizer, those of earlier runs included."""
+        self.stop_before = 0
+        """Step before which all workers end, because one was told to; 0: none."""
+        self.end: int | None = None
+        """Updates after which the workers have ended, once they have said so."""
+        self._done: set[int] = set()
+        self.record: list[Update] = []
+        self.dropped: list[tuple[int, int]] = []
+        """(worker, step) of gradients that came too late."""
+        self.at = threading.Condition()
+        remote = [rank for rank in senders if rank != mail.rank]
+        mail.take = self.take
+        self._threads = [threading.Thread(target=self._guarded, args=(self._serve,), daemon=True)]
+        if remote:
+            self._threads.append(threading.Thread(target=self._guarded, args=(self._receive, len(remote)), daemon=True))
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Begin to serve."""
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Wait until all workers have said that they are done."""
+        for thread in self._threads:
+            thread.join()
+
+    def _guarded(self, work: Any, *args: Any) -> None:
+        try:
+            work(*args)
+        except BaseException as error:
+            self.failure = error
+            self.mail.fail(error)
+            with self.at:
+                self.at.notify_all()
+
+    def wait(self, version: int) -> bool:
+        """Wait a moment for so many updates; whether they are there, or the workers have ended before. Raises what has
+        ended the server."""
+
+        def there() -> bool:
+            least = version if self.end is None else min(version, self.end)
+            return self.policy.version >= least
+
+        with self.at:
+            self.at.wait_for(lambda: self.failure is not None or there(), 0.5)
+        if self.failure is not None:
+            raise self.failure
+        return there()
+
+    # -- what comes in
+
+    def _room(self, rank: int, head: Head) -> Tensor:
+        if head.kind == PUSH:
+            with self._lock:
+                return self._free[rank].popleft()
+        return torch.empty(head.elements, dtype=self._sum.dtype)
+
+    def take(self, rank: int, head: Head, tensor: Tensor | None) -> None:
+        """A request from this process: its tensor is copied."""
+        if tensor is not None:
+            tensor = self._room(rank, head).copy_(tensor)
+        self._inbox.put((rank, head, tensor))
+
+    def _receive(self, workers: int) -> None:
+        while workers:
+            rank, head, tensor = self.mail.next_request(self._room)
+            workers -= head.kind == DONE
+            self._inbox.put((rank, head, tensor))
+
+    def _serve(self) -> None:
+        while len(self._done) < self.workers * self.parts:
+            rank, head, tensor = self._inbox.get()
+            if head.kind == PUSH:
+                assert tensor is not None
+                self._push(rank, head, tensor)
+            elif head.kind == FENCE:
+                self._fences[rank] = head.a
+                self.end = head.a if head.b else self.end
+            elif head.kind == DONE:
+                self._done.add(rank)
+            else:
+                self._state(rank, head, tensor)
+            self._open_fences()
+
+    def _state(self, rank: int, head: Head, tensor: Tensor | None) -> None:
+        """State of the range of a worker's rank: a piece of it, a change of it, or how far the run is."""
+        state = self.ranges[rank % self.parts].state
+        if head.kind == BEGIN:
+            self.policy.version, self.updates = head.a, head.b
+            self._leaving[rank] = self.mail.reply(rank, Head(0))
+        elif head.kind == GET:
+            piece = state[head.a][head.b : head.c].clone()
+            self._leaving[rank] = self.mail.reply(rank, Head(0, elements=len(piece)), piece)
+        else:
+            assert head.kind == PUT and tensor is not None
+            state[head.a][head.b : head.b + len(tensor)].copy_(tensor)
+
+    # -- gradients
+
+    def _push(self, rank: int, head: Head, gradient: Tensor) -> None:
+        worker, part = divmod(rank, self.parts)
+        step = head.a
+        pushed = self._pushed.setdefault((worker, step), {})
+        pushed[part] = head, gradient
+        if head.y and not self.stop_before:
+            now = self.policy.version // self.workers if self._at_once else max(step, self.policy.version)
+            self.stop_before = now + 2 + self._layout.staleness
+        if len(pushed) < self.parts:
+            return
+        outcome = self.policy.push(worker, step, head.b)
+        if outcome.dropped:
+            self.dropped.append((worker, step))
+            self._release(worker, step)
+        for update in outcome.updates:
+            self._update(update)
+        with self.at:
+            self.at.notify_all()
+        for answer in outcome.answers:
+            for part in range(self.parts):
+                self._send(answer.worker * self.parts + part, answer.next)
+
+    def _release(self, worker: int, step: int) -> None:
+        with self._lock:
+            for part, (_, gradient) in self._pushed.pop((worker, step)).items():
+                self._free[worker * self.parts + part].append(gradient)
+
+    def _update(self, update: Update) -> None:
+        """The mean of gradients over all their tokens, clipped by its norm over all servers where these make the same
+        updates, and one step of the optimizer."""
+        self.record.append(update)
+        step = update.version // self.workers if self._at_once else update.version
+        lr = learning_rate(self.config, step, self.steps)
+        if self._layout.damped:
+            lr /= 1 + update.staleness
+        workers = [worker for worker, _ in update.gradients]
+        heads = {worker: self._pushed[worker, update.step][0][0] for worker in workers}
+        tokens = sum(head.c for head in heads.values())
+        self._loss = sum(head.x for head in heads.values()) / max(1, tokens)
+        self.updates += 1
+        sums = [self._mean(part, workers, update.step, heads, tokens) for part in range(self.parts)]
+        coefficient = 1.0 if self._at_once else self._clipping(sums)
+        for own, gradient in zip(self.ranges, sums, strict=True):
+            if coefficient < 1.0:
+                gradient.mul_(coefficient)
+            own.update(gradient, self.updates, self.config, lr)
+        for worker in workers:
+            self._release(worker, update.step)
+
+    def _mean(self, part: int, workers: list[int], step: int, heads: dict[int, Head], tokens: int) -> Tensor:
+        own = self._sum[: len(self.ranges[part].state[MASTER])]
+        total = own if self.parts == 1 else own.clone()
+        total.zero_()
+        for worker in workers:
+            gradient = self._pushed[worker, step][part][1]
+            total.add_(gradient, alpha=heads[worker].c / max(1, tokens))
+        return total
+
+    def _clipping(self, sums: list[Tensor]) -> float:
+        """Coefficient of the gradient, as `torch.nn.utils.clip_grad_norm_` has it."""
+        every = [own.square(each) for own, each in zip(self.ranges, sums, strict=True)]
+        square = torch.tensor(sum(every), dtype=torch.float64)
+        if self._peers is not None:
+            dist.all_reduce(square, group=self._peers)
+        self._norm = math.sqrt(float(square))
+        return min(1.0, self.config.clip / (self._norm + 1e-6)) if self.config.clip else 1.0
+
+    # -- what goes out
+
+    def _open_fences(self) -> None:
+        for rank in [rank for rank, version in self._fences.items() if self.policy.version >= version]:
+            del self._fences[rank]
+            self._send(rank, self.policy.version)
+
+    def _send(self, rank: int, following: int) -> None:
+        for work in self._leaving.pop(rank, []):
+            work.wait()
+        weights = self._out[rank]
+        weights.copy_(self.ranges[rank % self.parts].state[MASTER])
+        head = Head(0, self.policy.version, following, self.stop_before, len(weights), self._loss, self._norm)
+        self._leaving[rank] = self.mail.reply(rank, head, weights)

@@ -1,0 +1,212 @@
+"""A worker's side of parameter servers: an optimizer whose state and update are elsewhere.
+
+`step` pushes the gradient of each server's key range and has the range's new weights back, when the servers' policy
+allows it. State is read and written through messages, so that checkpoints see what they see of any other optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.layout.axes import REPLICA
+from shardwise.layout.key_ranges import Segment, elements, key_ranges, server_rank
+from shardwise.layout.units import Span
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.sync.messages import BEGIN, DONE, FENCE, GET, PUSH, PUT, Head, Mail
+from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.zero.engine import Engine
+from shardwise.runtime.zero.flat_unit import FlatUnit, Values, torch_dtype
+from shardwise.runtime.zero.optimizer import gradient_norm
+
+
+class RemoteState:
+    """State of one unit, on the servers."""
+
+    def __init__(self, flat: FlatUnit, optimizer: RemoteOptimizer) -> None:
+        self.flat, self._optimizer = flat, optimizer
+        self.spans: list[Span] = list(flat.unit.spans)
+
+    def get(self, kind: int, start: int, stop: int) -> Tensor:
+        """Elements of one kind of state (`layout.homes.STATES`), as a copy."""
+        return self._optimizer.read(self.flat.unit.name, kind, start, stop)
+
+    def put(self, kind: int, start: int, values: Tensor) -> None:
+        """Change elements, from `start` on. The first replica's ranks speak for all."""
+        if not self._optimizer.comms.index(REPLICA):
+            self._optimizer.write(self.flat.unit.name, kind, start, values)
+
+
+class RemoteOptimizer:
+    """The optimizer of a worker's rank, whose state is on parameter servers."""
+
+    def __init__(self, engine: Engine, comms: Comms, values: Values, config: OptimizerConfig, mail: Mail) -> None:
+        self.engine, self.comms, self.config, self.mail = engine, comms, config, mail
+        plan = engine.plan
+        self.states = [RemoteState(flat, self) for flat in engine.units.values()]
+        for flat in engine.units.values():
+            flat.fill(values)
+        self.servers: list[tuple[int, tuple[Segment, ...]]] = [
+            (server_rank(plan, server), segments) for server, segments in enumerate(key_ranges(plan))
+        ]
+        """(rank, range) of each server."""
+        sizes = [elements(segments) for _, segments in self.servers]
+        self._leaving = torch.zeros(sum(sizes), dtype=torch_dtype(plan.grad_dtype)).split(sizes)
+        self._arriving = torch.zeros(sum(sizes), dtype=torch_dtype(plan.layout.dtype)).split(sizes)
+        self._wide = torch_dtype(plan.master_dtype)
+        self._clips = plan.layout.sync == "async"
+        self.looks_at_norm = True
+        self.about: dict[str, Any] = {}
+        self.steps = 0
+        """Updates that are in the weights here, those of earlier runs included."""
+        self.step_number = 0
+        """Step whose gradient is pushed next; under async the number of its share."""
+        self._read, self._before = 0, 0
+        self.next, self.stop_before = 0, 0
+        self.loss = math.nan
+        self._seen = (0.0, 0)
+        self.stops = False
+        """Whether this rank was told to end the run."""
+
+    def tell(self, total: Tensor, tokens: int) -> None:
+        """Summed loss and valid tokens of the step's batch."""
+        self._seen = float(total), tokens
+        self.loss = float(total) / max(1, tokens)
+
+    def step(self, lr: float) -> float:
+        """Push the gradient and take new weights; returns the gradient's norm: over all workers where they wait for
+        each other, else this one's. lr: has no effect, the servers know the step."""
+        self.comms.pulse.work("the optimizer")
+        norm, coefficient = math.nan, 1.0
+        with self.comms.in_phase("optimizer"):
+            if self._clips:
+                norm = gradient_norm(self.engine, self.comms, self.states)
+                if self.config.clip:
+                    coefficient = min(1.0, self.config.clip / (norm + 1e-6))
+            self._push(coefficient)
+            head = self._pull()
+        self.next, self.stop_before = head.b, head.c
+        if not self._clips:
+            norm, self.loss = head.y, head.x
+        return norm
+
+    def _push(self, coefficient: float) -> None:
+        works, (total, tokens) = [], self._seen
+        head = Head(PUSH, self.step_number, self._read, tokens, x=total, y=float(self.stops))
+        for (_, segments), leaving in zip(self.servers, self._leaving, strict=True):
+            for segment in segments:
+                part = leaving[segment.at : segment.at + segment.stop - segment.start]
+                part.copy_(self.engine.units[segment.unit].grads_interval[segment.start : segment.stop])
+            if coefficient < 1.0:
+                leaving.mul_(coefficient)
+        for flat in self.engine.units.values():
+            flat.grads.free()
+        for number, ((server, _), leaving) in enumerate(zip(self.servers, self._leaving, strict=True)):
+            with self.comms.message("push", f"server {number}", leaving):
+                self.mail.expect(server, self._arriving[number])
+                works += self.mail.ask(server, head._replace(elements=len(leaving)), leaving)
+        for work in works:
+            work.wait()
+
+    def _pull(self) -> Head:
+        """New weights from all servers; what the first one says."""
+        heads = []
+        for number, ((server, segments), arriving) in enumerate(zip(self.servers, self._arriving, strict=True)):
+            with self.comms.message("pull", f"server {number}", arriving):
+                heads.append(self.mail.answer_of(server, arriving))
+            for segment in segments:
+                part = arriving[segment.at : segment.at + segment.stop - segment.start]
+                self.engine.units[segment.unit].put(segment.start, part)
+        self._read = heads[0].a
+        self.steps = self._before + self._read
+        return heads[0]
+
+    # -- meeting the others
+
+    def begin(self, version: int, updates: int) -> None:
+        """All workers together: the run begins with the state that the servers have. version: the policy's count of
+        updates so far; updates: the optimizer's."""
+        if not self.comms.rank:
+            for server, _ in self.servers:
+                for work in self.mail.ask(server, Head(BEGIN, version, updates)):
+                    work.wait()
+                self.mail.answer_of(server, self._arriving[0])
+        dist.barrier()
+        self._before = updates - version
+        self.fence(version)
+
+    def fence(self, version: int, end: bool = False) -> None:
+        """Wait until so many updates are made, and take the weights. end: the run ends with them."""
+        works = []
+        for number, (server, _) in enumerate(self.servers):
+            self.mail.expect(server, self._arriving[number])
+            works += self.mail.ask(server, Head(FENCE, version, end))
+        for work in works:
+            work.wait()
+        self.comms.pulse.wait("a fence: all updates so far")
+        head = self._pull()
+        self.comms.pulse.work()
+        self.stop_before = head.c
+
+    def done(self) -> None:
+        """No more requests come from this rank."""
+        works = []
+        for server, _ in self.servers:
+            works += self.mail.ask(server, Head(DONE))
+        for work in works:
+            work.wait()
+
+    # -- state
+
+    def _pieces(self, unit: str, start: int, stop: int) -> list[tuple[int, int, int, int]]:
+        """(rank of a server, start and stop in its range, first element) of elements of a unit."""
+        found = []
+        for server, segments in self.servers:
+            for segment in segments:
+                a, b = max(start, segment.start), min(stop, segment.stop)
+                if segment.unit == unit and a < b:
+                    shift = segment.at - segment.start
+                    found.append((server, a + shift, b + shift, a))
+        return found
+
+    def read(self, unit: str, kind: int, start: int, stop: int) -> Tensor:
+        """Elements of a unit's state, from the servers."""
+        out = torch.empty(stop - start, dtype=self._wide)
+        for server, first, last, at in self._pieces(unit, start, stop):
+            into = out[at - start : at - start + last - first]
+            self.mail.expect(server, into)
+            for work in self.mail.ask(server, Head(GET, kind, first, last)):
+                work.wait()
+            self.mail.answer_of(server, into)
+        return out
+
+    def write(self, unit: str, kind: int, start: int, values: Tensor) -> None:
+        """Change elements of a unit's state on the servers."""
+        for server, first, last, at in self._pieces(unit, start, start + len(values)):
+            part = values[at - start : at - start + last - first].to(self._wide).contiguous()
+            for work in self.mail.ask(server, Head(PUT, kind, first, elements=len(part)), part):
+                work.wait()
+
+    def commit(self) -> None:
+        """No-op: nothing is on disk."""
+
+    def owned(self) -> list[Tensor]:
+        """No optimizer state is here."""
+        return []
+
+    def on_host(self) -> list[Tensor]:
+        """Nothing is offloaded."""
+        return []
+
+    def buffers_on_host(self) -> list[Tensor]:
+        """Nothing is offloaded."""
+        return []
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What gradients leave from and weights arrive in."""
+        return [self._leaving[0], self._arriving[0]]
