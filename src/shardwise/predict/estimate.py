@@ -9,16 +9,18 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
 from shardwise.layout.experts import RoutedRows
+from shardwise.layout.sync import SERVED
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.context_balance import context_balance
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
+from shardwise.predict.memory.servers import with_servers
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.step_seconds import try_step_seconds
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.schedules import as_under_auto, predict_transport
-from shardwise.report.step_report import Role, StepReport
+from shardwise.report.step_report import Bytes, Role, StepReport, merge_roles
 
 
 def estimate(
@@ -50,6 +52,8 @@ def estimate(
         raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, layout, workload, cluster)}")
     backend = backend or usual_backend(cluster)
     roles = [_of_record(model, layout, workload, backend, role) for role in recorded]
+    if not roles and layout.sync in SERVED:
+        roles = _served(model, layout, workload, backend)
     roles = roles or [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
     unscheduled = as_under_auto(roles)
     timing, why = try_step_seconds(model, layout, workload, cluster, engine)
@@ -96,6 +100,18 @@ def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backe
         plan.role, ranks, predict_bytes(plan), predict_ledger(plan), predict_transport(plan, ranks[0]),
         host=host_bytes(plan), disk=disk_bytes(plan),
     )  # fmt: skip
+
+
+def _served(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend) -> list[Role]:
+    """Workers and parameter servers: ranks differ in the server that they share a process with."""
+    roles = {}
+    for rank in range(layout.ranks):
+        plan = unit_plan(model, layout, workload, rank=rank, backend=backend)
+        works = rank < layout.training_ranks
+        held = with_servers(plan, rank, predict_bytes(plan) if works else Bytes())
+        ledger, transport = (predict_ledger(plan), predict_transport(plan, rank)) if works else ((), ())
+        roles[rank] = Role(f"rank {rank}", (rank,), held, ledger, transport)
+    return list(merge_roles(roles))
 
 
 def _of_record(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, recorded: Role) -> Role:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.layout.homes import STATES, accumulates_on_host, is_master, on_device
+from shardwise.layout.sync import SERVED
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import saved_bytes
 from shardwise.predict.memory.buffers import held_through_step
@@ -67,7 +68,10 @@ def gradient_bytes(plan: UnitPlan) -> int:
 
 
 def optimizer_bytes(plan: UnitPlan) -> int:
-    """Moments of what this rank updates on the device, and its master weights where parameters are not these."""
+    """Moments of what this rank updates on the device, and its master weights where parameters are not these. None
+    where parameter servers have them."""
+    if plan.layout.sync in SERVED:
+        return 0
     arrays = len(STATES) - is_master(plan)
     return sum(on_device(plan, unit) for unit in plan.units) * arrays * DTYPE_BYTES[plan.master_dtype]
 

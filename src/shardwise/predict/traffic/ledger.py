@@ -16,6 +16,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.predict.traffic.context import context_rows
 from shardwise.predict.traffic.experts import expert_rows, load_row
 from shardwise.predict.traffic.homes import home_rows
+from shardwise.predict.traffic.servers import server_rows
 from shardwise.report.step_report import LedgerRow
 
 Rows = Counter[tuple[str, str, Axes, str, str, int]]
@@ -41,9 +42,10 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
         rows.update(plan.count(_pipeline))
     rows["loss", "all_reduce", DATA, "valid tokens", "int64", 1] += 1
     rows["loss", "all_reduce", DATA + PP, "loss", "float64", 1] += 1
-    rows["optimizer", "all_reduce", plan.norm_over, "gradient norm", "float64", 1] += 1
+    if plan.layout.sync not in ("ps", "ssp"):  # whose servers know the norm of the sum
+        rows["optimizer", "all_reduce", plan.norm_over, "gradient norm", "float64", 1] += 1
     rows.update(load_row(plan) if plan.routes else ())
-    return tuple(sorted([*ledger_of(rows, mesh), *home_rows(plan)]))
+    return tuple(sorted([*ledger_of(rows, mesh), *home_rows(plan), *server_rows(plan)]))
 
 
 def ledger_of(rows: Rows, mesh: Mesh) -> tuple[LedgerRow, ...]:

@@ -23,7 +23,8 @@ class Batches:
     ) -> list[tuple[Batch, Tensor]]:
         """This rank's micro-batches of the global batch of `count` samples that starts at sample `first`.
 
-        Data rank r takes the r-th of dp equal runs of samples, or that of `place`. Returns (batch, targets [micro, seq]) pairs.
+        Data rank r takes the r-th of dp equal runs of samples, or that of `place`. Returns (batch, targets
+        [micro, seq]) pairs.
         """
         share, micro = count // self.plan.layout.dp, self.plan.layout.micro
         start = first + (self.data_rank if place is None else place) * share

@@ -185,6 +185,8 @@ class Run:
         self.stop = StopRequest()
         self.first_step = self.at.step
         self.times: list[float] = []
+        self.rates: list[float] = []
+        """Tokens/s of each step."""
         self.cpu_times: list[float] = []
         """CPU seconds of all threads of this process, of the same steps."""
         self.role: Role | None = None
@@ -304,7 +306,8 @@ class Run:
             self.role = None
             self._measured(role, timeline.recorded())
         if self.record:
-            rate = self.config.workload.batch * self.config.workload.seq / elapsed
+            rate = self._rate(elapsed)
+            self.rates.append(rate)
             self.record.step(
                 step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate, mfu=self._mfu(rate),
                 lr=learning_rate(self.config.optimizer, step, self.config.steps), recorded=measure,
@@ -315,6 +318,14 @@ class Run:
     def _measured(self, role: Role, recorded: Recorded | None) -> None:
         """The measurements of a step are complete on this rank."""
         self.roles = self._gather(role, recorded)
+
+    def _rate(self, seconds: float) -> float:
+        """Tokens/s of all ranks in a step that took so many seconds here."""
+        return self.config.workload.batch * self.config.workload.seq / seconds
+
+    def _typical_rate(self, seconds: float) -> float:
+        """Tokens/s of the run. seconds: of the median step."""
+        return self._rate(seconds)
 
     def _mfu(self, tokens_per_s: float) -> float:
         """Model FLOPs utilization, causal attention counted once, against the measured rate of this machine's matrix
@@ -340,7 +351,7 @@ class Run:
     def _finish(self, first: float, last: float, loss: float) -> dict[str, Any]:
         config = self.config
         seconds = statistics.median(self.times) if self.times else None
-        rate = config.workload.batch * config.workload.seq / seconds if seconds else None
+        rate = self._typical_rate(seconds) if seconds else None
         seen: Exposure | None = None
         if self.roles is not None and self.record:
             seen = self.record.report(self._report(self.roles, seconds))

@@ -8,6 +8,7 @@ saved is the same whoever was slow.
 from __future__ import annotations
 
 import math
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,13 @@ class ServedRun(Run):
 class WorkerRun(ServedRun):
     """A worker's rank, and the server in its process if there is one."""
 
+    _seconds = 0.0
+    """Of all its steps."""
+
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
         self.mail = Mail(self.config.hang + pulse.MARGIN)
-        make = partial(RemoteOptimizer, config=self.config.optimizer, mail=self.mail)
         self.server = make_server(self, plan, self.mail)
+        make = partial(RemoteOptimizer, config=self.config.optimizer, mail=self.mail, server=self.server)
         return TrainProgram(plan, self.comms, make, self._initial_values, self.device, folder, kept)
 
     @property
@@ -129,8 +133,19 @@ class WorkerRun(ServedRun):
         return self.batches["train"].step(first, self.config.workload.batch, key, place)
 
     def _step(self, step: int, around: Any) -> tuple[float, float]:
+        before, started = self.optimizer.steps, time.perf_counter()
         _, norm = super()._step(step, around)
+        self._seconds += time.perf_counter() - started
+        self._updates = self.optimizer.steps - before
         return self.optimizer.loss, norm
+
+    def _rate(self, seconds: float) -> float:
+        return super()._rate(seconds) * self._updates / self._shares
+
+    def _typical_rate(self, seconds: float) -> float:
+        """Over the whole run: from one of its steps to the next a worker sees more or fewer updates of others."""
+        updates = (self.at.step - self.began.step) * self._shares
+        return super()._rate(self._seconds) * updates / self._shares
 
     def _end(self) -> None:
         self.optimizer.done()

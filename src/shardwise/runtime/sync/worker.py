@@ -18,6 +18,7 @@ from shardwise.layout.key_ranges import Segment, elements, key_ranges, server_ra
 from shardwise.layout.units import Span
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.sync.messages import BEGIN, DONE, FENCE, GET, PUSH, PUT, Head, Mail
+from shardwise.runtime.sync.server import Server
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
 from shardwise.runtime.zero.flat_unit import FlatUnit, Values, torch_dtype
@@ -42,9 +43,11 @@ class RemoteState:
 
 
 class RemoteOptimizer:
-    """The optimizer of a worker's rank, whose state is on parameter servers."""
+    """The optimizer of a worker's rank, whose state is on parameter servers. server: that in this process, if any."""
 
-    def __init__(self, engine: Engine, comms: Comms, values: Values, config: OptimizerConfig, mail: Mail) -> None:
+    def __init__(
+        self, engine: Engine, comms: Comms, values: Values, config: OptimizerConfig, mail: Mail, server: Server | None
+    ) -> None:
         self.engine, self.comms, self.config, self.mail = engine, comms, config, mail
         plan = engine.plan
         self.states = [RemoteState(flat, self) for flat in engine.units.values()]
@@ -57,6 +60,10 @@ class RemoteOptimizer:
         sizes = [elements(segments) for _, segments in self.servers]
         self._leaving = torch.zeros(sum(sizes), dtype=torch_dtype(plan.grad_dtype)).split(sizes)
         self._arriving = torch.zeros(sum(sizes), dtype=torch_dtype(plan.layout.dtype)).split(sizes)
+        self._buffers = [self._leaving[0], self._arriving[0], *(server.buffers if server else ())]
+        self._kept = [each for own in server.ranges for each in own.state] if server else []
+        for buffer in {each.untyped_storage().data_ptr(): each for each in self._buffers}.values():
+            engine.tally.add("comm", buffer.untyped_storage().nbytes())
         self._wide = torch_dtype(plan.master_dtype)
         self._clips = plan.layout.sync == "async"
         self.looks_at_norm = True
@@ -91,7 +98,8 @@ class RemoteOptimizer:
             head = self._pull()
         self.next, self.stop_before = head.b, head.c
         if not self._clips:
-            norm, self.loss = head.y, head.x
+            norm = head.y
+            self.loss = self.loss if math.isnan(head.x) else head.x
         return norm
 
     def _push(self, coefficient: float) -> None:
@@ -195,18 +203,13 @@ class RemoteOptimizer:
         """No-op: nothing is on disk."""
 
     def owned(self) -> list[Tensor]:
-        """No optimizer state is here."""
-        return []
+        """The state of the server in this process."""
+        return self._kept
 
     def on_host(self) -> list[Tensor]:
         """Nothing is offloaded."""
         return []
 
     def buffers_on_host(self) -> list[Tensor]:
-        """Nothing is offloaded."""
-        return []
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """What gradients leave from and weights arrive in."""
-        return [self._leaving[0], self._arriving[0]]
+        """What gradients leave from and weights arrive in, here and at the server in this process."""
+        return self._buffers

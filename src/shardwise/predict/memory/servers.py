@@ -1,0 +1,42 @@
+"""Bytes that parameter servers and their workers hold beside a step's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.layout.homes import STATES
+from shardwise.layout.key_ranges import elements, key_ranges, server_of
+from shardwise.layout.units import UnitPlan
+from shardwise.report.step_report import DTYPE_BYTES, Bytes
+
+
+def server_bytes(plan: UnitPlan, server: int) -> Bytes:
+    """Of one server: master weights and moments of its range; the sum of gradients; and for each rank of a worker what
+    it may push before the first of it is in an update, and the weights on their way to it. Under tensor parallelism
+    each rank of a worker has a range of the same size."""
+    layout, count = plan.layout, elements(key_ranges(plan)[server])
+    wide = DTYPE_BYTES[plan.master_dtype]
+    kept = count * layout.tp * len(STATES) * wide
+    each = (layout.staleness + 1) * DTYPE_BYTES[plan.grad_dtype] + DTYPE_BYTES[layout.dtype]
+    comm = count * (wide + layout.training_ranks * each)
+    return Bytes.of(kept + comm, optimizer=kept, comm=comm)
+
+
+def worker_buffers(plan: UnitPlan) -> int:
+    """Of a worker's rank: all its gradients as they leave, and all its weights as they arrive."""
+    total = sum(unit.padded for unit in plan.units)
+    return total * (DTYPE_BYTES[plan.grad_dtype] + DTYPE_BYTES[plan.layout.dtype])
+
+
+def with_servers(plan: UnitPlan, rank: int, held: Bytes) -> Bytes:
+    """Bytes of a rank, its buffers and the server in its process included. held: those of its step alone."""
+    server, buffers = server_of(plan, rank), worker_buffers(plan)
+    if rank >= plan.layout.training_ranks:
+        assert server is not None
+        return server_bytes(plan, server)
+    own = Bytes() if server is None else server_bytes(plan, server)
+    return replace(
+        held,
+        optimizer=held.optimizer + own.optimizer,
+        comm=held.comm + own.comm + buffers,
+    )
