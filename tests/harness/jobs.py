@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from harness.reference import Case, Outcome, global_batch, make_batch, values
 from shardwise.layout import Layout, Mesh, unit_plan
-from shardwise.layout.axes import DP
+from shardwise.layout.axes import DP, REPLICA
 from shardwise.layout.experts import RoutedRows
 from shardwise.layout.homes import state_file
 from shardwise.layout.units import Backend
@@ -142,9 +142,12 @@ def _recorded(
     return result, Role(f"rank {rank}", (rank,), Bytes(), program.comms.ledger())
 
 
-def micro_batches(case: Case, layout: Layout, rank: int, step: int) -> list[tuple[Any, torch.Tensor]]:
-    """This rank's share of a step: sequence i of the global batch goes to data rank i // (batch / dp)."""
-    data = Mesh.of(layout, case.model).index(DP, rank)
+def micro_batches(
+    case: Case, layout: Layout, rank: int, step: int, place: int | None = None
+) -> list[tuple[Any, torch.Tensor]]:
+    """This rank's share of a step, or that of a `place`: sequence i of the global batch goes to data rank
+    i // (batch / dp)."""
+    data = Mesh.of(layout, case.model).index(REPLICA + DP, rank) if place is None else place
     plan = unit_plan(case.model, layout, case.workload, rank=rank)
     every = global_batch(case, step)
     share = case.workload.batch // layout.dp

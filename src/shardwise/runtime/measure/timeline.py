@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardwise.layout.sync import SERVED
 from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING
 from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, TransportRow
@@ -119,8 +120,8 @@ class TimelineCollective:
 class TimelineRecorder:
     """Context manager around one `program.step`: afterwards `events` are its timeline.
 
-    Entering it waits for the other ranks, so that all begin about together; times count from there. It also records the
-    ledger, and `transport` gives its rows' times.
+    Entering it waits for the other ranks, so that all begin about together, unless each goes its own way (parameter
+    servers); times count from there. It also records the ledger, and `transport` gives its rows' times.
     """
 
     def __init__(self, program: TrainProgram) -> None:
@@ -135,10 +136,11 @@ class TimelineRecorder:
 
     def __enter__(self) -> TimelineRecorder:
         comms = self._program.comms
-        comms.pulse.collective("the barrier before a recorded step")
-        comms.pulse.wait()
-        dist.barrier()
-        comms.pulse.work()
+        if self._program.plan.layout.sync not in SERVED:
+            comms.pulse.collective("the barrier before a recorded step")
+            comms.pulse.wait()
+            dist.barrier()
+            comms.pulse.work()
         self._watch()
         comms.start_recording()
         comms.timeline = self

@@ -27,29 +27,31 @@ from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.checkpointing import Position
 from shardwise.runtime.job import pulse
+from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.trainer import Run
 from shardwise.runtime.offload.recovery import Kept
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.sync.messages import Mail
 from shardwise.runtime.sync.server import Server
 from shardwise.runtime.sync.worker import RemoteOptimizer
+from shardwise.runtime.zero.flat_unit import Values
 from shardwise.schedule.staleness import AtOnce, ByStep, Policy
 
 REPORTED = 3
 """Steps from the one that is measured to where its report is gathered: a worker measures its first, times another."""
 
 
-def make_server(run: Run, plan: UnitPlan, mail: Mail) -> Server | None:
-    """The server in this process, if there is one; all ranks call this together."""
-    layout, config = plan.layout, run.config
+def make_server(plan: UnitPlan, mail: Mail, values: Values, config: OptimizerConfig, steps: int) -> Server | None:
+    """The server in this process, if there is one; all ranks call this together. steps: of the whole run."""
+    layout = plan.layout
     servers = [server_rank(plan, server) for server in range(layout.parameter_servers.count)]
     peers = dist.new_group(servers, backend="gloo") if len(servers) > 1 and layout.sync != "async" else None
-    place = server_of(plan, run.rank)
+    place = server_of(plan, mail.rank)
     if place is None:
         return None
     plans = [unit_plan(plan.model, layout, plan.workload, rank=rank, backend=plan.backend) for rank in range(layout.tp)]
     policy: Policy = AtOnce(layout.dp) if layout.sync == "async" else ByStep(layout.dp, layout.staleness, layout.backup)
-    server = Server(plans, place, policy, mail, run._initial_values, config.optimizer, config.steps, peers)
+    server = Server(plans, place, policy, mail, values, config, steps, peers)
     server.start()
     return server
 
@@ -91,7 +93,7 @@ class WorkerRun(ServedRun):
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
         self.mail = Mail(self.config.hang + pulse.MARGIN)
-        self.server = make_server(self, plan, self.mail)
+        self.server = make_server(plan, self.mail, self._initial_values, self.config.optimizer, self.config.steps)
         make = partial(RemoteOptimizer, config=self.config.optimizer, mail=self.mail, server=self.server)
         return TrainProgram(plan, self.comms, make, self._initial_values, self.device, folder, kept)
 
@@ -172,7 +174,7 @@ class ServerRun(ServedRun):
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
         self.mail = Mail(self.config.hang + pulse.MARGIN)
-        self.server = make_server(self, plan, self.mail)
+        self.server = make_server(plan, self.mail, self._initial_values, self.config.optimizer, self.config.steps)
         return _NoProgram(plan, self.comms)  # type: ignore[return-value]
 
     def _open_corpus(self, plan: UnitPlan) -> None:

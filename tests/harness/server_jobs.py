@@ -1,0 +1,98 @@
+"""What a rank runs for the tests of parameter servers: train as a worker, or serve."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from harness.jobs import _errors, _recorded, micro_batches
+from harness.reference import Case, Outcome, values
+from shardwise.layout import Layout, unit_plan
+from shardwise.layout.axes import REPLICA
+from shardwise.layout.units import Backend
+from shardwise.report import Role
+from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.sync.messages import Mail
+from shardwise.runtime.sync.run import make_server
+from shardwise.runtime.sync.worker import RemoteOptimizer
+from shardwise.schedule.staleness import Update
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the ranks do. delays: seconds that a worker sleeps before each gradient."""
+
+    case: Case
+    layout: Layout
+    against: Outcome
+    delays: tuple[float, ...] = ()
+
+
+@dataclass
+class ServedOutcome:
+    """Of a worker, and of the server in its process. errors: parameter -> squared distance to the reference at the end.
+    reads: (step, updates in the weights that its gradient was computed with)."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    weights: list[torch.Tensor] = field(default_factory=list)
+    reads: list[tuple[int, int]] = field(default_factory=list)
+    record: list[Update] = field(default_factory=list)
+    dropped: list[tuple[int, int]] = field(default_factory=list)
+    role: Role | None = None
+    backend: Backend = "shared"
+
+
+def serve(rank: int, asked: Served) -> ServedOutcome:
+    """Be the rank of a worker or of a server."""
+    case, layout, outcome = asked.case, asked.layout, ServedOutcome()
+    comms = make_comms(layout, case.model, rank, timeout=60.0)
+    plan = unit_plan(case.model, layout, case.workload, rank=rank, backend=comms.backend)
+    mail = Mail(60.0)
+    server = make_server(plan, mail, values, case.optimizer, case.steps)
+    if rank < layout.training_ranks:
+        make = partial(RemoteOptimizer, config=case.optimizer, mail=mail, server=server)
+        program = TrainProgram(plan, comms, make, values, torch.device("cpu"))
+        _work(program, asked, outcome, comms.index(REPLICA))
+    else:
+        dist.barrier()
+    if server is not None:
+        server.join()
+        outcome.record, outcome.dropped = server.record, server.dropped
+        if server.failure is not None:
+            raise server.failure
+    outcome.backend = comms.backend
+    dist.barrier()
+    comms.close()
+    return outcome
+
+
+def _work(program: TrainProgram, asked: Served, outcome: ServedOutcome, worker: int) -> None:
+    case, layout, optimizer = asked.case, asked.layout, program.optimizer
+    shares = layout.dp if layout.sync == "async" else 1
+    optimizer.begin(0, 0)
+    at, first = worker if shares > 1 else 0, True
+    while at // shares < case.steps:
+        if asked.delays:
+            time.sleep(asked.delays[worker])
+        optimizer.step_number = at
+        outcome.reads.append((at, optimizer.steps))
+        batches = micro_batches(case, layout, program.comms.rank, at // shares, at % shares if shares > 1 else None)
+        step = partial(program.step, batches, 0.0)
+        (_, norm, _), role = _recorded(program, program.comms.rank, step, memory=not first)
+        outcome.role = role if not first or outcome.role is None else outcome.role
+        first = False
+        outcome.losses.append(optimizer.loss)
+        outcome.norms.append(norm)
+        at = optimizer.next
+    optimizer.fence(case.steps * shares, end=True)
+    for flat in program.engine.units.values():
+        outcome.errors |= _errors(flat, flat.interval, asked.against.final)
+        outcome.weights.append(flat.interval.clone())
+    optimizer.done()

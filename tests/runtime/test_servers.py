@@ -1,0 +1,130 @@
+"""Parameter servers: in lockstep one device's training, within a bound what the bound allows, and to the byte what is
+predicted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from harness.pool import run_ranks
+from harness.reference import Case, reference
+from harness.server_jobs import Served, ServedOutcome
+from harness.today import EVERYTHING, seed
+from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
+from shardwise.predict import estimate
+
+STUMBLING = ModelConfig(
+    "served", vocab=59, hidden=29, layers=2, heads=4, kv_heads=2, head_dim=6, ffn=41, max_positions=16, tied=True,
+    qk_norm=True, dropout=0.1,
+)  # fmt: skip
+WITH_BIASES = ModelConfig(
+    "biased", vocab=31, hidden=24, layers=3, heads=4, kv_heads=4, head_dim=6, ffn=20, max_positions=16,
+    norm="layernorm", positions="learned", activation="gelu", gated=False, bias="all",
+)  # fmt: skip
+CASES = 40
+TODAY = 6
+SYNCS = ("ps", "ps", "ssp,staleness=0", "ssp,staleness=2", "async", "async,damped", "ps,backup=1")
+
+
+def layouts() -> list[tuple[str, ModelConfig]]:
+    """One to six workers of one or two ranks, one to three servers among them or beside them, every way to agree."""
+    generator, found = random.Random(5), []
+    while len(found) < CASES:
+        dp, tp = generator.randint(1, 6), generator.choice([1, 1, 2])
+        count, own = generator.randint(1, 3), generator.random() < 0.5
+        sync = generator.choice(
+            ["ps", "ps", "ssp,staleness=0", "ssp,staleness=2", "async", "async,damped", "ps,backup=1"]
+        )
+        ranks = dp * tp + (count if own else 0)
+        if ranks > 8 or (not own and count > dp * tp) or ("backup" in sync and dp == 1):
+            continue
+        sp = generator.choice(["", "sp,"]) if tp > 1 else ""
+        micro = generator.choice([1, 2])
+        text = f"dp={dp},tp={tp},{sp}sync={sync},servers={count}{':own' if own else ''},micro={micro},precision=fp64"
+        found.append((text, generator.choice([STUMBLING, WITH_BIASES])))
+    return found
+
+
+def chosen() -> list[tuple[str, ModelConfig]]:
+    every = layouts()
+    return every if EVERYTHING else random.Random(seed()).sample(every, TODAY)
+
+
+def run(
+    text: str, model: ModelConfig, delays: tuple[float, ...] = (), steps: int = 3
+) -> tuple[Case, list[ServedOutcome]]:
+    layout = Layout.parse(text)
+    case = Case(model, Workload(seq=12, batch=2 * layout.dp * layout.micro), steps=steps)
+    outcomes = run_ranks("harness.server_jobs:serve", layout.ranks, Served(case, layout, reference(case), delays))
+    return case, outcomes
+
+
+def check(text: str, case: Case, outcomes: list[ServedOutcome]) -> None:
+    layout, workers = Layout.parse(text), outcomes[: Layout.parse(text).training_ranks]
+    expected = reference(case)
+    shares = layout.dp if layout.sync == "async" else 1
+    if (layout.sync in ("ps", "ssp") and not layout.staleness and not layout.backup) or layout.dp == 1:
+        scale = sum(float(tensor.square().sum()) for tensor in expected.final.values()) ** 0.5
+        for worker in workers:
+            assert worker.losses == pytest.approx(expected.losses, rel=1e-12)
+            assert worker.norms == pytest.approx(expected.norms, rel=1e-10)
+            assert sum(worker.errors.values()) ** 0.5 <= 1e-10 * scale
+    for rank, worker in enumerate(workers):  # all have the last weights
+        twin = workers[rank % layout.tp]
+        assert all(bool((a == b).all()) for a, b in zip(worker.weights, twin.weights, strict=True))
+    for outcome in (one for one in outcomes if one.record):
+        assert [update.version for update in outcome.record] == list(range(case.steps * shares))
+        if layout.sync != "async":
+            assert all(update.staleness <= layout.staleness for update in outcome.record)
+            assert all(len(update.gradients) >= layout.dp - layout.backup for update in outcome.record)
+        assert bool(layout.backup) or not outcome.dropped
+    if layout.sync != "async":
+        assert all(step - read <= layout.staleness for worker in workers for step, read in worker.reads)
+
+
+@pytest.mark.parametrize(("text", "model"), chosen(), ids=lambda value: value if isinstance(value, str) else value.name)
+def test_servers(text: str, model: ModelConfig) -> None:
+    case, outcomes = run(text, model)
+    check(text, case, outcomes)
+    layout = Layout.parse(text)
+    predicted = {
+        rank: role
+        for role in estimate(model, layout, case.workload, backend=outcomes[0].backend).roles
+        for rank in role.ranks
+    }
+    for rank, outcome in enumerate(outcomes[: layout.training_ranks]):
+        assert outcome.role is not None
+        assert outcome.role.ledger == predicted[rank].ledger
+        measured, expected = outcome.role.bytes, predicted[rank].bytes
+        for name in ("parameters", "gradients", "optimizer", "comm"):
+            assert getattr(measured, name) in (getattr(expected, name), 0), name
+        if measured.parameters:
+            assert measured.saved == expected.saved
+            assert measured.total == pytest.approx(expected.total, rel=0.05)
+
+
+def test_the_bound_holds_with_a_slow_worker() -> None:
+    """One worker sleeps: the others are up to two steps ahead of it, never more."""
+    text = "dp=3,sync=ssp,staleness=2,servers=2,precision=fp64"
+    case, outcomes = run(text, STUMBLING, delays=(0.15, 0.0, 0.0), steps=8)
+    check(text, case, outcomes)
+    assert max(step - read for step, read in outcomes[1].reads) == 2
+
+
+def test_a_slow_worker_takes_fewer_shares() -> None:
+    text = "dp=3,sync=async,servers=1,precision=fp64"
+    case, outcomes = run(text, STUMBLING, delays=(0.3, 0.0, 0.0), steps=8)
+    check(text, case, outcomes)
+    taken = [sorted(share for share, _ in outcome.reads) for outcome in outcomes]
+    assert sorted(share for each in taken for share in each) == list(range(24))
+    assert len(taken[0]) < len(taken[1])
+
+
+def test_the_last_gradient_of_a_step_is_dropped() -> None:
+    text = "dp=3,sync=ps,backup=1,servers=1:own,precision=fp64"
+    case, outcomes = run(text, STUMBLING, delays=(0.0, 0.0, 0.3), steps=6)
+    check(text, case, outcomes)
+    assert outcomes[3].dropped
+    assert {worker for worker, _ in outcomes[3].dropped} == {2}
