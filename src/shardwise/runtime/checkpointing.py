@@ -236,14 +236,14 @@ def start_from(program: TrainProgram, weights: HuggingFaceWeights) -> None:
 def _fill(
     program: TrainProgram, source: Checkpoint | HuggingFaceWeights, kinds: Sequence[str], others: Sequence[str] = ()
 ) -> None:
-    """Set weights, and what else `kinds` names. others: stored tensors that are not read."""
+    """Set weights and moments. kinds: the first of `UnitPlan.states`. others: stored tensors that are not read."""
     plan = program.plan
     source.require(shapes(plan.model, (*kinds, *others)))
     states = {state.flat.unit.name: state for state in program.optimizer.states}
     for held in needs(plan.model, plan.layout, dist.get_rank()):
         state = states[held.unit]
-        for kind in kinds:
+        for index, kind in enumerate(kinds):
             program.comms.pulse.work(f"the reading of {held.name}")
             values = source.read(f"{kind}/{held.name}", held.local, plan.master_dtype)
-            state.put(plan.states.index(kind), held.start - state.flat.start, torch.from_numpy(values))
+            state.put(index, held.start - state.flat.start, torch.from_numpy(values))
     program.engine.all_gather_params()
