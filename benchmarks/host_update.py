@@ -34,7 +34,7 @@ from shardwise.errors import UserError
 from shardwise.layout.homes import CHUNK
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.measure.disk import FILE, REQUEST, disk_rates
-from shardwise.runtime.zero.optimizer import adamw
+from shardwise.runtime.zero.update import update
 
 CONFIG = OptimizerConfig()
 Update = Callable[[], object]
@@ -58,7 +58,7 @@ def ours(elements: int) -> Update:
             part = slice(at, at + CHUNK)
             local = chunk[: len(master[part])].copy_(gradients[part])
             local.mul_(0.999)
-            adamw((master[part], local, first[part], second[part]), step, CONFIG, CONFIG.lr, decay=True)
+            update("adamw", (master[part], local, first[part], second[part]), step, CONFIG, CONFIG.lr, decay=True)
             weights[part].copy_(master[part])
 
     return call
@@ -70,7 +70,7 @@ def chunks(elements: int) -> Update:
 
     def call() -> None:
         for at in range(0, elements, CHUNK):
-            adamw([tensor[at : at + CHUNK] for tensor in tensors], step, CONFIG, CONFIG.lr, decay=True)
+            update("adamw", [tensor[at : at + CHUNK] for tensor in tensors], step, CONFIG, CONFIG.lr, decay=True)
 
     return call
 

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.direct_io import memory
-from shardwise.layout.homes import CHUNK, STATES, Load, StateFile
+from shardwise.layout.homes import CHUNK, Load, StateFile
+from shardwise.layout.optimizers import states_of
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.offload.file import OffloadFile
-from shardwise.runtime.zero.optimizer import adamw
+from shardwise.runtime.zero.update import update
 
 REQUEST = 12 << 20
 UNITS = 8
@@ -45,7 +46,7 @@ def updater(elements: int) -> Callable[[Load, list[Tensor]], None]:
         for at in range(0, load.stop - load.start, CHUNK):
             master, first, second = (array[at : at + CHUNK] for array in arrays)
             own = room[: len(master)].copy_(gradients[load.start + at : load.start + at + len(master)])
-            adamw((master, own, first, second), step, CONFIG, CONFIG.lr, decay=True)
+            update("adamw", (master, own, first, second), step, CONFIG, CONFIG.lr, decay=True)
 
     return change
 
@@ -87,9 +88,9 @@ class Streams:
 
 
 def measured(folder: Path, elements: int, rounds: int) -> dict[str, dict[str, float]]:
-    layout = StateFile(tuple((f"unit {n}", elements // UNITS) for n in range(UNITS)), (), 4, 2)
+    layout = StateFile(tuple((f"unit {n}", elements // UNITS) for n in range(UNITS)), (), 4, 2, len(states_of("adamw")))
     file = OffloadFile(folder / "state", layout, torch.float32, torch.bfloat16)
-    change, nbytes = updater(elements), elements * len(STATES) * 4
+    change, nbytes = updater(elements), elements * layout.arrays * 4
     streams = Streams(folder, nbytes)
     calls = {
         "streaming": streams.run,

@@ -358,6 +358,15 @@ def resumed(ranks, lines=None, **changes) -> TrainConfig:
     return ranks.configs[-1]
 
 
+def test_another_optimizer_needs_no_more_than_the_checkpoint_has(ranks):
+    config = begun(ranks, workload=replace(WORKLOAD, optimizer="momentum"))
+    assert config.to_json()["workload"]["optimizer"] == "momentum" and "optimizer" not in WORKLOAD.to_json()
+    with pytest.raises(UserError, match="lacks the first and second moments that adamw needs: resume with"):
+        api.resume("runs/a", steps=4, workload=WORKLOAD)
+    without = resumed(ranks, workload=replace(WORKLOAD, optimizer="sgd"))
+    assert without.workload.optimizer == "sgd" and without.resume
+
+
 @pytest.mark.parametrize("fate", ["unchanged", "changed", "deleted"])
 def test_a_resumed_run_keeps_its_text(ranks, fate):
     first = begun(ranks)

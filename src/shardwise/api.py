@@ -250,8 +250,11 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
             raise UserError(f"{source.folder} is in no run: give the new run a directory with --out")
         out = source.folder.parent.parent
     _check_options({name: value for name, value in changes.items() if name not in ("layout", "workload", "data")})
+    wrote = config.workload.optimizer
     kept = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("restart", *_TEXT)}
     config = _checked(kept | changes | {"out": out, "resume": str(source.folder)} | _text_of(config, changes))
+    if config.workload.optimizer != wrote:
+        source.unused_states(config.workload.optimizer)  # raises where it lacks moments
     if config.steps <= source.manifest.step:
         raise UserError(f"{source.folder} is at step {source.manifest.step} already: give a larger --steps")
     return config

@@ -338,6 +338,12 @@ class TestTrain:
         monkeypatch.setattr("shardwise.api.train", train)
         mistake(command(*small, "--lr", "0.5", "--no-overlap", "--port", 1234, "--threads", 2, "--json"), "enough")
         assert (asked["optimizer"].lr, asked["optimizer"].clip) == (0.5, 1.0)
+        assert asked["workload"].optimizer == "adamw"
+        mistake(command(*small, "--optimizer", "momentum", "--momentum", "0.8"), "enough")
+        assert (asked["workload"].optimizer, asked["optimizer"].momentum) == ("momentum", 0.8)
+        mistake(command(*small, "--optimizer", "adam"), "invalid choice: 'adam'")
+        mistake(command("train", "--resume", "run", "--optimizer", "sgd"), "leave out --optimizer")
+        mistake(command(*small, "--no-overlap", "--port", 1234, "--threads", 2, "--json"), "enough")
         assert asked["overlap"] is False and not asked.keys() & {"tensorboard", "report", "save_async"}
         assert (asked["port"], asked["threads"], asked["rank0_stdout"]) == (1234, 2, 2)
         assert asked["model"].vocab == 300 and "seed" not in asked

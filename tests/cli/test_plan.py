@@ -15,6 +15,7 @@ from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model.catalog import get
+from shardwise.model.parameters import count
 from shardwise.predict import estimate
 
 LONG = ["plan", "llama-3.2-1b", "--cluster", "8xL4", "--seq", "131072", "--batch", "1", "--top", "2", "--fix", "tp=1"]
@@ -51,6 +52,18 @@ def test_json_has_the_same(capsys):
     assert first["bytes"]["total"] <= found["usable_bytes"]
     assert first["tokens_per_second"] == pytest.approx(32 * 4096 / first["seconds"])
     assert {row["key"] for row in found["alternatives"]} >= {"tp", "zero"}
+
+
+def test_an_optimizer_with_less_state_is_planned(capsys):
+    command = ["plan", "gpt2", "--cluster", "8xH100", "--seq", "512", "--batch", "8", "--fix", "dp=8,zero=0,micro=1"]
+    held = []
+    for kind in ("adamw", "momentum", "sgd"):
+        assert main([*command, "--optimizer", kind, "--json"]) == 0
+        held.append(json.loads(capsys.readouterr().out)["ranked"][0]["bytes"])
+    assert [held[0]["optimizer"] - each["optimizer"] for each in held[1:]] == [
+        4 * count(get("gpt2")),
+        8 * count(get("gpt2")),
+    ]
 
 
 def test_fixed_keys_hold(capsys):

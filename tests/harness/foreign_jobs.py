@@ -20,7 +20,7 @@ from harness.reference import Case, global_batch, make_batch
 from shardwise.checkpoint import Checkpoint
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import DP
-from shardwise.layout.homes import STATES
+from shardwise.layout.optimizers import states_of
 from shardwise.model.parameters import parameters
 from shardwise.runtime.checkpointing import restore
 from shardwise.runtime.job.setup import local_view
@@ -127,7 +127,7 @@ def go_on(rank: int, payload: tuple[Case, Layout, list[Going]]) -> list[tuple[fl
         program = build(case, layout, rank)
         position = restore(program, Checkpoint.open(source.folder))
         apart = 0.0
-        for index, kind in enumerate(STATES):
+        for index, kind in enumerate(states_of("adamw")):
             reference = {n.partition("/")[2]: t for n, t in source.held.items() if n.startswith(f"{kind}/")}
             for state in program.optimizer.states:
                 mine = state.get(index, 0, state.flat.stop - state.flat.start)

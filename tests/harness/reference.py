@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,6 +112,21 @@ def _move_biases(case: Case, master: dict[str, Tensor], batch: Batch) -> None:
             master[f"{mixture}.router.bias"].data.add_(bias_step(loads, case.model.experts))
 
 
+def _optimizer(case: Case, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """torch's optimizer; of SGD without weight decay, which it adds to gradients (`_decay` does it by hand)."""
+    config, kind = case.optimizer, case.workload.optimizer
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
+    momentum = config.momentum if kind == "momentum" else 0.0
+    return torch.optim.SGD([p for group in groups for p in group["params"]], lr=config.lr, momentum=momentum)
+
+
+def _decay(decayed: list[Tensor], by: float) -> None:
+    """Decoupled weight decay, as AdamW's."""
+    for tensor in decayed:
+        tensor.data.mul_(by)
+
+
 @lru_cache(maxsize=256)
 def reference(case: Case) -> Outcome:
     """Train on one device."""
@@ -130,7 +146,7 @@ def reference(case: Case) -> Outcome:
         {"params": [master[n] for n in named if table[n].decay], "weight_decay": config.weight_decay},
         {"params": [master[n] for n in named if not table[n].decay], "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
+    optimizer = _optimizer(case, groups)
     outcome = Outcome([], [], {}, {})
     for step in range(case.steps):
         rows = global_batch(case, step)
@@ -151,9 +167,11 @@ def reference(case: Case) -> Outcome:
             for name, tensor in named.items():
                 master[name].grad = tensor.grad.float()
         norm = torch.nn.utils.clip_grad_norm_(list(master.values()), config.clip or float("inf"))
-        for group in adam.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step, case.steps)
-        adam.step()
+        if case.workload.optimizer != "adamw":
+            _decay(groups[0]["params"], 1 - learning_rate(config, step, case.steps) * config.weight_decay)
+        optimizer.step()
         _move_biases(case, master, batch)
         if master is not named:
             for name, tensor in named.items():

@@ -38,6 +38,20 @@ def reading(tmp_path):
     return of
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        ({"type": "SGD", "params": {"lr": 0.1}}, "sgd"),
+        ({"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}, "momentum"),
+        ({"type": "SGD"}, "sgd"),
+        ({"type": "Adam"}, None),
+    ],
+)
+def test_sgd_has_less_state(reading, optimizer, name):
+    found = reading(STAGE_3 | {"optimizer": optimizer})
+    assert found.optimizer == name and found.unknown == ()
+
+
 def test_stage_3_with_offload(reading):
     found = reading(STAGE_3)
     assert (found.engine, str(found.layout)) == ("DeepSpeed", "dp=64,zero=3,micro=2,offload=cpu")

@@ -96,6 +96,20 @@ def test_layouts(text, layout):
     assert layout_of(text) == layout
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("", None),
+        ("--optimizer adam", None),
+        ("--optimizer sgd", "momentum"),
+        ("--optimizer sgd --sgd-momentum 0", "sgd"),
+    ],
+)
+def test_sgd_has_less_state(words, name):
+    found = read([f"pretrain_gpt.py {PARALLEL} {TRAINING} {words}"], 64)
+    assert found.optimizer == name and found.unknown == ()
+
+
 def test_sequence_parallel_without_tensor_parallel_is_switched_off():
     found = read(["pretrain_gpt.py --seq-length 2048 --micro-batch-size 1 --sequence-parallel"], 8)
     assert not found.layout.sp and any("switches it off" in note for note in found.notes)

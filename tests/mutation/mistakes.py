@@ -27,6 +27,7 @@ TESTS = (
     "tests/runtime/test_quantized_gradients.py",
     "tests/runtime/test_error_feedback.py",
     "tests/runtime/test_offload_traps.py",
+    "tests/runtime/test_optimizers.py",
     "tests/serving/test_generation_engine.py",
 )
 
@@ -36,6 +37,7 @@ ENGINE, UNITS, STEP, LOSS = (
     "runtime/pipeline/step.py",
     "runtime/tensor/loss.py",
 )
+UPDATE = "runtime/zero/update.py"
 OPTIMIZER, LINEAR, PLACEMENT = "runtime/zero/optimizer.py", "ops/linear.py", "layout/placement.py"
 REDISTRIBUTE = "runtime/tensor/redistribute.py"
 FLAT, GRADIENTS, JOINED = "runtime/zero/flat_unit.py", "ops/gradients.py", "ops/fused.py"
@@ -272,8 +274,8 @@ MISTAKES = (
             "                unit.name, a, b, placed.name, placed.parameter.shape, local, local.inside(first))",
             "trap_21"),
     Mistake(21, "each weight is loaded from the start of its unit", CHECKPOINTING,
-            "state.put(STATES.index(kind), held.start - state.flat.start, torch",
-            "state.put(STATES.index(kind), 0, torch", "trap_21"),
+            "state.put(index, held.start - state.flat.start, torch",
+            "state.put(index, 0, torch", "trap_21"),
     Mistake(22, "a resumed run begins its text again", CHECKPOINTING,
             "return Position(manifest.step, manifest.samples,", "return Position(manifest.step, 0,", "trap_22"),
     Mistake(22, "samples are dealt out in turn", "runtime/data/batches.py",
@@ -282,8 +284,8 @@ MISTAKES = (
     Mistake(22, "a resumed optimizer counts its updates from zero", CHECKPOINTING,
             "program.optimizer.steps = manifest.optimizer_steps", "program.optimizer.steps = 0", "trap_22"),
     Mistake(22, "a resumed run has lost its second moments", CHECKPOINTING,
-            "            state.put(STATES.index(kind), held.start",
-            '            if kind != "second":\n                state.put(STATES.index(kind), held.start', "trap_22"),
+            "            state.put(index, held.start",
+            '            if kind != "second":\n                state.put(index, held.start', "trap_22"),
     Mistake(23, "replicated heads keep the gradients of their own queries", PLACEMENT,
             "KV if replicas > 1 else ()", "()", "trap_23"),
     Mistake(23, "replicas of a head are not neighbours", PLACEMENT,
@@ -437,7 +439,7 @@ MISTAKES = (
             "if flat.file is not None:\n            pass", "trap_28"),
     Mistake(28, "loads are updated with the gradients of what stays on the device", OPTIMIZER,
             "self._update(state, state.cut + load.start,", "self._update(state, load.start,", "trap_28"),
-    Mistake(28, "the last elements of a piece are rounded differently", OPTIMIZER,
+    Mistake(28, "the last elements of a piece are rounded differently", UPDATE,
             "rest = 0 if tensors[0].is_cuda else len(tensors[0]) % LANES", "rest = 0", "trap_28"),
     Mistake(28, "weights go to the host with what a block saves", "runtime/offload/activations.py",
             "in self._of.lasting | _storages", "in _storages", "trap_28"),
@@ -450,4 +452,13 @@ MISTAKES = (
             "if accumulates_on_host(plan):", "if False:", "trap_28"),
     Mistake(28, "clipping leaves offloaded gradients as they are", OPTIMIZER,
             "if coefficient < 1.0:", "if coefficient < 1.0 and not away:", "trap_28"),
+    Mistake(29, "a resumed run has lost its momentum", CHECKPOINTING,
+            "            state.put(index, held.start",
+            '            if kind != "first":\n                state.put(index, held.start', "trap_29"),
+    Mistake(29, "momentum averages weight decay", UPDATE,
+            "weights.mul_(1 - lr * weight_decay)", "gradient.add_(weights, alpha=weight_decay)", "trap_29"),
+    Mistake(29, "without momentum weights do not decay", UPDATE,
+            "momentum=0.0, weight_decay=weight_decay)", "momentum=0.0)", "trap_29"),
+    Mistake(29, "momentum begins again with each step", UPDATE,
+            "is_first_step=False", "is_first_step=True", "trap_29"),
 )  # fmt: skip

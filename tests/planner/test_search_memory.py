@@ -10,6 +10,7 @@ import pytest
 from harness.today import EVERYTHING, seed
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
+from shardwise.layout.optimizers import OPTIMIZERS
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, get
@@ -40,7 +41,8 @@ def candidates(draw: random.Random, count: int, models: list[ModelConfig]) -> It
     while count > 0:
         model, cluster = draw.choice(models), Cluster.parse(draw.choice(CLUSTERS))
         seq = min(draw.choice([512, 1024, 2048, 4096, 8192]), model.max_positions)
-        space = Space(model, cluster, Workload(seq, draw.choice([24, 48, 64, 96, 128, 512])), WIDE)
+        workload = Workload(seq, draw.choice([24, 48, 64, 96, 128, 512]), optimizer=draw.choice(list(OPTIMIZERS)))
+        space = Space(model, cluster, workload, WIDE)
         if not space.frames:
             continue
         frame = draw.choice(space.frames)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
+from shardwise.layout.optimizers import OPTIMIZERS
 from shardwise.model.catalog import get
 from shardwise.planner import Space, plan, price_one
 from shardwise.planner.bounds import MemoryBound
@@ -41,10 +42,10 @@ def layouts(draw):
 
 
 @settings(max_examples=80, deadline=None)
-@given(MODELS, layouts(), st.sampled_from([1, 2, 4]), st.booleans())
-def test_the_bound_is_never_above_the_bytes(name, layout, count, on_gpu):
+@given(MODELS, layouts(), st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from(list(OPTIMIZERS)))
+def test_the_bound_is_never_above_the_bytes(name, layout, count, on_gpu, optimizer):
     model = get(name)
-    workload = Workload(64, layout.dp * layout.micro * count)
+    workload = Workload(64, layout.dp * layout.micro * count, optimizer=optimizer)
     cluster = Cluster.parse("8xH100" if on_gpu else "8xcpu")
     exact = ExactMemory(model, workload, cluster)
     try:
@@ -83,10 +84,12 @@ def test_one_device_has_stages_once_something_is_offloaded():
     assert stages == [{0}, {0, 1, 2, 3}]
 
 
-def test_a_plan_has_the_bytes_of_estimate_on_device_host_and_disk():
-    found = plan("llama-3-8b", "8xH100", Workload(2048, 16), fixed=fixed_of("offload=nvme,zero=3"), top=3)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_plan_has_the_bytes_of_estimate_on_device_host_and_disk(optimizer):
+    workload = Workload(2048, 16, optimizer=optimizer)
+    found = plan("llama-3-8b", "8xH100", workload, fixed=fixed_of("offload=nvme,zero=3"), top=3)
     for one in found.ranked:
-        report = estimate("llama-3-8b", one.layout, Workload(2048, 16), "8xH100")
+        report = estimate("llama-3-8b", one.layout, workload, "8xH100")
         assert max(role.bytes.total for role in report.roles) == one.held.total
         if one.layout.pp == 1:
             (role,) = report.roles

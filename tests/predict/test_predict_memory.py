@@ -42,6 +42,19 @@ def test_16_bytes_a_parameter() -> None:
     assert parts == (2 * count(MODEL), 2 * count(MODEL), 12 * count(MODEL))
 
 
+@pytest.mark.parametrize(("optimizer", "less", "words"), [("momentum", 4, "one moment"), ("sgd", 8, "no moments")])
+def test_4_or_8_bytes_less_without_moments(optimizer: str, less: int, words: str) -> None:
+    for text, wide in (("dp=1", 4), ("dp=1,precision=fp64", 8), ("dp=2,zero=1", 4), ("dp=2,zero=3,offload=cpu", 4)):
+        layout = Layout.parse(text)
+        adam, mine = (estimate(MODEL, layout, Workload(16, 2, optimizer=kind)) for kind in ("adamw", optimizer))
+        updated = sum(unit.shard_numel for unit in unit_plan(MODEL, layout, Workload(16, 2)).units)
+        (a,), (b,) = adam.roles, mine.roles
+        saved = a.bytes.optimizer + a.host.optimizer - b.bytes.optimizer - b.host.optimizer
+        assert saved == less * wide // 4 * updated
+        note = f"{optimizer} keeps {words} per parameter where adamw keeps two: {less * wide // 4} bytes less"
+        assert note in mine.notes and note not in adam.notes
+
+
 def test_18_bytes_with_fp32_gradients() -> None:
     assert zero_table(7e9, [1], gradient_bytes=4)[0][1] == 126 * GB
     plan = unit_plan(MODEL, Layout.parse("grads=fp32"), Workload(16, 1))

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from shardwise.cluster import Cluster, Device, Host, Link
 from shardwise.cluster.accelerators import accelerators
 from shardwise.layout import Layout, Workload
-from shardwise.layout.homes import DISK_READ, DISK_WRITE, LOAD, STATES, TO_DEVICE, TO_HOST
+from shardwise.layout.homes import DISK_READ, DISK_WRITE, TO_DEVICE, TO_HOST
 from shardwise.model.catalog import get
 from shardwise.predict import estimate
 from shardwise.predict.step_seconds import step_seconds
 from shardwise.predict.time import Pricing, StepShape, engine, training_step
 from shardwise.predict.time.host_rates import HostShare, host_share
-from shardwise.predict.time.offload import ADAMW, BOUNDS, SLOWDOWN, STATE, WIDE, Sharded, offload_seconds
+from shardwise.predict.time.offload import ADAMW, BOUNDS, SLOWDOWN, WIDE, Sharded, offload_seconds
 
 LLAMA, H100 = get("llama-3-8b"), Cluster.parse("8xH100")
 RATE = st.floats(1e8, 1e11)
@@ -78,7 +78,7 @@ def test_the_update_moves_and_computes_what_it_must(elements, link, cores):
     half = offload_seconds(shape(1, 1, ("cpu", 0.5, "none")), host, whole, Sharded(2, 1), 32, 0.0)
     assert float(half.exposed) == pytest.approx(float(once.exposed) / 2)
     disk = offload_seconds(shape(1, 1, ("nvme", 1.0, "none")), host, whole, Sharded(2, 1), 32, 0.0)
-    moved = STATE * elements * (1 / 1e9 + 1 / 2e9)
+    moved = 12 * elements * (1 / 1e9 + 1 / 2e9)
     assert float(disk.busy["disk"]) == pytest.approx(moved)
     assert float(disk.exposed) == pytest.approx(max(moved, float(once.exposed)))
 
@@ -105,8 +105,12 @@ def test_parameters_come_once_where_a_copy_or_packed_weights_stay():
     assert link[0] - link[1] == pytest.approx(7 * gathers) and link[1] == link[2]
 
 
-def test_state_is_what_the_file_has():
-    assert len(STATES) * 4 == STATE and STATE < ADAMW and LOAD > 0
+def test_an_optimizer_with_less_state_is_faster_on_the_host_and_on_disk():
+    host = HostShare(10e9, 1e9, 1e9, 1e9)
+    splits = [shape(1, 1, ("nvme", 1.0, "none"), optimizer=kind) for kind in ("adamw", "momentum", "sgd")]
+    busy = [offload_seconds(split, host, Sharded(1e9, 0), Sharded(0.0, 0.0), 32, 0.0).busy for split in splits]
+    assert [float(each["disk"]) for each in busy] == pytest.approx([24.0, 16.0, 8.0])
+    assert [float(each["cores"]) for each in busy] == pytest.approx([1.0, 20 / ADAMW, 12 / ADAMW])
 
 
 @pytest.mark.parametrize("batch", [8, 32])

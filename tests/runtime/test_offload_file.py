@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.layout import homes
-from shardwise.layout.homes import PAGE, STATES, Load, StateFile
+from shardwise.layout.homes import PAGE, Load, StateFile
 from shardwise.runtime.offload import file as module
 from shardwise.runtime.offload.file import OffloadFile
 
+ARRAYS = 3
 QUIET = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def file_of(folder: Path, units: dict[str, int], parameters: dict[str, int] | None = None, **options) -> OffloadFile:
-    layout = StateFile(tuple(units.items()), tuple((parameters or {}).items()), 4, 2)
+    layout = StateFile(tuple(units.items()), tuple((parameters or {}).items()), 4, 2, ARRAYS)
     return OffloadFile(folder / "rank.state", layout, torch.float32, torch.bfloat16, **options)
 
 
@@ -32,7 +33,7 @@ def test_any_piece_is_what_was_put_there(tmp_path: Path, sizes: list[int], data:
     units = {f"u{i}": size for i, size in enumerate(sizes)}
     file = file_of(tmp_path, units, units)
     assert file.path.stat().st_size == file.layout.nbytes and file.layout.nbytes % PAGE == 0
-    plain = {(unit, state): torch.zeros(size) for unit, size in units.items() for state in range(len(STATES))}
+    plain = {(unit, state): torch.zeros(size) for unit, size in units.items() for state in range(ARRAYS)}
     for number in range(6):
         unit = data.draw(st.sampled_from(sorted(units)))
         start, stop = sorted(data.draw(st.tuples(*[st.integers(0, units[unit])] * 2)))

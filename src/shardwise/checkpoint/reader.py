@@ -17,6 +17,7 @@ from shardwise.checkpoint.manifest import BLOCK, Manifest, PartFile, StoredPiece
 from shardwise.checkpoint.reading import DamagedError, opened, read_exactly
 from shardwise.checkpoint.writer import check_files
 from shardwise.errors import UserError
+from shardwise.layout.optimizers import OPTIMIZERS
 
 
 class Checkpoint:
@@ -44,6 +45,17 @@ class Checkpoint:
     @property
     def tensors(self) -> dict[str, TensorSpec]:
         return self.manifest.tensors
+
+    def unused_states(self, optimizer: str) -> tuple[str, ...]:
+        """The stored moments that an optimizer does not have. Raises `UserError` where its own are missing."""
+        kinds = {name.partition("/")[0] for name in self.tensors}
+        if missing := [moment for moment in OPTIMIZERS[optimizer] if moment not in kinds]:
+            raise UserError(
+                f"{self.folder} lacks the {' and '.join(missing)} moments that {optimizer} needs: resume with the "
+                "optimizer that wrote it, or start a new run from its weights (checkpoint export, train --weights)"
+            )
+        stored = dict.fromkeys(moment for moments in OPTIMIZERS.values() for moment in moments)
+        return tuple(moment for moment in stored if moment in kinds and moment not in OPTIMIZERS[optimizer])
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise `UserError` unless the checkpoint holds exactly these tensors (stored name -> shape)."""

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
     parser.add_argument("--layout", metavar="TEXT", help="how it is split, such as tp=8,dp=8,zero=1")
     add_cluster(parser)
-    add_flags(parser, Workload, "seq", "batch", "isolate_documents")
+    add_flags(parser, Workload, "seq", "batch", "isolate_documents", "optimizer")
     parser.add_argument("--dry-run", action="store_true", help="run the runtime itself on fake tensors; needs torch")
     parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
     parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
@@ -91,7 +91,7 @@ def _zero_table(args: argparse.Namespace) -> int:
         raise UserError("--params needs the numbers of GPUs: add --zero-table 1,2,4,8,16")
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
-    for name in ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "dry_run"):
+    for name in ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "optimizer", "dry_run"):
         if getattr(args, name) not in (None, False):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} belongs to one step's estimate: leave it out with --zero-table")

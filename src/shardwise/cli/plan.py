@@ -18,6 +18,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.clusters import add_cluster, cluster_of
+from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_model, model_of
 from shardwise.cli.output import print_result, progress
 from shardwise.cli.quantities import bytes_of
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser, required=True)
     parser.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, over all devices")
+    add_flags(parser, Workload, "optimizer")
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
     parser.add_argument("--by", choices=BY, default="throughput", help="what the best is: throughput unless given")
     parser.add_argument("--fix", metavar="KEY=VALUE,...", help="what the layout must have: tp=8,zero=1")
@@ -91,13 +93,13 @@ def run(args: argparse.Namespace) -> int:
     if args.find:
         _check_find(args)
     model, cluster = model_of(args), cluster_of(args)
-    workload = Workload(seq=args.seq, batch=args.batch)
+    workload = Workload(**given(args, Workload))
     return _find(args, model, cluster, workload) if args.find else _plan(args, model, cluster, workload)
 
 
 TRAINING = (
     "seq", "batch", "fix", "reserve", "tokens", "price", "pue", "host_watts", "mtbf", "save", "restart", "find",
-    "deadline", "host_memory",
+    "deadline", "host_memory", "optimizer",
 )  # fmt: skip
 SERVING = ("prompt", "output", "concurrency")
 

@@ -19,7 +19,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.runtime.job.config import LaunchConfig, OptimizerConfig, TrainConfig
 
-_OPTIMIZER = ("lr", "warmup", "weight_decay", "clip")
+_OPTIMIZER = ("lr", "momentum", "warmup", "weight_decay", "clip")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vocab", type=int, metavar="N", help="vocabulary in place of the model's")
     add_flags(group, Workload, "seq", "batch", "isolate_documents")
     add_flags(group, TrainConfig, "steps")
-    add_flags(parser.add_argument_group("AdamW"), OptimizerConfig, *_OPTIMIZER)
+    group = parser.add_argument_group("optimizer")
+    add_flags(group, Workload, "optimizer")
+    add_flags(group, OptimizerConfig, *_OPTIMIZER)
     group = parser.add_argument_group("the run")
     add_flags(group, TrainConfig, "out", "seed", "validate_every", "validate_batches", "save_every", "keep_last")
     add_flags(group, TrainConfig, "save_async", "offload_dir", "weights")
@@ -107,7 +109,11 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `configure_resumed`: a resumed run has its model, text and sequence length already."""
-    fixed = [f"--{name}" for name in ("vocab", "seq", "batch", *_OPTIMIZER) if getattr(args, name) is not None]
+    fixed = [
+        f"--{name.replace('_', '-')}"
+        for name in ("vocab", "seq", "batch", "optimizer", *_OPTIMIZER)
+        if getattr(args, name) is not None
+    ]
     if args.model is not None or args.set or fixed or args.isolate_documents:
         named = ", ".join(["MODEL"] * (args.model is not None) + ["--set"] * bool(args.set) + fixed)
         raise UserError(f"a resumed run keeps its model and settings: leave out {named or '--isolate-documents'}")

@@ -1,8 +1,8 @@
 """Homes of training state: the device, the host's memory, a file of the rank. Free of torch.
 
-Offloaded optimizer state is the last part of every unit's interval: fp32 (fp64) master weights and AdamW's two moments,
-updated on the host's cores. On disk each rank has one `StateFile`. Sources: Ren et al. 2021, ZeRO-Offload; Rajbhandari
-et al. 2021, ZeRO-Infinity.
+Offloaded optimizer state is the last part of every unit's interval: fp32 (fp64) master weights and the optimizer's
+moments, updated on the host's cores. On disk each rank has one `StateFile`. Sources: Ren et al. 2021, ZeRO-Offload;
+Rajbhandari et al. 2021, ZeRO-Infinity.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ DISK_READ, DISK_WRITE = ("read", "disk"), ("write", "disk")
 """Operation of a copy between homes, and where the ledger has axes: the home beside which it goes."""
 PAGE = 4096
 """Bytes at whose multiples direct reads and writes begin and end."""
-STATES = ("model", "first", "second")
-"""Arrays of offloaded state: master weights, and AdamW's two moments."""
 BUFFERS = 3
 """Loads in memory at a time: one is read, one updated, one written."""
 LOAD = 1 << 20
@@ -78,6 +76,8 @@ class StateFile:
     """Bytes of an element of state."""
     parameter_width: int
     """Bytes of an element of a parameter."""
+    arrays: int
+    """Arrays of state of each unit: master weights and moments."""
 
     @cached_property
     def regions(self) -> dict[str, FileUnit]:
@@ -85,13 +85,13 @@ class StateFile:
         at, regions = 0, {}
         for name, elements in self.units:
             regions[name] = FileUnit(at, paged(elements * self.width), elements)
-            at += len(STATES) * regions[name].stride
+            at += self.arrays * regions[name].stride
         return regions
 
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a slot."""
-        return sum(len(STATES) * region.stride for region in self.regions.values())
+        return sum(self.arrays * region.stride for region in self.regions.values())
 
     @cached_property
     def parameter_starts(self) -> dict[str, int]:
@@ -132,7 +132,7 @@ class StateFile:
     def buffer_bytes(self) -> int:
         """Bytes of one of the `BUFFERS` buffers: all arrays of the longest load."""
         longest = max((load.stop - load.start for load in self.loads()), default=0)
-        return len(STATES) * paged(longest * self.width)
+        return self.arrays * paged(longest * self.width)
 
 
 def state_file(plan: UnitPlan) -> StateFile | None:
@@ -147,6 +147,7 @@ def state_file(plan: UnitPlan) -> StateFile | None:
         tuple((unit.name, unit.shard_numel) for unit in plan.units if parameters),
         DTYPE_BYTES[plan.master_dtype],
         DTYPE_BYTES[layout.dtype],
+        len(plan.states),
     )
 
 

@@ -35,6 +35,7 @@ from shardwise.layout.experts import RoutedRows, gathers_sequences, slice_of
 from shardwise.layout.homes import offloaded_elements
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
+from shardwise.layout.optimizers import states_of
 from shardwise.layout.placement import Placed, place
 from shardwise.layout.transport_buffers import TransportBuffers, transport_buffers
 from shardwise.layout.wire import WIRE_DTYPE, PackedRun, packed_runs
@@ -523,6 +524,11 @@ class UnitPlan:
     def first_blocks(self) -> list[str]:
         """The first block of each of its stages, where it has any."""
         return [blocks[0] for stage in self.stages if (blocks := self.blocks(stage))]
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Arrays of optimizer state per parameter: master weights, then moments."""
+        return states_of(self.workload.optimizer)
 
     @property
     def master_dtype(self) -> str:

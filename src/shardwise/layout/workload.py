@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.layout.layout import Layout
+from shardwise.layout.optimizers import DEFAULT, OPTIMIZERS
 from shardwise.options import option
 
 MOST = 1_000_000_000
@@ -20,6 +21,11 @@ class Workload:
     seq: int = option(0, "tokens per sequence", metavar="N", shown="")
     batch: int = option(0, "sequences per step, over all ranks", metavar="N", shown="")
     isolate_documents: bool = option(False, "attention does not cross documents")
+    optimizer: str = option(
+        DEFAULT,
+        "adamw keeps two moments per parameter, momentum (SGD with momentum) one, sgd none",
+        choices=tuple(OPTIMIZERS),
+    )
     prompt: int = 0
     output: int = 0
     concurrency: int = 0
@@ -31,6 +37,8 @@ class Workload:
                 raise UserError(f"workload: {key} must be a positive integer, not {value!r}")
             if value > MOST:
                 raise UserError(f"workload: {key} must be at most {MOST:,}, not {value:,}")
+        if self.optimizer not in OPTIMIZERS:
+            raise UserError(f"workload: optimizer must be one of {', '.join(OPTIMIZERS)}, not {self.optimizer!r}")
         if (self.seq > 0) != (self.batch > 0):
             raise UserError("workload: a training step needs both a sequence length and a batch (--seq and --batch)")
 
@@ -50,4 +58,6 @@ class Workload:
         return self.batch // each
 
     def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value}
+        """What differs from the defaults."""
+        usual = asdict(Workload())
+        return {key: value for key, value in asdict(self).items() if value != usual[key]}

@@ -60,9 +60,8 @@ class MemoryBound:
         """At least the bytes of the rank at one place of each candidate's pipeline."""
         rows = [self._row(frame.tp, frame.ep, row) for row in frame.rows]
         columns = (np.array(column, dtype=float)[:, None, None] for column in zip(*rows, strict=True))
-        return RankBound(
-            self.model, frame, place, self._units(frame.tp), MicroBatchBytes(*columns), self.backend
-        ).total()
+        units, optimizer = self._units(frame.tp), self.workload.optimizer
+        return RankBound(self.model, frame, place, units, MicroBatchBytes(*columns), self.backend, optimizer).total()
 
     def _distinct(self, frame: LayoutColumns) -> tuple[LayoutColumns, list[int]]:
         """The frame with those rows only that differ in memory, and which of them stands for each row."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.cluster import Cluster
-from shardwise.layout.homes import STATES
+from shardwise.layout.optimizers import states_of
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.planner.space import LayoutColumns
@@ -20,7 +20,7 @@ from shardwise.report.step_report import DTYPE_BYTES
 WEIGHT, MASTER = DTYPE_BYTES["bfloat16"], DTYPE_BYTES["float32"]
 
 
-def host_bound(model: ModelConfig, frame: LayoutColumns, cluster: Cluster) -> Any:
+def host_bound(model: ModelConfig, frame: LayoutColumns, cluster: Cluster, optimizer: str) -> Any:
     """At least the bytes of the fullest node's host memory, an array that broadcasts to the frame's shape."""
     homes = frame.homes.layout
     if homes.offload_home == "none":
@@ -28,7 +28,7 @@ def host_bound(model: ModelConfig, frame: LayoutColumns, cluster: Cluster) -> An
     stage = np.array([sharding.stage for sharding in frame.shardings])[None, :, None]
     ranks = np.array([sharding.ranks for sharding in frame.shardings])[None, :, None]
     many = np.array(frame.counts)[:, None, None] > 1
-    state = len(STATES) * MASTER * homes.offload_fraction * (homes.offload_home == "cpu")
+    state = len(states_of(optimizer)) * MASTER * homes.offload_fraction * (homes.offload_home == "cpu")
     gradient = np.where(stage >= 2, np.where(many, MASTER, WEIGHT), 0)
     parameters = WEIGHT * (homes.offload_params == "cpu")
     # Of experts, other ranks hold copies.

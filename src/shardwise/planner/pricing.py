@@ -233,6 +233,7 @@ class Prices:
             offload=(homes := frame.homes.layout).offload_home,
             offloaded=homes.offload_fraction,
             offload_params=homes.offload_params,
+            optimizer=self.workload.optimizer,
         )
 
     def _pieces(self, engine: EngineProfile) -> Pieces:

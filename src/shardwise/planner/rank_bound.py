@@ -22,7 +22,7 @@ from shardwise.model import ModelConfig
 from shardwise.planner.block_elements import BlockElements, block_elements
 from shardwise.planner.occupancy import FIRST, LAST, MIDDLE, WHOLE, moments
 from shardwise.planner.space import LayoutColumns
-from shardwise.predict.memory.step import OPTIMIZER_BYTES
+from shardwise.predict.memory.step import state_bytes
 from shardwise.report.step_report import DTYPE_BYTES
 
 Num = Any
@@ -75,9 +75,10 @@ class RankBound:
 
     def __init__(
         self, model: ModelConfig, frame: LayoutColumns, place: int, units: dict[str, Unit], micro: MicroBatchBytes,
-        backend: Backend,
+        backend: Backend, optimizer: str,
     ) -> None:  # fmt: skip
         self.frame, self.place, self.micro, self.backend = frame, place, micro, backend
+        self.state_bytes = state_bytes("bf16", optimizer)
         self.layers = frame.layers(place, model.layers)
         homes = frame.homes.layout
         self.offload_home, self.fraction = homes.offload_home, homes.offload_fraction
@@ -123,7 +124,7 @@ class RankBound:
         gathered = self.stage == 3
         padded, shard = self._elements
         parameters = np.where(gathered, shard * self._interval, padded * WEIGHT)
-        optimizer = self._updated_here(shard, 2 * self.layers + MOST_ENDS) * OPTIMIZER_BYTES["bf16"]
+        optimizer = self._updated_here(shard, 2 * self.layers + MOST_ENDS) * self.state_bytes
         if self.offload_home == "none":
             optimizer = optimizer - np.where(gathered, shard * MASTER, 0)
         copies = np.array([[1 / s.hpz if s.hpz else 0.0] for s in self.frame.shardings]) * (not self.mixture)

@@ -145,7 +145,7 @@ def blocks(
 def _fits_host(space: Space, frame: LayoutColumns) -> Any:
     """Whether a node's host may hold what is off its devices, an array that broadcasts to the frame's shape."""
     memory = space.cluster.host.memory_bytes
-    return True if memory is None else host_bound(space.model, frame, space.cluster) <= memory
+    return True if memory is None else host_bound(space.model, frame, space.cluster, space.workload.optimizer) <= memory
 
 
 def best_of(

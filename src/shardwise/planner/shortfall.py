@@ -67,7 +67,10 @@ def why_nothing_fits(space: Space, usable: float, found: SmallestCandidate, rese
 def why_not_on_the_host(space: Space, needed: float | None = None) -> UserError:
     """One line where layouts need more of the host than a node has. needed: bytes; None for the least by the bound."""
     if needed is None:
-        needed = min(float(host_bound(space.model, frame, space.cluster).min()) for frame in space.frames)
+        needed = min(
+            float(host_bound(space.model, frame, space.cluster, space.workload.optimizer).min())
+            for frame in space.frames
+        )
     wanted, there = format_apart(needed, space.cluster.host.memory_bytes or 0)
     disk = "" if space.homes.layout.offload_home == "nvme" else ", or keep state on disk (offload=nvme)"
     return UserError(

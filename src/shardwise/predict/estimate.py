@@ -9,6 +9,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
 from shardwise.layout.experts import RoutedRows
+from shardwise.layout.optimizers import DEFAULT, states_of
 from shardwise.layout.sync import SERVED
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
@@ -16,7 +17,7 @@ from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_work
 from shardwise.predict.context_balance import context_balance
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.servers import with_servers
-from shardwise.predict.memory.step import predict_bytes
+from shardwise.predict.memory.step import OPTIMIZER_BYTES, predict_bytes, state_bytes
 from shardwise.predict.step_seconds import try_step_seconds
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.schedules import as_under_auto, predict_transport
@@ -60,6 +61,7 @@ def estimate(
     balance = context_balance(model, layout, workload) if layout.cp > 1 else None
     notes = [
         *_notes(model, layout, backend),
+        *_optimizer_note(layout, workload),
         *([f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []),
         *(timing.notes if timing else ()),
         *([why] if why else []),
@@ -88,6 +90,8 @@ def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cl
         return ""
     name = model.name if catalog().get(model.name) == model else "MODEL"
     asked = f"--cluster {cluster} --seq {workload.seq} --batch {workload.batch}"
+    if workload.optimizer != DEFAULT:
+        asked += f" --optimizer {workload.optimizer}"
     return f"; its memory and time: shardwise plan {name} {asked} --fix {text_of(layout)}"
 
 
@@ -124,6 +128,15 @@ def _of_record(model: ModelConfig, layout: Layout, workload: Workload, backend: 
         recorded.role, recorded.ranks, predict_bytes(plan), ledger, transport,
         routed=recorded.routed, host=host_bytes(plan), disk=disk_bytes(plan),
     )  # fmt: skip
+
+
+def _optimizer_note(layout: Layout, workload: Workload) -> list[str]:
+    """Why an optimizer's state is smaller than AdamW's."""
+    less = OPTIMIZER_BYTES[layout.precision] - state_bytes(layout.precision, workload.optimizer)
+    if not less:
+        return []
+    kept = "one moment" if len(states_of(workload.optimizer)) > 1 else "no moments"
+    return [f"{workload.optimizer} keeps {kept} per parameter where adamw keeps two: {less} bytes less"]
 
 
 def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:

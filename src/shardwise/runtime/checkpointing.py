@@ -37,14 +37,10 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.huggingface import HuggingFaceWeights
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
-from shardwise.layout.homes import STATES
 from shardwise.runtime.job.launch import reason
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.residual_state import RESIDUAL, folded_residuals, restore_residuals
-
-KINDS = STATES
-"""Stored tensors of each parameter: its (master) weights and AdamW's two moments."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class Saver:
         self.rank = dist.get_rank()
         plan = program.plan
         self.writes = writes(plan.model, plan.layout, self.rank)
-        self._kinds = (*KINDS, RESIDUAL) if plan.feeds_back else KINDS
+        self._kinds = (*plan.states, RESIDUAL) if plan.feeds_back else plan.states
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._image: PartImage | None = None
         self._whole: set[Path] = set()
@@ -118,7 +114,8 @@ class Saver:
 
     def _entries(self) -> list[PartEntry]:
         """Pieces that this rank writes."""
-        dtypes = dict.fromkeys(KINDS, self.program.plan.master_dtype) | {RESIDUAL: "float32"}
+        plan = self.program.plan
+        dtypes = dict.fromkeys(plan.states, plan.master_dtype) | {RESIDUAL: "float32"}
         return [
             PartEntry(f"{kind}/{held.name}", TensorSpec(shape=held.shape, dtype=dtypes[kind]), held.stored)
             for kind in self._kinds
@@ -135,7 +132,7 @@ class Saver:
                 if kind == RESIDUAL:
                     yield residuals[held.unit][start:stop]
                 else:
-                    yield state.get(STATES.index(kind), start, stop)
+                    yield state.get(self._kinds.index(kind), start, stop)
 
     def _each(self) -> list[LocalInterval]:
         """Elements on this rank of each entry."""
@@ -218,11 +215,13 @@ def _array(held: LocalInterval, tensor: Tensor) -> np.ndarray:
 def restore(program: TrainProgram, checkpoint: Checkpoint) -> Position:
     """Set weights, moments and the update count from a checkpoint, reading only what this rank holds.
 
-    Residuals of error feedback are zero where it has none, and are dropped where the layout has no feedback. Raises
-    `UserError` when it is of another model, or damaged.
+    Moments that the optimizer does not have are dropped. Residuals of error feedback are zero where it has none, and
+    are dropped where the layout has no feedback. Raises `UserError` when it is of another model, damaged, or without
+    the optimizer's moments.
     """
     has_residuals = any(name.startswith(f"{RESIDUAL}/") for name in checkpoint.tensors)
-    _fill(program, checkpoint, KINDS, (RESIDUAL,) if has_residuals else ())
+    others = checkpoint.unused_states(program.plan.workload.optimizer)
+    _fill(program, checkpoint, program.plan.states, (*others, *([RESIDUAL] if has_residuals else [])))
     restore_residuals(program, checkpoint if has_residuals else None)
     manifest = checkpoint.manifest
     program.optimizer.steps = manifest.optimizer_steps
@@ -237,14 +236,14 @@ def start_from(program: TrainProgram, weights: HuggingFaceWeights) -> None:
 def _fill(
     program: TrainProgram, source: Checkpoint | HuggingFaceWeights, kinds: Sequence[str], others: Sequence[str] = ()
 ) -> None:
-    """Set weights, and what else `kinds` names. others: stored tensors that are not read."""
+    """Set weights and moments. kinds: the first of `UnitPlan.states`. others: stored tensors that are not read."""
     plan = program.plan
     source.require(shapes(plan.model, (*kinds, *others)))
     states = {state.flat.unit.name: state for state in program.optimizer.states}
     for held in needs(plan.model, plan.layout, dist.get_rank()):
         state = states[held.unit]
-        for kind in kinds:
+        for index, kind in enumerate(kinds):
             program.comms.pulse.work(f"the reading of {held.name}")
             values = source.read(f"{kind}/{held.name}", held.local, plan.master_dtype)
-            state.put(STATES.index(kind), held.start - state.flat.start, torch.from_numpy(values))
+            state.put(index, held.start - state.flat.start, torch.from_numpy(values))
     program.engine.all_gather_params()

@@ -9,6 +9,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.interop import Reading
 from shardwise.layout import Workload, check
+from shardwise.layout.optimizers import DEFAULT
 from shardwise.model import ModelConfig
 from shardwise.report import StepReport
 from shardwise.report.terminal import Renderable
@@ -105,7 +106,7 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
     from shardwise.predict import estimate
 
     assert reading.seq and reading.batch
-    workload = Workload(seq=reading.seq, batch=reading.batch)
+    workload = Workload(seq=reading.seq, batch=reading.batch, optimizer=reading.optimizer or DEFAULT)
     check(reading.layout, model, workload, cluster.devices if cluster else None)
     try:
         engine = PROFILES.get(reading.engine)

@@ -27,7 +27,16 @@ def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
     words = degrees | _zero(top.table("zero_optimization", known("deepspeed", "zero"))) | _precision(top)
     _clipping(top)
     _rest(top, words, batches)
-    return top.reading("DeepSpeed", Layout(micro=batches.micro, **words), batch=batches.whole)
+    layout, optimizer = Layout(micro=batches.micro, **words), _optimizer(top, data.get("optimizer"))
+    return top.reading("DeepSpeed", layout, batch=batches.whole, optimizer=optimizer)
+
+
+def _optimizer(top: ConfigFields, table: Any) -> str | None:
+    """SGD, with momentum where its parameters have some; None for all else, which is counted as AdamW."""
+    if not isinstance(table, Mapping) or str(table.get("type")).lower() != "sgd":
+        return None
+    params = top.table("optimizer", Known(frozenset({"type"}), ())).table("params", Known(frozenset(), ("",)))
+    return "momentum" if params.number("momentum") else "sgd"
 
 
 def _degrees(top: ConfigFields, ranks: int) -> dict[str, Any]:

@@ -35,7 +35,10 @@ def read(words: list[str], ranks: int | None) -> Reading:
     model = described(fields, layout.tp)
     if not fields.given("global_batch_size"):
         fields.fact(f"--global-batch-size is not given: micro-batch x data-parallel ranks = {batch}, no accumulation")
-    return fields.reading("Megatron-LM", layout, seq=seq, batch=batch, described=model)
+    optimizer = None
+    if fields.word("optimizer", "adam") == "sgd":
+        optimizer = "momentum" if fields.number("sgd_momentum", 0.9) else "sgd"
+    return fields.reading("Megatron-LM", layout, seq=seq, batch=batch, optimizer=optimizer, described=model)
 
 
 def _batch(fields: ConfigFields, layout: Layout) -> int:

@@ -37,6 +37,8 @@ class Reading:
     layout: Layout
     seq: int | None = None
     batch: int | None = None
+    optimizer: str | None = None
+    """One of `layout.optimizers.OPTIMIZERS`, where it is not AdamW."""
     model: str | None = None
     described: ModelConfig | None = None
     served: ServerSettings | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.layout.homes import STATES
 from shardwise.layout.key_ranges import elements, key_ranges, server_of
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
@@ -16,7 +15,7 @@ def server_bytes(plan: UnitPlan, server: int) -> Bytes:
     each rank of a worker has a range of the same size."""
     layout, count = plan.layout, elements(key_ranges(plan)[server])
     wide = DTYPE_BYTES[plan.master_dtype]
-    kept = count * layout.tp * len(STATES) * wide
+    kept = count * layout.tp * len(plan.states) * wide
     each = (layout.staleness + 1) * DTYPE_BYTES[plan.grad_dtype] + DTYPE_BYTES[layout.dtype]
     comm = count * (wide + layout.training_ranks * each)
     return Bytes.of(kept + comm, optimizer=kept, comm=comm)

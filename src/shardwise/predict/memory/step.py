@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.layout.homes import STATES, accumulates_on_host, is_master, on_device
+from shardwise.layout.homes import accumulates_on_host, is_master, on_device
+from shardwise.layout.optimizers import DEFAULT, states_of
 from shardwise.layout.sync import SERVED
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import saved_bytes
@@ -20,8 +21,15 @@ from shardwise.predict.memory.pipeline import held_by_actions
 from shardwise.predict.traffic.schedules import workspace_bytes
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
 
-OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8, "fp64": 16}
-"""AdamW's bytes an element: two moments, and for bf16 weights an fp32 master."""
+
+def state_bytes(precision: str, optimizer: str) -> int:
+    """An optimizer's bytes per parameter: its moments, and for bf16 weights an fp32 master."""
+    arrays = len(states_of(optimizer)) - (precision != "bf16")
+    return arrays * DTYPE_BYTES["float64" if precision == "fp64" else "float32"]
+
+
+OPTIMIZER_BYTES = {precision: state_bytes(precision, DEFAULT) for precision in ("bf16", "fp32", "fp64")}
+"""AdamW's."""
 
 
 def predict_bytes(plan: UnitPlan) -> Bytes:
@@ -72,7 +80,7 @@ def optimizer_bytes(plan: UnitPlan) -> int:
     where parameter servers have them."""
     if plan.layout.sync in SERVED:
         return 0
-    arrays = len(STATES) - is_master(plan)
+    arrays = len(plan.states) - is_master(plan)
     return sum(on_device(plan, unit) for unit in plan.units) * arrays * DTYPE_BYTES[plan.master_dtype]
 
 

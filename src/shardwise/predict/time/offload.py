@@ -1,12 +1,12 @@
 """Time of offloading in closed form: what it moves and computes on the host, and how much of that nothing hides.
 
 Per optimizer step and rank, with P updated parameters of which a fraction f is offloaded, g bytes of an accumulated
-gradient, w bytes of a weight, and the 12 bytes of fp32 master weight and moments:
+gradient, w bytes of a weight, and s bytes of fp32 master weight and moments, 12 with AdamW:
 
 - gradients down: g f P once before the update; from stage 2 on w P after each micro-batch, as they are reduced, beside
   the rest of backward, and g (1 - f) P up again for what the device updates;
 - the update on the host's cores, f P parameters; then w f P of weights up;
-- on disk: 12 f P read and 12 f P written, beside the update: the slower of the disk and of update with copies binds.
+- on disk: s f P read and s f P written, beside the update: the slower of the disk and of update with copies binds.
   Reads and writes share one disk, so that their seconds add up: AdamW of 64M parameters took 1.21 s where reads alone
   would take 0.77 s and writes 0.55 s (docs/offload.md);
 - offloaded parameters: w P up for each gather, beside computation without a pipeline, from disk at the slower of disk
@@ -26,18 +26,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.layout.optimizers import DEFAULT, states_of, update_bytes
 from shardwise.predict.time.host_rates import HostShare
 from shardwise.predict.time.split import Num, StepShape
 
-STATE = 12.0
-"""Bytes of an fp32 master weight and two moments."""
-ADAMW = 28.0
-"""Bytes that move through the host's memory per updated parameter: fp32 weight, moments and gradient read, all but the
-gradient written."""
+ADAMW = float(update_bytes(DEFAULT))
+"""Bytes that move through the host's memory per parameter that AdamW updates, whose rate is measured: fp32 weight,
+moments and gradient read, all but the gradient written."""
 ADDITION = 12.0
 """Bytes that move there per gradient that is added to an fp32 accumulator: two read, one written."""
 WIDE = 4.0
-"""Bytes of an accumulated gradient of several micro-batches."""
+"""Bytes of an element of state, and of an accumulated gradient of several micro-batches."""
 SLOWDOWN = 0.0187
 """Share of a copy's seconds that computation beside it loses: matrix products beside pinned copies on one H100,
 measured 2026-11-23."""
@@ -146,9 +145,9 @@ def _update(split: StepShape, host: HostShare, updated: Num) -> _Updated:
     up = np.where(there, here * nbytes, 0.0) + np.where(homed, 0.0, away * split.width)
     link = (down + up) / host.link
     norm = np.where(there, updated * nbytes / ADAMW, 0.0)
-    cores = (away + norm) / host.cores
+    cores = (away * update_bytes(split.optimizer) / ADAMW + norm) / host.cores
     on_disk = np.asarray(split.offload) == "nvme"
-    state = np.where(on_disk, away * STATE * (1 / host.read + 1 / host.write), 0.0)
+    state = np.where(on_disk, away * WIDE * len(states_of(split.optimizer)) * (1 / host.read + 1 / host.write), 0.0)
     weights = np.where(np.asarray(split.offload_params) == "nvme", updated * split.width / host.write, 0.0)
     worked = link + cores + weights
     return _Updated(np.maximum(worked, state + weights), link, state + weights, cores)

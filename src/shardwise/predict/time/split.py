@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.layout import Layout, Workload
+from shardwise.layout.optimizers import DEFAULT
 
 Num = Any
 """A number, or an array of numbers."""
@@ -53,6 +54,8 @@ class StepShape:
     wide_gradients: bool = False
     schedule: str = "1f1b"
     dtype: str = "bfloat16"
+    optimizer: str = DEFAULT
+    """One of `OPTIMIZERS`."""
 
     @property
     def width(self) -> float:
@@ -109,4 +112,5 @@ class StepShape:
             wide_gradients=layout.grads == "fp32",
             schedule=layout.schedule,
             dtype=dtype or layout.dtype,
+            optimizer=workload.optimizer,
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.errors import UserError
+from shardwise.layout.optimizers import DEFAULT, update_bytes
 from shardwise.model import ModelConfig
 from shardwise.predict.time.cores import core_wait, leaves_node
 from shardwise.predict.time.offload import OffloadSeconds, Sharded, offload_seconds, offloads
@@ -272,7 +273,8 @@ def _sharded(
 def _optimizer(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     wide = split.dtype if split.dtype == "float32" else "bfloat16"
     numel = _updated(model, split, engine) * (1 - np.where(np.asarray(split.offload) == "none", 0.0, split.offloaded))
-    update = pricing.kernels.pass_over(numel * engine.optimizer_bytes, "optimizer", wide)
+    saved = update_bytes(DEFAULT) - update_bytes(split.optimizer)
+    update = pricing.kernels.pass_over(numel * (engine.optimizer_bytes - saved), "optimizer", wide)
     return update + pricing.constants.value("step_s")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import cast
 
-from shardwise.layout.homes import DISK_READ, DISK_WRITE, STATES, TO_DEVICE, TO_HOST, accumulates_on_host, on_device
+from shardwise.layout.homes import DISK_READ, DISK_WRITE, TO_DEVICE, TO_HOST, accumulates_on_host, on_device
 from shardwise.layout.units import Unit, UnitPlan
 from shardwise.predict.memory.activations import Sizes, stored_bytes
 from shardwise.report.step_report import LedgerRow, Phase
@@ -47,7 +47,7 @@ def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: U
         rows["optimizer", TO_HOST, unit.name, plan.grad_dtype, moved] += 1
     if layout.offload_home == "nvme":
         for op in (DISK_READ, DISK_WRITE):
-            rows["optimizer", op, unit.name, plan.master_dtype, len(STATES) * moved] += 1
+            rows["optimizer", op, unit.name, plan.master_dtype, len(plan.states) * moved] += 1
     if layout.offload_params == "none":
         rows["optimizer", TO_DEVICE, unit.name, layout.dtype, moved] += 1
     else:

@@ -27,11 +27,17 @@ WORKER = (sys.executable, "-m", "shardwise.runtime.job.worker")
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019) with linear warm-up, cosine decay to `final_share`, and norm clipping."""
+    """Settings of an optimizer: linear warm-up, cosine decay to `final_share`, norm clipping, decoupled weight decay.
 
-    lr: float = option(1e-3, "peak learning rate", metavar="X", positive=True, shown="1e-3")
-    betas: tuple[float, float] = option((0.9, 0.95), "decay of the averages of gradients and of their squares")
-    eps: float = option(1e-8, "added to the root of the average square", positive=True)
+    `Workload.optimizer` names the optimizer: AdamW (Loshchilov and Hutter 2019), or SGD with or without momentum.
+    """
+
+    lr: float = option(
+        1e-3, "peak learning rate; momentum and sgd need a larger one", metavar="X", positive=True, shown="1e-3"
+    )
+    betas: tuple[float, float] = option((0.9, 0.95), "decay of AdamW's averages of gradients and of their squares")
+    eps: float = option(1e-8, "added to the root of AdamW's average square", positive=True)
+    momentum: float = option(0.9, "decay of momentum's average of gradients", metavar="X", least=0, most=1)
     weight_decay: float = option(0.1, "weight decay of matrices", metavar="X", least=0)
     warmup: int = option(10, "steps of linear warm-up", metavar="N", least=0)
     final_share: float = option(0.1, "learning rate at the end, as a fraction of its peak", least=0, most=1)

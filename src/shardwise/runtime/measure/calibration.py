@@ -53,8 +53,8 @@ from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.process_group import gather_objects
-from shardwise.runtime.zero.optimizer import adamw
 from shardwise.runtime.zero.quantized import add_up_packed, pack
+from shardwise.runtime.zero.update import update
 
 Call = Callable[[], object]
 
@@ -305,7 +305,9 @@ def _optimizer(elements: int, dtype: torch.dtype, device: torch.device) -> Call:
             chunk = slice(start, start + step)
             local = grads[chunk].to(torch.float32)
             local.mul_(0.999)
-            adamw((master[chunk], local, first[chunk], second[chunk]), steps, settings, settings.lr, decay=True)
+            update(
+                "adamw", (master[chunk], local, first[chunk], second[chunk]), steps, settings, settings.lr, decay=True
+            )
             if apart:
                 weights[chunk].copy_(master[chunk])
 

@@ -14,7 +14,7 @@ from shardwise.layout.homes import CHUNK
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.measure.hardware import settle
 from shardwise.runtime.transport.process_group import gather_objects
-from shardwise.runtime.zero.optimizer import adamw
+from shardwise.runtime.zero.update import update
 
 LEAST = 3
 """Least number of rounds."""
@@ -68,7 +68,7 @@ def _update(elements: int) -> Callable[[], object]:
             master, first, second = (tensor[start : start + CHUNK] for tensor in state)
             local = chunk[: len(master)].copy_(grads[start : start + CHUNK])
             local.mul_(0.999)
-            adamw((master, local, first, second), step, config, config.lr, decay=True)
+            update("adamw", (master, local, first, second), step, config, config.lr, decay=True)
 
     return call
 

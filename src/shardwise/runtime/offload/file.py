@@ -30,7 +30,6 @@ from shardwise.layout.homes import (
     DISK_WRITE,
     PAGE,
     SLOTS,
-    STATES,
     Load,
     StateFile,
     paged,
@@ -151,7 +150,7 @@ class OffloadFile:
         """(memory, byte of the file) of each array of a load."""
         length = paged((load.stop - load.start) * self.layout.width)
         view = _view(self.buffers[index])
-        first = [self.layout.start(slot, load.unit, state) for state in range(len(STATES))]
+        first = [self.layout.start(slot, load.unit, state) for state in range(self.layout.arrays)]
         at = load.start * self.layout.width
         return [(view[i * length : (i + 1) * length], start + at) for i, start in enumerate(first)]
 
@@ -178,7 +177,7 @@ class OffloadFile:
     def _arrays(self, load: Load, index: int) -> list[Tensor]:
         count = load.stop - load.start
         length = paged(count * self.layout.width)
-        sections = self.buffers[index][: len(STATES) * length].view(self._dtype).chunk(len(STATES))
+        sections = self.buffers[index][: self.layout.arrays * length].view(self._dtype).chunk(self.layout.arrays)
         return [section[:count] for section in sections]
 
     # -- any piece

@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.layout.homes import STATES
 from shardwise.runtime.offload.file import OffloadFile
 
-MASTER = STATES.index("model")
+MASTER = 0
+"""Index of the master weights among `UnitPlan.states`."""
 
 
 class OptimizerState(Protocol):
@@ -20,18 +20,19 @@ class OptimizerState(Protocol):
     stop: int
 
     def get(self, state: int, start: int, stop: int) -> Tensor:
-        """Elements of the interval of one of `STATES`: a view or a copy, which is not to be changed."""
+        """Elements of the interval of one of `UnitPlan.states`: a view or a copy, which is not to be changed."""
 
     def put(self, state: int, start: int, values: Tensor) -> None:
         """Change elements of the interval, from `start` on."""
 
 
 class MemoryState:
-    """State in memory. engines: the master weights are the engine's own interval. own: the other tensors."""
+    """State in memory. moments: arrays beside the master weights. engines: these are the engine's own interval. own:
+    the other tensors."""
 
-    def __init__(self, start: int, master: Tensor, engines: bool) -> None:
+    def __init__(self, start: int, master: Tensor, moments: int, engines: bool) -> None:
         self.start, self.stop, self.engines = start, start + len(master), engines
-        self.tensors = [master, torch.zeros_like(master), torch.zeros_like(master)]
+        self.tensors = [master, *(torch.zeros_like(master) for _ in range(moments))]
         self.own = self.tensors[engines:]
 
     def get(self, state: int, start: int, stop: int) -> Tensor:

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.layout.homes import STATES
 from shardwise.layout.key_ranges import Segment, elements, key_ranges
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.sync.messages import BEGIN, DONE, FENCE, GET, PUSH, PUT, Head, Mail
 from shardwise.runtime.zero.flat_unit import Values, local_values, torch_dtype
-from shardwise.runtime.zero.optimizer import MASTER, adamw, learning_rate
+from shardwise.runtime.zero.optimizer import MASTER, learning_rate
+from shardwise.runtime.zero.update import update
 from shardwise.schedule.staleness import AtOnce, Policy, Update
 
 CPU = torch.device("cpu")
@@ -35,7 +35,8 @@ class Range:
     def __init__(self, plan: UnitPlan, segments: tuple[Segment, ...], values: Values) -> None:
         self.segments, count = segments, elements(segments)
         dtype = torch_dtype(plan.master_dtype)
-        self.state = [torch.zeros(count, dtype=dtype) for _ in STATES]
+        self.state = [torch.zeros(count, dtype=dtype) for _ in plan.states]
+        self._kind = plan.workload.optimizer
         self.spans: list[tuple[int, int, bool, int]] = []
         """(start, stop, weight decay, ranks that hold the same) of runs of it."""
         for segment in segments:
@@ -63,7 +64,7 @@ class Range:
         step = torch.tensor(float(number))
         for start, stop, decay, _ in self.spans:
             weights, *moments = (each[start:stop] for each in self.state)
-            adamw((weights, gradient[start:stop], *moments), step, config, lr, decay)
+            update(self._kind, (weights, gradient[start:stop], *moments), step, config, lr, decay)
 
 
 class Server:
@@ -219,8 +220,8 @@ class Server:
         if outcome.dropped:
             self.dropped.append((worker, step))
             self._release(worker, step)
-        for update in outcome.updates:
-            self._update(update)
+        for each in outcome.updates:
+            self._update(each)
         with self.at:
             self.at.notify_all()
         for answer in outcome.answers:
@@ -232,27 +233,27 @@ class Server:
             for part, (_, gradient) in self._pushed.pop((worker, step)).items():
                 self._free[worker * self.parts + part].append(gradient)
 
-    def _update(self, update: Update) -> None:
+    def _update(self, made: Update) -> None:
         """The mean of gradients over all their tokens, clipped by its norm over all servers where these make the same
         updates, and one step of the optimizer."""
-        self.record.append(update)
-        step = update.version // self.workers if self._at_once else update.version
+        self.record.append(made)
+        step = made.version // self.workers if self._at_once else made.version
         lr = learning_rate(self.config, step, self.steps)
         if self._layout.damped:
-            lr /= 1 + update.staleness
-        workers = [worker for worker, _ in update.gradients]
-        heads = {worker: self._pushed[worker, update.step][0][0] for worker in workers}
+            lr /= 1 + made.staleness
+        workers = [worker for worker, _ in made.gradients]
+        heads = {worker: self._pushed[worker, made.step][0][0] for worker in workers}
         tokens = sum(head.c for head in heads.values())
         self._loss = sum(head.x for head in heads.values()) / max(1, tokens)
         self.updates += 1
-        sums = [self._mean(part, workers, update.step, heads, tokens) for part in range(self.parts)]
+        sums = [self._mean(part, workers, made.step, heads, tokens) for part in range(self.parts)]
         coefficient = 1.0 if self._at_once else self._clipping(sums)
         for own, gradient in zip(self.ranges, sums, strict=True):
             if coefficient < 1.0:
                 gradient.mul_(coefficient)
             own.update(gradient, self.updates, self.config, lr)
         for worker in workers:
-            self._release(worker, update.step)
+            self._release(worker, made.step)
 
     def _mean(self, part: int, workers: list[int], step: int, heads: dict[int, Head], tokens: int) -> Tensor:
         own = self._sum[: len(self.ranges[part].state[MASTER])]

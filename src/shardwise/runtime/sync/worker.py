@@ -33,7 +33,7 @@ class RemoteState:
         self.spans: list[Span] = list(flat.unit.spans)
 
     def get(self, kind: int, start: int, stop: int) -> Tensor:
-        """Elements of one kind of state (`layout.homes.STATES`), as a copy."""
+        """Elements of one kind of state (`UnitPlan.states`), as a copy."""
         return self._optimizer.read(self.flat.unit.name, kind, start, stop)
 
     def put(self, kind: int, start: int, values: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""AdamW over flat intervals, with a gradient norm that counts every parameter of the whole model once.
+"""The optimizer over flat intervals, with a gradient norm that counts every parameter of the whole model once.
 
 Each rank updates the interval that it owns. Weight decay and replication are spans of the interval, so the update is a
 handful of fused calls, whatever the number of parameters. bf16 weights have fp32 masters: here, or, at stage 3, as the
@@ -32,9 +32,7 @@ from shardwise.runtime.offload.state import MASTER, FileState, MemoryState, Opti
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
 from shardwise.runtime.zero.flat_unit import HOST, FlatUnit, Values, torch_dtype
-
-LANES = 16
-"""Elements of the longest vector of a CPU (fp32, AVX-512)."""
+from shardwise.runtime.zero.update import update
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -53,6 +51,7 @@ class UnitState:
     def __init__(self, flat: FlatUnit, values: Values, file: OffloadFile | None) -> None:
         initial, self.flat = flat.fill(values), flat
         self.cut = len(initial) - flat.plan.offloaded(flat.unit)
+        moments = len(flat.plan.states) - 1
         self.here: list[MemoryState] = []
         """On the device."""
         self.away: list[OptimizerState] = []
@@ -60,11 +59,11 @@ class UnitState:
         if self.cut:
             engines = is_master(flat.plan)
             master = flat.interval if engines else initial if self.cut == len(initial) else initial[: self.cut].clone()
-            self.here = [MemoryState(0, master[: self.cut], engines)]
+            self.here = [MemoryState(0, master[: self.cut], moments, engines)]
         if self.cut < len(initial):
             master = initial[self.cut :]
             on_disk = flat.plan.layout.offload_home == "nvme"
-            state: OptimizerState = MemoryState(self.cut, master.to(HOST, copy=True), engines=False)
+            state: OptimizerState = MemoryState(self.cut, master.to(HOST, copy=True), moments, engines=False)
             if on_disk:
                 assert file is not None
                 state = FileState(file, flat.unit.name, self.cut, master)
@@ -73,7 +72,7 @@ class UnitState:
         self.spans: list[Span] = [span for span in inside if span is not None]
 
     def get(self, kind: int, start: int, stop: int) -> Tensor:
-        """Elements of the interval of one of `STATES`, not to be changed."""
+        """Elements of the interval of one of `UnitPlan.states`, not to be changed."""
         pieces = [
             run.get(kind, max(start, run.start), min(stop, run.stop))
             for run in (*self.here, *self.away)
@@ -97,7 +96,7 @@ class UnitState:
 
 
 class Optimizer:
-    """AdamW for everything that `engine` holds. Creating it sets the parameters to `values`.
+    """The update of everything that `engine` holds. Creating it sets the parameters to `values`.
 
     looks_at_norm: compute the gradients' norm even where nothing is clipped by it. It costs a pass over the gradients,
     which trainers that do not clip leave out.
@@ -105,6 +104,7 @@ class Optimizer:
 
     def __init__(self, engine: Engine, comms: Comms, config: OptimizerConfig, values: Values) -> None:
         self.engine, self.comms, self.config = engine, comms, config
+        self.kind = engine.plan.workload.optimizer
         self.states = [UnitState(flat, values, engine.file) for flat in engine.units.values()]
         self._by_unit = {state.flat.unit.name: state for state in self.states}
         self.about: dict[str, Any] = {}
@@ -201,13 +201,14 @@ class Optimizer:
             every = (flat.grads_interval[start:stop], *tensors)
             at = start + part.start
             for chunk in zip(*(each[part.start : part.stop].split(step) for each in every), strict=True):
-                gradient, master, first, second = chunk
+                gradient, master, *moments = chunk
                 own = gradient
                 if gradient.dtype != master.dtype or gradient.device != master.device:
                     own = self._gradient[: len(master)].copy_(gradient) if away else gradient.to(master)
                 if coefficient < 1.0:
                     own.mul_(coefficient)
-                adamw((master, own, first, second), self._steps[master.device], self.config, lr, span.decay)
+                number = self._steps[master.device]
+                update(self.kind, (master, own, *moments), number, self.config, lr, span.decay)
                 if apart and flat.file is None:
                     flat.put(at, master)
                 at += len(master)
@@ -274,41 +275,3 @@ def gradient_norm(engine: Engine, comms: Comms, states: Sequence[HasGradient]) -
             total += (part * part / span.replicas).to(total.device)
     comms.all_reduce(total, engine.plan.norm_over, "gradient norm")
     return math.sqrt(comms.read(total))
-
-
-def adamw(tensors: Sequence[Tensor], step: Tensor, config: OptimizerConfig, lr: float, decay: bool) -> None:
-    """AdamW's update in one fused call. tensors: flat weights, gradient, first and second moments. step: how many
-    updates there are with this one.
-
-    On CPU torch computes the last elements of a call, fewer than a vector has, in other instructions, which round
-    differently. They are filled up, so that the bits of an update do not depend on how an interval is cut.
-    """
-    rest = 0 if tensors[0].is_cuda else len(tensors[0]) % LANES
-    if rest:
-        filled = [torch.zeros(LANES, dtype=tensor.dtype) for tensor in tensors]
-        for into, tensor in zip(filled, tensors, strict=True):
-            into[:rest].copy_(tensor[-rest:])
-        _fused(filled, step, config, lr, decay)
-        for into, tensor in zip(filled, tensors, strict=True):
-            tensor[-rest:].copy_(into[:rest])
-    if rest < len(tensors[0]):
-        _fused([tensor[: len(tensor) - rest] for tensor in tensors], step, config, lr, decay)
-
-
-def _fused(tensors: Sequence[Tensor], step: Tensor, config: OptimizerConfig, lr: float, decay: bool) -> None:
-    weights, gradient, first, second = ([tensor] for tensor in tensors)
-    torch._fused_adamw_(
-        weights,
-        gradient,
-        first,
-        second,
-        [],
-        [step],
-        lr=lr,
-        beta1=config.betas[0],
-        beta2=config.betas[1],
-        weight_decay=config.weight_decay if decay else 0.0,
-        eps=config.eps,
-        amsgrad=False,
-        maximize=False,
-    )
