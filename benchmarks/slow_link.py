@@ -2,9 +2,9 @@
 
     python benchmarks/slow_link.py [--mbit 100] [--rounds 5] [--json FILE]
 
-Two network namespaces stand for two nodes, joined by a veth pair whose ends let `--mbit` megabits a second through (`tc
-... tbf`); it needs root and the `ip` and `tc` of iproute2, and takes down what it has set up. Two ranks are in each
-namespace: they talk to each other over its own loopback, and to the others over the link, all by gloo. The layouts take
+Two hosts of `shardwise lab` stand for two nodes, with a link of `--mbit` megabits a second each; it needs root and
+iproute2. Each has two ranks: they talk to each other over its own loopback, and to the others over the link, all by
+gloo. The layouts take
 turns in one set of processes, every second round in the opposite order, after one step each that does not count.
 
 Printed for each layout: seconds of a step (median, from the first rank's start to the last rank's end), tokens/s, and
@@ -19,14 +19,10 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +34,17 @@ from peers import tokens
 
 from shardwise.cluster import Cluster, Device, Link
 from shardwise.decoder.initial import initial_values
+from shardwise.lab.link import LabLink
+from shardwise.lab.network import INTERFACE, check_allowed, lab_network
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.axes import DP
 from shardwise.model import ModelConfig
 from shardwise.predict.step_seconds import step_seconds
 from shardwise.predict.time.measuring import device_of
 from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.hosts import VARIABLE, HostFile
+from shardwise.runtime.job.launch import supervise
+from shardwise.runtime.job.rank import bind, join
 from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.measure import calibration
 from shardwise.runtime.measure.job import whole
@@ -59,38 +60,11 @@ LENGTHS = {"axes": [[16, 128, 512]] * 3, "widths": [64], "lengths": [16, 64, 128
 MESSAGES = [1 << k for k in range(10, 23, 3)]
 MEMORY = 8 << 30
 """Bytes, which the time does not depend on."""
-ADDRESS, PORT, INTERFACE = "10.77.0.{}", 29611, "link{}"
 
 
-@contextmanager
-def two_nodes(mbit: float) -> Iterator[list[str]]:
-    """The names of two namespaces with a link between them."""
-    names = [f"shardwise-{os.getpid()}-{node}" for node in range(NODES)]
-
-    def run(*words: str) -> None:
-        subprocess.run(words, check=True)
-
-    try:
-        for name in names:
-            run("ip", "netns", "add", name)
-        ends = [INTERFACE.format(node) for node in range(NODES)]
-        run("ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1])
-        for node, (name, end) in enumerate(zip(names, ends, strict=True)):
-            inside = ("ip", "netns", "exec", name)
-            run(*inside, "ip", "addr", "add", f"{ADDRESS.format(node + 1)}/24", "dev", end)
-            run(*inside, "ip", "link", "set", "lo", "up")
-            run(*inside, "ip", "link", "set", end, "up")
-            rate = ("rate", f"{mbit:g}mbit", "burst", "256kb", "latency", "400ms")
-            run(*inside, "tc", "qdisc", "add", "dev", end, "root", "tbf", *rate)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(("ip", "netns", "del", name), check=False, stderr=subprocess.DEVNULL)
-
-
-def sent(node: int) -> int:
-    """Bytes that have left a namespace over its link."""
-    return int(Path(f"/sys/class/net/{INTERFACE.format(node)}/statistics/tx_bytes").read_text())
+def sent() -> int:
+    """Bytes that have left this rank's host over its link."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
 class Contender:
@@ -112,23 +86,18 @@ class Contender:
 
 def rank_main(job: dict[str, Any]) -> None:
     """What one rank measures; the first one of each node counts the bytes of its link, and rank 0 writes all."""
-    rank, node = job["rank"], job["rank"] // PER_NODE
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE.format(node)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{ADDRESS.format(1)}:{PORT}", rank=rank, world_size=NODES * PER_NODE,
-        timeout=timedelta(seconds=300),
-    )  # fmt: skip
+    bind()
+    rank = join(300)
     contenders = {text: Contender(text, rank) for text in LAYOUTS}
     found: dict[str, dict[str, Any]] = {text: {"seconds": [], "bytes": []} for text in LAYOUTS}
     for index in range(1 + job["rounds"]):
         for text in LAYOUTS if index % 2 else reversed(LAYOUTS):
             dist.barrier()
-            before, started = sent(node), time.perf_counter()
+            before, started = sent(), time.perf_counter()
             found[text]["loss"] = contenders[text].step(index)
             ended = time.perf_counter()
             dist.barrier()
-            reports = train_step.everywhere((started, ended, sent(node) - before))
+            reports = train_step.everywhere((started, ended, sent() - before))
             if index:
                 found[text]["seconds"].append(max(end for _, end, _ in reports) - min(start for start, *_ in reports))
                 found[text]["bytes"].append(sum(count for *_, count in reports[::PER_NODE]))
@@ -160,20 +129,15 @@ def predicted(mbit: float, device: Device, inside: Link) -> dict[str, Any]:
 
 
 def measure(mbit: float, rounds: int) -> dict[str, dict[str, Any]]:
-    with two_nodes(mbit) as names, tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        ranks = []
-        for rank in range(NODES * PER_NODE):
-            job = json.dumps({"rank": rank, "rounds": rounds, "out": str(out)})
-            command = ["ip", "netns", "exec", names[rank // PER_NODE], sys.executable, __file__, "--job", job]
-            ranks.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}))
-        try:
-            codes = [rank.wait(timeout=1800) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            sys.exit(f"ranks ended with {codes}")
+    links = [LabLink(mbit * 1e6)] * NODES
+    with lab_network(links) as network, tempfile.TemporaryDirectory() as folder:
+        out, hosts = Path(folder, "out.json"), Path(folder, "hosts.json")
+        HostFile(network.hosts).write(hosts)
+        os.environ[VARIABLE] = str(hosts)
+        job = json.dumps({"rounds": rounds, "out": str(out)})
+        ending = supervise([sys.executable, __file__, "--job", job], NODES * PER_NODE)
+        if failure := ending.error():
+            raise failure
         found: dict[str, dict[str, Any]] = json.loads(out.read_text())
         return found
 
@@ -188,8 +152,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.job:
         rank_main(json.loads(args.job))
-    if os.geteuid() != 0:
-        sys.exit("network namespaces need root")
+    check_allowed()
     expected = predicted(args.mbit, *calibrated(args.calibrate))
     found = measure(args.mbit, args.rounds)
     plain = statistics.median(found[ZERO_3]["seconds"])

@@ -46,6 +46,14 @@ def leftovers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
+def several_hosts() -> None:
+    """Skipped, with the reason, where the lab cannot make hosts."""
+    from harness.hosts import needs_hosts
+
+    needs_hosts()
+
+
+@pytest.fixture
 def heeded() -> Iterator[None]:
     """Signals do what they do in a shell of one's own: whoever runs the tests in a background, or with nohup, has them
     ignored."""

@@ -24,6 +24,7 @@ from shardwise.report import StepReport
 from shardwise.report.run_directory import RunDirectory
 from shardwise.runtime import installed
 from shardwise.runtime.job.config import OptimizerConfig, TrainConfig
+from shardwise.runtime.job.hosts import VARIABLE, HostFile, LaunchHost
 from shardwise.runtime.job.launch import Ending, RunFailed
 from shardwise.runtime.job.locks import run_lock
 
@@ -613,3 +614,29 @@ def test_an_unfinished_run_has_no_result(tmp_path):
     (tmp_path / "result.json").write_text("{")
     with pytest.raises(UserError, match="damaged"):
         api.TrainResult.read(tmp_path)
+
+
+def test_measured_and_predicted_seconds_of_a_step_share_a_line(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.report("measured").parent.mkdir()
+    report = StepReport("measured", {}, "dp=1", {}, "1xCPU", (), time=2.0)
+    report.write(directory.report("measured"))
+    assert api._step_times(directory) == ""
+    for seconds, line in ((None, ""), (1.5, "step: 2.00 s measured, 1.50 s predicted (-25.0%)")):
+        replace(report, source="predicted", time=seconds).write(directory.report("predicted"))
+        assert api._step_times(directory) == line
+
+
+def test_the_cluster_of_several_hosts_is_the_one_of_their_file(tmp_path, monkeypatch):
+    hosts = [LaunchHost(f"n{i}", f"10.0.0.{i}", "eth0", ("enter",)) for i in range(2)]
+    (tmp_path / "lab.toml").write_text(
+        'nodes = 2\ndevices_per_node = 4\nnics = 1\ndevice = "CPU"\n[inter]\nalpha = 0.001\nbandwidth = 5e6\n'
+    )
+    HostFile(tuple(hosts), str(tmp_path / "lab.toml")).write(tmp_path / "hosts.json")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "hosts.json"))
+    assert HostFile.from_environment().hosts == tuple(hosts)
+    cluster = api._cluster(api.configure(MODEL, "dp=2", WORKLOAD, "text"), nodes=2)
+    assert (cluster.nodes, cluster.devices_per_node, cluster.inter.bandwidth) == (2, 1, 5e6)
+    (tmp_path / "hosts.json").write_text("{}")
+    with pytest.raises(UserError, match="shardwise lab"):
+        HostFile.from_environment()

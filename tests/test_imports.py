@@ -36,6 +36,7 @@ FLOORS = {
     "serving": 7,
     "validation": 7,
     "emulate": 8,
+    "lab": 8,
     "studio": 8,
     "api": 9,
     "__init__": 10,
@@ -47,11 +48,11 @@ FLOORS = {
 
 NEVER = {("runtime", "predict"), ("studio", "decoder"), ("layout", "decoder")}
 NEVER |= {(room, other) for room in ("decoder", "ops") for other in ("cluster", "report", "data", "schedule")}
-NEVER |= {("studio", other) for other in ("runtime", "serving", "emulate")}
-NEVER |= {(core, other) for core in ("api", "__init__", "demo") for other in ("validation", "emulate")}
+NEVER |= {("studio", other) for other in ("runtime", "serving", "emulate", "lab")}
+NEVER |= {(core, other) for core in ("api", "__init__", "demo") for other in ("validation", "emulate", "lab")}
 """Lower floors that a room must not import all the same. The runtime does not know the predictions it is held against;
-layouts and the page need no torch; a decoder is its model in plain PyTorch; the core never imports validation/ or
-emulate/."""
+layouts and the page need no torch; a decoder is its model in plain PyTorch; the core never imports validation/,
+emulate/ or lab/."""
 
 TORCH_ROOMS = {"decoder", "ops", "runtime", "serving", "emulate"}
 HEAVY = {"numpy", "torch", "rich", "tokenizers", "pyarrow", "datasets"}

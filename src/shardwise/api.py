@@ -29,6 +29,7 @@ from shardwise.report.step_report import StepReport
 from shardwise.runtime.installed import require
 from shardwise.runtime.job import restart
 from shardwise.runtime.job.config import LaunchConfig, TrainConfig
+from shardwise.runtime.job.hosts import HostFile
 from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port
 from shardwise.runtime.job.locks import run_lock
 from shardwise.runtime.job.output import say
@@ -125,7 +126,9 @@ def run(config: TrainConfig, launch: LaunchConfig | None = None, *, series: bool
     with _claimed(config, series=series) as config:
         ending, config = restart.until_done(with_corpus(config, launch.progress), launch)
         _raise_for(ending.code, ending.line)
-        _predict(config, nodes=1)
+        _predict(config, nodes=max(1, len(HostFile.from_environment().hosts)))
+        if line := _step_times(RunDirectory(Path(config.out))):
+            launch.progress(line)
     return TrainResult.read(config.out)
 
 
@@ -400,6 +403,18 @@ def _predict(config: TrainConfig, nodes: int) -> None:
         report.write(directory.report("predicted"))
 
 
+def _step_times(directory: RunDirectory) -> str:
+    """Measured and predicted seconds of a step on a line; empty where one of them is not known."""
+    from shardwise.report.units import format_share, format_time
+
+    files = [directory.report(name) for name in ("measured", "predicted")]
+    measured, predicted = (StepReport.read(file).time if file.exists() else None for file in files)
+    if not measured or not predicted:
+        return ""
+    off = format_share(predicted / measured - 1, signed=True)
+    return f"step: {format_time(measured)} measured, {format_time(predicted)} predicted ({off})"
+
+
 def _carried_by(directory: RunDirectory) -> Backend | None:
     """Transport of the measured step's collectives: gloo where memory could not be shared, or was not to."""
     if not directory.report("measured").exists():
@@ -415,6 +430,7 @@ def _cluster(config: TrainConfig, nodes: int) -> Cluster:
 
     per_node = config.layout.ranks // nodes
     if config.device == "cpu":
-        return replace(Cluster.parse(f"{per_node}xcpu"), nodes=nodes)
+        measured = HostFile.from_environment().cluster if nodes > 1 else None
+        return replace(Cluster.parse(measured or f"{per_node}xcpu"), nodes=nodes, devices_per_node=per_node)
     gpu = Device("GPU", "cuda", None, None)
     return Cluster(nodes, per_node, gpu, Link(None, None), Link(None, None))

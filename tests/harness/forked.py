@@ -9,6 +9,7 @@ the README's program, the demo, torchrun's ranks and the tests of the launcher a
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import multiprocessing
 import os
@@ -35,6 +36,7 @@ LOADED = (
     "shardwise.runtime.measure.memory",
     "shardwise.runtime.job.trainer",
 )
+ENTER = ["ip", "netns", "exec"]
 Stream = int | IO[Any] | None
 
 
@@ -152,18 +154,29 @@ class Forked:
         self, command: list[str], *, env: Mapping[str, str], stdin: Stream, stdout: Stream, stderr: Stream,
         start_new_session: bool,
     ) -> None:  # fmt: skip
+        namespace, command = (command[3], command[4:]) if command[:3] == ENTER else ("", command)
         assert start_new_session and command[0] == sys.executable
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if not self.pid:
+            if namespace:
+                _enter(namespace)
             _become(command, env, (stdin, stdout, stderr))
 
     def wait(self) -> int:
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
+
+
+def _enter(namespace: str) -> None:
+    """Be in a network namespace of the lab, as a command of `ip netns exec` is."""
+    network = 0x40000000
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), network):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def _become(command: list[str], environment: Mapping[str, str], streams: Sequence[Stream]) -> NoReturn:

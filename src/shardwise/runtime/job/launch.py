@@ -3,7 +3,7 @@
 It knows nothing about training: a command line goes in, an exit code comes out. The ranks find in their environment:
 
 - `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `OMP_NUM_THREADS` as torch's own launcher sets them;
-- `SHARDWISE_RENDEZVOUS`: the `init_method` of the process group, a file unless a port was asked for;
+- `SHARDWISE_RENDEZVOUS`: the `init_method` of the process group, a file on one host unless a port was asked for;
 - `SHARDWISE_ERROR_FILE`: where a rank that fails writes its `Failure` before it exits;
 - `SHARDWISE_PULSE`: the file of its signs of life (`pulse.py`), by which the launcher finds a rank that is stuck;
 - `SHARDWISE_STACK`: where it writes where it stands when SIGUSR1 asks it to; made by the rank when it can;
@@ -31,6 +31,7 @@ from typing import Literal
 
 from shardwise.errors import UserError
 from shardwise.runtime.job import pulse
+from shardwise.runtime.job.hosts import PORT, HostFile, Placement
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.runtime.job.signals import handled
 
@@ -142,31 +143,33 @@ def supervise(
 ) -> Ending:
     """Run `command` as `ranks` local processes until all have ended, or one has failed and the others were stopped.
 
-    port: of 127.0.0.1, where the ranks meet; 0 lets them meet in a file. threads: of each rank's matrix products.
+    They are spread over the hosts that the environment names (`hosts.py`). port: where the ranks meet, on 127.0.0.1 or
+    the first host; 0 lets those of one host meet in a file. threads: of each rank's matrix products.
     loopback: have gloo talk over `lo`. env: added to the environment. Rank 0's output passes through, that of others is
     kept for the last line of a rank that dies speechless.
     rank0_stdout: file descriptor for rank 0's standard output. patience: seconds that ranks get to end in order after a
     signal; a second signal ends it. hang: seconds without a sign of life after which a rank counts as stuck; None for
     ranks that give none. stop: signals that are appended to it count as received, for callers outside of the main
-    thread. Raises `UserError` when the port is in use.
+    thread. Raises `UserError` when the port is in use, and for a bad file of hosts.
     """
     if port:
         check_port(port)
+    placement = Placement(ranks, HostFile.from_environment().hosts)
     received: list[int] = [] if stop is None else stop
     with temporary_folder() as folder, handled(_FORWARDED, lambda number, frame: received.append(number)):
-        crew = _Crew(command, ranks, folder, received, patience, hang)
+        crew = _Crew(command, placement, folder, received, patience, hang)
         shared = {
             **(env or {}),
             "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
             "OMP_NUM_THREADS": str(threads),
             # Progress must be seen while it happens, through a pipe too, and last words before a crash.
             "PYTHONUNBUFFERED": "1",
             "SHARDWISE_PARENT": str(os.getpid()),
-            "SHARDWISE_RENDEZVOUS": "env://" if port else f"file://{folder}/store",
+            "SHARDWISE_RENDEZVOUS": f"file://{folder}/store",
         }
-        if port:
-            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if port or placement.hosts:
+            shared |= {"MASTER_ADDR": placement.address, "MASTER_PORT": str(port or PORT)}
+            shared["SHARDWISE_RENDEZVOUS"] = "env://"
         if loopback:
             shared["GLOO_SOCKET_IFNAME"] = "lo"
         try:
@@ -257,7 +260,7 @@ class _Crew:
     """All ranks of one launch."""
 
     command: list[str]
-    size: int
+    placement: Placement
     folder: Path
     received: list[int]
     patience: float
@@ -265,13 +268,17 @@ class _Crew:
     ranks: list[_Rank] = field(default_factory=list)
     looked: float = 0.0
 
+    @property
+    def size(self) -> int:
+        return self.placement.ranks
+
     def start(self, shared: dict[str, str], rank0_stdout: int | None) -> None:
         for rank in range(self.size):
             error_file = self.folder / f"rank-{rank}.json"
             pulse_file, stack_file = self.folder / f"pulse-{rank}", self.folder / f"stack-{rank}"
             variables = {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                **self.placement.environment(rank),
                 "SHARDWISE_ERROR_FILE": str(error_file),
                 "SHARDWISE_PULSE": str(pulse_file),
                 "SHARDWISE_STACK": str(stack_file),
@@ -280,7 +287,7 @@ class _Crew:
             log = self.folder / f"rank-{rank}.log" if rank else None
             with open(log or os.devnull, "wb") as output:
                 process = subprocess.Popen(
-                    self.command,
+                    self.placement.command(rank, self.command),
                     env={**os.environ, **shared, **variables},
                     stdin=subprocess.DEVNULL,
                     stdout=output if log else rank0_stdout,

@@ -10,6 +10,7 @@ goes the other way round, since what comes first may have it easier.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from shardwise.runtime.transport.process_group import gather_objects
 from shardwise.runtime.transport.sends import SendTransport
 from shardwise.runtime.transport.shared import SharedTransport
 from shardwise.schedule import CommSchedule, build
+from shardwise.schedule.algorithms import find
 
 BLOCK = 0.01
 """Seconds that a block of calls should take."""
@@ -156,6 +158,13 @@ def backends_own(collective: str, memory: Tensor, n: int) -> Call:
     return calls[collective]
 
 
+def _schedule(collective: str, name: str, ranks: int) -> CommSchedule:
+    """An algorithm's schedule; one with levels has the ranks of a host inside where there are several hosts."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    several = local < ranks and "node" in find(collective, name).options
+    return build(collective, name, ranks, **({"node": local} if several else {}))
+
+
 class TransportBench:
     """One rank of a job: its transports, and a memory for each, as large as any cell needs."""
 
@@ -164,7 +173,7 @@ class TransportBench:
         assert world is not None
         self.job, self.started = job, time.monotonic()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.schedules = [build(collective, name, self.ranks) for collective, name in job.algorithms]
+        self.schedules = [_schedule(collective, name, self.ranks) for collective, name in job.algorithms]
         regions = max(2, *(len(schedule.regions) for schedule in self.schedules))
         most = regions * max(whole_elements(size, self.ranks) for size in job.sizes)
         self.plain = torch.empty(most, dtype=DTYPE)

@@ -38,6 +38,11 @@ def can_share() -> str | None:
     return None
 
 
+def network() -> int:
+    """Number of this process's network namespace: processes in different ones count as different hosts."""
+    return Path("/proc/self/ns/net").stat().st_ino
+
+
 def _name(pid: int, serial: int) -> str:
     """Name under /proc. A process has the segments that it maps among its open files, too: whose they are must show."""
     return f"shardwise-{pid}-{serial}"

@@ -26,7 +26,7 @@ from shardwise.layout.algorithms import Carried
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.buffers import Workspace
 from shardwise.runtime.transport.mail import Mail
-from shardwise.runtime.transport.memory import Peer, SharedSegment, SpinWait, can_share
+from shardwise.runtime.transport.memory import Peer, SharedSegment, SpinWait, can_share, network
 from shardwise.runtime.transport.plan import RankPlan, rank_plan
 from shardwise.runtime.transport.process_group import gather_objects
 from shardwise.runtime.transport.protocol import DONE, Realization, Transport, Work
@@ -97,21 +97,21 @@ class SharedTransport(Transport):
                 self.flags = memoryview(flags.map).cast("q")
                 # A process of the same number in another container is somebody else.
                 self.flags[_TOKEN] = token = secrets.randbits(62)
-                endpoint = os.getpid(), flags.serial, token
+                endpoint = os.getpid(), flags.serial, token, network()
             except OSError as error:
                 endpoint = f"rank {dist.get_rank()} got no shared memory: {error.strerror}"
         endpoints = gather_objects(endpoint, group)
         problem = next((endpoint for endpoint in endpoints if isinstance(endpoint, str)), None)
         if problem is None:
             try:
-                self.peers += [Peer(rank, pid) for rank, (pid, _, _) in zip(ranks, endpoints, strict=True)]
-                maps = [peer.map(serial) for peer, (_, serial, _) in zip(self.peers, endpoints, strict=True)]
+                self.peers += [Peer(rank, pid) for rank, (pid, *_) in zip(ranks, endpoints, strict=True)]
+                maps = [peer.map(serial) for peer, (_, serial, *_) in zip(self.peers, endpoints, strict=True)]
                 self.peer_flags = [memoryview(segment).cast("q") for segment in maps]
                 self.quick = Quick(self, maps)
                 foreign = [
                     rank
-                    for rank, flags, endpoint in zip(ranks, self.peer_flags, endpoints, strict=True)
-                    if flags[_TOKEN] != endpoint[2]
+                    for rank, flags, (*_, token, where) in zip(ranks, self.peer_flags, endpoints, strict=True)
+                    if flags[_TOKEN] != token or where != network()
                 ]
                 problem = f"rank {foreign[0]} is not on this host" if foreign else None
             except OSError as error:
