@@ -23,6 +23,7 @@ from shardwise.layout.axes import (
     HPZ_ACROSS,
     KV,
     PP,
+    REPLICA,
     REPLICATE,
     SHARD,
     STAGE,
@@ -34,7 +35,9 @@ from shardwise.model import ModelConfig
 from shardwise.runtime.context.view import cut_sequences
 from shardwise.runtime.transport.comms import Comms
 
-AXES = (CP, DATA, SHARD, HPZ, HPZ_ACROSS, REPLICATE, TP, KV, PP, DATA + PP, CP + TP, SHARD + TP, SHARD + TP + PP)
+AXES = (
+    CP, DATA, SHARD, HPZ, HPZ_ACROSS, REPLICATE, TP, KV, PP, DATA + PP, CP + TP, SHARD + TP, SHARD + TP + PP, REPLICA
+)  # fmt: skip
 """Every group over which the runtime communicates."""
 OF_EXPERTS = (EP, EDP, STAGE, STAGE + PP, EP_ACROSS, EP + ETP)
 """The groups of models with experts besides."""

@@ -1,0 +1,1 @@
+"""How replicas that train apart from each other agree."""

@@ -1,0 +1,45 @@
+"""`sync=local`: replicas that train apart from each other against as many models on one device, in float64; the
+communication ledger and the memory of a step with an outer step; what an outer step sends in few bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.apart import Apart, alone, selected_apart
+from harness.checks import train
+from harness.jobs import RankOutcome
+from harness.reference import Outcome
+from shardwise.layout import Mesh
+from shardwise.layout.axes import REPLICA
+
+TOLERANCE = 1e-9
+
+
+def trained(apart: Apart) -> list[RankOutcome]:
+    expected = alone(apart.case, apart.layout)
+    against = Outcome([], [], expected.first_grads, expected.final)
+    return train(apart.case, apart.layout, against, transport=apart.transport)
+
+
+def assert_as_alone(apart: Apart, ranks: list[RankOutcome]) -> None:
+    """Weights, losses and norms are those of as many models on one device."""
+    expected, mesh = alone(apart.case, apart.layout), Mesh.of(apart.layout, apart.case.model)
+    for name, value in expected.final.items():
+        error = sum(rank.final_errors.get(name, 0.0) for rank in ranks) ** 0.5
+        assert error <= TOLERANCE * float(value.norm()), f"{name}: off by {error:.2e}"
+    for rank, outcome in enumerate(ranks):
+        replica = mesh.index(REPLICA, rank)
+        assert outcome.losses == pytest.approx(expected.losses[replica], rel=TOLERANCE)
+        assert outcome.norms == pytest.approx(expected.norms[replica], rel=TOLERANCE)
+        assert outcome.agreed == pytest.approx(expected.agreed, rel=TOLERANCE)
+        assert outcome.agreed == ranks[0].agreed
+    pieces: dict[tuple, str] = {}
+    for outcome in ranks:
+        for key, digest in outcome.pieces.items():
+            assert pieces.setdefault(key, digest) == digest, f"replicas differ in {key}"
+
+
+@pytest.mark.parametrize("apart", selected_apart(), ids=lambda a: a.id)
+def test_trap_29_replicas_train_as_they_would_alone(apart: Apart) -> None:
+    ranks = trained(apart)
+    assert_as_alone(apart, ranks)
