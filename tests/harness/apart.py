@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import cycle
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -23,8 +23,12 @@ from shardwise.runtime.sync.rounds import Rounds
 
 SPACES = {"dense": all_cases, "pipelines": pipeline_cases, "contexts": context_cases, "experts": expert_cases}
 WORLDS = (2, 4, 8)
+SPLITS = ((2, 2), (1, 2), (2, 2), (4, 2), (2, 2), (1, 4), (2, 4))
+"""(ranks of a replica, replicas)."""
 OF_EACH = 10
-TODAY = 8
+TODAY = 6
+EIGHT_RANKS = 1
+"""Of a day's cases, at most."""
 OFFLOADS = ("", "", "offload=cpu", "", "", "offload=cpu:0.4", "", "offload=cpu,offload_params=cpu", "")
 OUTERS = ("average", "nesterov", "nesterov")
 ROUNDS = 2
@@ -45,11 +49,14 @@ class Apart:
 
 def _cases() -> Iterator[Apart]:
     generator = random.Random(GENERATOR_SEED)
-    ways = zip(cycle((2, 2, 4)), cycle((1, 2, 2, 3)), cycle(OUTERS), cycle(OFFLOADS), strict=False)
+    ways = zip(cycle(SPLITS), cycle((1, 2, 2, 3)), cycle(OUTERS), cycle(OFFLOADS), strict=False)
     for name, points in SPACES.items():
-        legal = [p for p in points() if p.layout.precision == "fp64" and p.layout.ranks in (1, 2, 4)]
-        for point, (replicas, every, outer, offload) in zip(generator.sample(legal, OF_EACH), ways, strict=False):
-            yield _apart(name, point, min(replicas, max(WORLDS) // point.layout.ranks), every, outer, offload)
+        exact = [p for p in points() if p.layout.precision == "fp64" and p.layout.ranks in (1, 2, 4)]
+        generator.shuffle(exact)
+        for (ranks, replicas), *way in islice(ways, OF_EACH):
+            point = min(exact, key=lambda point: abs(point.layout.ranks - ranks))
+            exact.remove(point)
+            yield _apart(name, point, min(replicas, max(WORLDS) // point.layout.ranks), *way)
 
 
 def _apart(name: str, point: Point, replicas: int, every: int, outer: str, offload: str) -> Apart:
@@ -73,7 +80,11 @@ def apart_cases() -> list[Apart]:
 def selected_apart() -> list[Apart]:
     """All of them, or today's."""
     every = apart_cases()
-    return every if EVERYTHING else random.Random(seed()).sample(every, TODAY)
+    if EVERYTHING:
+        return every
+    generator = random.Random(seed())
+    largest, rest = ([a for a in every if (a.layout.ranks == max(WORLDS)) == large] for large in (True, False))
+    return [*generator.sample(rest, TODAY - EIGHT_RANKS), *generator.sample(largest, EIGHT_RANKS)]
 
 
 @dataclass

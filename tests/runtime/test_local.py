@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from harness.apart import Apart, alone, selected_apart
-from harness.checks import train
+from harness.checks import assert_ledger, assert_memory, train
 from harness.jobs import RankOutcome
 from harness.reference import Outcome
 from shardwise.layout import Mesh
@@ -43,3 +43,7 @@ def assert_as_alone(apart: Apart, ranks: list[RankOutcome]) -> None:
 def test_trap_29_replicas_train_as_they_would_alone(apart: Apart) -> None:
     ranks = trained(apart)
     assert_as_alone(apart, ranks)
+    assert_ledger(apart.case, apart.layout, ranks)
+    assert_memory(apart.case, apart.layout, ranks)
+    assert all(REPLICA[0] not in row.axes.split("_") for rank in ranks for row in rank.between)
+    assert any(row.axes == REPLICA[0] for row in ranks[0].role.ledger)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.axes import REPLICA
-from shardwise.layout.homes import TO_DEVICE, TO_HOST
+from shardwise.layout.homes import DISK_WRITE, TO_DEVICE, TO_HOST
 from shardwise.layout.outer import (
     OUTER_LR,
     OUTER_MOMENTUM,
@@ -119,8 +119,20 @@ class OuterStep:
                     unit.packed.sum(numbers)
                 unit.update(numbers.div_(self.replicas))
                 if self._plan.layout.offload_home != "none":
-                    for way in (TO_DEVICE, TO_HOST):
-                        self._comms.copied(way, name, numbers.dtype, unit.elements)
+                    self._note_copies(unit, numbers.dtype)
+
+    def _note_copies(self, unit: OuterUnit, wide: torch.dtype) -> None:
+        """The outer gradient has come to the device, its mean has gone back, and new weights to where they are kept."""
+        flat, layout = unit.state.flat, self._plan.layout
+        name, dtype, away = flat.unit.name, torch_dtype(layout.dtype), unit.elements - unit.state.cut
+        copies = [(TO_DEVICE, wide, unit.elements), (TO_HOST, wide, unit.elements)]
+        stored = layout.offload_params != "none"
+        copies.append((TO_HOST, dtype, unit.state.cut) if stored else (TO_DEVICE, dtype, away))
+        if flat.file is not None:
+            copies.append((DISK_WRITE, dtype, unit.elements))
+        for op, kind, elements in copies:
+            if elements:
+                self._comms.copied(op, name, kind, elements)
 
     def count_loss(self, loss: float, tokens: int, agrees: bool) -> None:
         """Note the loss of this replica's step; with the outer step the mean over all replicas is known."""
