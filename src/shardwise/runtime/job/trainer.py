@@ -26,7 +26,7 @@ from shardwise.decoder import random
 from shardwise.decoder.initial import initial_values
 from shardwise.errors import UserError
 from shardwise.layout import Mesh, check_runnable, unit_plan
-from shardwise.layout.axes import DP
+from shardwise.layout.axes import DP, REPLICA
 from shardwise.layout.units import UnitPlan
 from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Parameter
@@ -50,11 +50,13 @@ from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.measure.timeline import TimelineRecorder
 from shardwise.runtime.offload.recovery import Kept, newest_kept
 from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.sync.rounds import Rounds
 from shardwise.runtime.zero.flat_unit import torch_dtype
 from shardwise.runtime.zero.optimizer import learning_rate
 
 MEASURED_STEP = 2
-"""The step whose report is taken: the first two fill caches. Its timeline is the next step's."""
+"""The step whose report is taken: the first two fill caches. Its timeline is the next step's; where replicas train apart
+from each other both have an outer step."""
 
 _NOTES = ("time is the median step's; timelines and the collectives' times are those of one undisturbed step",)
 _COMPILED = "compile=block: on CPU, what compiled blocks make and free inside themselves is not seen"
@@ -169,9 +171,13 @@ class _Run:
             seed=config.seed, about=config.to_json(), keep=config.keep_last, later=config.save_async,
             timeout=timeout, pulse=pulse.Pulse(memory, pulse.SAVING),
         )  # fmt: skip
-        self.stop = StopRequest()
+        self.rounds = Rounds.of(layout, config.steps)
+        self.stop = StopRequest(self.rounds)
         self.first_step = self.at.step
         self.times: list[float] = []
+        """Seconds of steps; where replicas train apart from each other, of those with an outer step."""
+        self.inner_times: list[float] = []
+        """Seconds of the others."""
         self.cpu_times: list[float] = []
         """CPU seconds of all threads of this process, of the same steps."""
         self.role: Role | None = None
@@ -186,7 +192,7 @@ class _Run:
 
     def _open_corpus(self, plan: UnitPlan) -> None:
         config, corpus = self.config, Corpus.open(Path(self.config.corpus))
-        data_rank = Mesh.of(config.layout, config.model).index(DP, self.rank)
+        data_rank = Mesh.of(config.layout, config.model).index(REPLICA + DP, self.rank)
         eos = corpus.eos if config.workload.isolate_documents else None
         samplers = {
             split: Sampler(corpus.tokens(split), config.workload.seq, config.seed, eos=eos)
@@ -223,7 +229,7 @@ class _Run:
         self.pulse.work("its preparation")
         self.peak = matmul_rate(self.device, torch_dtype(config.layout.dtype))
         start, loss = self.at.step, self.record.loss if self.record else float("nan")
-        measured = max(start, min(start + MEASURED_STEP, config.steps - 2)) if config.report else -1
+        measured = self.rounds.measured(start, MEASURED_STEP) if config.report and start < config.steps else -1
         first, stopped = self._validate(start), False
         for step in range(start, config.steps):
             stopped = self.stop.agreed(step)
@@ -232,9 +238,9 @@ class _Run:
             loss = self._observed(step, measure=step == measured)
             if step + 1 == config.steps:
                 break
-            if config.validate_every and (step + 1) % config.validate_every == 0:
+            if self.rounds.due(config.validate_every, step):
                 self._validate(step + 1)
-            if config.save_every and (step + 1) % config.save_every == 0:
+            if self.rounds.due(config.save_every, step):
                 self._save(last=False)
         if self.role is not None:  # no step was left after the measured one
             self.roles, self.role = self._gather(self.role, None), None
@@ -252,13 +258,14 @@ class _Run:
         step, undisturbed but for its clock, gives the timeline and the times of the collectives."""
         started, cpu = time.perf_counter(), time.process_time()
         measurement = StepMeasurement(self.program) if measure else None
-        timeline = TimelineRecorder(self.program) if self.role is not None else None
+        again = self.role is not None and self.rounds.ends(step)
+        timeline = TimelineRecorder(self.program) if again else None
         loss, norm = self._step(step, measurement or timeline or nullcontext())
         elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
         if measurement is not None:
             self.role = measurement.role(self.rank)
         elif step > self.first_step or self.config.steps == 1:
-            self.times.append(elapsed)
+            (self.times if self.rounds.ends(step) else self.inner_times).append(elapsed)
             self.cpu_times.append(cpu)
         if timeline is not None and self.role is not None:
             role = replace(self.role, transport=timeline.transport(self.role.ledger))
@@ -268,9 +275,22 @@ class _Run:
             self.record.step(
                 step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate, mfu=self._mfu(rate),
                 lr=learning_rate(self.config.optimizer, step, self.config.steps), recorded=measure,
-                experts=self.program.expert_loads.event(),
+                experts=self.program.expert_loads.event(), **self._agreed(step),
             )  # fmt: skip
         return loss
+
+    def _agreed(self, step: int) -> dict[str, float]:
+        """The mean loss of all replicas since the last outer step, where a step ends with one."""
+        outer = self.program.outer
+        return {"outer_loss": outer.loss} if outer is not None and self.rounds.ends(step) else {}
+
+    def _seconds(self) -> float | None:
+        """The median step's; where replicas train apart from each other, the mean over a round of the median step with
+        an outer step and of the others."""
+        kinds = [statistics.median(times) for times in (self.times, self.inner_times) if times]
+        if len(kinds) < 2:
+            return kinds[0] if kinds else None
+        return (kinds[0] + (self.rounds.every - 1) * kinds[1]) / self.rounds.every
 
     def _mfu(self, tokens_per_s: float) -> float:
         """Model FLOPs utilization, causal attention counted once, against the measured rate of this machine's matrix
@@ -295,7 +315,7 @@ class _Run:
 
     def _finish(self, first: float, last: float, loss: float) -> dict[str, Any]:
         config = self.config
-        seconds = statistics.median(self.times) if self.times else None
+        seconds = self._seconds()
         rate = config.workload.batch * config.workload.seq / seconds if seconds else None
         seen: Exposure | None = None
         if self.roles is not None and self.record:
@@ -304,7 +324,7 @@ class _Run:
             "steps": config.steps,
             "ranks": self.world,
             "layout": str(config.layout),
-            "loss": loss,
+            "loss": loss if self.program.outer is None else self.program.outer.loss,
             "validation_loss": last,
             "first_validation_loss": first,
             "unigram_entropy": self.entropy,
@@ -333,7 +353,8 @@ class _Run:
         try:
             micro_batches = self.batches["train"].step(self.at.samples, batch, key)
             with around:
-                loss, norm, _ = self.program.step(micro_batches, learning_rate(config.optimizer, step, config.steps))
+                lr = learning_rate(config.optimizer, step, config.steps)
+                loss, norm, _ = self.program.step(micro_batches, lr, self.rounds.ends(step))
         except RuntimeError as error:
             raise self._named(error, step) from error
         self.at = Position(step + 1, self.at.samples + batch, self.program.optimizer.steps)
@@ -357,7 +378,8 @@ class _Run:
             for batch, targets in self.batches["validation"].step(start, item, None):
                 loss, valid = self.program.evaluate(batch, targets)
                 total, tokens = total + loss, tokens + valid
-        mean = total / max(1, tokens)
+        outer = self.program.outer
+        mean = total / max(1, tokens) if outer is None else outer.mean(total, tokens)
         if self.record:
             self.record.validation(step, mean, self.entropy)
         return mean

@@ -31,9 +31,8 @@ class Rounds:
         return period > 0 and self.ends(step) and (step + 1) // period > start // period
 
     def ends_after(self, step: int) -> int:
-        """The first step before which a new round begins, and which no rank has begun when one is about to begin
-        `step`."""
-        # In lockstep a rank may be a step ahead, but for the collective at the step's end.
+        """The first step before which all ranks can stop when one of them, about to begin `step`, says so: no rank has
+        begun it, and it begins a round."""
         return step + 2 if self.every == 1 else -(-(step + 1) // self.every) * self.every
 
     def measured(self, start: int, warm: int) -> int:
