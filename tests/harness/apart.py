@@ -16,9 +16,9 @@ from harness.contexts import context_cases
 from harness.experts import expert_cases
 from harness.pipelines import pipeline_cases
 from harness.reference import Case, OneDevice, global_batch
-from harness.space import GENERATOR_SEED, Point, all_cases
+from harness.space import GENERATOR_SEED, MODELS, Point, all_cases
 from harness.today import EVERYTHING, seed
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Workload
 from shardwise.runtime.sync.rounds import Rounds
 
 SPACES = {"dense": all_cases, "pipelines": pipeline_cases, "contexts": context_cases, "experts": expert_cases}
@@ -85,6 +85,22 @@ def selected_apart() -> list[Apart]:
     generator = random.Random(seed())
     largest, rest = ([a for a in every if (a.layout.ranks == max(WORLDS)) == large] for large in (True, False))
     return [*generator.sample(rest, TODAY - EIGHT_RANKS), *generator.sample(largest, EIGHT_RANKS)]
+
+
+PACKED = [
+    Apart(text, Case(MODELS[name], Workload(12, 8), Layout.parse(text).precision, steps=4), Layout.parse(text), transport)
+    for name, transport, text in (
+        ("qwen3", "shared", "dp=2,tp=2,sp,sync=local,every=2,outer=nesterov,outer_bits=8,precision=fp32"),
+        ("gpt2", "gloo", "dp=4,zero=3,sync=local,every=2,outer=nesterov,outer_bits=4,replicas=2"),
+        ("llama", "shared", "dp=4,tp=2,zero=1,sync=local,every=2,outer_bits=4,replicas=2,offload=cpu:0.5"),
+        ("qwen3", "shared", "dp=2,pp=2,zero=1,sync=local,every=2,outer=nesterov,outer_bits=4,precision=fp64"),
+        ("mqa", "gloo", "dp=4,tp=2,sync=local,every=1,outer=nesterov,outer_bits=8,precision=fp32"),
+        ("prime", "shared", "dp=2,cp=2,zero=2,sync=local,every=4,outer_bits=8,algorithm=ring"),
+        ("llama", "shared", "dp=4,zero=3,sync=local,every=2,outer=nesterov,replicas=2,algorithm=tree"),
+        ("llama", "shared", "dp=2,zero=2,sync=local,every=2,outer=nesterov,replicas=1,outer_bits=4"),
+    )
+]
+"""Outer gradients in few bits, and other precisions: no model on one device does the same."""
 
 
 @dataclass

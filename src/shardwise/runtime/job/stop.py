@@ -52,4 +52,6 @@ class StopRequest:
             self._told = True
             # The first to write wins: a store has no other way to agree.
             self._store.compare_set(_KEY, "", str(self._rounds.ends_after(step)))
+        if not self._rounds.begins(step):
+            return False  # the store may be far away
         return self._store.check([_KEY]) and step >= int(self._store.get(_KEY))

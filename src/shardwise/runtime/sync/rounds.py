@@ -20,6 +20,10 @@ class Rounds:
     def of(cls, layout: Layout, steps: int) -> Rounds:
         return cls(layout.every if layout.sync == "local" else 1, steps)
 
+    def begins(self, step: int) -> bool:
+        """Whether a round begins with a step."""
+        return step % self.every == 0
+
     def ends(self, step: int) -> bool:
         """Whether a round ends with a step."""
         return (step + 1) % self.every == 0 or step + 1 == self.steps
