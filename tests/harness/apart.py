@@ -19,6 +19,7 @@ from harness.reference import Case, OneDevice, global_batch
 from harness.space import GENERATOR_SEED, MODELS, Point, all_cases
 from harness.today import EVERYTHING, seed
 from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
 from shardwise.runtime.sync.rounds import Rounds
 
 SPACES = {"dense": all_cases, "pipelines": pipeline_cases, "contexts": context_cases, "experts": expert_cases}
@@ -87,8 +88,15 @@ def selected_apart() -> list[Apart]:
     return [*generator.sample(rest, TODAY - EIGHT_RANKS), *generator.sample(largest, EIGHT_RANKS)]
 
 
+def listed(model: ModelConfig, text: str, transport: str = "shared", batch: int = 8) -> Apart:
+    """Four steps of a layout by its text."""
+    layout = Layout.parse(text)
+    case = Case(model, Workload(12, batch), layout.precision, steps=4)
+    return Apart(f"{model.name}:{text}", case, layout, transport)
+
+
 PACKED = [
-    Apart(text, Case(MODELS[name], Workload(12, 8), Layout.parse(text).precision, steps=4), Layout.parse(text), transport)
+    listed(MODELS[name], text, transport)
     for name, transport, text in (
         ("qwen3", "shared", "dp=2,tp=2,sp,sync=local,every=2,outer=nesterov,outer_bits=8,precision=fp32"),
         ("gpt2", "gloo", "dp=4,zero=3,sync=local,every=2,outer=nesterov,outer_bits=4,replicas=2"),

@@ -6,75 +6,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.apart import PACKED, Apart, alone, selected_apart
+from harness.apart import PACKED, Apart, selected_apart
+from harness.apart_checks import assert_as_alone, assert_predicted, blank, trained
 from harness.apart_jobs import Account, Exchanged, numbers
-from harness.checks import assert_ledger, assert_memory, assert_replicas_equal, train
-from harness.jobs import RankOutcome
+from harness.checks import assert_replicas_equal, train
 from harness.pool import run_ranks
-from harness.reference import Outcome
 from harness.space import MODELS
 from harness.today import some_of
-from shardwise.layout import Layout, Mesh, Workload, unit_plan
-from shardwise.layout.axes import REPLICA
+from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.outer import outer_pieces
 from shardwise.layout.wire import BLOCK
-from shardwise.model import ModelConfig
-from shardwise.model.parameters import parameters
 from shardwise.predict.memory.step import optimizer_bytes
 from shardwise.runtime.zero.quantized import LARGEST
 
-TOLERANCE = 1e-9
-
-
-def blank(model: ModelConfig) -> Outcome:
-    """No reference."""
-    zeros = {p.name: torch.zeros(p.shape, dtype=torch.float64) for p in parameters(model)}
-    return Outcome([], [], zeros, zeros)
-
-
-def trained(apart: Apart) -> list[RankOutcome]:
-    expected = alone(apart.case, apart.layout)
-    against = Outcome([], [], expected.first_grads, expected.final)
-    return train(apart.case, apart.layout, against, transport=apart.transport)
-
-
-def assert_predicted(apart: Apart, ranks: list[RankOutcome]) -> None:
-    """Ledger and memory of a step with an outer step; and between outer steps nothing goes from replica to replica."""
-    assert_ledger(apart.case, apart.layout, ranks)
-    assert_memory(apart.case, apart.layout, ranks)
-    assert all(REPLICA[0] not in row.axes.split("_") for rank in ranks for row in rank.between)
-    assert all(bool(rank.between) == (apart.layout.every > 1) for rank in ranks)
-    crossing = [row for row in ranks[0].role.ledger if row.axes == REPLICA[0]]
-    assert bool(crossing) == (apart.layout.independent > 1)
-
-
-def assert_as_alone(apart: Apart, ranks: list[RankOutcome]) -> None:
-    """Weights, losses and norms are those of as many models on one device."""
-    expected, mesh = alone(apart.case, apart.layout), Mesh.of(apart.layout, apart.case.model)
-    for name, value in expected.final.items():
-        error = sum(rank.final_errors.get(name, 0.0) for rank in ranks) ** 0.5
-        assert error <= TOLERANCE * float(value.norm()), f"{name}: off by {error:.2e}"
-    for rank, outcome in enumerate(ranks):
-        replica = mesh.index(REPLICA, rank)
-        assert outcome.losses == pytest.approx(expected.losses[replica], rel=TOLERANCE)
-        assert outcome.norms == pytest.approx(expected.norms[replica], rel=TOLERANCE)
-        assert outcome.agreed == pytest.approx(expected.agreed, rel=TOLERANCE)
-        assert outcome.agreed == ranks[0].agreed
-    pieces: dict[tuple, str] = {}
-    for outcome in ranks:
-        for key, digest in outcome.pieces.items():
-            assert pieces.setdefault(key, digest) == digest, f"replicas differ in {key}"
-
 
 @pytest.mark.parametrize("apart", selected_apart(), ids=lambda a: a.id)
-def test_trap_29_replicas_train_as_they_would_alone(apart: Apart) -> None:
+def test_replicas_train_as_they_would_alone(apart: Apart) -> None:
     ranks = trained(apart)
     assert_as_alone(apart, ranks)
     assert_predicted(apart, ranks)
 
 
 @pytest.mark.parametrize("apart", some_of(PACKED, 3, "packed outer gradients"), ids=lambda a: a.id)
-def test_trap_29_packed_outer_gradients_are_predicted_and_accounted_for(apart: Apart) -> None:
+def test_packed_outer_gradients_are_predicted_and_accounted_for(apart: Apart) -> None:
     """Over all outer steps, the true sums are what was sent and what is left; replicas have the same bits."""
     against = blank(apart.case.model)
     ranks = train(apart.case, apart.layout, against, transport=apart.transport)
@@ -88,7 +42,7 @@ def test_trap_29_packed_outer_gradients_are_predicted_and_accounted_for(apart: A
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_trap_29_a_packed_sum_is_off_by_half_a_scale_per_packing(bits: int, replicas: int) -> None:
+def test_a_packed_sum_is_off_by_half_a_scale_per_packing(bits: int, replicas: int) -> None:
     layout = Layout.parse(f"dp={2 * replicas},zero=1,sync=local,every=1,outer_bits={bits},replicas={replicas}")
     asked = Exchanged(MODELS["llama"].replace(hidden=50), layout, "blocks.0")
     plan = unit_plan(asked.model, layout, Workload(8, layout.dp))

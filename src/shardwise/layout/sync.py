@@ -2,8 +2,8 @@
 
 A replica is what trains together: under `sync=local` one of `replicas` equal parts of the data-parallel ranks, each
 with the layout's other splits; under `ps`, `async` and `ssp` a worker, with one data-parallel rank. Servers keep the
-master weights and the optimizer state of a key range each. Sources: Li et al. 2014 (parameter server), Ho et al. 2013 (SSP),
-Stich 2019 (local SGD), Douillard et al. 2023 (DiLoCo).
+master weights and the optimizer state of a key range each. Sources: Li et al. 2014 (parameter server), Ho et al. 2013
+(SSP), Stich 2019 (local SGD), Douillard et al. 2023 (DiLoCo).
 """
 
 from __future__ import annotations

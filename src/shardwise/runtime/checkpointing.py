@@ -97,8 +97,8 @@ class Saver:
         self._saving: Future[None] | None = None
 
     def save(self, position: Position) -> None:
-        """Write the state after `position.step` steps, or start to. Replicas that train apart from each other go on with
-        what is written: it must follow an outer step."""
+        """Write the state after `position.step` steps, or start to. Replicas that train apart from each other continue
+        with what is written: it must follow an outer step."""
         self.finish()
         # All ranks together, which a rank that cannot write must not miss.
         if self.program.outer is not None:

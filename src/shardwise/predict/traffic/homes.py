@@ -38,8 +38,8 @@ def home_rows(plan: UnitPlan) -> list[LedgerRow]:
 
 
 def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: UnitPlan, unit: Unit) -> None:
-    """Gradients to the host's cores, their state from and to the disk, and new parameters to where these are kept; outer
-    gradients to the device, and their mean back."""
+    """Gradients to the host's cores, their state from and to the disk, and new parameters to where these are kept;
+    outer gradients to the device, and their mean back."""
     layout, moved, stays = plan.layout, plan.offloaded(unit), on_device(plan, unit)
     if accumulates_on_host(plan):
         rows["backward", TO_HOST, unit.name, plan.wire_dtype, unit.shard_numel] += plan.reductions

@@ -55,8 +55,8 @@ from shardwise.runtime.zero.flat_unit import torch_dtype
 from shardwise.runtime.zero.optimizer import learning_rate
 
 MEASURED_STEP = 2
-"""The step whose report is taken: the first two fill caches. Its timeline is the next step's; where replicas train apart
-from each other both have an outer step."""
+"""The step whose report is taken: the first two fill caches. Its timeline is the next step's; where replicas train
+apart from each other both have an outer step."""
 
 _NOTES = ("time is the median step's; timelines and the collectives' times are those of one undisturbed step",)
 _COMPILED = "compile=block: on CPU, what compiled blocks make and free inside themselves is not seen"

@@ -1,8 +1,8 @@
 """Outer steps of `sync=local`: replicas agree on weights after some steps of their own (local SGD, DiLoCo).
 
-The outer gradient of a replica is what the weights were at the last outer step less what they are now. Its mean over the
-replicas moves the former, either all the way (`outer=average`) or by SGD with Nesterov momentum. Every rank does this
-for the interval of each unit that its optimizer owns, with the ranks of the other replicas that own it.
+The outer gradient of a replica is what the weights were at the last outer step less what they are now. Its mean over
+the replicas moves the former, either all the way (`outer=average`) or by SGD with Nesterov momentum. Every rank does
+this for the interval of each unit that its optimizer owns, with the ranks of the other replicas that own it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class OuterStep:
             optimizer.engine.host.add("optimizer", tensor.nbytes)
 
     def step(self) -> None:
-        """Agree with the other replicas. Afterwards the engine gathers the new weights. All ranks call this together."""
+        """Agree with the other replicas; the engine gathers the new weights after it. All ranks call this together."""
         self._comms.pulse.work("the outer step")
         with self._comms.in_phase("optimizer"):
             for name, unit in self.units.items():

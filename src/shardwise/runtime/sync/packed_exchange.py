@@ -1,8 +1,8 @@
 """The sum of a unit's outer gradients over the replicas with few bits on the wire, under error feedback.
 
-Each replica packs the pieces of its outer gradient, one for every replica, and gets by an all-to-all what the others have
-packed of its own piece. It packs the sum of these again, and an all-gather brings all sums together. The error of each
-packed piece is added to what is packed there the next time, as in `zero.packed_sum`.
+Each replica packs the pieces of its outer gradient, one for every replica, and gets by an all-to-all what the others
+have packed of its own piece. It packs the sum of these again, and an all-gather brings all sums together. The error of
+each packed piece is added to what is packed there the next time, as in `zero.packed_sum`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class PackedExchange:
     home: device of the residuals between outer steps.
     """
 
-    def __init__(self, unit: str, pieces: OuterPieces, sizes: tuple[int, int], comms: Comms, home: torch.device) -> None:
+    def __init__(
+        self, unit: str, pieces: OuterPieces, sizes: tuple[int, int], comms: Comms, home: torch.device
+    ) -> None:
         self._unit, self._pieces, self._comms = unit, pieces, comms
         self.first, self.second = (torch.zeros(elements, device=home) for elements in sizes)
         """Errors of this rank's outer gradient [interval], and of the sums of its piece [piece]; fp32."""
