@@ -1,8 +1,8 @@
 """Outer steps of `sync=local`: the state that a rank keeps for them, and what replicas send each other. Free of torch.
 
 Replicas train apart from each other. After every H-th step the mean of what they have learned, the outer gradient,
-moves the weights that all of them had before. Sources: Stich 2019 (local SGD), Douillard et al. 2023 (DiLoCo), Douillard
-et al. 2025 (Streaming DiLoCo: outer gradients in 4 bits).
+moves the weights that all of them had before. Sources: Stich 2019 (local SGD), Douillard et al. 2023 (DiLoCo),
+Douillard et al. 2025 (Streaming DiLoCo: outer gradients in 4 bits).
 """
 
 from __future__ import annotations
