@@ -6,7 +6,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from shardwise.layout.experts import RoutedRows
 from shardwise.layout.homes import state_file
 from shardwise.layout.units import Backend
 from shardwise.report import Role
-from shardwise.report.step_report import Bytes
+from shardwise.report.step_report import Bytes, LedgerRow
 from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.sync.rounds import Rounds
 from shardwise.runtime.zero.flat_unit import FlatUnit, local_values
 from shardwise.runtime.zero.optimizer import learning_rate
 
@@ -44,7 +45,8 @@ class Training:
 
 @dataclass
 class RankOutcome:
-    """grad_errors, final_errors: parameter -> squared distance to the reference over the rank's interval.
+    """grad_errors, final_errors: parameter -> squared distance to the reference over the rank's interval. agreed: the
+    mean loss of each round, where replicas train apart from each other.
 
     pieces: (parameter, global box, interval) -> hash of its bytes, by which replicas are compared. seconds: the fastest
     step before the last.
@@ -60,6 +62,9 @@ class RankOutcome:
     routed: RoutedRows | None = None
     """Rows that experts have exchanged in the last step."""
     seconds: float = float("inf")
+    agreed: list[float] = field(default_factory=list)
+    between: tuple[LedgerRow, ...] = ()
+    """Ledger of a step without an outer step, if there is one."""
 
 
 def _errors(flat: FlatUnit, mine: torch.Tensor, reference: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -107,6 +112,7 @@ def train(rank: int, asked: Training) -> RankOutcome:
         return plain_step(lr)
 
     program.optimizer.step = keep_gradients  # type: ignore[method-assign]
+    rounds = Rounds.of(layout, case.steps)
     for step in range(case.steps):
         lr = learning_rate(case.optimizer, step, case.steps)
         batches = micro_batches(case, layout, rank, step)
@@ -114,8 +120,15 @@ def train(rank: int, asked: Training) -> RankOutcome:
             (loss, norm, _), outcome.role = _recorded(program, rank, partial(program.step, batches, lr), asked.memory)
         else:
             started = time.perf_counter()
-            loss, norm, _ = program.step(batches, lr)
+            agrees = rounds.ends(step)
+            if not agrees:
+                program.comms.start_recording()
+            loss, norm, _ = program.step(batches, lr, agrees)
+            program.comms.stop_recording()
+            outcome.between = outcome.between if agrees else program.comms.ledger()
             outcome.seconds = min(outcome.seconds, time.perf_counter() - started)
+        if program.outer is not None and rounds.ends(step):
+            outcome.agreed.append(program.outer.loss)
         outcome.losses.append(loss)
         outcome.norms.append(norm)
     for state in program.optimizer.states:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -127,56 +127,76 @@ def _decay(decayed: list[Tensor], by: float) -> None:
         tensor.data.mul_(by)
 
 
+class OneDevice:
+    """A case's decoder on one device with torch's optimizer. share: of the global batch that it trains on."""
+
+    def __init__(self, case: Case, share: float = 1.0) -> None:
+        self.case, self.dtype = case, dtype_of(case.precision)
+        self.auxiliary = 1 / (case.workload.batch * share)
+        self.decoder = Decoder(case.model)
+        table = {p.name: p for p in parameters(case.model)}
+        self.named = dict(self.decoder.named_parameters())
+        assert {n: tuple(p.shape) for n, p in self.named.items()} == {n: p.shape for n, p in table.items()}
+        for name, tensor in self.named.items():
+            spec = table[name]
+            tensor.data = values(spec, torch.arange(spec.numel)).view(spec.shape).to(self.dtype)
+        for block in self.decoder.blocks:
+            block.attention.core.kind = case.attention
+        narrow = case.precision == "bf16"
+        self.master = {n: p.detach().float().clone() for n, p in self.named.items()} if narrow else self.named
+        config = case.optimizer
+        groups = [
+            {"params": [self.master[n] for n in self.named if table[n].decay], "weight_decay": config.weight_decay},
+            {"params": [self.master[n] for n in self.named if not table[n].decay], "weight_decay": 0.0},
+        ]
+        self._decayed = groups[0]["params"]
+        self.optimizer = _optimizer(case, groups)
+        self.grads: dict[str, Tensor] = {}
+        """Those of the first step, before they were clipped."""
+
+    def step(self, rows: dict[str, Tensor], step: int) -> tuple[float, float]:
+        """Train on some sequences; (loss, gradient norm)."""
+        case, config = self.case, self.case.optimizer
+        batch = replace(make_batch(case, rows, step), auxiliary=self.auxiliary)
+        logits = self.decoder(batch)
+        wide = logits.float() if self.dtype == torch.bfloat16 else logits
+        valid = (rows["targets"] != -100).sum()
+        loss = F.cross_entropy(wide.flatten(0, 1), rows["targets"].flatten(), reduction="sum") / valid.clamp(min=1)
+        for tensor in self.named.values():
+            tensor.grad = None
+        loss.backward()
+        for name, tensor in self.named.items():
+            if tensor.grad is None and name.endswith("router.bias"):
+                tensor.grad = torch.zeros_like(tensor)
+        if not self.grads:
+            self.grads = {n: p.grad.double().clone() for n, p in self.named.items()}
+        if self.master is not self.named:
+            for name, tensor in self.named.items():
+                self.master[name].grad = tensor.grad.float()
+        norm = torch.nn.utils.clip_grad_norm_(list(self.master.values()), config.clip or float("inf"))
+        lr = learning_rate(config, step, case.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if case.workload.optimizer != "adamw":
+            _decay(self._decayed, 1 - lr * config.weight_decay)
+        self.optimizer.step()
+        _move_biases(case, self.master, batch)
+        self.show()
+        return loss.item(), float(norm)
+
+    def show(self) -> None:
+        """Give the decoder the master weights, rounded."""
+        if self.master is not self.named:
+            for name, tensor in self.named.items():
+                tensor.data.copy_(self.master[name])
+
+
 @lru_cache(maxsize=256)
 def reference(case: Case) -> Outcome:
     """Train on one device."""
-    dtype = dtype_of(case.precision)
-    decoder = Decoder(case.model)
-    table = {p.name: p for p in parameters(case.model)}
-    named = dict(decoder.named_parameters())
-    assert {n: tuple(p.shape) for n, p in named.items()} == {n: p.shape for n, p in table.items()}
-    for name, tensor in named.items():
-        spec = table[name]
-        tensor.data = values(spec, torch.arange(spec.numel)).view(spec.shape).to(dtype)
-    for block in decoder.blocks:
-        block.attention.core.kind = case.attention
-    master = {n: p.detach().float().clone() for n, p in named.items()} if case.precision == "bf16" else named
-    config = case.optimizer
-    groups = [
-        {"params": [master[n] for n in named if table[n].decay], "weight_decay": config.weight_decay},
-        {"params": [master[n] for n in named if not table[n].decay], "weight_decay": 0.0},
-    ]
-    optimizer = _optimizer(case, groups)
-    outcome = Outcome([], [], {}, {})
+    device, losses, norms = OneDevice(case), [], []
     for step in range(case.steps):
-        rows = global_batch(case, step)
-        batch = make_batch(case, rows, step)
-        logits = decoder(batch)
-        wide = logits.float() if dtype == torch.bfloat16 else logits
-        valid = (rows["targets"] != -100).sum()
-        loss = F.cross_entropy(wide.flatten(0, 1), rows["targets"].flatten(), reduction="sum") / valid.clamp(min=1)
-        for tensor in named.values():
-            tensor.grad = None
-        loss.backward()
-        for name, tensor in named.items():
-            if tensor.grad is None and name.endswith("router.bias"):
-                tensor.grad = torch.zeros_like(tensor)
-        if step == 0:
-            outcome.first_grads = {n: p.grad.double().clone() for n, p in named.items()}
-        if master is not named:
-            for name, tensor in named.items():
-                master[name].grad = tensor.grad.float()
-        norm = torch.nn.utils.clip_grad_norm_(list(master.values()), config.clip or float("inf"))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step, case.steps)
-        if case.workload.optimizer != "adamw":
-            _decay(groups[0]["params"], 1 - learning_rate(config, step, case.steps) * config.weight_decay)
-        optimizer.step()
-        _move_biases(case, master, batch)
-        if master is not named:
-            for name, tensor in named.items():
-                tensor.data.copy_(master[name])
-        outcome.losses.append(loss.item())
-        outcome.norms.append(float(norm))
-    outcome.final = {n: p.detach().double().clone() for n, p in master.items()}
-    return outcome
+        loss, norm = device.step(global_batch(case, step), step)
+        losses.append(loss)
+        norms.append(norm)
+    return Outcome(losses, norms, device.grads, {n: p.detach().double().clone() for n, p in device.master.items()})

@@ -16,9 +16,10 @@ from harness.reference import SEED, Case, step_key
 from shardwise.checkpoint import Checkpoint
 from shardwise.data import Sampler
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.axes import DP
+from shardwise.layout.axes import DP, REPLICA
 from shardwise.runtime.checkpointing import Position, Saver, restore
 from shardwise.runtime.data.batches import Batches
+from shardwise.runtime.sync.rounds import Rounds
 from shardwise.runtime.zero.optimizer import learning_rate
 
 TOKENS = 5000
@@ -70,6 +71,20 @@ def go_on(rank: int, payload: tuple[Case, Layout, list[tuple[str, str | None]], 
     return found
 
 
+def stops(rank: int, payload: tuple[Case, Layout, str | None, str, list[int]]) -> Trained:
+    """Train from the start or from a checkpoint, and save after each of some steps. Payload: case, layout, checkpoint,
+    folder, steps."""
+    case, layout, source, folder, steps = payload
+    runner = _Runner(case, layout, rank)
+    if source is not None:
+        runner.at = restore(runner.program, Checkpoint.open(source))
+    for step in steps:
+        runner.train(step)
+        runner.save(Saver, folder, later=False)
+    runner.close()
+    return runner.trained
+
+
 class _SlowSaver(Saver):
     """One that writes nothing before `go` is set."""
 
@@ -100,7 +115,7 @@ class _Runner:
             return plain(indices)
 
         sampler.batch = noted  # type: ignore[method-assign, assignment]
-        data_rank = Mesh.of(layout, case.model).index(DP, rank)
+        data_rank = Mesh.of(layout, case.model).index(REPLICA + DP, rank)
         self.batches = Batches(self.program.plan, sampler, data_rank, torch.device("cpu"))
 
     def train(self, until: int) -> None:
@@ -108,7 +123,8 @@ class _Runner:
         for step in range(self.at.step, until):
             self.trained.samples.append([])
             batches = self.batches.step(self.at.samples, count, step_key(step))
-            loss, _, _ = self.program.step(batches, learning_rate(self.case.optimizer, step, STEPS))
+            agrees = Rounds.of(self.program.plan.layout, STEPS).ends(step)
+            loss, _, _ = self.program.step(batches, learning_rate(self.case.optimizer, step, STEPS), agrees)
             self.trained.losses.append(loss)
             self.at = Position(step + 1, self.at.samples + count, self.program.optimizer.steps)
 

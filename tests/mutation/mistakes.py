@@ -28,6 +28,8 @@ TESTS = (
     "tests/runtime/test_error_feedback.py",
     "tests/runtime/test_offload_traps.py",
     "tests/runtime/test_optimizers.py",
+    "tests/runtime/test_local_traps.py",
+    "tests/runtime/test_local_resume.py",
     "tests/serving/test_generation_engine.py",
 )
 
@@ -43,6 +45,11 @@ REDISTRIBUTE = "runtime/tensor/redistribute.py"
 FLAT, GRADIENTS, JOINED = "runtime/zero/flat_unit.py", "ops/gradients.py", "ops/fused.py"
 ATTENTION, MODULES, SETUP = "decoder/attention.py", "decoder/modules.py", "runtime/job/setup.py"
 CHECKPOINTING = "runtime/checkpointing.py"
+OUTER, PACKED, STORED = (
+    "runtime/sync/outer_step.py",
+    "runtime/sync/packed_exchange.py",
+    "runtime/sync/stored.py",
+)
 FILE, STAGES = "runtime/offload/file.py", "runtime/pipeline/stages.py"
 CACHE, ROWS = "runtime/context/cache.py", "serving/rows.py"
 RING, VIEW, BLOCKWISE = "runtime/context/ring.py", "runtime/context/view.py", "ops/blockwise.py"
@@ -188,13 +195,13 @@ MISTAKES = (
     Mistake(17, "a later micro-batch's products overwrite an expert's gradient", ROUTED,
             "own.empty = slot.empty", "own.empty = True", "trap_17_experts_over"),
     Mistake(17, "auxiliary losses are scaled by 1/dp", EXCHANGE,
-            "share = 1 / plan.workload.batch", "share = 1 / plan.workload.batch / plan.layout.dp",
+            "share = plan.layout.independent / plan.workload.batch", "share = 1 / plan.workload.batch / plan.layout.dp",
             "trap_17_experts_over"),
     Mistake(17, "auxiliary losses grow with the micro-batches", EXCHANGE,
-            "share = 1 / plan.workload.batch", "share = plan.micro_batches / plan.workload.batch",
+            "share = plan.layout.independent / plan.workload.batch", "share = plan.micro_batches / plan.workload.batch",
             "trap_17_experts_over"),
     Mistake(17, "every stage of a pipeline scales auxiliary losses by the stages", EXCHANGE,
-            "share = 1 / plan.workload.batch", "share = plan.layout.pp / plan.workload.batch",
+            "share = plan.layout.independent / plan.workload.batch", "share = plan.layout.pp / plan.workload.batch",
             "trap_17_experts_over"),
     Mistake(17, "every rank that has a part of an expert has all of the auxiliary losses", EXCHANGE,
             "share / (plan.layout.tp if gathers_sequences(plan.layout) else 1)", "share", "trap_17_experts_over"),
@@ -202,7 +209,7 @@ MISTAKES = (
             "* (exchange.auxiliary / exchange.seq)", "* (exchange.auxiliary * batch / len(places))",
             "trap_17_experts_over"),
     Mistake(17, "shares are scaled by cp", EXCHANGE,
-            "share = 1 / plan.workload.batch", "share = 1 / plan.workload.batch / plan.layout.cp",
+            "share = plan.layout.independent / plan.workload.batch", "share = 1 / plan.workload.batch / plan.layout.cp",
             "trap_17_experts_over"),
     Mistake(17, "a token is balanced with those of its rank alone", EXCHANGE,
             "self.comms.all_reduce(loads, axes, self.part)", "pass", "trap_17_experts_over"),
@@ -461,4 +468,39 @@ MISTAKES = (
             "momentum=0.0, weight_decay=weight_decay)", "momentum=0.0)", "trap_29"),
     Mistake(29, "momentum begins again with each step", UPDATE,
             "is_first_step=False", "is_first_step=True", "trap_29"),
+    Mistake(29, "replicas agree with the ranks of their own replica", OUTER,
+            "self._comms.all_reduce(numbers, REPLICA, name)",
+            "self._comms.all_reduce(numbers, unit.state.flat.unit.shard, name)", "trap_29"),
+    Mistake(29, "the sum of outer gradients is taken for their mean", OUTER,
+            "unit.update(numbers.div_(self.replicas))", "unit.update(numbers)", "trap_29"),
+    Mistake(29, "a later outer step starts from the initial weights", OUTER,
+            "        self.state.put(MASTER, 0, self.base)",
+            "        self.state.put(MASTER, 0, self.base)\n        self.base.add_(mean, alpha=OUTER_LR)", "trap_29"),
+    Mistake(29, "a resumed run takes its outer gradients from initial weights", CHECKPOINTING,
+            "program.outer.rebase()", "pass", "trap_29"),
+    Mistake(29, "outer momentum is plain", OUTER,
+            "mean.add_(self.momentum, alpha=OUTER_MOMENTUM)", "self.momentum", "trap_29"),
+    Mistake(29, "outer momentum is not saved", STORED,
+            "{MOMENTUM: plan.master_dtype} if keeps_momentum(plan) else {}", "{}", "trap_29"),
+    Mistake(29, "errors of packed outer gradients are not saved", STORED,
+            "if any(any(outer_residuals(plan, unit)) for unit in plan.units) else", "if False else", "trap_29"),
+    Mistake(29, "a checkpoint has one replica's moments", STORED,
+            "program.comms.all_reduce(moved, REPLICA, state.flat.unit.name)",
+            "moved.mul_(program.outer.replicas)", "trap_29"),
+    Mistake(29, "replicas train on with moments that are not those of the checkpoint", STORED,
+            "state.put(kind, 0, moved.div_(program.outer.replicas))",
+            "program.comms.index(REPLICA) or state.put(kind, 0, moved.div_(program.outer.replicas))", "trap_29"),
+    Mistake(29, "weights are gathered before the outer step", STEP,
+            "            self.outer.step()\n        self.optimizer.commit()\n        self.engine.all_gather_params()",
+            "            self.engine.all_gather_params()\n            self.outer.step()\n"
+            "        self.optimizer.commit()", "trap_29"),
+    Mistake(29, "replicas agree after every step", STEP,
+            "if self.outer is not None and agrees:", "if self.outer is not None:", "trap_29"),
+    Mistake(29, "errors of the packed sums are forgotten", PACKED,
+            "sent[own, run.packed], second[run.elements])", "sent[own, run.packed])", "trap_29"),
+    Mistake(29, "the auxiliary losses of experts count the sequences of all replicas", EXCHANGE,
+            "share = plan.layout.independent / plan.workload.batch", "share = 1 / plan.workload.batch", "trap_29"),
+    Mistake(29, "experts are left out of outer steps", OUTER,
+            "for state in optimizer.states}",
+            'for state in optimizer.states if "experts" not in state.flat.unit.name}', "trap_29"),
 )  # fmt: skip

@@ -35,6 +35,7 @@ from shardwise.model import ModelConfig
 from shardwise.report.run_directory import occupied
 from shardwise.runtime.job.launch import RunFailed
 from shardwise.runtime.job.stop import StopRequest
+from shardwise.runtime.sync.rounds import Rounds
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 LIMIT = 150
@@ -400,18 +401,22 @@ LONG = 60
 """Steps of a run that is still at work when somebody has looked at its first ones, however busy the machine."""
 
 
-def test_all_ranks_end_before_the_same_step_whenever_they_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where that is beyond the last one: some have seen it before they are through, others have not."""
+@pytest.mark.parametrize(("every", "end"), [(1, 6), (10, 10), (5, 5), (4, 8)])
+def test_all_ranks_end_before_the_same_step_whenever_they_look(
+    every: int, end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that is beyond the last one: some have seen it before they are through, others have not. Where
+    replicas agree every few steps only, before the next round."""
     from torch.distributed import HashStore
 
     store = HashStore()
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        told, other = StopRequest(), StopRequest()
+        told, other = StopRequest(Rounds(every, 100)), StopRequest(Rounds(every, 100))
         told._note(signal.SIGTERM, None)
-        assert [told.agreed(4), told.agreed(5), told.agreed(6)] == [False, False, True]
-        assert [other.agreed(5), other.agreed(6), other.agreed(7)] == [False, True, True]
+        assert [told.agreed(step) for step in (4, end - 1, end)] == [False, False, True]
+        assert [other.agreed(step) for step in (end - 1, end, end + every)] == [False, True, True]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -152,8 +152,11 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
 def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
     """Raise `LayoutError` if the runtime cannot run `layout` yet, or if `check` rejects it."""
     check(layout, model, workload, ranks)
-    if layout.sync == "local":
-        raise LayoutError(f"sync={layout.sync} does not run yet: leave it out")
+    if layout.sync == "local" and layout.offload_home == "nvme":
+        raise LayoutError(
+            f"sync=local does not go with offload={layout.offload} yet: an outer step changes weights that are on disk "
+            "already; choose offload=cpu"
+        )
     if layout.pp > 1 and layout.compile == "block" and pipeline.splits_backward(layout.schedule):
         raise LayoutError(
             f"schedule={layout.schedule} computes the weights' gradients apart, which compile=block cannot: choose "

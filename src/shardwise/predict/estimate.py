@@ -149,6 +149,11 @@ def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
             "compile=block: saved activations and the rest of the peak are those of eager blocks; the compiler chooses "
             "anew what to keep and what to compute again, and mostly keeps less"
         )
+    if layout.sync == "local" and layout.every > 1:
+        notes.append(
+            f"sync=local: bytes and communication are those of a step with an outer step, one in {layout.every}; the "
+            "others have none of its rows"
+        )
     if layout.recompute == "selective" and layout.attention == "sdpa":
         notes.append("recompute=selective under attention=sdpa frees only the log-sum-exp of the fused kernel")
     if layout.grads == "bf16" and layout.precision == "bf16":

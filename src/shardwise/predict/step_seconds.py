@@ -9,6 +9,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
+from shardwise.report.units import format_time
 
 UNPRICED = ("etp", "stages", "compile", "order")
 """Keys of a layout of which `predict.time` knows nothing."""
@@ -48,7 +49,7 @@ def usual_engine(cluster: Cluster, elsewhere: str) -> str:
 def step_seconds(
     model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, engine: str | None = None
 ) -> StepTiming:
-    """Predict the seconds of one steady training step.
+    """Predict the seconds of one steady training step; where replicas train apart from each other, the mean of a round.
 
     engine: a profile of `predict.time.ENGINES`; None is this project's runtime. Raises `UserError` for a device without
     constants, a link whose figures are not known, and what has no closed form.
@@ -56,6 +57,7 @@ def step_seconds(
     from shardwise.predict.supported import MOST_DEVICES, in_closed_form
     from shardwise.predict.time import Pricing, StepShape, time_range, training_step
     from shardwise.predict.time import engine as engine_of
+    from shardwise.predict.time.outer import outer_seconds
     from shardwise.predict.time.profiles import attending
 
     usual = Layout()
@@ -74,11 +76,24 @@ def step_seconds(
         split = replace(split, saved_bytes=_saved_by_a_block(model, layout, workload, cluster))
     step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
     parts = {part: float(seconds) for part, seconds in step.parts.items()}
+    outer: tuple[str, ...] = ()
+    if layout.sync == "local":
+        whole = outer_seconds(model, layout, split, engine_of(name), pricing)
+        outer = (_rounds(layout, sum(parts.values()), whole),)
+        parts["outer"] = whole / layout.every
     busy = {name: float(seconds) for name, seconds in step.busy.items()}
     host = pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params)) if busy else ()
     around = time_range(parts, pricing.constants, assumed=len(host), routed=bool(model.experts))
-    notes = (*pricing.constants.notes, *host)
+    notes = (*pricing.constants.notes, *host, *outer)
     return StepTiming(name, sum(parts.values()), float(around.low), float(around.high), parts, notes, busy)
+
+
+def _rounds(layout: Layout, step: float, outer: float) -> str:
+    """What the time of a step is the mean of, in a sentence."""
+    return (
+        f"sync=local: {format_time(step)} for a step and {format_time(outer)} for an outer step, one in "
+        f"{layout.every}; the time is the mean of a round"
+    )
 
 
 def _saved_by_a_block(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> float:

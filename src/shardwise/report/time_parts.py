@@ -12,6 +12,7 @@ STEP = {
     "data": "gradients and parameters over dp",
     "optimizer": "optimizer",
     "offload": "offloading to the host or disk",
+    "outer": "outer steps (sync=local)",
 }
 """Parts of a training step."""
 

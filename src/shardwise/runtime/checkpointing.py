@@ -41,6 +41,10 @@ from shardwise.runtime.job.launch import reason
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.residual_state import RESIDUAL, folded_residuals, restore_residuals
+from shardwise.runtime.sync.stored import ERROR, MOMENTUM, agree, outer_kinds, outer_tensors, restore_outer
+
+OTHERS = (RESIDUAL, MOMENTUM, ERROR)
+"""Stored tensors that only some layouts have; others drop them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,10 @@ class Saver:
         self.rank = dist.get_rank()
         plan = program.plan
         self.writes = writes(plan.model, plan.layout, self.rank)
-        self._kinds = (*plan.states, RESIDUAL) if plan.feeds_back else plan.states
+        self._kinds = dict.fromkeys(plan.states, plan.master_dtype) | outer_kinds(plan)
+        """Stored kind -> dtype."""
+        if plan.feeds_back:
+            self._kinds[RESIDUAL] = "float32"
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._image: PartImage | None = None
         self._whole: set[Path] = set()
@@ -87,11 +94,15 @@ class Saver:
         self._saving: Future[None] | None = None
 
     def save(self, position: Position) -> None:
-        """Write the state after `position.step` steps, or start to."""
+        """Write the state after `position.step` steps, or start to. Replicas that train apart from each other continue
+        with what is written: it must follow an outer step."""
         self.finish()
         # All ranks together, which a rank that cannot write must not miss.
-        residuals = folded_residuals(self.program) if self.program.plan.feeds_back else {}
-        entries, tensors = self._entries(), self._tensors(residuals)
+        if self.program.outer is not None:
+            agree(self.program)
+        others = outer_tensors(self.program)
+        others[RESIDUAL] = folded_residuals(self.program) if self.program.plan.feeds_back else {}
+        entries, tensors = self._entries(), self._tensors(others)
         if not self.later:
             self._write(position, entries, map(_array, self._each(), tensors))
             return
@@ -114,25 +125,23 @@ class Saver:
 
     def _entries(self) -> list[PartEntry]:
         """Pieces that this rank writes."""
-        plan = self.program.plan
-        dtypes = dict.fromkeys(plan.states, plan.master_dtype) | {RESIDUAL: "float32"}
         return [
-            PartEntry(f"{kind}/{held.name}", TensorSpec(shape=held.shape, dtype=dtypes[kind]), held.stored)
-            for kind in self._kinds
+            PartEntry(f"{kind}/{held.name}", TensorSpec(shape=held.shape, dtype=dtype), held.stored)
+            for kind, dtype in self._kinds.items()
             for held in self.writes
         ]
 
-    def _tensors(self, residuals: dict[str, Tensor]) -> Iterator[Tensor]:
+    def _tensors(self, others: dict[str, dict[str, Tensor]]) -> Iterator[Tensor]:
         """The runs of its state that hold them, padding included, one after the other: they may be on disk."""
         states = {state.flat.unit.name: state for state in self.program.optimizer.states}
         for kind in self._kinds:
             for held in self.writes:
                 state = states[held.unit]
                 start, stop = held.start - state.flat.start, held.stop - state.flat.start
-                if kind == RESIDUAL:
-                    yield residuals[held.unit][start:stop]
+                if kind in others:
+                    yield others[kind][held.unit][start:stop]
                 else:
-                    yield state.get(self._kinds.index(kind), start, stop)
+                    yield state.get(self.program.plan.states.index(kind), start, stop)
 
     def _each(self) -> list[LocalInterval]:
         """Elements on this rank of each entry."""
@@ -215,14 +224,15 @@ def _array(held: LocalInterval, tensor: Tensor) -> np.ndarray:
 def restore(program: TrainProgram, checkpoint: Checkpoint) -> Position:
     """Set weights, moments and the update count from a checkpoint, reading only what this rank holds.
 
-    Moments that the optimizer does not have are dropped. Residuals of error feedback are zero where it has none, and
-    are dropped where the layout has no feedback. Raises `UserError` when it is of another model, damaged, or without
-    the optimizer's moments.
+    Moments that the optimizer does not have are dropped. Residuals of error feedback and outer momentum are zero where
+    it has none, and are dropped where the layout has no use for them. Raises `UserError` when it is of another model,
+    damaged, or without the optimizer's moments.
     """
-    has_residuals = any(name.startswith(f"{RESIDUAL}/") for name in checkpoint.tensors)
+    stored = {name.partition("/")[0] for name in checkpoint.tensors}
     others = checkpoint.unused_states(program.plan.workload.optimizer)
-    _fill(program, checkpoint, program.plan.states, (*others, *([RESIDUAL] if has_residuals else [])))
-    restore_residuals(program, checkpoint if has_residuals else None)
+    _fill(program, checkpoint, program.plan.states, [*others, *(kind for kind in OTHERS if kind in stored)])
+    restore_residuals(program, checkpoint if RESIDUAL in stored else None)
+    restore_outer(program, checkpoint, stored)
     manifest = checkpoint.manifest
     program.optimizer.steps = manifest.optimizer_steps
     return Position(manifest.step, manifest.samples, manifest.optimizer_steps)
@@ -246,4 +256,6 @@ def _fill(
             program.comms.pulse.work(f"the reading of {held.name}")
             values = source.read(f"{kind}/{held.name}", held.local, plan.master_dtype)
             state.put(index, held.start - state.flat.start, torch.from_numpy(values))
+    if program.outer is not None:
+        program.outer.rebase()
     program.engine.all_gather_params()

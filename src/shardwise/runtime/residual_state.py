@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoint, needs
-from shardwise.layout.axes import PP
+from shardwise.layout.axes import PP, REPLICA
 from shardwise.runtime.pipeline.step import TrainProgram
 
 RESIDUAL = "residual"
@@ -38,13 +38,7 @@ def folded_residuals(program: TrainProgram) -> dict[str, Tensor]:
 def restore_residuals(program: TrainProgram, checkpoint: Checkpoint | None) -> None:
     """Set this rank's residuals: an element's stored sum on one of the ranks that add up its gradient, 0 on the others.
     checkpoint: None where none is stored."""
-    plan = program.plan
-    targets = {
-        name: None if flat.residuals is None else flat.residuals.restore(program.comms)
-        for name, flat in program.engine.units.items()
-    }
-    if plan.copies_table:
-        targets.pop("tied")  # its other end has it
+    plan, targets = program.plan, _targets(program)
     for held in needs(plan.model, plan.layout, dist.get_rank()) if checkpoint else ():
         if (target := targets.get(held.unit)) is not None:
             assert checkpoint is not None
@@ -52,3 +46,26 @@ def restore_residuals(program: TrainProgram, checkpoint: Checkpoint | None) -> N
             program.comms.pulse.work(f"the reading of {held.name}")
             values = checkpoint.read(f"{RESIDUAL}/{held.name}", held.local, "float32")
             target[held.start - start : held.stop - start].copy_(torch.from_numpy(values))
+
+
+def average_residuals(program: TrainProgram) -> None:
+    """Give every replica that trains apart from the others the mean of all their residuals. All ranks call this
+    together."""
+    folded, comms = folded_residuals(program), program.comms
+    targets = _targets(program)
+    for name, own in folded.items():
+        comms.all_reduce(own, REPLICA, name)
+        if (target := targets.get(name)) is not None:
+            target.copy_(own.div_(comms.size(REPLICA)))
+
+
+def _targets(program: TrainProgram) -> dict[str, Tensor | None]:
+    """Drop all residuals; unit -> the memory for those of this rank's interval, None where another rank feeds them
+    back."""
+    targets = {
+        name: None if flat.residuals is None else flat.residuals.restore(program.comms)
+        for name, flat in program.engine.units.items()
+    }
+    if program.plan.copies_table:
+        targets.pop("tied")  # its other end has it
+    return targets

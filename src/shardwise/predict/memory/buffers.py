@@ -20,9 +20,9 @@ from shardwise.layout.wire import adding_bytes, packing_bytes
 from shardwise.ops.limits import sum_chunk
 from shardwise.report.step_report import DTYPE_BYTES
 
-When = Literal["loss", "begin", "backward", "reduction", "landing", "optimizer"]
+When = Literal["loss", "begin", "backward", "reduction", "landing", "optimizer", "outer"]
 """At the end of a forward pass; before a part's backward; in it; after it, as the reduction before its own ends; at the
-end."""
+end; in an outer step, when gradients are gone."""
 
 
 @dataclass(frozen=True)
@@ -159,3 +159,6 @@ def held_through_step(plan: UnitPlan) -> Iterator[MemoryByClass]:
                 yield from walk.reduce(part)
     yield from walk.land("landing")
     yield walk.now("optimizer")
+    if plan.layout.sync == "local":
+        walk.accumulators.clear()
+        yield walk.now("outer")

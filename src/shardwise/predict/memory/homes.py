@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.layout.homes import BUFFERS, accumulates_on_host, gradient_chunk, parameter_buffers, state_file
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import stored_activations
+from shardwise.predict.memory.outer import outer_state_bytes
 from shardwise.predict.memory.pipeline import held_by_actions
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
 
@@ -25,7 +26,7 @@ def host_bytes(plan: UnitPlan) -> Bytes:
     return Bytes(
         parameters=shards * DTYPE_BYTES[layout.dtype] if layout.offload_params == "cpu" else 0,
         gradients=shards * DTYPE_BYTES[plan.grad_dtype] if accumulates_on_host(plan) else 0,
-        optimizer=len(plan.states) * wide * elements if layout.offload_home == "cpu" else 0,
+        optimizer=(len(plan.states) * wide * elements if layout.offload_home == "cpu" else 0) + outer_state_bytes(plan),
         saved=saved,
         comm=(BUFFERS * file.buffer_bytes if file else 0)
         + sum(parameter_buffers(plan).values())

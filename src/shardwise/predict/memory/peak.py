@@ -28,6 +28,7 @@ from shardwise.predict.memory.activations import (
 )
 from shardwise.predict.memory.buffers import MemoryByClass, When, held_through_step
 from shardwise.predict.memory.latent_tensors import block_tensors
+from shardwise.predict.memory.outer import outer_transient
 from shardwise.predict.memory.transients import dropout, gather, norm_backward, norm_forward, scatter, weight_gradient
 
 
@@ -48,6 +49,7 @@ def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
         ("loss", ""): max(saved_bytes(plan) + loss(plan, s), while_forward),
         ("landing", ""): 0,
         ("optimizer", ""): optimizer(plan),
+        ("outer", ""): outer_transient(plan),
     }
     beside |= backwards(plan, s, plan.parts)
     again = beside if plan.backend == "nccl" else beside | backwards(plan, s, plan.parts, adds=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardwise.layout.units import Residency, Unit, UnitPlan
 from shardwise.predict.memory.activations import Sizes, kept_items, saved_items, stored_bytes
 from shardwise.predict.memory.buffers import MemoryTrace
+from shardwise.predict.memory.outer import outer_transient
 from shardwise.predict.memory.peak import inputs, optimizer
 from shardwise.predict.memory.pipeline_action import ActionMemory, Change, Effect, StageBytes
 from shardwise.report.step_report import DTYPE_BYTES
@@ -214,6 +215,7 @@ class _Rank:
         self.rest -= len(self.leaving) * self.message
         self._on_stage("land", -1, moves=False)
         self._note(self.gradients, self.comm, self.rest + optimizer(self.plan))
+        self._note(0, self.comm, self.rest + outer_transient(self.plan))
         return self.most
 
     def _whole(self, units: list[Unit]) -> int:

@@ -16,6 +16,7 @@ from shardwise.layout.sync import SERVED
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import saved_bytes
 from shardwise.predict.memory.buffers import held_through_step
+from shardwise.predict.memory.outer import outer_state_bytes
 from shardwise.predict.memory.peak import peak_beyond_lasting
 from shardwise.predict.memory.pipeline import held_by_actions
 from shardwise.predict.traffic.schedules import workspace_bytes
@@ -76,12 +77,13 @@ def gradient_bytes(plan: UnitPlan) -> int:
 
 
 def optimizer_bytes(plan: UnitPlan) -> int:
-    """Moments of what this rank updates on the device, and its master weights where parameters are not these. None
-    where parameter servers have them."""
+    """Moments of what this rank updates on the device, its master weights where parameters are not these, and state of
+    outer steps. None where parameter servers have them."""
     if plan.layout.sync in SERVED:
         return 0
     arrays = len(plan.states) - is_master(plan)
-    return sum(on_device(plan, unit) for unit in plan.units) * arrays * DTYPE_BYTES[plan.master_dtype]
+    outer = outer_state_bytes(plan) if plan.layout.offload_home == "none" else 0
+    return sum(on_device(plan, unit) for unit in plan.units) * arrays * DTYPE_BYTES[plan.master_dtype] + outer
 
 
 def _weight_slots(plan: UnitPlan) -> int:

@@ -38,7 +38,8 @@ def home_rows(plan: UnitPlan) -> list[LedgerRow]:
 
 
 def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: UnitPlan, unit: Unit) -> None:
-    """Gradients to the host's cores, their state from and to the disk, and new parameters to where these are kept."""
+    """Gradients to the host's cores, their state from and to the disk, and new parameters to where these are kept;
+    outer gradients to the device, and their mean back."""
     layout, moved, stays = plan.layout, plan.offloaded(unit), on_device(plan, unit)
     if accumulates_on_host(plan):
         rows["backward", TO_HOST, unit.name, plan.wire_dtype, unit.shard_numel] += plan.reductions
@@ -48,12 +49,17 @@ def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: U
     if layout.offload_home == "nvme":
         for op in (DISK_READ, DISK_WRITE):
             rows["optimizer", op, unit.name, plan.master_dtype, len(plan.states) * moved] += 1
+    updates = 1
+    if layout.sync == "local":
+        updates = 2  # the outer step's, too
+        for op in (TO_DEVICE, TO_HOST):
+            rows["optimizer", op, unit.name, plan.master_dtype, unit.shard_numel] += 1
     if layout.offload_params == "none":
-        rows["optimizer", TO_DEVICE, unit.name, layout.dtype, moved] += 1
+        rows["optimizer", TO_DEVICE, unit.name, layout.dtype, moved] += updates
     else:
-        rows["optimizer", TO_HOST, unit.name, layout.dtype, stays] += 1
+        rows["optimizer", TO_HOST, unit.name, layout.dtype, stays] += updates
     if layout.offload_params == "nvme":
-        rows["optimizer", DISK_WRITE, unit.name, layout.dtype, unit.shard_numel] += 1
+        rows["optimizer", DISK_WRITE, unit.name, layout.dtype, unit.shard_numel] += updates
 
 
 def _fetches(plan: UnitPlan) -> Counter[tuple[Phase, Unit]]:

@@ -1,4 +1,5 @@
-"""The ledger of one steady training step in closed form: every logical collective of one rank, with its count.
+"""The ledger of one steady training step in closed form: every logical collective of one rank, with its count. Of
+`sync=local` it is a step that ends with an outer step.
 
 Built on the `UnitPlan` alone. A test holds it to the ledger that the runtime observes, row by row.
 """
@@ -16,6 +17,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.predict.traffic.context import context_rows
 from shardwise.predict.traffic.experts import expert_rows, load_row
 from shardwise.predict.traffic.homes import home_rows
+from shardwise.predict.traffic.outer import outer_rows
 from shardwise.predict.traffic.servers import server_rows
 from shardwise.report.step_report import LedgerRow
 
@@ -45,6 +47,7 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
     if plan.layout.sync not in ("ps", "ssp"):  # whose servers know the norm of the sum
         rows["optimizer", "all_reduce", plan.norm_over, "gradient norm", "float64", 1] += 1
     rows.update(load_row(plan) if plan.routes else ())
+    rows.update(outer_rows(plan))
     return tuple(sorted([*ledger_of(rows, mesh), *home_rows(plan), *server_rows(plan)]))
 
 

@@ -33,7 +33,7 @@ class RankExchange(TokenExchange):
     """The exchange of one part of the model on one rank. axes: of the ranks that exchange rows."""
 
     def __init__(self, plan: UnitPlan, comms: Comms, part: str, axes: Axes = EP) -> None:
-        share = 1 / plan.workload.batch if plan.trains else 0.0
+        share = plan.layout.independent / plan.workload.batch if plan.trains else 0.0
         super().__init__(plan.workload.seq, share / (plan.layout.tp if gathers_sequences(plan.layout) else 1))
         self.plan, self.comms, self.part, self.axes = plan, comms, part, axes
         table = edges(plan.layout)

@@ -64,11 +64,11 @@ class RunRecorder:
         """
         more = {"recorded": True} if recorded else {}
         self.directory.append({"time": time.time(), **event, **more, **({"experts": experts} if experts else {})})
-        names = ("loss", "grad_norm", "lr", *(() if recorded else ("tokens_per_s", "mfu")))
-        scalars = {f"train/{name}": event[name] for name in names}
+        names = ("loss", "outer_loss", "grad_norm", "lr", *(() if recorded else ("tokens_per_s", "mfu")))
+        scalars = {f"train/{name}": event[name] for name in names if name in event}
         scalars |= {f"experts/{name}": experts[name] for name in ("imbalance", "dropped")} if experts else {}
         self._draw(event["step"], scalars)
-        if not (self._diverged or math.isfinite(event["loss"])):
+        if not (self._diverged or math.isfinite(event["loss"] + event.get("outer_loss", 0.0))):
             self._diverged = True
             self.warn(
                 f"the loss of step {event['step']} is {event['loss']}: training has diverged; start again with a "

@@ -35,7 +35,9 @@ from shardwise.model import ModelConfig
 from shardwise.runtime.context.view import cut_sequences
 from shardwise.runtime.transport.comms import Comms
 
-AXES = (CP, DATA, SHARD, HPZ, HPZ_ACROSS, REPLICATE, TP, KV, PP, DATA + PP, CP + TP, SHARD + TP, SHARD + TP + PP)
+AXES = (
+    CP, DATA, SHARD, HPZ, HPZ_ACROSS, REPLICATE, TP, KV, PP, DATA + PP, CP + TP, SHARD + TP, SHARD + TP + PP, REPLICA
+)  # fmt: skip
 """Every group over which the runtime communicates."""
 OF_EXPERTS = (EP, EDP, STAGE, STAGE + PP, EP_ACROSS, EP + ETP)
 """The groups of models with experts besides."""
@@ -56,7 +58,7 @@ def make_comms(
     `timeout` at least. Raises `UserError` when the transport is "shared" and memory cannot be shared here.
     """
     mesh = Mesh.of(layout, model) if model else Mesh(layout)
-    axes = (*axes_of(model), REPLICA) if axes is None else axes
+    axes = axes_of(model) if axes is None else axes
     if rank >= layout.training_ranks:
         axes = ()  # a server of its own computes nothing
     if transport != "gloo" and dist.get_backend() == "gloo" and dist.get_world_size() > 1:

@@ -2,7 +2,8 @@
 
 SIGTERM and SIGINT are noted, not obeyed at once. The rank that was told writes "stop after step n" into the job's
 store, and every rank looks there before each step. Ranks cannot be more than a step apart, since each step has a
-collective over all of them at its end, so no rank has begun a step two ahead.
+collective over all of them at its end, so no rank has begun a step two ahead. Where replicas train apart from each
+other, only an outer step has one: they stop after the next of these.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from shardwise.runtime.sync.rounds import Rounds
+
 _KEY = "shardwise/stop-before"
-_AHEAD = 2
 
 
 class Stopped(Exception):
@@ -29,7 +31,8 @@ class Stopped(Exception):
 class StopRequest:
     """Whether this job was told to stop. Installs signal handlers where it may (the main thread)."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
         self._noted = False
         self._told = False
         self._store = dist.distributed_c10d._get_default_store()
@@ -53,5 +56,7 @@ class StopRequest:
         if self._noted and not self._told:
             self._told = True
             # The first to write wins: a store has no other way to agree.
-            self._store.compare_set(_KEY, "", str(step + _AHEAD))
+            self._store.compare_set(_KEY, "", str(self._rounds.ends_after(step)))
+        if not self._rounds.begins(step):
+            return False  # the store may be far away
         return self._store.check([_KEY]) and step >= int(self._store.get(_KEY))

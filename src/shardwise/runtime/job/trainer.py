@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -51,11 +51,13 @@ from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.measure.timeline import TimelineRecorder
 from shardwise.runtime.offload.recovery import Kept, newest_kept
 from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.sync.rounds import Rounds
 from shardwise.runtime.zero.flat_unit import torch_dtype
 from shardwise.runtime.zero.optimizer import learning_rate
 
 MEASURED_STEP = 2
-"""The step whose report is taken: the first two fill caches. Its timeline is the next step's."""
+"""The step whose report is taken: the first two fill caches. Its timeline is the next step's; where replicas train
+apart from each other both have an outer step."""
 
 _NOTES = ("time is the median step's; timelines and the collectives' times are those of one undisturbed step",)
 _COMPILED = "compile=block: on CPU, what compiled blocks make and free inside themselves is not seen"
@@ -182,11 +184,13 @@ class Run:
             seed=config.seed, about=config.to_json(), keep=config.keep_last, later=config.save_async,
             timeout=timeout, pulse=pulse.Pulse(memory, pulse.SAVING),
         )  # fmt: skip
-        self.stop = StopRequest()
+        self.rounds = Rounds.of(layout, config.steps)
+        self.stop = StopRequest(self.rounds)
         self.first_step = self.at.step
         self.times: list[float] = []
-        self.rates: list[float] = []
-        """Tokens/s of each step."""
+        """Seconds of steps; where replicas train apart from each other, of those with an outer step."""
+        self.inner_times: list[float] = []
+        """Seconds of the others."""
         self.cpu_times: list[float] = []
         """CPU seconds of all threads of this process, of the same steps."""
         self.role: Role | None = None
@@ -250,15 +254,15 @@ class Run:
         self.pulse.work("its preparation")
         self.peak = matmul_rate(self.device, torch_dtype(config.layout.dtype))
         start, loss = self.at.step, self.record.loss if self.record else float("nan")
-        measured = max(start, min(start + MEASURED_STEP, config.steps - 2)) if config.report else -1
+        measured = self.rounds.measured(start, MEASURED_STEP) if config.report and start < config.steps else -1
         first, stopped = self._validate(start), False
         for boundary in self._boundaries(start, measured):
             loss, stopped = self._train_to(boundary, measured, loss)
             if stopped or boundary == config.steps:
                 break
-            if config.validate_every and boundary % config.validate_every == 0:
+            if self._due(config.validate_every, boundary):
                 self._validate(boundary)
-            if config.save_every and boundary % config.save_every == 0:
+            if self._due(config.save_every, boundary):
                 self._save(last=False)
         if self.role is not None:  # no step was left after the measured one
             self.roles, self.role = self._gather(self.role, None), None
@@ -272,13 +276,17 @@ class Run:
             raise Stopped(self.at.step, config.out)
         return self._finish(first, self._validate(config.steps), loss)
 
-    def _boundaries(self, start: int, measured: int) -> list[int]:
+    def _boundaries(self, start: int, measured: int) -> Iterator[int]:
         """The steps after which there is something to do beside the next one, the last of all included. measured: the
         step that is measured."""
-        steps, every = self.config.steps, (self.config.validate_every, self.config.save_every)
-        return sorted(
-            {steps, *(at for each in every if each for at in range(start // each * each + each, steps, each))}
-        )
+        for step in range(start + 1, self.config.steps):
+            if self._due(self.config.validate_every, step) or self._due(self.config.save_every, step):
+                yield step
+        yield self.config.steps
+
+    def _due(self, period: int, done: int) -> bool:
+        """Whether something that happens every `period` steps does so when so many are done."""
+        return self.rounds.due(period, done - 1)
 
     def _train_to(self, boundary: int, measured: int, loss: float) -> tuple[float, bool]:
         """Make all steps before `boundary`. Returns the loss of the last, and whether the run was told to end."""
@@ -293,13 +301,14 @@ class Run:
         step, undisturbed but for its clock, gives the timeline and the times of the collectives."""
         started, cpu = time.perf_counter(), time.process_time()
         measurement = StepMeasurement(self.program) if measure else None
-        timeline = TimelineRecorder(self.program) if self.role is not None else None
+        again = self.role is not None and self.rounds.ends(step)
+        timeline = TimelineRecorder(self.program) if again else None
         loss, norm = self._step(step, measurement or timeline or nullcontext())
         elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
         if measurement is not None:
             self.role = measurement.role(self.rank)
         elif step > self.first_step or self.config.steps == 1:
-            self.times.append(elapsed)
+            (self.times if self.rounds.ends(step) else self.inner_times).append(elapsed)
             self.cpu_times.append(cpu)
         if timeline is not None and self.role is not None:
             role = replace(self.role, transport=timeline.transport(self.role.ledger))
@@ -307,13 +316,25 @@ class Run:
             self._measured(role, timeline.recorded())
         if self.record:
             rate = self._rate(elapsed)
-            self.rates.append(rate)
             self.record.step(
                 step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate, mfu=self._mfu(rate),
                 lr=learning_rate(self.config.optimizer, step, self.config.steps), recorded=measure,
-                experts=self.program.expert_loads.event(),
+                experts=self.program.expert_loads.event(), **self._agreed(step),
             )  # fmt: skip
         return loss
+
+    def _agreed(self, step: int) -> dict[str, float]:
+        """The mean loss of all replicas since the last outer step, where a step ends with one."""
+        outer = self.program.outer
+        return {"outer_loss": outer.loss} if outer is not None and self.rounds.ends(step) else {}
+
+    def _seconds(self) -> float | None:
+        """The median step's; where replicas train apart from each other, the mean over a round of the median step with
+        an outer step and of the others."""
+        kinds = [statistics.median(times) for times in (self.times, self.inner_times) if times]
+        if len(kinds) < 2:
+            return kinds[0] if kinds else None
+        return (kinds[0] + (self.rounds.every - 1) * kinds[1]) / self.rounds.every
 
     def _measured(self, role: Role, recorded: Recorded | None) -> None:
         """The measurements of a step are complete on this rank."""
@@ -350,7 +371,7 @@ class Run:
 
     def _finish(self, first: float, last: float, loss: float) -> dict[str, Any]:
         config = self.config
-        seconds = statistics.median(self.times) if self.times else None
+        seconds = self._seconds()
         rate = self._typical_rate(seconds) if seconds else None
         seen: Exposure | None = None
         if self.roles is not None and self.record:
@@ -359,7 +380,7 @@ class Run:
             "steps": config.steps,
             "ranks": self.world,
             "layout": str(config.layout),
-            "loss": loss,
+            "loss": loss if self.program.outer is None else self.program.outer.loss,
             "validation_loss": last,
             "first_validation_loss": first,
             "unigram_entropy": self.entropy,
@@ -389,7 +410,8 @@ class Run:
         try:
             micro_batches = self._micro_batches(step, key)
             with around:
-                loss, norm, _ = self.program.step(micro_batches, learning_rate(config.optimizer, step, config.steps))
+                lr = learning_rate(config.optimizer, step, config.steps)
+                loss, norm, _ = self.program.step(micro_batches, lr, self.rounds.ends(step))
         except RuntimeError as error:
             raise self._named(error, step) from error
         self.at = Position(step + 1, self.at.samples + batch, self.program.optimizer.steps)
@@ -417,8 +439,10 @@ class Run:
             for batch, targets in self.batches["validation"].step(start, item, None):
                 loss, valid = self.program.evaluate(batch, targets)
                 total, tokens = total + loss, tokens + valid
-        total, tokens = self._over_replicas(total, tokens)
-        mean = total / max(1, tokens)
+        outer = self.program.outer
+        if outer is None:
+            total, tokens = self._over_replicas(total, tokens)
+        mean = total / max(1, tokens) if outer is None else outer.mean(total, tokens)
         if self.record:
             self.record.validation(step, mean, self.entropy)
         return mean

@@ -104,9 +104,11 @@ class StepMeasurement:
     def __init__(self, program: TrainProgram) -> None:
         self.program = program
         held = program.engine.storages()
-        self._lasting = {"parameters": held["parameters"], "optimizer": program.optimizer.owned()}
+        outer = program.outer
+        optimizer = [*program.optimizer.owned(), *(outer.owned() if outer else [])]
+        self._lasting = {"parameters": held["parameters"], "optimizer": optimizer}
         every = [*held.values(), *self._lasting.values(), program.optimizer.on_host()]
-        every.append(program.optimizer.buffers_on_host())
+        every += [program.optimizer.buffers_on_host(), outer.on_host() if outer else []]
         self._known = {t.untyped_storage()._cdata for tensors in every for t in tensors}
         self._saved: dict[int, list[int]] = {}
         """Storage -> [bytes, saved tensors on it]."""

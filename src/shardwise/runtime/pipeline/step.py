@@ -23,6 +23,7 @@ from shardwise.runtime.offload.file import offload_file
 from shardwise.runtime.offload.recovery import Kept
 from shardwise.runtime.pipeline.executor import evaluate, train
 from shardwise.runtime.pipeline.stages import StageRunner
+from shardwise.runtime.sync.outer_step import OuterStep
 from shardwise.runtime.tensor.loss import IGNORED
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.flat_unit import Values
@@ -59,6 +60,7 @@ class TrainProgram(StageRunner):
         self.optimizer = make(self.engine, comms, values=values)
         if kept:
             self.optimizer.use_kept(kept.about["updates"])
+        self.outer = OuterStep(self.optimizer, comms) if plan.layout.sync == "local" else None
         self.expert_loads = ExpertLoads(self.parts, plan, comms, device)
         with comms.in_phase("optimizer"):
             self.engine.all_gather_params()
@@ -71,11 +73,14 @@ class TrainProgram(StageRunner):
                 self.compile_seconds = compile_blocks(self.decoder, plan, device)
             self.expert_loads.forget()
 
-    def step(self, micro_batches: list[tuple[Batch, Tensor]], lr: float) -> tuple[float, float, int]:
-        """Train on one global batch. micro_batches: this rank's (batch, targets [B, S]).
+    def step(
+        self, micro_batches: list[tuple[Batch, Tensor]], lr: float, agrees: bool = True
+    ) -> tuple[float, float, int]:
+        """Train on one global batch. micro_batches: this rank's (batch, targets [B, S]). agrees: whether an outer step
+        ends it, where replicas train apart from each other.
 
-        Returns (loss, gradient norm, valid tokens), the same numbers on every rank: the loss is the mean over the
-        global batch's valid tokens.
+        Returns (loss, gradient norm, valid tokens), the same numbers on every rank of a replica: the loss is the mean
+        over the valid tokens of the replica's batch.
         """
         tokens = self._count_valid([targets for _, targets in micro_batches])
         self.engine.begin_step()
@@ -90,12 +95,17 @@ class TrainProgram(StageRunner):
         self.optimizer.tell(total, tokens)
         norm = self.optimizer.step(lr)
         self.expert_loads.finish_step(self.optimizer)
+        if self.outer is not None and agrees:
+            self.outer.step()
         self.optimizer.commit()
         self.engine.all_gather_params()
         if self.plan.schedule is None:
             with self.comms.in_phase("loss"):
                 self.comms.all_reduce(total, DATA, "loss")
-        return self.comms.read(total) / max(1, tokens), norm, tokens
+        loss = self.comms.read(total) / max(1, tokens)
+        if self.outer is not None:
+            self.outer.count_loss(loss, tokens, agrees)
+        return loss, norm, tokens
 
     @property
     def bytes_on_disk(self) -> Bytes:

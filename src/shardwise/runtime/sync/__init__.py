@@ -1,1 +1,1 @@
-"""Replicas that agree otherwise than in lockstep: parameter servers and their workers."""
+"""How replicas agree that do not train in lockstep: parameter servers, and outer steps."""

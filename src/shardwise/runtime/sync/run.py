@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,10 @@ class ServedRun(Run):
         """Updates that a step of the run makes."""
         return self.config.layout.dp if self.config.layout.sync == "async" else 1
 
-    def _boundaries(self, start: int, measured: int) -> list[int]:
-        found = super()._boundaries(start, measured)
-        if measured >= 0:
-            # Every worker measures the first step that it makes after a boundary: there it has one.
-            found += [measured, min(measured + REPORTED, self.config.steps)]
-        return sorted({at for at in found if at > start})
+    def _boundaries(self, start: int, measured: int) -> Iterator[int]:
+        # Every worker measures the first step that it makes after a boundary: there it has one.
+        reported = (measured, min(measured + REPORTED, self.config.steps)) if measured >= 0 else ()
+        return iter(sorted({*super()._boundaries(start, measured), *(at for at in reported if at > start)}))
 
     def _measured(self, role: Role, recorded: Recorded | None) -> None:
         self._ready = (role, recorded)
@@ -88,7 +87,7 @@ class ServedRun(Run):
 class WorkerRun(ServedRun):
     """A worker's rank, and the server in its process if there is one."""
 
-    _seconds = 0.0
+    _spent = 0.0
     """Of all its steps."""
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
@@ -137,7 +136,7 @@ class WorkerRun(ServedRun):
     def _step(self, step: int, around: Any) -> tuple[float, float]:
         before, started = self.optimizer.steps, time.perf_counter()
         _, norm = super()._step(step, around)
-        self._seconds += time.perf_counter() - started
+        self._spent += time.perf_counter() - started
         self._updates = self.optimizer.steps - before
         return self.optimizer.loss, norm
 
@@ -147,7 +146,7 @@ class WorkerRun(ServedRun):
     def _typical_rate(self, seconds: float) -> float:
         """Over the whole run: from one of its steps to the next a worker sees more or fewer updates of others."""
         updates = (self.at.step - self.began.step) * self._shares
-        return super()._rate(self._seconds) * updates / self._shares
+        return super()._rate(self._spent) * updates / self._shares
 
     def _end(self) -> None:
         self.optimizer.done()
@@ -159,6 +158,7 @@ class _NoProgram:
     """What a run needs of the program of a rank that computes nothing."""
 
     compile_seconds = 0.0
+    outer = None
 
     def __init__(self, plan: UnitPlan, comms: Any) -> None:
         self.plan, self.comms, self.optimizer = plan, comms, self

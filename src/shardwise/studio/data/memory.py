@@ -229,7 +229,7 @@ def _through_step(plan: UnitPlan) -> list[MemoryPoint]:
                 for part, nbytes in zip(plan.parts, saved, strict=True)
             ]
         rest = beside + one.arriving
-        phase = one.when if one.when in ("loss", "optimizer") else "backward"
+        phase = one.when if one.when in ("loss", "optimizer") else "optimizer" if one.when == "outer" else "backward"
         points.append(MemoryPoint(_words(one.when, one.part), phase, one.gradients, one.comm + slots, rest))
     return points
 
@@ -242,6 +242,7 @@ def _words(when: str, part: str) -> str:
         "reduction": f"gradients of {part} on their way",
         "landing": "the last gradients arrive",
         "optimizer": "optimizer",
+        "outer": "outer step",
     }[when]
 
 

@@ -1,0 +1,51 @@
+"""The time of an outer step of `sync=local`: unit by unit, the sum over the replicas, and the update that follows it.
+
+Nothing hides it: all ranks wait for it, and a step of a round has a share of it.
+"""
+
+from __future__ import annotations
+
+from shardwise.layout import Layout
+from shardwise.layout.wire import BLOCK, SCALE
+from shardwise.model import ModelConfig
+from shardwise.predict.time.pricing import Pricing
+from shardwise.predict.time.profiles import EngineProfile
+from shardwise.predict.time.split import StepShape
+from shardwise.predict.time.traffic import ADDING, FEEDING, PACKING, UNPACKING, held_parameters, table_parameters
+
+PASSES = {"average": 9, "base": 11, "nesterov": 19}
+"""Elements that move to and from memory for each one of an outer step (runtime/sync/outer_step.py, operation after
+operation): a mean of weights, the same with a base, Nesterov momentum."""
+
+
+def outer_seconds(
+    model: ModelConfig, layout: Layout, split: StepShape, engine: EngineProfile, pricing: Pricing
+) -> float:
+    """Seconds of one outer step of the busiest rank."""
+    dense, routed = (float(count) for count in held_parameters(model, split, engine))
+    tables, blocks = float(table_parameters(model, split, engine)), model.layers / split.pp
+    shards = split.shard if split.zero else 1
+    # (how many, elements of a rank's interval): units are exchanged one after the other.
+    units = [(blocks, (dense - tables) / blocks / shards), (1.0 if model.tied else 2.0, tables / shards)]
+    if model.experts:
+        units.append((blocks, routed / blocks / float(split.expert_shard)))
+    return sum(count * _unit(elements, layout, pricing) for count, elements in units if elements)
+
+
+def _unit(elements: float, layout: Layout, pricing: Pricing) -> float:
+    """Seconds of one unit."""
+    replicas, apart = layout.independent, layout.training_ranks // layout.independent
+    price, wide = pricing.collectives.seconds, 8 if layout.precision == "fp64" else 4
+    bits = layout.outer_bits if replicas > 1 else 0
+    kind = "base" if bits and layout.outer == "average" else layout.outer
+    seconds = pricing.kernels.pass_over(elements * wide * PASSES[kind], dtype="float32")
+    if layout.offload_home != "none":
+        seconds += 2 * elements * wide / pricing.host.link
+    if not bits:
+        return float(seconds + price("all_reduce", elements * wide, replicas, apart))
+    packed, piece = elements * (bits / 8 + SCALE / BLOCK), elements / replicas
+    for op in ("all_to_all", "all_gather_into"):
+        seconds += price(op, packed, replicas, apart)
+    seconds += pricing.kernels.pass_over((elements + piece) * PACKING, "packing", "float32")
+    unpacked = elements * (ADDING + UNPACKING) + (elements + piece) * FEEDING
+    return float(seconds + pricing.kernels.pass_over(unpacked, "unpacking", "float32"))

@@ -1,0 +1,170 @@
+"""Outer steps of `sync=local`: replicas agree on weights after some steps of their own (local SGD, DiLoCo).
+
+The outer gradient of a replica is what the weights were at the last outer step less what they are now. Its mean over
+the replicas moves the former, either all the way (`outer=average`) or by SGD with Nesterov momentum. Every rank does
+this for the interval of each unit that its optimizer owns, with the ranks of the other replicas that own it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shardwise.layout.axes import REPLICA
+from shardwise.layout.homes import DISK_WRITE, TO_DEVICE, TO_HOST
+from shardwise.layout.outer import (
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    keeps_base,
+    keeps_momentum,
+    outer_pieces,
+    outer_residuals,
+)
+from shardwise.runtime.offload.state import MASTER
+from shardwise.runtime.sync.packed_exchange import PackedExchange
+from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.zero.flat_unit import HOST, torch_dtype
+from shardwise.runtime.zero.optimizer import Optimizer, UnitState
+
+
+class OuterUnit:
+    """Outer state of one unit's interval. With offloaded optimizer state it is in the host's memory."""
+
+    def __init__(self, state: UnitState, comms: Comms) -> None:
+        plan, unit, device = state.flat.plan, state.flat.unit, state.flat.whole.device
+        self.state, self.elements = state, unit.shard_numel
+        self.home = HOST if plan.layout.offload_home != "none" else device
+        self.base: Tensor | None = None
+        """Weights of the last outer step."""
+        self.momentum: Tensor | None = None
+        self.packed: PackedExchange | None = None
+        wide = torch_dtype(plan.master_dtype)
+        if keeps_base(plan):
+            self.base = torch.empty(self.elements, dtype=wide, device=self.home)
+            self.rebase()
+        if keeps_momentum(plan):
+            self.momentum = torch.zeros(self.elements, dtype=wide, device=self.home)
+        pieces = outer_pieces(plan, unit, comms.index(unit.shard))
+        if pieces is not None:
+            self.packed = PackedExchange(unit.name, pieces, outer_residuals(plan, unit), comms, self.home)
+
+    def runs(self, kind: int) -> Iterator[tuple[slice, Tensor]]:
+        """(elements of the interval, one of `STATES` there), on each device that has some."""
+        for run in (*self.state.here, *self.state.away):
+            yield slice(run.start, run.stop), run.get(kind, run.start, run.stop)
+
+    def rebase(self) -> None:
+        """Take the weights as they are for those that all replicas have."""
+        if self.base is not None:
+            for elements, weights in self.runs(MASTER):
+                self.base[elements].copy_(weights)
+
+    def gradient(self, numbers: Tensor) -> None:
+        """Fill in the outer gradient, or, where nothing else moves them, minus the weights themselves."""
+        for elements, weights in self.runs(MASTER):
+            part = numbers[elements]
+            if self.base is None:
+                torch.neg(weights.to(part.device), out=part)
+            else:
+                torch.sub(self.base[elements].to(part.device), weights.to(part.device), out=part)
+
+    def update(self, mean: Tensor) -> None:
+        """Move the weights by the mean of the outer gradients, which is not needed afterwards."""
+        mean = mean.to(self.home)
+        if self.base is None:
+            self.state.put(MASTER, 0, mean.neg_())
+            return
+        if self.momentum is None:
+            self.base.sub_(mean)
+        else:
+            # torch.optim.SGD's own order: the gradient, and the momentum that has it already.
+            self.momentum.mul_(OUTER_MOMENTUM).add_(mean)
+            self.base.sub_(mean.add_(self.momentum, alpha=OUTER_MOMENTUM), alpha=OUTER_LR)
+        self.state.put(MASTER, 0, self.base)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        residuals = [self.packed.first, self.packed.second] if self.packed else []
+        return [tensor for tensor in (self.base, self.momentum, *residuals) if tensor is not None]
+
+
+class OuterStep:
+    """Outer steps of one rank. Creating it takes the optimizer's weights for those that all replicas have."""
+
+    def __init__(self, optimizer: Optimizer, comms: Comms) -> None:
+        self._plan, self._comms = optimizer.engine.plan, comms
+        self.units = {state.flat.unit.name: OuterUnit(state, comms) for state in optimizer.states}
+        self.replicas = comms.size(REPLICA)
+        self.loss = float("nan")
+        """Mean over the tokens of all replicas, from the outer step before the last one to the last one."""
+        self._loss, self._tokens = 0.0, 0
+        for tensor in self.on_host():
+            optimizer.engine.host.add("optimizer", tensor.nbytes)
+
+    def step(self) -> None:
+        """Agree with the other replicas; the engine gathers the new weights after it. All ranks call this together."""
+        self._comms.pulse.work("the outer step")
+        with self._comms.in_phase("optimizer"):
+            for name, unit in self.units.items():
+                flat = unit.state.flat
+                numbers = torch.empty(
+                    unit.elements, dtype=torch_dtype(self._plan.master_dtype), device=flat.whole.device
+                )
+                unit.gradient(numbers)
+                if unit.packed is None:
+                    self._comms.all_reduce(numbers, REPLICA, name)
+                else:
+                    unit.packed.sum(numbers)
+                unit.update(numbers.div_(self.replicas))
+                if self._plan.layout.offload_home != "none":
+                    self._note_copies(unit, numbers.dtype)
+
+    def _note_copies(self, unit: OuterUnit, wide: torch.dtype) -> None:
+        """The outer gradient has come to the device, its mean has gone back, and new weights to where they are kept."""
+        flat, layout = unit.state.flat, self._plan.layout
+        name, dtype, away = flat.unit.name, torch_dtype(layout.dtype), unit.elements - unit.state.cut
+        copies = [(TO_DEVICE, wide, unit.elements), (TO_HOST, wide, unit.elements)]
+        stored = layout.offload_params != "none"
+        copies.append((TO_HOST, dtype, unit.state.cut) if stored else (TO_DEVICE, dtype, away))
+        if flat.file is not None:
+            copies.append((DISK_WRITE, dtype, unit.elements))
+        for op, kind, elements in copies:
+            if elements:
+                self._comms.copied(op, name, kind, elements)
+
+    def count_loss(self, loss: float, tokens: int, agrees: bool) -> None:
+        """Note the loss of this replica's step; with the outer step the mean over all replicas is known."""
+        self._loss, self._tokens = self._loss + loss * tokens, self._tokens + tokens
+        if agrees:
+            self.loss = self.mean(self._loss, self._tokens)
+            self._loss, self._tokens = 0.0, 0
+
+    def mean(self, total: float, count: int) -> float:
+        """A replica's total over its count, over those of all replicas."""
+        device = next(iter(self.units.values())).state.flat.whole.device
+        sums = torch.tensor([total, count], dtype=torch.float64, device=device)
+        with self._comms.in_phase("loss"):
+            self._comms.all_reduce(sums, REPLICA, "loss")
+        return self._comms.read(sums[0]) / max(1.0, self._comms.read(sums[1]))
+
+    def rebase(self) -> None:
+        """Weights were set from elsewhere: all replicas have them."""
+        for unit in self.units.values():
+            unit.rebase()
+
+    def owned(self) -> list[Tensor]:
+        """The tensors that count as optimizer state on the device."""
+        return [] if self._on_host else self._tensors()
+
+    def on_host(self) -> list[Tensor]:
+        """Those in the host's memory."""
+        return self._tensors() if self._on_host else []
+
+    @property
+    def _on_host(self) -> bool:
+        return self._plan.layout.offload_home != "none"
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for unit in self.units.values() for tensor in unit.tensors]

@@ -1,0 +1,94 @@
+"""What ranks run for the tests of packed outer gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.apart import Apart
+from harness.jobs import build, micro_batches
+from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.layout.axes import REPLICA
+from shardwise.layout.outer import outer_pieces, outer_residuals
+from shardwise.model import ModelConfig
+from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.sync.packed_exchange import PackedExchange
+from shardwise.runtime.sync.rounds import Rounds
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A unit whose outer gradients are summed once."""
+
+    model: ModelConfig
+    layout: Layout
+    unit: str
+
+
+def numbers(rank: int, elements: int) -> Tensor:
+    """One rank's outer gradient: of magnitudes from block to block."""
+    generator = torch.Generator().manual_seed(rank)
+    magnitudes = torch.rand(elements // 300 + 1, generator=generator).repeat_interleave(300)[:elements]
+    return torch.randn(elements, generator=generator) * 10 ** (6 * magnitudes - 3)
+
+
+def exchanged(rank: int, asked: Exchanged) -> tuple[Tensor, Tensor, Tensor]:
+    """(the sum over the replicas, this rank's errors of its own numbers, the mean error)."""
+    plan = unit_plan(asked.model, asked.layout, Workload(8, asked.layout.dp), rank=rank)
+    comms = make_comms(asked.layout, asked.model, rank, timeout=60.0)
+    unit = plan.by_name[asked.unit]
+    pieces = outer_pieces(plan, unit, comms.index(unit.shard))
+    assert pieces is not None
+    exchange = PackedExchange(unit.name, pieces, outer_residuals(plan, unit), comms, torch.device("cpu"))
+    summed = numbers(rank, unit.shard_numel)
+    exchange.sum(summed)
+    error = exchange.mean_error()
+    dist.barrier()
+    comms.close()
+    return summed, exchange.first, error
+
+
+@dataclass
+class Account:
+    """Of each unit, this rank's interval: |true sums - sent sums - errors left| over all outer steps, the largest
+    element; and the largest error, and the largest element of the true sums."""
+
+    unit: str
+    apart: float
+    residual: float
+    true: float
+
+
+def accounted(rank: int, asked: Apart) -> list[Account]:
+    """Train, and account for every packed outer gradient."""
+    case, layout = asked.case, asked.layout
+    program = build(case, layout, rank, transport=asked.transport)
+    true: dict[PackedExchange, Tensor] = {}
+    sent: dict[PackedExchange, Tensor] = {}
+    plain = PackedExchange.sum
+
+    def watched(self: PackedExchange, tensor: Tensor) -> None:
+        true[self] = true.get(self, 0) + tensor.double()
+        plain(self, tensor)
+        sent[self] = sent.get(self, 0) + tensor.double()
+
+    rounds = Rounds.of(layout, case.steps)
+    with patch.object(PackedExchange, "sum", watched):
+        for step in range(case.steps):
+            program.step(micro_batches(case, layout, rank, step), case.optimizer.lr, rounds.ends(step))
+    found = []
+    assert program.outer is not None
+    for name, unit in program.outer.units.items():
+        if (packed := unit.packed) is None:
+            continue
+        total, left = true[packed], packed.mean_error().double() * program.outer.replicas
+        program.comms.all_reduce(total, REPLICA, name)
+        apart = total - sent[packed] - left
+        found.append(Account(name, *(float(each.abs().max()) for each in (apart, left, total))))
+    dist.barrier()
+    program.comms.close()
+    return found
