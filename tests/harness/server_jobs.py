@@ -17,7 +17,7 @@ from shardwise.layout.units import Backend
 from shardwise.report import Role
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.sync.messages import Mail
+from shardwise.runtime.sync.messages import ServerMail
 from shardwise.runtime.sync.run import make_server
 from shardwise.runtime.sync.worker import RemoteOptimizer
 from shardwise.schedule.staleness import Update
@@ -54,7 +54,7 @@ def serve(rank: int, asked: Served) -> ServedOutcome:
     case, layout, outcome = asked.case, asked.layout, ServedOutcome()
     comms = make_comms(layout, case.model, rank, timeout=60.0)
     plan = unit_plan(case.model, layout, case.workload, rank=rank, backend=comms.backend)
-    mail = Mail(60.0)
+    mail = ServerMail(60.0)
     server = make_server(plan, mail, values, case.optimizer, case.steps)
     if rank < layout.training_ranks:
         make = partial(RemoteOptimizer, config=case.optimizer, mail=mail, server=server)

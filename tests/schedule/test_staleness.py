@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from harness.today import EVERYTHING
 from shardwise.errors import UserError
-from shardwise.schedule.staleness import Answer, AtOnce, ByStep, Gradient, Outcome, check, simulate
+from shardwise.schedule.staleness import AtOnce, ByStep, Gradient, Outcome, Reply, check, simulate
 
 STEPS = 12
 SCHEDULES = 10_000
@@ -92,7 +92,7 @@ class _Early(ByStep):
         outcome = super().push(worker, step, read)
         if not any(answer.worker == worker for answer in outcome.answers):
             self._waiting.pop(worker)
-            outcome.answers.append(Answer(worker, self.version, step + 1))
+            outcome.answers.append(Reply(worker, self.version, step + 1))
         return outcome
 
 

@@ -33,7 +33,7 @@ class Update(NamedTuple):
         return self.version - min(read for _, read in self.gradients)
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """New weights for a worker, and what it does with them."""
 
     worker: int
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     """What the arrival of a gradient leads to: updates, in order, and then answers."""
 
     updates: list[Update]
-    answers: list[Answer]
+    answers: list[Reply]
     dropped: bool = False
     """Whether the gradient came after the update of its step, and is dropped."""
 
@@ -86,7 +86,7 @@ class ByStep:
             updates.append(Update(self.version, self.version, tuple(sorted(self._arrived.pop(self.version).items()))))
             self.version += 1
         ready = sorted(other for other, at in self._waiting.items() if at - self.staleness <= self.version)
-        answers = [Answer(other, self.version, max(self._waiting.pop(other), self.version)) for other in ready]
+        answers = [Reply(other, self.version, max(self._waiting.pop(other), self.version)) for other in ready]
         return Outcome(updates, answers, dropped)
 
 
@@ -101,7 +101,7 @@ class AtOnce:
     def push(self, worker: int, step: int, read: int) -> Outcome:
         update = Update(self.version, step, ((worker, read),))
         self.version += 1
-        return Outcome([update], [Answer(worker, self.version, self.version + self.workers - 1)])
+        return Outcome([update], [Reply(worker, self.version, self.version + self.workers - 1)])
 
 
 class Gradient(NamedTuple):

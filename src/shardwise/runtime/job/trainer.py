@@ -87,10 +87,10 @@ def train(config: TrainConfig) -> dict[str, Any]:
     return result
 
 
-def _run_of(layout: Layout) -> type[Run]:
+def _run_of(layout: Layout) -> type[TrainingRun]:
     """What this process does in a run."""
     if layout.sync not in SERVED:
-        return Run
+        return TrainingRun
     from shardwise.runtime.sync.run import ServerRun, WorkerRun
 
     return ServerRun if dist.get_rank() >= layout.training_ranks else WorkerRun
@@ -139,7 +139,7 @@ def _give_up(line: str) -> None:
     os._exit(RANK_FAILED)
 
 
-class Run:
+class TrainingRun:
     """A rank's part in a run whose ranks make every step together."""
 
     def __init__(self, config: TrainConfig, device: torch.device, memory: pulse.Memory) -> None:

@@ -23,7 +23,7 @@ state; state to be kept; how many updates there have been; no more requests."""
 _NUMBERS = 8
 
 
-class Head(NamedTuple):
+class Header(NamedTuple):
     """What a message says. Of a request: its kind; a, b, c as the kind has them; two figures. Of an answer: 0; the
     updates in the weights, what to do next, the step before which to stop (0: none); loss and gradient norm."""
 
@@ -41,12 +41,12 @@ class Head(NamedTuple):
         return torch.tensor([*self[:5], *figures, 0], dtype=torch.int64)
 
     @classmethod
-    def unpacked(cls, numbers: Tensor) -> Head:
+    def unpacked(cls, numbers: Tensor) -> Header:
         kind, a, b, c, elements, *figures, _ = numbers.tolist()
         return cls(kind, a, b, c, elements, *struct.unpack("2d", struct.pack("2q", *figures)))
 
 
-class Mail:
+class ServerMail:
     """The groups of requests and answers, and the queues inside this process. Every rank of the job makes one.
 
     timeout: seconds that a rank waits for others.
@@ -57,14 +57,14 @@ class Mail:
         self._requests, self._answers = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) for _ in range(2)
         )
-        self.take: Callable[[int, Head, Tensor | None], None] | None = None
+        self.take: Callable[[int, Header, Tensor | None], None] | None = None
         """The server in this process, which copies what it is given."""
-        self._answered: queue.Queue[Head | BaseException] = queue.Queue()
+        self._answered: queue.Queue[Header | BaseException] = queue.Queue()
         self._into: Tensor | None = None
 
     # -- of workers
 
-    def ask(self, server: int, head: Head, tensor: Tensor | None = None) -> list[Any]:
+    def ask(self, server: int, head: Header, tensor: Tensor | None = None) -> list[Any]:
         """Send a request to the server on a rank. The tensor may be reused when the works that are returned are
         over."""
         if server == self.rank:
@@ -81,7 +81,7 @@ class Mail:
         if server == self.rank:
             self._into = into
 
-    def answer_of(self, server: int, into: Tensor) -> Head:
+    def answer_of(self, server: int, into: Tensor) -> Header:
         """Wait for the answer of the server on a rank; its tensor is in `into` afterwards."""
         if server == self.rank:
             found = self._answered.get()
@@ -90,25 +90,25 @@ class Mail:
             return found
         numbers = torch.empty(_NUMBERS, dtype=torch.int64)
         dist.recv(numbers, server, self._answers)
-        head = Head.unpacked(numbers)
+        head = Header.unpacked(numbers)
         if head.elements:
             dist.recv(into[: head.elements], server, self._answers)
         return head
 
     # -- of servers
 
-    def next_request(self, room: Callable[[int, Head], Tensor]) -> tuple[int, Head, Tensor | None]:
+    def next_request(self, room: Callable[[int, Header], Tensor]) -> tuple[int, Header, Tensor | None]:
         """Wait for a request from another process: its rank, its head and its tensor, in memory that `room` gives."""
         numbers = torch.empty(_NUMBERS, dtype=torch.int64)
         rank = dist.recv(numbers, None, self._requests)
-        head = Head.unpacked(numbers)
+        head = Header.unpacked(numbers)
         tensor = None
         if head.elements:
             tensor = room(rank, head)
             dist.recv(tensor, rank, self._requests)
         return rank, head, tensor
 
-    def reply(self, rank: int, head: Head, tensor: Tensor | None = None) -> list[Any]:
+    def reply(self, rank: int, head: Header, tensor: Tensor | None = None) -> list[Any]:
         """Answer a worker. The tensor may be reused when the works that are returned are over."""
         if rank == self.rank:
             if tensor is not None:

@@ -29,10 +29,10 @@ from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.checkpointing import Position
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.job.trainer import Run
+from shardwise.runtime.job.trainer import TrainingRun
 from shardwise.runtime.offload.recovery import Kept
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.sync.messages import Mail
+from shardwise.runtime.sync.messages import ServerMail
 from shardwise.runtime.sync.server import Server
 from shardwise.runtime.sync.worker import RemoteOptimizer
 from shardwise.runtime.zero.flat_unit import Values
@@ -42,7 +42,7 @@ REPORTED = 3
 """Steps from the one that is measured to where its report is gathered: a worker measures its first, times another."""
 
 
-def make_server(plan: UnitPlan, mail: Mail, values: Values, config: OptimizerConfig, steps: int) -> Server | None:
+def make_server(plan: UnitPlan, mail: ServerMail, values: Values, config: OptimizerConfig, steps: int) -> Server | None:
     """The server in this process, if there is one; all ranks call this together. steps: of the whole run."""
     layout = plan.layout
     servers = [server_rank(plan, server) for server in range(layout.parameter_servers.count)]
@@ -57,10 +57,10 @@ def make_server(plan: UnitPlan, mail: Mail, values: Values, config: OptimizerCon
     return server
 
 
-class ServedRun(Run):
+class ServedRun(TrainingRun):
     """What workers and servers of their own have in common."""
 
-    mail: Mail
+    mail: ServerMail
     server: Server | None
 
     @property
@@ -91,7 +91,7 @@ class WorkerRun(ServedRun):
     """Of all its steps."""
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
-        self.mail = Mail(self.config.hang + pulse.MARGIN)
+        self.mail = ServerMail(self.config.hang + pulse.MARGIN)
         self.server = make_server(plan, self.mail, self._initial_values, self.config.optimizer, self.config.steps)
         make = partial(RemoteOptimizer, config=self.config.optimizer, mail=self.mail, server=self.server)
         return TrainProgram(plan, self.comms, make, self._initial_values, self.device, folder, kept)
@@ -173,7 +173,7 @@ class ServerRun(ServedRun):
     """A server on a rank of its own: it is wherever the workers meet, and serves meanwhile."""
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
-        self.mail = Mail(self.config.hang + pulse.MARGIN)
+        self.mail = ServerMail(self.config.hang + pulse.MARGIN)
         self.server = make_server(plan, self.mail, self._initial_values, self.config.optimizer, self.config.steps)
         return _NoProgram(plan, self.comms)  # type: ignore[return-value]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.layout.key_ranges import Segment, elements, key_ranges
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.sync.messages import BEGIN, DONE, FENCE, GET, PUSH, PUT, Head, Mail
+from shardwise.runtime.sync.messages import BEGIN, DONE, FENCE, GET, PUSH, PUT, Header, ServerMail
 from shardwise.runtime.zero.flat_unit import Values, local_values, torch_dtype
 from shardwise.runtime.zero.optimizer import MASTER, learning_rate
 from shardwise.runtime.zero.update import update
@@ -29,7 +29,7 @@ from shardwise.schedule.staleness import AtOnce, Policy, Update
 CPU = torch.device("cpu")
 
 
-class Range:
+class KeyRange:
     """What a server keeps for one rank of every worker: flat state, and the treatment of its elements."""
 
     def __init__(self, plan: UnitPlan, segments: tuple[Segment, ...], values: Values) -> None:
@@ -75,13 +75,13 @@ class Server:
     """
 
     def __init__(
-        self, plans: list[UnitPlan], place: int, policy: Policy, mail: Mail, values: Values, config: OptimizerConfig,
+        self, plans: list[UnitPlan], place: int, policy: Policy, mail: ServerMail, values: Values, config: OptimizerConfig,
         steps: int, peers: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
         plan, self.mail, self.policy, self.config, self.steps = plans[0], mail, policy, config, steps
         self._peers, self._layout = peers, plan.layout
         self.workers, self.parts = plan.layout.dp, len(plans)
-        self.ranges = [Range(each, key_ranges(each)[place], values) for each in plans]
+        self.ranges = [KeyRange(each, key_ranges(each)[place], values) for each in plans]
         self._at_once = isinstance(policy, AtOnce)
         sizes = [len(each.state[MASTER]) for each in self.ranges]
         self._sum = torch.zeros(max(sizes), dtype=torch_dtype(plan.master_dtype))
@@ -98,11 +98,11 @@ class Server:
         """Rank -> weights on their way to it."""
         self.buffers = [self._sum, *self._out.values(), *(each for free in self._free.values() for each in free)]
         self._leaving: dict[int, list[Any]] = {}
-        self._pushed: dict[tuple[int, int], dict[int, tuple[Head, Tensor]]] = {}
+        self._pushed: dict[tuple[int, int], dict[int, tuple[Header, Tensor]]] = {}
         """(worker, step) -> rank of the worker -> its gradient."""
         self._fences: dict[int, int] = {}
         """Rank -> updates that it waits for."""
-        self._inbox: queue.Queue[tuple[int, Head, Tensor | None]] = queue.Queue()
+        self._inbox: queue.Queue[tuple[int, Header, Tensor | None]] = queue.Queue()
         self._lock = threading.Lock()
         self._loss, self._norm = math.nan, math.nan
         self.updates = 0
@@ -158,13 +158,13 @@ class Server:
 
     # -- what comes in
 
-    def _room(self, rank: int, head: Head) -> Tensor:
+    def _room(self, rank: int, head: Header) -> Tensor:
         if head.kind == PUSH:
             with self._lock:
                 return self._free[rank].popleft()
         return torch.empty(head.elements, dtype=self._sum.dtype)
 
-    def take(self, rank: int, head: Head, tensor: Tensor | None) -> None:
+    def take(self, rank: int, head: Header, tensor: Tensor | None) -> None:
         """A request from this process: its tensor is copied."""
         if tensor is not None:
             tensor = self._room(rank, head).copy_(tensor)
@@ -191,22 +191,22 @@ class Server:
                 self._state(rank, head, tensor)
             self._open_fences()
 
-    def _state(self, rank: int, head: Head, tensor: Tensor | None) -> None:
+    def _state(self, rank: int, head: Header, tensor: Tensor | None) -> None:
         """State of the range of a worker's rank: a piece of it, a change of it, or how far the run is."""
         state = self.ranges[rank % self.parts].state
         if head.kind == BEGIN:
             self.policy.version, self.updates = head.a, head.b
-            self._leaving[rank] = self.mail.reply(rank, Head(0))
+            self._leaving[rank] = self.mail.reply(rank, Header(0))
         elif head.kind == GET:
             piece = state[head.a][head.b : head.c].clone()
-            self._leaving[rank] = self.mail.reply(rank, Head(0, elements=len(piece)), piece)
+            self._leaving[rank] = self.mail.reply(rank, Header(0, elements=len(piece)), piece)
         else:
             assert head.kind == PUT and tensor is not None
             state[head.a][head.b : head.b + len(tensor)].copy_(tensor)
 
     # -- gradients
 
-    def _push(self, rank: int, head: Head, gradient: Tensor) -> None:
+    def _push(self, rank: int, head: Header, gradient: Tensor) -> None:
         worker, part = divmod(rank, self.parts)
         step = head.a
         pushed = self._pushed.setdefault((worker, step), {})
@@ -255,7 +255,7 @@ class Server:
         for worker in workers:
             self._release(worker, made.step)
 
-    def _mean(self, part: int, workers: list[int], step: int, heads: dict[int, Head], tokens: int) -> Tensor:
+    def _mean(self, part: int, workers: list[int], step: int, heads: dict[int, Header], tokens: int) -> Tensor:
         own = self._sum[: len(self.ranges[part].state[MASTER])]
         total = own if self.parts == 1 else own.clone()
         total.zero_()
@@ -285,5 +285,5 @@ class Server:
             work.wait()
         weights = self._out[rank]
         weights.copy_(self.ranges[rank % self.parts].state[MASTER])
-        head = Head(0, self.policy.version, following, self.stop_before, len(weights), self._loss, self._norm)
+        head = Header(0, self.policy.version, following, self.stop_before, len(weights), self._loss, self._norm)
         self._leaving[rank] = self.mail.reply(rank, head, weights)

@@ -17,7 +17,7 @@ from shardwise.layout.axes import REPLICA
 from shardwise.layout.key_ranges import Segment, elements, key_ranges, server_rank
 from shardwise.layout.units import Span
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.sync.messages import BEGIN, DONE, FENCE, GET, PUSH, PUT, Head, Mail
+from shardwise.runtime.sync.messages import BEGIN, DONE, FENCE, GET, PUSH, PUT, Header, ServerMail
 from shardwise.runtime.sync.server import Server
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
@@ -46,7 +46,13 @@ class RemoteOptimizer:
     """The optimizer of a worker's rank, whose state is on parameter servers. server: that in this process, if any."""
 
     def __init__(
-        self, engine: Engine, comms: Comms, values: Values, config: OptimizerConfig, mail: Mail, server: Server | None
+        self,
+        engine: Engine,
+        comms: Comms,
+        values: Values,
+        config: OptimizerConfig,
+        mail: ServerMail,
+        server: Server | None,
     ) -> None:
         self.engine, self.comms, self.config, self.mail = engine, comms, config, mail
         plan = engine.plan
@@ -104,7 +110,7 @@ class RemoteOptimizer:
 
     def _push(self, coefficient: float) -> None:
         works, (total, tokens) = [], self._seen
-        head = Head(PUSH, self.step_number, self._read, tokens, x=total, y=float(self.stops))
+        head = Header(PUSH, self.step_number, self._read, tokens, x=total, y=float(self.stops))
         for (_, segments), leaving in zip(self.servers, self._leaving, strict=True):
             for segment in segments:
                 part = leaving[segment.at : segment.at + segment.stop - segment.start]
@@ -120,7 +126,7 @@ class RemoteOptimizer:
         for work in works:
             work.wait()
 
-    def _pull(self) -> Head:
+    def _pull(self) -> Header:
         """New weights from all servers; what the first one says."""
         heads = []
         for number, ((server, segments), arriving) in enumerate(zip(self.servers, self._arriving, strict=True)):
@@ -140,7 +146,7 @@ class RemoteOptimizer:
         updates so far; updates: the optimizer's."""
         if not self.comms.rank:
             for server, _ in self.servers:
-                for work in self.mail.ask(server, Head(BEGIN, version, updates)):
+                for work in self.mail.ask(server, Header(BEGIN, version, updates)):
                     work.wait()
                 self.mail.answer_of(server, self._arriving[0])
         dist.barrier()
@@ -152,7 +158,7 @@ class RemoteOptimizer:
         works = []
         for number, (server, _) in enumerate(self.servers):
             self.mail.expect(server, self._arriving[number])
-            works += self.mail.ask(server, Head(FENCE, version, end))
+            works += self.mail.ask(server, Header(FENCE, version, end))
         for work in works:
             work.wait()
         self.comms.pulse.wait("a fence: all updates so far")
@@ -164,7 +170,7 @@ class RemoteOptimizer:
         """No more requests come from this rank."""
         works = []
         for server, _ in self.servers:
-            works += self.mail.ask(server, Head(DONE))
+            works += self.mail.ask(server, Header(DONE))
         for work in works:
             work.wait()
 
@@ -187,7 +193,7 @@ class RemoteOptimizer:
         for server, first, last, at in self._pieces(unit, start, stop):
             into = out[at - start : at - start + last - first]
             self.mail.expect(server, into)
-            for work in self.mail.ask(server, Head(GET, kind, first, last)):
+            for work in self.mail.ask(server, Header(GET, kind, first, last)):
                 work.wait()
             self.mail.answer_of(server, into)
         return out
@@ -196,7 +202,7 @@ class RemoteOptimizer:
         """Change elements of a unit's state on the servers."""
         for server, first, last, at in self._pieces(unit, start, start + len(values)):
             part = values[at - start : at - start + last - first].to(self._wide).contiguous()
-            for work in self.mail.ask(server, Head(PUT, kind, first, elements=len(part)), part):
+            for work in self.mail.ask(server, Header(PUT, kind, first, elements=len(part)), part):
                 work.wait()
 
     def commit(self) -> None:
