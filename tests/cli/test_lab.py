@@ -16,6 +16,7 @@ from harness.command_line import mistake
 from harness.hosts import namespaces
 from harness.processes import alive
 from shardwise.lab.job import is_shardwise
+from shardwise.lab.network import remove_abandoned
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 LIMIT = 60
@@ -66,7 +67,7 @@ def test_a_signal_ends_the_command_and_removes_the_hosts(number: int, tmp_path: 
     lab.send_signal(number)
     _, err = lab.communicate(timeout=LIMIT)
     assert lab.returncode == 128 + number and "Traceback" not in err
-    assert not any(map(alive, pids)) and namespaces() == []
+    assert not any(map(alive, pids)) and namespaces(lab.pid) == []
 
 
 @pytest.mark.usefixtures("several_hosts")
@@ -79,6 +80,8 @@ def test_the_command_ends_with_a_killed_lab(tmp_path: Path) -> None:
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(alive, pids))
+    remove_abandoned()
+    assert namespaces(lab.pid) == []
 
 
 def test_which_commands_are_ours() -> None:

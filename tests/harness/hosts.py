@@ -41,7 +41,6 @@ def hosts(links: str, count: int, folder: Path) -> Iterator[tuple[LabNetwork, di
         yield network, {**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: str(file)}
 
 
-def namespaces() -> list[str]:
-    """Names of the lab's namespaces that this process, or one of these tests' children, has made."""
-    folder = Path("/run/netns")
-    return sorted(path.name for path in folder.glob("shardwise-lab-*")) if folder.is_dir() else []
+def namespaces(pid: int | None = None) -> list[str]:
+    """Names of the namespaces of a lab in a process, this one if not given."""
+    return sorted(path.name for path in Path("/run/netns").glob(f"shardwise-lab-{pid or os.getpid()}-*"))

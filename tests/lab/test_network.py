@@ -9,6 +9,7 @@ import time
 import pytest
 
 from harness.hosts import namespaces
+from harness.processes import alive
 from shardwise.lab.link import LabLink
 from shardwise.lab.network import LabNetwork, lab_network
 
@@ -92,14 +93,17 @@ def test_what_a_killed_lab_has_left_is_removed_by_the_next() -> None:
         from shardwise.lab.link import LabLink
         from shardwise.lab.network import lab_network
         with lab_network([LabLink(1e8, 0.001)] * 2) as network:
-            subprocess.Popen([*network.hosts[1].enter, "sleep", "100"])
+            subprocess.Popen([*network.hosts[1].enter, "sleep", "100"], stdout=subprocess.DEVNULL)
+            for name in (network.hosts[1].name, network.hosts[1].name.replace("node1", "switch")):
+                subprocess.run(["ip", "netns", "pids", name])
             os.kill(os.getpid(), 9)
     """
-    subprocess.run([sys.executable, "-c", program], check=False, timeout=LIMIT)
-    left = namespaces()
-    assert len(left) == 3
+    killed = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    relay_and_sleep = [int(word) for word in killed.communicate(timeout=LIMIT)[0].split()]
+    assert len(relay_and_sleep) == 2
     with lab_network([LabLink(1e8)] * 2):
-        assert len(namespaces()) == 3 and not set(left) & set(namespaces())
-    time.sleep(0.1)
-    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True, timeout=LIMIT).stdout
-    assert namespaces() == [] and "shardwise.lab.relay" not in running
+        assert len(namespaces()) == 3 and namespaces(killed.pid) == []
+    deadline = time.monotonic() + 5
+    while any(map(alive, relay_and_sleep)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert namespaces() == [] and not any(map(alive, relay_and_sleep))
