@@ -75,8 +75,8 @@ class Server:
     """
 
     def __init__(
-        self, plans: list[UnitPlan], place: int, policy: Policy, mail: ServerMail, values: Values, config: OptimizerConfig,
-        steps: int, peers: dist.ProcessGroup | None,
+        self, plans: list[UnitPlan], place: int, policy: Policy, mail: ServerMail, values: Values,
+        config: OptimizerConfig, steps: int, peers: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
         plan, self.mail, self.policy, self.config, self.steps = plans[0], mail, policy, config, steps
         self._peers, self._layout = peers, plan.layout
