@@ -112,9 +112,14 @@ def _served(model: ModelConfig, layout: Layout, workload: Workload, backend: Bac
     for rank in range(layout.ranks):
         plan = unit_plan(model, layout, workload, rank=rank, backend=backend)
         works = rank < layout.training_ranks
-        held = with_servers(plan, rank, predict_bytes(plan) if works else Bytes())
+        held = predict_bytes(plan) if works else Bytes()
         ledger, transport = (predict_ledger(plan), predict_transport(plan, rank)) if works else ((), ())
-        roles[rank] = Role(f"rank {rank}", (rank,), held, ledger, transport)
+        host = Bytes()
+        if backend == "nccl":  # servers are on the host's cores
+            host = with_servers(plan, rank, host)
+        else:
+            held = with_servers(plan, rank, held)
+        roles[rank] = Role(f"rank {rank}", (rank,), held, ledger, transport, host=host)
     return list(merge_roles(roles))
 
 

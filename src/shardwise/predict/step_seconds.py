@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.sync import SERVED
 from shardwise.model import ModelConfig
 from shardwise.report.units import format_time
 
@@ -59,6 +60,7 @@ def step_seconds(
     from shardwise.predict.time import engine as engine_of
     from shardwise.predict.time.outer import outer_seconds
     from shardwise.predict.time.profiles import attending
+    from shardwise.predict.time.servers import served_parts
 
     usual = Layout()
     for key in UNPRICED:
@@ -81,6 +83,9 @@ def step_seconds(
         whole = outer_seconds(model, layout, split, engine_of(name), pricing)
         outer = (_rounds(layout, sum(parts.values()), whole),)
         parts["outer"] = whole / layout.every
+    if layout.sync in SERVED:
+        cuda = cluster.device.kind == "cuda"
+        parts = served_parts(parts, model, layout, split, engine_of(name), pricing, cuda)
     busy = {name: float(seconds) for name, seconds in step.busy.items()}
     host = pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params)) if busy else ()
     around = time_range(parts, pricing.constants, assumed=len(host), routed=bool(model.experts))

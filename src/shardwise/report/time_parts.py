@@ -13,6 +13,7 @@ STEP = {
     "optimizer": "optimizer",
     "offload": "offloading to the host or disk",
     "outer": "outer steps (sync=local)",
+    "servers": "gradients to servers and weights back",
 }
 """Parts of a training step."""
 
