@@ -134,14 +134,14 @@ class WorkerRun(ServedRun):
         return self.batches["train"].step(first, self.config.workload.batch, key, place)
 
     def _step(self, step: int, around: Any) -> tuple[float, float]:
-        before, started = self.optimizer.steps, time.perf_counter()
+        started = time.perf_counter()
         _, norm = super()._step(step, around)
         self._spent += time.perf_counter() - started
-        self._updates = self.optimizer.steps - before
         return self.optimizer.loss, norm
 
     def _rate(self, seconds: float) -> float:
-        return super()._rate(seconds) * self._updates / self._shares
+        # From one of its shares of the text to the next the others have had those between.
+        return super()._rate(seconds) * (self.optimizer.next - self.optimizer.step_number) / self._shares
 
     def _typical_rate(self, seconds: float) -> float:
         """Over the whole run: from one of its steps to the next a worker sees more or fewer updates of others."""
