@@ -115,6 +115,7 @@ def test_sequences_are_shared_out():
     [
         ("dp=2,zero=1", "use zero=0 .replicas. or zero=3"),
         ("tp=2,sp", "leave sp out"),
+        ("dp=2,sync=ps", "sync=ps is for training"),
         ("tp=2,tpkind=gathered", "tpkind=gathered is for training"),
         ("dp=2,pp=2,zero=3", "pp=1"),
         ("pp=2,virtual=2,schedule=interleaved", "one chunk"),

@@ -23,6 +23,8 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
             raise LayoutError(
                 f"{key}={home} is for training: leave it out, generation has tp, cp, ep, pp, dp and zero=3"
             )
+    if layout.sync != "allreduce":
+        raise LayoutError(f"sync={layout.sync} is for training: leave it out")
     if layout.cpkind != "ring":
         raise LayoutError(f"cpkind={layout.cpkind} is for training: leave it out, generation cuts the cache's pages")
     if layout.cp > 1 and layout.stage == 3:
