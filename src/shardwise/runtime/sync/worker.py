@@ -100,16 +100,16 @@ class RemoteOptimizer:
                 norm = gradient_norm(self.engine, self.comms, self.states)
                 if self.config.clip:
                     coefficient = min(1.0, self.config.clip / (norm + 1e-6))
-            self._push(coefficient)
-            head = self._pull()
+            head = self._pull(self._push(coefficient))
         self.next, self.stop_before = head.b, head.c
         if not self._clips:
             norm = head.y
             self.loss = self.loss if math.isnan(head.x) else head.x
         return norm
 
-    def _push(self, coefficient: float) -> None:
-        works, (total, tokens) = [], self._seen
+    def _push(self, coefficient: float) -> list[list[Any]]:
+        """Send the gradient; for each server what is over when it has its part."""
+        total, tokens = self._seen
         head = Header(PUSH, self.step_number, self._read, tokens, x=total, y=float(self.stops))
         for (_, segments), leaving in zip(self.servers, self._leaving, strict=True):
             for segment in segments:
@@ -119,18 +119,21 @@ class RemoteOptimizer:
                 leaving.mul_(coefficient)
         for flat in self.engine.units.values():
             flat.grads.free()
+        works = []
         for number, ((server, _), leaving) in enumerate(zip(self.servers, self._leaving, strict=True)):
             with self.comms.message("push", f"server {number}", leaving):
                 self.mail.expect(server, self._arriving[number])
-                works += self.mail.ask(server, head._replace(elements=len(leaving)), leaving)
-        for work in works:
-            work.wait()
+                works.append(self.mail.ask(server, head._replace(elements=len(leaving)), leaving))
+        return works
 
-    def _pull(self) -> Header:
-        """New weights from all servers; what the first one says."""
+    def _pull(self, asked: list[list[Any]]) -> Header:
+        """New weights from all servers; what the first one says. asked: for each server what is over when it has the
+        request."""
         heads = []
         for number, ((server, segments), arriving) in enumerate(zip(self.servers, self._arriving, strict=True)):
             with self.comms.message("pull", f"server {number}", arriving):
+                for work in asked[number]:
+                    work.wait()
                 heads.append(self.mail.answer_of(server, arriving))
             for segment in segments:
                 part = arriving[segment.at : segment.at + segment.stop - segment.start]
@@ -155,15 +158,11 @@ class RemoteOptimizer:
 
     def fence(self, version: int, end: bool = False) -> None:
         """Wait until so many updates are made, and take the weights. end: the run ends with them."""
-        works = []
+        asked = []
         for number, (server, _) in enumerate(self.servers):
             self.mail.expect(server, self._arriving[number])
-            works += self.mail.ask(server, Header(FENCE, version, end))
-        for work in works:
-            work.wait()
-        self.comms.pulse.wait("a fence: all updates so far")
-        head = self._pull()
-        self.comms.pulse.work()
+            asked.append(self.mail.ask(server, Header(FENCE, version, end)))
+        head = self._pull(asked)
         self.stop_before = head.c
 
     def done(self) -> None:

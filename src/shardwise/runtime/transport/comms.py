@@ -280,13 +280,15 @@ class Comms:
         self.last = f"{op} of {peer}"
         self.pulse.collective(self.last)
         self.pulse.wait()
+        key = (self.phase, op, SERVER, peer, str(tensor.dtype).removeprefix("torch."), tensor.numel())
+        flight = self.timeline.issue(key, True) if self.timeline is not None else None
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
+        if flight is not None:
+            flight.arrived()
         self.pulse.work()
         if self._recording:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            key = (self.phase, op, SERVER, peer, dtype, tensor.numel())
             timing = self.timings.setdefault(key, Timing(key, "message"))
             timing.count += 1
             timing.time += seconds
