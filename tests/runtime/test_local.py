@@ -11,12 +11,14 @@ from harness.apart_checks import assert_as_alone, assert_predicted, blank, train
 from harness.apart_jobs import Account, Exchanged, numbers
 from harness.checks import assert_replicas_equal, train
 from harness.pool import run_ranks
+from harness.reference import Case, reference
 from harness.space import MODELS
 from harness.today import some_of
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.outer import outer_pieces
 from shardwise.layout.wire import BLOCK
 from shardwise.predict.memory.step import optimizer_bytes
+from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.zero.quantized import LARGEST
 
 
@@ -72,6 +74,18 @@ def _half_scales(values: torch.Tensor, pieces, bits: int, more: torch.Tensor | f
                 block = slice(first, min(first + BLOCK, stop))
                 bound[block] = largest[block].max() / LARGEST[bits] / 2
     return bound
+
+
+@pytest.mark.parametrize("text", ["dp=2", "dp=3,micro=2", "dp=4,replicas=2,zero=3", "dp=2,tp=2,sp"])
+def test_an_average_after_every_step_of_sgd_is_data_parallel(text: str) -> None:
+    """A mean of weights that SGD has moved by equally many tokens each, unclipped, is a step by the mean gradient."""
+    layout = Layout.parse(f"{text},sync=local,every=1,precision=fp64")
+    workload = Workload(8, 2 * layout.dp * layout.micro, optimizer="sgd")
+    case = Case(MODELS["llama"], workload, optimizer=OptimizerConfig(lr=0.1, warmup=2, clip=0.0), ignore="none")
+    expected = reference(case)
+    scale = sum(float(tensor.square().sum()) for tensor in expected.final.values()) ** 0.5
+    for rank in train(case, layout, expected):
+        assert sum(rank.final_errors.values()) ** 0.5 <= 1e-12 * scale
 
 
 def test_without_base_or_momentum_nothing_more_is_kept() -> None:
