@@ -57,7 +57,7 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(text: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("text", TRAPS)
-def test_trap_29_a_resumed_run_has_all_that_replicas_share(text: str, tmp_path: Path) -> None:
+def test_trap_30_a_resumed_run_has_all_that_replicas_share(text: str, tmp_path: Path) -> None:
     assert_resumes(text, tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_other_replicas_and_lockstep_continue_from_it_and_the_other_way_round(tm
     assert not any(local.read(name).any() for name in local.tensors if name.startswith("outer"))
 
 
-def test_trap_29_a_resumed_run_continues_from_the_weights_that_were_saved(tmp_path: Path) -> None:
+def test_trap_30_a_resumed_run_continues_from_the_weights_that_were_saved(tmp_path: Path) -> None:
     """Lockstep to rounds: the first outer step starts from the checkpoint, not from initial weights."""
     plain = trained("dp=2", tmp_path / "plain", [4])
     local = trained("dp=2,every=2,outer=nesterov", tmp_path / "local", [4, 6], tmp_path / "plain" / "step-4")

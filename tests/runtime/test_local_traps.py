@@ -20,13 +20,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("apart", CASES, ids=lambda a: a.id)
-def test_trap_29_replicas_train_as_they_would_alone(apart: Apart) -> None:
+def test_trap_30_replicas_train_as_they_would_alone(apart: Apart) -> None:
     ranks = trained(apart)
     assert_as_alone(apart, ranks)
     assert_predicted(apart, ranks)
 
 
-def test_trap_29_what_packing_loses_is_sent_later() -> None:
+def test_trap_30_what_packing_loses_is_sent_later() -> None:
     apart = listed(MODELS["gpt2"], "dp=2,zero=1,sync=local,every=1,outer=nesterov,outer_bits=4,precision=fp32")
     train(apart.case, apart.layout, blank(apart.case.model))
     accounts: list[list[Account]] = run_ranks("harness.apart_jobs:accounted", apart.layout.ranks, apart)

@@ -105,6 +105,12 @@ def test_servers(text: str, model: ModelConfig) -> None:
             assert measured.total == pytest.approx(expected.total, rel=0.05)
 
 
+def test_trap_31_two_servers_train_as_one_device() -> None:
+    text = "dp=3,sync=ps,servers=2,precision=fp64"
+    case, outcomes = run(text, STUMBLING)
+    check(text, case, outcomes)
+
+
 def test_the_bound_holds_with_a_slow_worker() -> None:
     """One worker sleeps: the others are up to two steps ahead of it, never more."""
     text = "dp=3,sync=ssp,staleness=2,servers=2,precision=fp64"
