@@ -513,7 +513,7 @@ MISTAKES = (
             "for each in outcome.updates:", "for each in outcome.updates[: self.policy.version % 2]:", "trap_31"),
     Mistake(31, "weights are pulled before the last gradient is in them", POLICY,
             "if at - self.staleness <= self.version", "if at - self.staleness - 1 <= self.version", "trap_31"),
-    Mistake(31, "workers count alike, however many tokens they have", SERVER,
+    Mistake(31, "all workers have the same weight, however many tokens they have", SERVER,
             "alpha=heads[worker].c / max(1, tokens)", "alpha=1 / len(workers)", "trap_31"),
     Mistake(31, "each server clips by the norm of its own range", SERVER,
             "if self._peers is not None:", "if False:", "trap_31"),

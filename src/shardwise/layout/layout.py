@@ -211,7 +211,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """All ranks: those that train, and servers with ranks of their own."""
+        """All ranks: training ranks, and servers with ranks of their own."""
         return self.training_ranks + (self.parameter_servers.count if self.parameter_servers.own else 0)
 
     @property

@@ -82,7 +82,7 @@ def outer_exchanges(plan: UnitPlan, unit: Unit) -> Iterator[Exchange]:
 
 
 def _bits(plan: UnitPlan) -> int:
-    """Bits on the wire; 0 also where there is nobody to send to."""
+    """Bits on the wire; 0 also where there is no other rank to send to."""
     return plan.layout.outer_bits if plan.layout.sync == "local" and plan.layout.independent > 1 else 0
 
 

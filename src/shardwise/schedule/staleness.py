@@ -65,7 +65,7 @@ class Policy(Protocol):
 class ByStep:
     """One update a step, by the mean of all workers' gradients. staleness: steps that a worker may be ahead of the
     last update, 0 in lockstep. backup: gradients of a step, the last to come, that are not waited for and are dropped;
-    the worker goes on at the step that the others are at."""
+    the worker continues at the step of the others."""
 
     workers: int
     staleness: int = 0

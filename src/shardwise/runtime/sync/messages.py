@@ -122,5 +122,5 @@ class ServerMail:
         return works
 
     def fail(self, error: BaseException) -> None:
-        """The server in this process has ended: its own worker is told."""
+        """The server in this process has ended: pass the error to its own worker."""
         self._answered.put(error)

@@ -56,7 +56,7 @@ class OuterUnit:
             yield slice(run.start, run.stop), run.get(kind, run.start, run.stop)
 
     def rebase(self) -> None:
-        """Take the weights as they are for those that all replicas have."""
+        """Take the present weights as the ones that all replicas share."""
         if self.base is not None:
             for elements, weights in self.runs(MASTER):
                 self.base[elements].copy_(weights)
@@ -91,7 +91,7 @@ class OuterUnit:
 
 
 class OuterStep:
-    """Outer steps of one rank. Creating it takes the optimizer's weights for those that all replicas have."""
+    """Outer steps of one rank. Creating it takes the optimizer's weights as the ones that all replicas share."""
 
     def __init__(self, optimizer: Optimizer, comms: Comms) -> None:
         self._plan, self._comms = optimizer.engine.plan, comms

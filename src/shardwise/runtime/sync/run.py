@@ -2,7 +2,7 @@
 
 Workers go their own ways between two boundaries, the steps after which there is something to validate, save or report.
 There all of them wait until the updates of every step before it are made, and take the weights: what is validated and
-saved is the same whoever was slow.
+saved does not depend on which of them was slow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One update of flat tensors by AdamW, or by SGD with or without momentum. It knows no layout.
+"""One update of flat tensors by AdamW, or by SGD with or without momentum. It is independent of the layout.
 
 Weight decay means the same for all three: weights shrink by lr x weight_decay, apart from the gradient (decoupled, as
 AdamW's). torch.optim.SGD adds it to the gradient instead, where momentum would average it.
