@@ -39,6 +39,6 @@ def served_parts(
     busy = port(gradient) + port(weight) + update * (layout.dp if layout.sync == "async" else 1)
     if layout.sync == "ps" or not (layout.staleness or layout.sync == "async"):
         return {**parts, "servers": busy - update, "optimizer": update}
-    # Workers do not wait for each other: a worker for its own exchange, unless the servers are busy for longer than a step.
+    # A worker waits for its own exchange alone, unless the servers are busy for longer than a step.
     compute, alone = sum(parts.values()), float(hop(elements * gradient, far) + hop(elements * weight, far)) + update
     return {**parts, "servers": max(alone, busy - compute)}
