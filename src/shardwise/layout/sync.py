@@ -102,7 +102,7 @@ def _check_served(layout: Layout) -> None:
     for key in _ALONE:
         value = getattr(layout, key)
         if value != type(layout).__dataclass_fields__[key].default:
-            why = "its optimizer state is on the servers" if key == "zero" else "each of its ranks pushes all it has"
+            why = "its optimizer state is on the servers" if key == "zero" else "only tp and sp split a worker"
             raise LayoutError(f"layout: sync={layout.sync} does not go with {key}={value}: {why}; leave it out")
     if layout.offload != "none":
         raise LayoutError(
