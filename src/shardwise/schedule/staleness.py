@@ -9,7 +9,7 @@ than the bound, no worker ahead of it. Sources: Ho et al. 2013 (SSP), Chen et al
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -188,8 +188,3 @@ def _check_update(version: int, gradients: Sequence[Gradient], policy: ByStep | 
         raise UserError(f"update {version} has a gradient of another step")
     if not policy.workers - policy.backup <= len(workers) <= policy.workers:
         raise UserError(f"update {version} has {len(workers)} gradients of {policy.workers} workers")
-
-
-def updates_of(record: Iterable[Gradient]) -> int:
-    """Updates in a record."""
-    return len({one.update for one in record if one.update is not None})
