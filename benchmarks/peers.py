@@ -190,8 +190,11 @@ def fsdp1(setting: Setting) -> Contender:
     return Contender(_loop(setting, wrapped, data_share(setting), False), "FSDP1")
 
 
-def deepspeed(setting: Setting, stage: int) -> Contender:
-    """DeepSpeed ZeRO on its CPU accelerator, with torch's fused AdamW and no clipping; bf16 by its own config."""
+def deepspeed(setting: Setting, stage: int, offload: bool = False) -> Contender:
+    """DeepSpeed ZeRO on its CPU accelerator, with torch's fused AdamW and no clipping; bf16 by its own config.
+
+    offload: ZeRO-Offload, whose optimizer is DeepSpeed's CPU Adam, which is compiled on its first use.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         raise Unavailable("deepspeed is not installed; `pip install deepspeed` adds its rows")
     initialize = _deepspeed_initialize(setting.ranks)
@@ -199,6 +202,14 @@ def deepspeed(setting: Setting, stage: int) -> Contender:
     zero = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
     if stage == 3:
         zero["stage3_prefetch_bucket_size"] = BUCKET
+    optimizer = adamw(decoder)
+    if offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        zero["offload_optimizer"] = {"device": "cpu"}
+        known = optimizer.param_groups[0]
+        kept = {name: known[name] for name in ("lr", "betas", "eps")}
+        optimizer = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=True, **kept)
     config = {
         "train_micro_batch_size_per_gpu": setting.batch // setting.ranks,
         "gradient_clipping": 0,
@@ -208,7 +219,7 @@ def deepspeed(setting: Setting, stage: int) -> Contender:
     }
     linear = _OwnLinear()
     with linear.theirs():
-        engine = initialize(model=decoder, optimizer=adamw(decoder), config=config, dist_init_required=False)[0]
+        engine = initialize(model=decoder, optimizer=optimizer, config=config, dist_init_required=False)[0]
     share = data_share(setting)
 
     def step(index: int) -> float:
@@ -219,7 +230,7 @@ def deepspeed(setting: Setting, stage: int) -> Contender:
             engine.step()
         return float(loss.detach())
 
-    return Contender(step, f"DeepSpeed ZeRO-{stage}", engine.destroy)
+    return Contender(step, "DeepSpeed ZeRO-Offload" if offload else f"DeepSpeed ZeRO-{stage}", engine.destroy)
 
 
 def _deepspeed_initialize(ranks: int) -> Callable[..., Any]:
@@ -405,6 +416,7 @@ PEERS: dict[str, Callable[[Setting], Contender]] = {
     "fsdp2": fsdp2,
     "fsdp1": fsdp1,
     **{f"deepspeed{stage}": functools.partial(deepspeed, stage=stage) for stage in (1, 2, 3)},
+    "deepspeed_offload": functools.partial(deepspeed, stage=2, offload=True),
     "tensor_parallel": functools.partial(tensor_parallel, sequence=False),
     "sequence_parallel": functools.partial(tensor_parallel, sequence=True),
     **{name: functools.partial(pipeline, name=name) for name in PIPELINES},

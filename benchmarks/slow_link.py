@@ -22,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,10 @@ import peers
 import torch
 import torch.distributed as dist
 import train_step
+from lab_runs import calibrated, hosts_of
 from peers import tokens
 
-from shardwise.cluster import Cluster, Device, Link
+from shardwise.cluster import Device, Link
 from shardwise.decoder.initial import initial_values
 from shardwise.lab.link import LabLink
 from shardwise.lab.network import INTERFACE, check_allowed, lab_network
@@ -40,14 +40,11 @@ from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.axes import DP
 from shardwise.model import ModelConfig
 from shardwise.predict.step_seconds import step_seconds
-from shardwise.predict.time.measuring import device_of
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.hosts import VARIABLE, HostFile
 from shardwise.runtime.job.launch import supervise
 from shardwise.runtime.job.rank import bind, join
 from shardwise.runtime.job.setup import local_view, make_comms
-from shardwise.runtime.measure import calibration
-from shardwise.runtime.measure.job import whole
 from shardwise.runtime.pipeline.step import TrainProgram
 
 MODEL = ModelConfig("slow-link", vocab=2048, hidden=384, layers=6, heads=6, kv_heads=6, ffn=1024, max_positions=256)
@@ -55,11 +52,6 @@ WORKLOAD = Workload(seq=16, batch=4)
 PER_NODE, NODES = 2, 2
 ZERO_3 = "dp=4,zero=3"
 LAYOUTS = (ZERO_3, f"{ZERO_3},qwz", f"{ZERO_3},hpz=2", f"{ZERO_3},hpz=2,qwz", f"{ZERO_3},hpz=2,qwz,qgz")
-LENGTHS = {"axes": [[16, 128, 512]] * 3, "widths": [64], "lengths": [16, 64, 128], "tokens": 64}
-"""Shapes of the calibration: a step has few tokens."""
-MESSAGES = [1 << k for k in range(10, 23, 3)]
-MEMORY = 8 << 30
-"""Bytes, which the time does not depend on."""
 
 
 def sent() -> int:
@@ -107,23 +99,9 @@ def rank_main(job: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def calibrated(seconds: float) -> tuple[Device, Link]:
-    """The device that four ranks at once have here, and the link between two of them."""
-
-    def job(out: str) -> dict[str, Any]:
-        usual = calibration.usual_job("cpu", seconds, "gloo", out)
-        return asdict(replace(usual, **LENGTHS, sizes=MESSAGES))
-
-    told = whole("shardwise.runtime.measure.calibration", job, NODES * PER_NODE, threads=1)
-    device = device_of(told, "here", "cpu", MEMORY, calibration.MODEL, "benchmarks/slow_link.py")
-    timed = device.measured["collectives"]
-    seconds_a_message, sizes = timed["message"], timed["sizes"]
-    return device, Link(seconds_a_message[0], sizes[-1] / seconds_a_message[-1])
-
-
 def predicted(mbit: float, device: Device, inside: Link) -> dict[str, Any]:
     """Layout -> seconds of a step, and their parts."""
-    cluster = Cluster(NODES, PER_NODE, device, inside, Link(inside.alpha, mbit * 1e6 / 8), nics=1)
+    cluster = hosts_of(device, inside, [LabLink(mbit * 1e6)] * NODES, PER_NODE)
     timings = {text: step_seconds(MODEL, Layout.parse(text), WORKLOAD, cluster) for text in LAYOUTS}
     return {text: {"step_s": timing.seconds, "parts": timing.parts} for text, timing in timings.items()}
 
@@ -153,7 +131,7 @@ def main() -> None:
     if args.job:
         rank_main(json.loads(args.job))
     check_allowed()
-    expected = predicted(args.mbit, *calibrated(args.calibrate))
+    expected = predicted(args.mbit, *calibrated(args.calibrate, NODES * PER_NODE))
     found = measure(args.mbit, args.rounds)
     plain = statistics.median(found[ZERO_3]["seconds"])
     per_step = WORKLOAD.batch * WORKLOAD.seq

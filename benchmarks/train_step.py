@@ -70,6 +70,7 @@ PAIRS: list[tuple[str, str]] = [
     ("zero=0", "ddp"),
     ("zero=1", "deepspeed1"),
     ("zero=2", "deepspeed2"),
+    ("zero=2,offload=cpu", "deepspeed_offload"),
     ("zero=3", "fsdp2"),
     ("zero=3", "fsdp1"),
     ("zero=3", "deepspeed3"),

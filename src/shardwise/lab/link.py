@@ -12,6 +12,8 @@ EXAMPLE = "such as 1Gb/s or 100Mb/s,latency=5ms,loss=0.1%"
 LEAST, MOST = 1e6, 100e9
 """Limits of the bandwidth, in bits/s: a queue of fewer bits cannot hold a frame, and no machine carries more."""
 MOST_LATENCY = 2.0
+FRAME, SEGMENT = 1514, 1448
+"""Bytes of a whole frame, and of what it carries beside the headers of Ethernet, IP and TCP with time stamps."""
 _BANDWIDTH = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*([kMG])(b|bit|bps|B)(?:/s)?")
 _LOSS = re.compile(r"(\d{1,2}(?:\.\d{1,6})?)\s*%")
 _SCALE = {"k": 1e3, "M": 1e6, "G": 1e9}
@@ -27,6 +29,11 @@ class LabLink:
     """Seconds that a frame of this host takes to any other host, besides its transmission."""
     loss: float = 0.0
     """Share of this host's frames that never arrive."""
+
+    @property
+    def payload(self) -> float:
+        """Bytes per second that TCP carries over it, each way."""
+        return self.bandwidth / 8 * SEGMENT / FRAME
 
     @property
     def plain(self) -> bool:

@@ -4,6 +4,9 @@ Each host has one interface, a `veth` whose other end is a port of the switch. `
 both directions, so that several senders to one host queue at its port. Latency and loss are `netem`'s on the ports
 where the kernel has it, else the relay's (`relay.py`), which then forwards in place of the kernel's bridge.
 
+How a host's TCP sends does not depend on the machine's settings: they differ from one to the next, and with them what
+a collective takes.
+
 Names carry the process id of their maker and its start time: what a killed one has left is removed by the next.
 """
 
@@ -22,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.errors import UserError
-from shardwise.lab.link import LabLink
+from shardwise.lab.link import SEGMENT, LabLink
 from shardwise.runtime.job.hosts import LaunchHost
 
 INTERFACE = "eth0"
@@ -36,6 +39,11 @@ _NAMESPACES = Path("/run/netns")
 _QUEUE = "400ms"
 """How long a frame waits at most for its transmission before it is dropped."""
 _BURST_SECONDS, _BURST_LEAST = 0.002, 128 << 10
+_UNSENT_SECONDS, _UNSENT_LEAST = 0.0013, 16 << 10
+"""What a connection may have queued at its host's port, in seconds of the link, and in bytes. A longer queue delays the
+small messages by which gloo's ranks agree that a large one may come; network cards hold it as short."""
+_MOST_SEGMENTS = 44
+"""Packets that the kernel hands over at once, 64 KiB."""
 _ADDRESS = "10.77.0.{}"
 
 
@@ -84,6 +92,7 @@ def lab_network(links: list[LabLink]) -> Iterator[LabNetwork]:
             check_relay(links)
         for node, (name, link) in enumerate(zip(names, links, strict=True)):
             _connect(switch, name, node, link, single=relayed and any(link.loss for link in links))
+            _settle_tcp(name, link)
             if shaped and not relayed:
                 _shape(name, link)
         if relayed:
@@ -157,7 +166,7 @@ def _port(node: int) -> str:
 
 def _connect(switch: str, name: str, node: int, link: LabLink, *, single: bool) -> None:
     """The link of a host. single: the kernel hands over packets one by one, as a wire has them."""
-    size = ("gso_max_segs", "1") if single else ()
+    size = ("gso_max_segs", "1" if single else str(min(_MOST_SEGMENTS, _unsent(link) // SEGMENT)))
     ends = [(name, INTERFACE), (switch, _port(node))]
     _run("ip", "link", "add", INTERFACE, "netns", name, *size, "type", "veth", "peer", _port(node), "netns", switch)
     _run("ip", "-n", name, "addr", "add", f"{_ADDRESS.format(node + 1)}/24", "dev", INTERFACE)
@@ -169,6 +178,17 @@ def _connect(switch: str, name: str, node: int, link: LabLink, *, single: bool) 
         _run("ip", "-n", space, "link", "set", end, "up")
         rate = ("rate", f"{link.bandwidth:.0f}bit", "burst", str(burst), "latency", _QUEUE)
         _run("tc", "-n", space, "qdisc", "add", "dev", end, "root", "handle", "1:", "tbf", *rate)
+
+
+def _unsent(link: LabLink) -> int:
+    return max(_UNSENT_LEAST, round(link.bandwidth / 8 * _UNSENT_SECONDS))
+
+
+def _settle_tcp(name: str, link: LabLink) -> None:
+    """A host's TCP as in a cluster's own network: its connections keep their rate while they wait, and queue little."""
+    settings = {"congestion_control": "reno", "slow_start_after_idle": 0, "limit_output_bytes": _unsent(link)}
+    words = "; ".join(f"echo {value} > /proc/sys/net/ipv4/tcp_{setting}" for setting, value in settings.items())
+    _run("ip", "netns", "exec", name, "sh", "-ec", words)
 
 
 def _bridge(switch: str, hosts: int) -> None:
