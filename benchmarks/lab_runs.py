@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,8 +70,9 @@ class Lab(NamedTuple):
     def train(self, words: Sequence[str]) -> Trained:
         """`shardwise train` with these words on the hosts. Raises `RuntimeError` when it fails."""
         with tempfile.TemporaryDirectory(dir=self.folder) as place:
-            out, said = Path(place, "run"), Path(place, "said.txt")
-            command = ["shardwise", "train", *words, "--out", str(out), "--no-tensorboard", "--validate-batches", "0"]
+            # Beside the others, so that all have the corpus of the first.
+            out, said = Path(f"{place}-run"), Path(place, "said.txt")
+            command = ["shardwise", "train", *words, "--out", str(out), "--no-tensorboard", "--validate-batches", "1"]
             with said.open("w") as file:
                 ended = run_command(command, self.network, Path(place), [], stdout=file.fileno())
             if ended.code:
@@ -81,5 +85,13 @@ class Lab(NamedTuple):
 @contextmanager
 def lab(links: Sequence[LabLink]) -> Iterator[Lab]:
     """Hosts with these links, until the end of the block."""
-    with lab_network(list(links)) as network, tempfile.TemporaryDirectory() as folder:
-        yield Lab(network, Path(folder))
+    with lab_network(list(links)) as network:
+        yield Lab(network, _folder())
+
+
+@cache
+def _folder() -> Path:
+    """Where trainings of this process run."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
