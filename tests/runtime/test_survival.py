@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -24,9 +23,9 @@ from typing import Any
 
 import pytest
 
-import shardwise
 from harness import forked
 from harness.today import EVERYTHING, TORCHRUN, of_some, seed, some_of
+from harness.training_process import LIMIT, Process, command, environment, losses, manifests, restarted, write_text
 from shardwise import api
 from shardwise.checkpoint import Checkpoint, diff, latest
 from shardwise.errors import UserError
@@ -38,14 +37,12 @@ from shardwise.runtime.job.stop import StopRequest
 from shardwise.runtime.sync.rounds import Rounds
 
 pytestmark = pytest.mark.usefixtures("leftovers")
-LIMIT = 150
 HANG = 3.0
 FOUR = "dp=2,tp=2,zero=3,sp,precision=fp32"
 TWO = "dp=2,zero=3,precision=fp32"
 ONE = "precision=fp32"
 STEPS = 8
 MODEL = {"vocab": 300, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "max_positions": 64}
-SOURCES = str(Path(shardwise.__file__).parents[1])
 WORKER = str(Path(__file__).parents[1] / "harness" / "faulty_worker.py")
 
 
@@ -53,11 +50,7 @@ WORKER = str(Path(__file__).parents[1] / "harness" / "faulty_worker.py")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for run directories, which share one prepared text."""
     folder = tmp_path_factory.mktemp("runs")
-    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    (folder / "text").mkdir()
-    for part in range(10):
-        lines = (" ".join(words[int(d)] for d in str(n)) for n in range(part * 400, part * 400 + 400))
-        (folder / "text" / f"{part}.txt").write_text("\n".join(lines))
+    write_text(folder)
     return folder
 
 
@@ -259,86 +252,6 @@ def test_elastic_needs_restarts(runs: Path) -> None:
 # -- a process of its own: kills at random moments, signals, torchrun
 
 
-def command(runs: Path, out: Path, layout: str, steps: int, *more: str) -> list[str]:
-    return [
-        *("train", "tiny-llama", "--vocab", "300", "--layout", layout, "--data", str(runs / "text")),
-        *("--seq", "32", "--batch", "4", "--steps", str(steps), "--out", str(out), "--no-tensorboard"),
-        *("--set", "layers=2,hidden=64,ffn=96", "--validate-batches", "1", *more),
-    ]
-
-
-def environment() -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": SOURCES}
-
-
-class Process:
-    """A training that runs on its own; killed at the end of its `with` block at the latest."""
-
-    def __init__(self, arguments: list[str], out: Path, *launcher: str) -> None:
-        self.out = out
-        self._process: Any
-        if not launcher:
-            self._process = forked.Started(arguments, environment(), merged=True)
-            return
-        self._process = subprocess.Popen(
-            [sys.executable, *launcher, "-m", "shardwise", *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True,
-        )  # fmt: skip
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def send(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def workers(self) -> list[int]:
-        pid = self._process.pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-    def end(self) -> tuple[int, str]:
-        """(exit code, output)"""
-        output, _ = self._process.communicate(timeout=LIMIT)
-        return self._process.returncode, output
-
-    def wait_for(self, condition: Callable[[], Any], pause: float = 0.01) -> None:
-        deadline = time.monotonic() + LIMIT
-        while not condition():
-            assert self._process.poll() is None, self._process.communicate()[0]
-            assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(pause)
-
-    def logged(self) -> list[int]:
-        """Steps in the order in which they were done."""
-        path = self.out / "events.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = []
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # being written
-            if "loss" in event:
-                found.append(event["step"])
-        return found
-
-
-def manifests(out: Path) -> dict[int, bool]:
-    """Step -> whether its checkpoint has its manifest, of all folders that there are."""
-    folder = out / "checkpoints"
-    found = list(folder.iterdir()) if folder.is_dir() else []
-    return {int(path.name.removeprefix("step-")): (path / "manifest.json").exists() for path in found}
-
-
-def losses(out: Path) -> dict[int, float]:
-    events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
-    return {event["step"]: event["loss"] for event in events if "loss" in event}
-
-
 @pytest.mark.parametrize("mode", some_of(["sync", "async"], 1, "kills"))
 def test_kills_at_random_moments_lose_no_more_than_the_steps_since_the_last_save(runs: Path, mode: str) -> None:
     kills = 20 if EVERYTHING else 2
@@ -390,11 +303,6 @@ def test_kills_at_random_moments_lose_no_more_than_the_steps_since_the_last_save
     newest = latest(out / "checkpoints", warn=pytest.fail)
     assert newest is not None and newest.manifest.step == steps
     assert diff(newest, Checkpoint.open(plain / "checkpoints" / f"step-{steps}")) == []
-
-
-def restarted(out: Path) -> int:
-    path = out / "events.jsonl"
-    return path.read_text().count('"restart"') if path.exists() else 0
 
 
 LONG = 60
