@@ -13,9 +13,9 @@ from harness.reference import Case, reference
 from harness.server_jobs import Served, ServedOutcome
 from harness.today import EVERYTHING, seed
 from shardwise.layout import Layout, Workload
+from shardwise.layout.sync import policy_of
 from shardwise.model import ModelConfig
 from shardwise.predict import estimate
-from shardwise.schedule.staleness import AtOnce, ByStep
 from shardwise.schedule.staleness import check as prove
 from shardwise.schedule.update_record import UpdateRecord, read_records
 
@@ -91,8 +91,7 @@ def check(text: str, case: Case, outcomes: list[ServedOutcome]) -> None:
 def check_record(record: UpdateRecord, layout: Layout, updates: int) -> None:
     """Every gradient of a real run is in one update or dropped by the rules, and read what the bound allows; its file
     says the same."""
-    policy = AtOnce(layout.dp) if layout.sync == "async" else ByStep(layout.dp, layout.staleness, layout.backup)
-    prove(record.gradients, policy)
+    prove(record.gradients, policy_of(layout))
     assert record.updates == updates == len(record.updated) and not record.left_out
     assert record.pushed == len(record.gradients) == sum(record.staleness.values()) + record.dropped
     assert layout.backup or not record.dropped

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_LISTED = 20_000
 """Gradients, and updates, that the record of a server lists one by one: about 1.5 MB as JSON."""
+STRAGGLER = 1.2
+"""Times the median worker's time of a gradient, from which a worker counts as a straggler."""
 _DIGITS = 6
 """Of seconds in the file."""
 
@@ -149,6 +151,24 @@ class UpdateRecord:
         """Gradients that are counted and not listed."""
         return self.pushed - len(self.gradients)
 
+    @property
+    def seconds(self) -> float:
+        """From the beginning of the run to the last update or gradient that is listed."""
+        return max(self.updated[-1:] + [one.arrived for one in self.gradients], default=0.0)
+
+    @property
+    def waiting_share(self) -> float:
+        """Waiting of all workers over their waiting and computing."""
+        waiting = sum(tally.waiting for tally in self.workers)
+        total = waiting + sum(tally.computing for tally in self.workers)
+        return waiting / total if total else 0.0
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean over the gradients that are in updates."""
+        counted = sum(self.staleness.values())
+        return sum(versions * count for versions, count in self.staleness.items()) / counted if counted else 0.0
+
     def slowness(self) -> list[float]:
         """Each worker's mean time of a gradient over the median of all workers' means; 0: it has pushed none."""
         means = [tally.computing / tally.gradients if tally.gradients else 0.0 for tally in self.workers]
@@ -160,15 +180,14 @@ class UpdateRecord:
 
     def summary(self) -> dict[str, Any]:
         """Counts of the whole run, as JSON. Times are seconds."""
-        counted = sum(self.staleness.values())
-        behind = sum(versions * count for versions, count in self.staleness.items())
         return {
             "updates": self.updates,
             "gradients": self.pushed,
             "dropped": self.dropped,
             "staleness": {str(versions): self.staleness[versions] for versions in sorted(self.staleness)},
-            "mean_staleness": behind / counted if counted else 0.0,
+            "mean_staleness": self.mean_staleness,
             "max_staleness": max(self.staleness, default=0),
+            "waiting_share": self.waiting_share,
             "workers": [
                 {
                     "worker": worker,

@@ -23,6 +23,7 @@ from shardwise.decoder import Batch
 from shardwise.layout import unit_plan
 from shardwise.layout.axes import REPLICA
 from shardwise.layout.key_ranges import server_of, server_rank
+from shardwise.layout.sync import policy_of
 from shardwise.layout.units import UnitPlan
 from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import Bytes, Role
@@ -36,7 +37,6 @@ from shardwise.runtime.sync.messages import ServerMail
 from shardwise.runtime.sync.server import Server
 from shardwise.runtime.sync.worker import RemoteOptimizer
 from shardwise.runtime.zero.flat_unit import Values
-from shardwise.schedule.staleness import AtOnce, ByStep, Policy
 
 REPORTED = 3
 """Steps from the one that is measured to where its report is gathered: a worker measures its first, times another."""
@@ -51,8 +51,7 @@ def make_server(plan: UnitPlan, mail: ServerMail, values: Values, config: Optimi
     if place is None:
         return None
     plans = [unit_plan(plan.model, layout, plan.workload, rank=rank, backend=plan.backend) for rank in range(layout.tp)]
-    policy: Policy = AtOnce(layout.dp) if layout.sync == "async" else ByStep(layout.dp, layout.staleness, layout.backup)
-    server = Server(plans, place, policy, mail, values, config, steps, peers)
+    server = Server(plans, place, policy_of(layout), mail, values, config, steps, peers)
     server.start()
     return server
 
