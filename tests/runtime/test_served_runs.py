@@ -11,7 +11,7 @@ from harness import forked
 from harness.today import some_of
 from shardwise.cli.main import main
 from shardwise.layout.recorded_run import RecordedRun, recorded_run
-from shardwise.layout.sync import policy_of
+from shardwise.layout.sync_policy import policy_of
 from shardwise.report.run_directory import RunDirectory
 from shardwise.schedule.staleness import check
 
@@ -75,8 +75,8 @@ def test_a_run_keeps_the_record_of_its_updates(
     (updates,) = found["updates"]
     assert [one["gradients"] for one in updates["servers"]] == [record.pushed for record in run.records]
     assert [one["dropped"] for one in updates["servers"]] == [record.dropped for record in run.records]
-    pushes = sum(one.count for one in run.traffic if one.op == "push")
-    assert pushes == sum(one.count for one in run.traffic if one.op == "pull")
+    pushes = sum(one.messages for one in run.traffic if one.op == "push")
+    assert pushes == sum(one.messages for one in run.traffic if one.op == "pull")
     assert pushes == run.layout.tp * sum(record.pushed for record in run.records)
     assert main(["compare", str(out)]) == 0
     assert f"{run.records[0].updates} updates by {run.records[0].pushed} gradients" in capsys.readouterr().out

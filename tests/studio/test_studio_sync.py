@@ -99,6 +99,7 @@ def test_every_kind_of_run_says_what_there_is(tmp_path: Path) -> None:
     rounds = apart.tables["rounds"].columns
     assert (rounds["steps"], rounds["last step"]) == ([3, 3, 2], [3, 6, 8])
     assert rounds["loss of all replicas"] == [6.7, 6.4, None] and rounds["time"] == [1.5, 1.5, 1.0]
+    assert "workers" not in apart.tables and "waiting_share" not in apart.more["summary"], "it is not known"
     assert apart.more["count"] == 1 and apart.more["names"] == ["replica", "outer step"]
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.cli.output import print_json, show
-from shardwise.cli.show.sync_table import sync_tables
 from shardwise.errors import UserError
-from shardwise.layout.recorded_run import RecordedRun, recorded_run, records_json
 from shardwise.report import StepReport, compare
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.tables import comparison_tables
+
+if TYPE_CHECKING:
+    from shardwise.layout.recorded_run import RecordedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +36,13 @@ def run(args: argparse.Namespace) -> int:
     outcome = compare(a, b)
     served = {str(path): run for path in (args.a, args.b) if path is not None and (run := _served(path))}
     if args.json:
-        updates = [{"run": path, "servers": records_json(run.records)} for path, run in served.items()]
+        updates = [{"run": path, **run.to_json()} for path, run in served.items()]
         print_json(outcome.to_json() | ({"updates": updates} if updates else {}))
     else:
         show(comparison_tables(outcome))
         for path, run in served.items():
+            from shardwise.cli.show.sync_table import sync_tables
+
             show(f"\n{path}", *sync_tables(run.layout, run.records, run))
     return 0 if outcome.equal_ledger else 1
 
@@ -47,6 +51,8 @@ def _served(path: Path) -> RecordedRun | None:
     """The record of a run directory with parameter servers."""
     if not (path / "updates.jsonl").is_file():
         return None
+    from shardwise.layout.recorded_run import recorded_run
+
     return recorded_run(RunDirectory.open(path))
 
 

@@ -27,6 +27,11 @@ class RecordedRun:
     traffic: tuple[WorkerTraffic, ...]
     """Messages of the whole run; none without a step report, which `train --report` writes."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Counts of each server, and the messages."""
+        servers = [{"server": server, **record.summary()} for server, record in enumerate(self.records)]
+        return {"servers": servers, "traffic": [one._asdict() for one in self.traffic]}
+
 
 def recorded_run(run: RunDirectory) -> RecordedRun:
     """Read a run. Raises `UserError` when it is damaged."""
@@ -39,8 +44,3 @@ def recorded_run(run: RunDirectory) -> RecordedRun:
     file = next((run.report(name) for name in ("measured", "predicted") if run.report(name).is_file()), None)
     traffic = run_traffic(StepReport.read(file), records, layout.tp) if file and records else ()
     return RecordedRun(layout, records, rounds, tuple(traffic))
-
-
-def records_json(records: tuple[UpdateRecord, ...]) -> list[dict[str, Any]]:
-    """Counts of each server, as JSON."""
-    return [{"server": server, **record.summary()} for server, record in enumerate(records)]

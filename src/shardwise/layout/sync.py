@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import LayoutError
 from shardwise.layout.axes import CP, EP, PP
-from shardwise.schedule.staleness import AtOnce, ByStep
 
 if TYPE_CHECKING:
     from shardwise.layout.layout import Layout
@@ -67,15 +66,6 @@ def names_of(layout: Layout) -> tuple[str, str]:
     if layout.sync in SERVED:
         return "worker", "server"
     return ("replica", "outer step") if layout.sync == "local" else ("rank", "all-reduce")
-
-
-def policy_of(layout: Layout, version: int = 0) -> ByStep | AtOnce:
-    """When its replicas' gradients become an update, and when they continue: without servers in lockstep, step by step
-    or round by round. version: updates so far."""
-    if layout.sync == "async":
-        return AtOnce(layout.dp, version)
-    workers = layout.independent if layout.sync != "allreduce" else layout.training_ranks
-    return ByStep(workers, layout.staleness, layout.backup, version)
 
 
 def check_sync(layout: Layout) -> None:

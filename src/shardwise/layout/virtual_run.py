@@ -6,7 +6,7 @@ import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.layout.layout import Layout
-from shardwise.layout.sync import policy_of
+from shardwise.layout.sync_policy import policy_of
 from shardwise.schedule.staleness import simulated
 from shardwise.schedule.stragglers import Stragglers
 from shardwise.schedule.update_record import MOST_LISTED, UpdateRecord

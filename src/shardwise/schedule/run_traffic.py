@@ -16,7 +16,7 @@ class WorkerTraffic(NamedTuple):
     server: int
     op: str
     """push or pull."""
-    count: int
+    messages: int
     nbytes: int
 
 

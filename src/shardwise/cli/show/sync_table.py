@@ -114,8 +114,8 @@ def traffic_table(traffic: Sequence[WorkerTraffic]) -> FittedTable:
     columns = (
         Column("worker"), Column("server"), Column("pushes"), Column("pushed"), Column("pulls"), Column("pulled"),
     )  # fmt: skip
-    table = FittedTable(columns, title="messages of the run: the ledger of a step for each gradient")
+    table = FittedTable(columns, title="messages of the whole run")
     for push, pull in zip(traffic[::2], traffic[1::2], strict=True):
-        sizes = (f"{push.count:,}", format_bytes(push.nbytes), f"{pull.count:,}", format_bytes(pull.nbytes))
+        sizes = (f"{push.messages:,}", format_bytes(push.nbytes), f"{pull.messages:,}", format_bytes(pull.nbytes))
         table.add_row(str(push.worker), str(push.server), *sizes)
     return table

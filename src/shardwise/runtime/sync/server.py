@@ -223,8 +223,8 @@ class Server:
         if len(pushed) < self.parts:
             return
         outcome = self.policy.push(worker, step, head.b)
-        now = self._now()
-        self.record.push(worker, step, head.b, max(0.0, now - head.z), now)
+        arrived = self._now()
+        self.record.push(worker, step, head.b, max(0.0, arrived - head.z), arrived)
         if outcome.dropped:
             self.record.drop(worker, step)
             self._release(worker, step)

@@ -64,7 +64,7 @@ def _asked(query: Query) -> tuple[Layout, int, float, Stragglers]:
     seed = query.whole("seed", 0, 0, 1 << 31)
     if slow not in (NONE, ALL) and not slow.isdecimal():
         raise UserError(f"slow={slow}: give {NONE}, {ALL}, or the number of a worker")
-    used = {own[sync]: numbers[own[sync]]} if sync in own else {}
+    used: dict[str, Any] = {own[sync]: numbers[own[sync]]} if sync in own else {}
     layout = Layout(dp=workers, sync=sync, **used)
     ranks = () if slow == NONE or factor == 1 else (SlowRank(None if slow == ALL else int(slow), factor, probability),)
     return layout, steps, milliseconds / 1e3, Stragglers(ranks, seed)
@@ -148,6 +148,8 @@ def _view_of_run(
     tables, drawn = _figures(recorded.layout, records[server])
     tables |= _run_tables(recorded)
     if recorded.rounds:
+        # Only rank 0's replica writes events: nothing is known of the others' times, or of waiting.
+        del tables["workers"], drawn["bars"], drawn["summary"]["waiting_share"]
         drawn["sentence"] = "Rounds of rank 0's replica, each of which ends with an outer step of all replicas."
     head = [f"Measured by server {server} in seconds since this start of the run." if recorded.records else "Measured."]
     how = {name: How([*head, *_LINES.get(name, ())], command) for name in tables}

@@ -122,7 +122,7 @@ def worker_bars(record: UpdateRecord, worker: str) -> list[dict[str, Any]]:
             "label": f"{worker} {number}",
             "detail": f"{slowness:.2f} of median" + (", slow" if slowness >= STRAGGLER else ""),
             "total": tally.computing + tally.waiting,
-            "parts": [["fresh", tally.computing], ["idle", tally.waiting]],
+            "parts": [["computing", tally.computing], ["idle", tally.waiting]],
         }
         for number, (tally, slowness) in enumerate(zip(record.workers, record.slowness(), strict=True))
     ]

@@ -27,7 +27,7 @@ export function mount(root, page) {
   const main = lanes(page, { above: [sentence, facts] });
   const made = {
     gradients: main,
-    workers: barFigure(page, "workers", "Computing and waiting", "seconds", () => data?.more.bars.map((row) => ({ ...row, words: share(row.total ? row.parts[1][1] / row.total : 0) })), "Beside each bar: the share of waiting."),
+    workers: barFigure(page, "workers", "Computing and waiting", "seconds", () => data?.more.bars?.map((row) => ({ ...row, words: share(row.total ? row.parts[1][1] / row.total : 0) })), "Beside each bar: the share of waiting."),
     waits: barFigure(page, "waits", "Who waits for whom", "seconds", () => waitRows(data)),
     staleness: barFigure(page, "staleness", "Staleness", "count", () => staleRows(data), "Updates between the weights that a gradient read and its own update."),
     rounds: roundFigure(page, () => data),
@@ -86,10 +86,12 @@ function controls(page) {
 }
 
 function countFacts(summary, [worker]) {
-  return [fact("Updates", plain(summary.updates), `in ${seconds(summary.seconds)}`),
-    fact(worker === "replica" ? "Rounds" : "Gradients", plain(summary.gradients), summary.dropped ? `${plain(summary.dropped)} dropped` : "none dropped"),
-    fact("Staleness", plain(Number(summary.mean_staleness.toFixed(2))), `on average, ${summary.max_staleness} at most`),
-    fact("Waiting", share(summary.waiting_share), `of all ${worker}s' time`)];
+  const waiting = summary.waiting_share === undefined ? [] : [fact("Waiting", share(summary.waiting_share), `of all ${worker}s' time`)];
+  const takes = `in ${seconds(summary.seconds)}`;
+  if (worker === "replica") return [fact("Outer steps", plain(summary.updates), takes), ...waiting];
+  return [fact("Updates", plain(summary.updates), takes),
+    fact("Gradients", plain(summary.gradients), summary.dropped ? `${plain(summary.dropped)} dropped` : "none dropped"),
+    fact("Staleness", plain(Number(summary.mean_staleness.toFixed(2))), `on average, ${summary.max_staleness} at most`), ...waiting];
 }
 
 /** A figure of bars; `rows()` of the answer that is shown. */
