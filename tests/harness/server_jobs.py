@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,12 +29,14 @@ from shardwise.schedule.update_record import UpdateRecord
 
 @dataclass(frozen=True)
 class Served:
-    """What the ranks do. delays: seconds that a worker sleeps before each gradient."""
+    """What the ranks do. delays: seconds that a worker sleeps before each gradient. lags: (worker, server) -> seconds
+    before that server is sent each gradient."""
 
     case: Case
     layout: Layout
     against: Outcome
     delays: tuple[float, ...] = ()
+    lags: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass
@@ -54,14 +57,18 @@ class ServedOutcome:
 
 
 class CountingMail(ServerMail):
-    """Counts the gradients that leave this rank, by the rank of their server."""
+    """Counts the gradients that leave this rank, by the rank of their server, and delays them. lags: rank of a server
+    -> seconds."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, lags: Mapping[int, float]) -> None:
         super().__init__(timeout)
         self.pushes: Counter[int] = Counter()
+        self.lags = lags
 
     def ask(self, server: int, head: Header, tensor: torch.Tensor | None = None) -> list[Any]:
-        self.pushes[server] += head.kind == PUSH
+        if head.kind == PUSH:
+            self.pushes[server] += 1
+            time.sleep(self.lags.get(server, 0.0))
         return super().ask(server, head, tensor)
 
 
@@ -70,7 +77,9 @@ def serve(rank: int, asked: Served) -> ServedOutcome:
     case, layout, outcome = asked.case, asked.layout, ServedOutcome()
     comms = make_comms(layout, case.model, rank, timeout=60.0)
     plan = unit_plan(case.model, layout, case.workload, rank=rank, backend=comms.backend)
-    mail = CountingMail(60.0)
+    worker = rank // layout.tp
+    lags = {server_rank(plan, server): lag for (one, server), lag in asked.lags.items() if one == worker}
+    mail = CountingMail(60.0, lags)
     server = make_server(plan, mail, values, case.optimizer, case.steps)
     if rank < layout.training_ranks:
         make = partial(RemoteOptimizer, config=case.optimizer, mail=mail, server=server)

@@ -29,6 +29,7 @@ WITH_BIASES = ModelConfig(
 )  # fmt: skip
 CASES = 40
 TODAY = 6
+Lags = dict[tuple[int, int], float]
 SYNCS = ("ps", "ps", "ssp,staleness=0", "ssp,staleness=2", "async", "async,damped", "ps,backup=1")
 
 
@@ -38,9 +39,7 @@ def layouts() -> list[tuple[str, ModelConfig]]:
     while len(found) < CASES:
         dp, tp = generator.randint(1, 6), generator.choice([1, 1, 2])
         count, own = generator.randint(1, 3), generator.random() < 0.5
-        sync = generator.choice(
-            ["ps", "ps", "ssp,staleness=0", "ssp,staleness=2", "async", "async,damped", "ps,backup=1"]
-        )
+        sync = generator.choice(SYNCS)
         ranks = dp * tp + (count if own else 0)
         if ranks > 8 or (not own and count > dp * tp) or ("backup" in sync and dp == 1):
             continue
@@ -57,11 +56,13 @@ def chosen() -> list[tuple[str, ModelConfig]]:
 
 
 def run(
-    text: str, model: ModelConfig, delays: tuple[float, ...] = (), steps: int = 3
+    text: str, model: ModelConfig, delays: tuple[float, ...] = (), steps: int = 3, lags: Lags | None = None
 ) -> tuple[Case, list[ServedOutcome]]:
     layout = Layout.parse(text)
     case = Case(model, Workload(seq=12, batch=2 * layout.dp * layout.micro), steps=steps)
-    outcomes = run_ranks("harness.server_jobs:serve", layout.ranks, Served(case, layout, reference(case), delays))
+    outcomes = run_ranks(
+        "harness.server_jobs:serve", layout.ranks, Served(case, layout, reference(case), delays, lags or {})
+    )
     return case, outcomes
 
 
@@ -96,6 +97,10 @@ def check_record(record: UpdateRecord, layout: Layout, updates: int) -> None:
     assert record.pushed == len(record.gradients) == sum(record.staleness.values()) + record.dropped
     assert layout.backup or not record.dropped
     assert record.updated == sorted(record.updated)
+    for worker in range(layout.dp):  # it has read what this server had handed over
+        own = [one for one in record.gradients if one.worker == worker]
+        handed_over = [sum(at <= one.answered for at in record.updated) for one in own]
+        assert [one.read for one in own] == [0, *handed_over[:-1]]
     for one in record.gradients:
         assert 0 <= one.started <= one.arrived <= one.answered
         assert one.update is None or one.arrived <= record.updated[one.update]
@@ -161,8 +166,20 @@ def test_the_last_gradient_of_a_step_is_dropped() -> None:
     assert sorted((one.worker, one.step) for one in record.gradients) == sorted(pushed)
 
 
-def test_servers_that_drop_different_gradients_keep_the_bound() -> None:
-    """What one server drops another may use: a worker takes the first step that one of them still waits for."""
-    text = "dp=4,sync=ps,backup=2,servers=3,precision=fp64"
-    case, outcomes = run(text, STUMBLING, delays=(0.0, 0.02, 0.02, 0.03), steps=12)
+def test_trap_31_servers_that_drop_different_gradients_keep_the_bound() -> None:
+    """What one server drops another may still wait for: there a worker continues. Here the second is behind the first,
+    and finds the slow worker's gradients in time for later steps."""
+    text = "dp=3,sync=ps,backup=1,servers=2:own,precision=fp64"
+    lags = {(0, 1): 0.05, (1, 1): 0.05}
+    case, outcomes = run(text, STUMBLING, delays=(0.0, 0.0, 0.13), steps=14, lags=lags)
     check(text, case, outcomes)
+
+
+def test_trap_31_each_server_is_told_the_version_of_its_own_range() -> None:
+    """The second server has a worker's gradients after those of the others, the first one before."""
+    text = "dp=3,sync=async,damped,servers=2:own,precision=fp64"
+    case, outcomes = run(text, STUMBLING, delays=(0.0, 0.02, 0.02), steps=6, lags={(0, 1): 0.06})
+    check(text, case, outcomes)
+    first, second = (outcomes[rank].record for rank in (3, 4))
+    assert first is not None and second is not None
+    assert [one.worker for one in first.gradients] != [one.worker for one in second.gradients]
