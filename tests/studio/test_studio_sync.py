@@ -129,7 +129,7 @@ def test_a_simulation_is_its_command(tmp_path: Path, capsys: pytest.CaptureFixtu
     import shlex
 
     found = view(tmp_path, **words)
-    (command,) = {how.command for how in found.how.values()}
+    (command,) = {how.command for name, how in found.how.items() if name != "compared"}
     assert main([*shlex.split(command)[1:], "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     (server,) = printed["servers"]
@@ -147,6 +147,19 @@ def test_a_simulation_is_its_command(tmp_path: Path, capsys: pytest.CaptureFixtu
     record = virtual_run(layout, found.state["steps"], found.state["gradient"] / 1e3, Stragglers.parse(
         [printed["slow"]], found.state["seed"]))  # fmt: skip
     drawn(found, record)
+    compared = found.tables["compared"].columns
+    commands = found.how["compared"].command.split(" && ")
+    assert len(compared["layout"]) == len(commands) and compared["layout"][0] == printed["layout"]
+    for i, one in enumerate(commands):
+        assert main([*shlex.split(one)[1:], "--json"]) == 0
+        other = json.loads(capsys.readouterr().out)
+        (server,) = other["servers"]
+        assert (compared["layout"][i], compared["takes"][i]) == (other["layout"], other["seconds"])
+        assert compared["waiting"][i] == server["waiting_share"]
+        assert (compared["at most"][i], compared["gradients dropped"][i]) == (
+            server["max_staleness"],
+            server["dropped"],
+        )
 
 
 @pytest.mark.parametrize(
@@ -258,3 +271,15 @@ def test_a_run_in_progress_is_followed(browser: Any, tmp_path: Path) -> None:
             run.update(status="finished")
             visitor.close()
     assert math.isnan(record.gradients[0].answered)
+
+
+def test_runs_lead_to_their_workers(browser: Any, tmp_path: Path) -> None:
+    make_runs(tmp_path)
+    with serving(tmp_path) as studio:
+        visitor = Visitor(browser, studio, reduced_motion="reduce")
+        page = visitor.open("runs?run=lockstep")
+        assert page.get_by_role("link", name="Workers and servers").count() == 1, "the view's own link alone"
+        page = visitor.open("runs?run=served")
+        visitor.after(lambda: page.locator("main").get_by_role("link", name="Workers and servers").click())
+        assert visitor.given == {"run": "served"} and page.locator('[data-figure="gradients"]').is_visible()
+        visitor.close()

@@ -38,14 +38,25 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     choices["slow"] = [NONE, ALL, *range(layout.dp)]
     if run != NONE:
         return _view_of_run(query, choices, runs, names, run, server)
-    record = virtual_run(layout, steps, seconds, stragglers)
+    records = {each: virtual_run(each, steps, seconds, stragglers) for each in _ways(layout, query.state)}
     words = ["--steps", steps, "--gradient", f"{exact(1e3 * seconds)}ms"]
     words += ["--slow", stragglers] if stragglers.slow else []
-    command = command_line("sync", "simulate", layout, *words, "--seed", stragglers.seed)
+    commands = {each: command_line("sync", "simulate", each, *words, "--seed", stragglers.seed) for each in records}
     head = [f"Simulated: {layout}, slow: {stragglers}, {steps} steps of {format_time(seconds)} a gradient."]
-    tables, more = _figures(layout, record)
-    how = {name: How([*head, *_LINES.get(name, ())], command, _SOURCE) for name in tables}
+    tables, more = _figures(layout, records[layout])
+    how = {name: How([*head, *_LINES.get(name, ())], commands[layout], _SOURCE) for name in tables}
+    tables["compared"] = figures.compared_table({str(each): record for each, record in records.items()})
+    how["compared"] = How([*head, *_LINES["compared"]], " && ".join(commands.values()), _SOURCE)
     return View(query.state, choices, tables, how, {**more, "layout": str(layout), "status": "", "servers": 1})
+
+
+def _ways(layout: Layout, state: Mapping[str, Any]) -> list[Layout]:
+    """The layout, and the other ways in which as many workers may agree, with the numbers of the state."""
+    dp = layout.dp
+    ways = [layout, Layout(dp=dp, sync="ps"), Layout(dp=dp, sync="ssp", staleness=state["staleness"] or 1)]
+    ways += [Layout(dp=dp, sync="ps", backup=1)] if dp > 1 else []
+    ways += [Layout(dp=dp, sync="async"), Layout(dp=dp, sync="local", every=state["every"])]
+    return list(dict.fromkeys(ways))
 
 
 def _asked(query: Query) -> tuple[Layout, int, float, Stragglers]:
@@ -86,6 +97,9 @@ _LINES: dict[str, list[str]] = {
         "Share of waiting = waiting / (waiting + computing). Over the median: its mean gradient over the median's."
     ],
     "waits": ["A wait counts for the worker whose gradient arrived last before the answer."],
+    "compared": [
+        "The same slow steps, as far as each way to agree comes to them; until as many steps of text are done."
+    ],
     "rounds": [
         "Times and steps of rank 0's replica (events.jsonl); the loss is the mean over the tokens of all replicas."
     ],

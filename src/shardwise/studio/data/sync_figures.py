@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,19 @@ def waits_table(record: UpdateRecord, worker: str) -> Table:
     waits.sort(key=lambda row: (-row[2], row[:2]))
     units = {worker: "", "waited for": "", "time": "seconds", "of its waiting": "share"}
     return Table.of_rows("Who waits for whom", units, waits)
+
+
+def compared_table(records: Mapping[str, UpdateRecord]) -> Table:
+    """A row per way to agree. records: layout -> its record over as many steps."""
+    columns: Columns = {
+        "layout": ("", lambda item: item[0]),
+        "takes": ("seconds", lambda item: item[1].seconds),
+        "waiting": ("share", lambda item: item[1].waiting_share),
+        "updates behind, mean": ("", lambda item: item[1].mean_staleness),
+        "at most": ("", lambda item: max(item[1].staleness, default=0)),
+        "gradients dropped": ("", lambda item: item[1].dropped),
+    }
+    return Table.of("Ways to agree", list(records.items()), columns)
 
 
 def rounds_table(rounds: Sequence[OuterRound]) -> Table:

@@ -30,12 +30,13 @@ export function mount(root, page) {
     workers: barFigure(page, "workers", "Computing and waiting", "seconds", () => data?.more.bars?.map((row) => ({ ...row, words: share(row.total ? row.parts[1][1] / row.total : 0) })), "Beside each bar: the share of waiting."),
     waits: barFigure(page, "waits", "Who waits for whom", "seconds", () => waitRows(data)),
     staleness: barFigure(page, "staleness", "Staleness", "count", () => staleRows(data), "Updates between the weights that a gradient read and its own update."),
+    compared: barFigure(page, "compared", "Ways to agree", "seconds", () => comparedRows(data), "As many workers with the same slow steps, until as many steps of text are done: the time, and the share of it in which workers wait."),
     rounds: roundFigure(page, () => data),
     traffic: figure(page, { name: "traffic", title: "Messages of the run", lead: "The ledger of a step, once for each gradient of the run's record." }),
   };
   const pair = h("div", { class: "columns" }, made.workers.node, made.staleness.node);
   const empty = h("p", { class: "sentence" });
-  root.append(h("div", { class: "panels" }, panels), empty, main.node, pair, made.waits.node, made.rounds.node, made.traffic.node);
+  root.append(h("div", { class: "panels" }, panels), empty, main.node, pair, made.waits.node, made.compared.node, made.rounds.node, made.traffic.node);
   page.cleanup(() => clearTimeout(timer));
 
   function show(answer) {
@@ -117,6 +118,16 @@ function waitRows(data) {
   if (!data?.tables.waits) return [];
   const { columns } = data.tables.waits, worker = data.more.names[0];
   return columns.time.slice(0, data.more.drawn_waits).map((time, i) => ({ label: `${worker} ${columns[worker][i]}`, detail: `for ${worker} ${columns["waited for"][i]}`, total: time, parts: [["idle", time]] }));
+}
+
+function comparedRows(data) {
+  if (!data?.tables.compared) return [];
+  const { columns } = data.tables.compared;
+  return columns.layout.map((layout, i) => {
+    const time = columns.takes[i], waiting = columns.waiting[i] * time, lost = columns["gradients dropped"][i], behind = columns["updates behind, mean"][i];
+    const detail = [behind ? `${plain(Number(behind.toFixed(2)))} behind` : "", lost ? `${plain(lost)} dropped` : ""].filter(Boolean).join(", ");
+    return { label: layout.replace(/^dp=\d+,?/, "") || "all-reduce", detail, total: time, parts: [["computing", time - waiting], ["idle", waiting]] };
+  });
 }
 
 /** The loss over outer steps. */
