@@ -26,7 +26,7 @@ SHOWN = {
     "runs": "runs",
 }
 """Picture -> the state that is shown."""
-TOP = {"pipelines": "a"}
+TOP = {"pipelines": "a", "sync": "gradients"}
 """Picture -> the figure that it begins with, where that is not the head of the page."""
 LIGHT = ("tokens-inside", "tokens-answer", "tokens-training", "experts", "sync")
 """Pictures for docs/explanations.md and docs/studio.md, in light alone."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwise.schedule.staleness import Update
 
 MOST_LISTED = 20_000
-"""Gradients, and updates, that the record of a server lists one by one: about 1.5 MB as JSON."""
+"""Gradients, and updates, that the record of a server lists one by one: about 1.2 MB as JSON."""
 STRAGGLER = 1.2
 """Times the median worker's time of a gradient, from which a worker counts as a straggler."""
 _DIGITS = 6
@@ -95,7 +95,7 @@ class UpdateRecord:
         self._written: tuple[int, int] | None = None
         """Gradients and updates that `fresh` has returned; None: it was never called."""
 
-    # -- while the run goes on
+    # -- during the run
 
     def push(self, worker: int, step: int, read: int, started: float, arrived: float) -> None:
         """A gradient arrives."""

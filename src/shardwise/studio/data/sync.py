@@ -164,7 +164,7 @@ def _view_of_run(
     if recorded.rounds:
         # Only rank 0's replica writes events: nothing is known of the others' times, or of waiting.
         del tables["workers"], drawn["bars"], drawn["summary"]["waiting_share"]
-        drawn["sentence"] = "Rounds of rank 0's replica, each of which ends with an outer step of all replicas."
+        drawn["sentence"] = "Rounds of rank 0's replica; each ends with an outer step of all replicas."
     head = [f"Measured by server {server} in seconds since this start of the run." if recorded.records else "Measured."]
     how = {name: How([*head, *_LINES.get(name, ())], command) for name in tables}
     return View(query.state, choices, tables, how, more | drawn)

@@ -58,7 +58,7 @@ export function mount(root, page) {
   return { show };
 }
 
-/** The panels, of which a run shows the first alone. */
+/** The panels; a run shows the first one only. */
 function controls(page) {
   const server = slider(page, "server", "Server", { least: 0, most: 0 });
   const own = {
