@@ -11,6 +11,8 @@ import { timeWindow } from "studio/lib/window";
 const UPDATE = 4, IDLE = 3;
 /** Arrows, and marks of updates, up to which they are drawn: more would hide the lanes. */
 const MOST_ARROWS = 150, MOST_MARKS = 600;
+/** Pixels of a wait from which it has an arrow. */
+const SEEN = 5;
 
 /** The figure "gradients". above: nodes over it. */
 export function lanes(page, { above }) {
@@ -88,7 +90,7 @@ function drawArrows(context, x, events, { more, tables }) {
   const waits = [];
   for (let i = 0; i < more.events.kind.length; i++) {
     const end = endOf(more.events, i);
-    if (more.events.kind[i] === IDLE && end >= x.low && end <= x.high) waits.push(i);
+    if (more.events.kind[i] === IDLE && end >= x.low && end <= x.high && x(end) - x(more.events.start[i]) >= SEEN) waits.push(i);
     if (waits.length > MOST_ARROWS) return;
   }
   const tall = rowHeight(events.rows), middle = (row) => TOP + row * tall + tall / 2, theme = colours();
