@@ -22,12 +22,13 @@ SHOWN = {
     "collectives": "collectives?ranks=6&_round=3",
     "pipelines": "pipelines?a=1f1b&b=zb-v&micro=12&_time=24",
     "plan": "plan",
+    "sync": "sync?slow=1&steps=16",
     "runs": "runs",
 }
 """Picture -> the state that is shown."""
-TOP = {"pipelines": "a"}
+TOP = {"pipelines": "a", "sync": "gradients"}
 """Picture -> the figure that it begins with, where that is not the head of the page."""
-LIGHT = ("tokens-inside", "tokens-answer", "tokens-training", "experts")
+LIGHT = ("tokens-inside", "tokens-answer", "tokens-training", "experts", "sync")
 """Pictures for docs/explanations.md and docs/studio.md, in light alone."""
 
 

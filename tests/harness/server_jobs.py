@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,24 +16,27 @@ from harness.jobs import _errors, _recorded, micro_batches
 from harness.reference import Case, Outcome, values
 from shardwise.layout import Layout, unit_plan
 from shardwise.layout.axes import REPLICA
+from shardwise.layout.key_ranges import server_rank
 from shardwise.layout.units import Backend
 from shardwise.report import Role
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.sync.messages import ServerMail
+from shardwise.runtime.sync.messages import PUSH, Header, ServerMail
 from shardwise.runtime.sync.run import make_server
 from shardwise.runtime.sync.worker import RemoteOptimizer
-from shardwise.schedule.staleness import Update
+from shardwise.schedule.update_record import UpdateRecord
 
 
 @dataclass(frozen=True)
 class Served:
-    """What the ranks do. delays: seconds that a worker sleeps before each gradient."""
+    """What the ranks do. delays: seconds that a worker sleeps before each gradient. lags: (worker, server) -> seconds
+    before that server is sent each gradient."""
 
     case: Case
     layout: Layout
     against: Outcome
     delays: tuple[float, ...] = ()
+    lags: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass
@@ -43,10 +49,27 @@ class ServedOutcome:
     errors: dict[str, float] = field(default_factory=dict)
     weights: list[torch.Tensor] = field(default_factory=list)
     reads: list[tuple[int, int]] = field(default_factory=list)
-    record: list[Update] = field(default_factory=list)
-    dropped: list[tuple[int, int]] = field(default_factory=list)
+    pushes: list[int] = field(default_factory=list)
+    """Gradients that were sent to each server."""
+    record: UpdateRecord | None = None
     role: Role | None = None
     backend: Backend = "shared"
+
+
+class CountingMail(ServerMail):
+    """Counts the gradients that leave this rank, by the rank of their server, and delays them. lags: rank of a server
+    -> seconds."""
+
+    def __init__(self, timeout: float, lags: Mapping[int, float]) -> None:
+        super().__init__(timeout)
+        self.pushes: Counter[int] = Counter()
+        self.lags = lags
+
+    def ask(self, server: int, head: Header, tensor: torch.Tensor | None = None) -> list[Any]:
+        if head.kind == PUSH:
+            self.pushes[server] += 1
+            time.sleep(self.lags.get(server, 0.0))
+        return super().ask(server, head, tensor)
 
 
 def serve(rank: int, asked: Served) -> ServedOutcome:
@@ -54,17 +77,20 @@ def serve(rank: int, asked: Served) -> ServedOutcome:
     case, layout, outcome = asked.case, asked.layout, ServedOutcome()
     comms = make_comms(layout, case.model, rank, timeout=60.0)
     plan = unit_plan(case.model, layout, case.workload, rank=rank, backend=comms.backend)
-    mail = ServerMail(60.0)
+    worker = rank // layout.tp
+    lags = {server_rank(plan, server): lag for (one, server), lag in asked.lags.items() if one == worker}
+    mail = CountingMail(60.0, lags)
     server = make_server(plan, mail, values, case.optimizer, case.steps)
     if rank < layout.training_ranks:
         make = partial(RemoteOptimizer, config=case.optimizer, mail=mail, server=server)
         program = TrainProgram(plan, comms, make, values, torch.device("cpu"))
         _work(program, asked, outcome, comms.index(REPLICA))
+        outcome.pushes = [mail.pushes[server_rank(plan, n)] for n in range(layout.parameter_servers.count)]
     else:
         dist.barrier()
     if server is not None:
         server.join()
-        outcome.record, outcome.dropped = server.record, server.dropped
+        outcome.record = server.record
         if server.failure is not None:
             raise server.failure
     outcome.backend = comms.backend
@@ -79,9 +105,9 @@ def _work(program: TrainProgram, asked: Served, outcome: ServedOutcome, worker: 
     optimizer.begin(0, 0)
     at, first = worker if shares > 1 else 0, True
     while at // shares < case.steps:
+        optimizer.begin_gradient(at)
         if asked.delays:
             time.sleep(asked.delays[worker])
-        optimizer.step_number = at
         outcome.reads.append((at, optimizer.steps))
         batches = micro_batches(case, layout, program.comms.rank, at // shares, at % shares if shares > 1 else None)
         step = partial(program.step, batches, 0.0)

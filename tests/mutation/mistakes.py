@@ -52,6 +52,7 @@ OUTER, PACKED, STORED = (
     "runtime/sync/stored.py",
 )
 SERVER, POLICY = "runtime/sync/server.py", "schedule/staleness.py"
+SERVED_WORKER = "runtime/sync/worker.py"
 FILE, STAGES = "runtime/offload/file.py", "runtime/pipeline/stages.py"
 CACHE, ROWS = "runtime/context/cache.py", "serving/rows.py"
 RING, VIEW, BLOCKWISE = "runtime/context/ring.py", "runtime/context/view.py", "ops/blockwise.py"
@@ -517,6 +518,10 @@ MISTAKES = (
             "alpha=heads[worker].c / max(1, tokens)", "alpha=1 / len(workers)", "trap_31"),
     Mistake(31, "each server clips by the norm of its own range", SERVER,
             "if self._peers is not None:", "if False:", "trap_31"),
+    Mistake(31, "every server is told the version of the first one's range", SERVED_WORKER,
+            "b=self._reads[number]", "b=self._reads[0]", "trap_31"),
+    Mistake(31, "the first of servers that drop different gradients says where a worker continues", SERVED_WORKER,
+            "min(head.b for head in heads)", "heads[0].b", "trap_31"),
     Mistake(31, "weights that servers keep do not decay", SERVER,
             "(weights, gradient[start:stop], *moments), step, config, lr, decay)",
             "(weights, gradient[start:stop], *moments), step, config, lr, False)", "trap_31"),

@@ -132,7 +132,7 @@ def test_a_read_only_parent_is_a_user_error(tmp_path):
 def test_a_full_disk_is_a_user_error(tmp_path):
     with RunDirectory.create(tmp_path / "a", {}) as run:
         run.append({"step": 1})
-        run._events = open("/dev/full", "wb")  # noqa: SIM115 (the run closes it)
+        run._events._file = open("/dev/full", "wb")  # noqa: SIM115 (the run closes it)
         with pytest.raises(UserError, match=r"cannot write .*events\.jsonl: No space left"):
             run.append({"step": 2})
 

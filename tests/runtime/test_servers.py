@@ -3,6 +3,7 @@ predicted."""
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -12,8 +13,11 @@ from harness.reference import Case, reference
 from harness.server_jobs import Served, ServedOutcome
 from harness.today import EVERYTHING, seed
 from shardwise.layout import Layout, Workload
+from shardwise.layout.sync_policy import policy_of
 from shardwise.model import ModelConfig
 from shardwise.predict import estimate
+from shardwise.schedule.staleness import check as prove
+from shardwise.schedule.update_record import UpdateRecord, read_records
 
 STUMBLING = ModelConfig(
     "served", vocab=59, hidden=29, layers=2, heads=4, kv_heads=2, head_dim=6, ffn=41, max_positions=16, tied=True,
@@ -25,6 +29,7 @@ WITH_BIASES = ModelConfig(
 )  # fmt: skip
 CASES = 40
 TODAY = 6
+Lags = dict[tuple[int, int], float]
 SYNCS = ("ps", "ps", "ssp,staleness=0", "ssp,staleness=2", "async", "async,damped", "ps,backup=1")
 
 
@@ -34,9 +39,7 @@ def layouts() -> list[tuple[str, ModelConfig]]:
     while len(found) < CASES:
         dp, tp = generator.randint(1, 6), generator.choice([1, 1, 2])
         count, own = generator.randint(1, 3), generator.random() < 0.5
-        sync = generator.choice(
-            ["ps", "ps", "ssp,staleness=0", "ssp,staleness=2", "async", "async,damped", "ps,backup=1"]
-        )
+        sync = generator.choice(SYNCS)
         ranks = dp * tp + (count if own else 0)
         if ranks > 8 or (not own and count > dp * tp) or ("backup" in sync and dp == 1):
             continue
@@ -53,11 +56,13 @@ def chosen() -> list[tuple[str, ModelConfig]]:
 
 
 def run(
-    text: str, model: ModelConfig, delays: tuple[float, ...] = (), steps: int = 3
+    text: str, model: ModelConfig, delays: tuple[float, ...] = (), steps: int = 3, lags: Lags | None = None
 ) -> tuple[Case, list[ServedOutcome]]:
     layout = Layout.parse(text)
     case = Case(model, Workload(seq=12, batch=2 * layout.dp * layout.micro), steps=steps)
-    outcomes = run_ranks("harness.server_jobs:serve", layout.ranks, Served(case, layout, reference(case), delays))
+    outcomes = run_ranks(
+        "harness.server_jobs:serve", layout.ranks, Served(case, layout, reference(case), delays, lags or {})
+    )
     return case, outcomes
 
 
@@ -74,14 +79,36 @@ def check(text: str, case: Case, outcomes: list[ServedOutcome]) -> None:
     for rank, worker in enumerate(workers):  # all have the last weights
         twin = workers[rank % layout.tp]
         assert all(bool((a == b).all()) for a, b in zip(worker.weights, twin.weights, strict=True))
-    for outcome in (one for one in outcomes if one.record):
-        assert [update.version for update in outcome.record] == list(range(case.steps * shares))
-        if layout.sync != "async":
-            assert all(update.staleness <= layout.staleness for update in outcome.record)
-            assert all(len(update.gradients) >= layout.dp - layout.backup for update in outcome.record)
-        assert bool(layout.backup) or not outcome.dropped
+    records = [one.record for one in outcomes if one.record is not None]
+    assert len(records) == layout.parameter_servers.count
+    for server, record in enumerate(records):
+        check_record(record, layout, case.steps * shares)
+        pushes = [worker.pushes[server] for worker in workers[:: layout.tp]]
+        assert pushes == [tally.gradients for tally in record.workers]
     if layout.sync != "async":
         assert all(step - read <= layout.staleness for worker in workers for step, read in worker.reads)
+
+
+def check_record(record: UpdateRecord, layout: Layout, updates: int) -> None:
+    """Every gradient of a real run is in one update or dropped by the rules, and read what the bound allows; its file
+    says the same."""
+    prove(record.gradients, policy_of(layout))
+    assert record.updates == updates == len(record.updated) and not record.left_out
+    assert record.pushed == len(record.gradients) == sum(record.staleness.values()) + record.dropped
+    assert layout.backup or not record.dropped
+    assert record.updated == sorted(record.updated)
+    for worker in range(layout.dp):  # it has read what this server had handed over
+        own = [one for one in record.gradients if one.worker == worker]
+        handed_over = [sum(at <= one.answered for at in record.updated) for one in own]
+        assert [one.read for one in own] == [0, *handed_over[:-1]]
+    for one in record.gradients:
+        assert 0 <= one.started <= one.arrived <= one.answered
+        assert one.update is None or one.arrived <= record.updated[one.update]
+    (again,) = read_records([json.loads(json.dumps({"server": 0, **record.fresh()}))])
+    assert (again.staleness, again.updates, again.first) == (record.staleness, record.updates, record.first)
+    assert [tally.gradients for tally in again.workers] == [tally.gradients for tally in record.workers]
+    for one, other in zip(again.gradients, record.gradients, strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
 
 
 @pytest.mark.parametrize(("text", "model"), chosen(), ids=lambda value: value if isinstance(value, str) else value.name)
@@ -133,7 +160,26 @@ def test_the_last_gradient_of_a_step_is_dropped() -> None:
     text = "dp=3,sync=ps,backup=1,servers=1:own,precision=fp64"
     case, outcomes = run(text, STUMBLING, delays=(0.0, 0.0, 1.0), steps=6)
     check(text, case, outcomes)
-    record, dropped = outcomes[3].record, outcomes[3].dropped
-    made = [(worker, update.step) for update in record for worker, _ in update.gradients]
+    record = outcomes[3].record
+    assert record is not None and record.dropped and record.workers[2].dropped == record.dropped
     pushed = [(worker, step) for worker, outcome in enumerate(outcomes[:3]) for step, _ in outcome.reads]
-    assert dropped and sorted(made + dropped) == sorted(pushed)
+    assert sorted((one.worker, one.step) for one in record.gradients) == sorted(pushed)
+
+
+def test_trap_31_servers_that_drop_different_gradients_keep_the_bound() -> None:
+    """What one server drops another may still wait for: there a worker continues. Here the second is behind the first,
+    and finds the slow worker's gradients in time for later steps."""
+    text = "dp=3,sync=ps,backup=1,servers=2:own,precision=fp64"
+    lags = {(0, 1): 0.05, (1, 1): 0.05}
+    case, outcomes = run(text, STUMBLING, delays=(0.0, 0.0, 0.13), steps=14, lags=lags)
+    check(text, case, outcomes)
+
+
+def test_trap_31_each_server_is_told_the_version_of_its_own_range() -> None:
+    """The second server has a worker's gradients after those of the others, the first one before."""
+    text = "dp=3,sync=async,damped,servers=2:own,precision=fp64"
+    case, outcomes = run(text, STUMBLING, delays=(0.0, 0.02, 0.02), steps=6, lags={(0, 1): 0.06})
+    check(text, case, outcomes)
+    first, second = (outcomes[rank].record for rank in (3, 4))
+    assert first is not None and second is not None
+    assert [one.worker for one in first.gradients] != [one.worker for one in second.gradients]

@@ -21,6 +21,7 @@ STATES = {
     "pipelines": {"a": "gpipe", "b": "interleaved", "ranks": "3", "micro": "6", "F": "12", "hop": "1"},
     "memory": {"model": "llama-3-8b", "cluster": "2x8xH100", "tp": "2", "pp": "2", "zero": "1", "batch": "64"},
     "plan": {"model": "llama-3-8b", "cluster": "8xH100", "seq": "4096", "batch": "64", "fix": "tp=2"},
+    "sync": {"sync": "ssp", "staleness": "1", "workers": "3", "slow": "1", "factor": "4", "seed": "5"},
     "runs": {"run": "first"},
 }
 CONTROLS = {
@@ -30,6 +31,7 @@ CONTROLS = {
     "pipelines": ("micro", "a"),
     "memory": ("tp", "recompute"),
     "plan": ("batch", "by"),
+    "sync": ("workers", "sync"),
 }
 """A slider and a list of each view."""
 OPENED = {"tokens": {"_controls": "1"}}

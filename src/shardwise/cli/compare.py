@@ -1,18 +1,24 @@
 """Two step reports against each other: every row of the ledger, every class of bytes.
 
 A and B are report files, or run directories, which stand for their measured report. A run directory alone is compared
-with itself: what was predicted for it with what was measured. The exit code is 1 when the ledgers differ.
+with itself: what was predicted for it with what was measured. The exit code is 1 when the ledgers differ. Of a run with
+parameter servers follow its updates, their staleness, and the messages of the whole run.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
 from shardwise.report import StepReport, compare
+from shardwise.report.run_directory import RunDirectory
 from shardwise.report.tables import comparison_tables
+
+if TYPE_CHECKING:
+    from shardwise.layout.recorded_run import RecordedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +34,26 @@ def run(args: argparse.Namespace) -> int:
     else:
         a, b = _report(args.a), _report(args.b)
     outcome = compare(a, b)
+    served = {str(path): run for path in (args.a, args.b) if path is not None and (run := _served(path))}
     if args.json:
-        print_json(outcome.to_json())
+        updates = [{"run": path, **run.to_json()} for path, run in served.items()]
+        print_json(outcome.to_json() | ({"updates": updates} if updates else {}))
     else:
         show(comparison_tables(outcome))
+        for path, run in served.items():
+            from shardwise.cli.show.sync_table import sync_tables
+
+            show(f"\n{path}", *sync_tables(run.layout, run.records, run))
     return 0 if outcome.equal_ledger else 1
+
+
+def _served(path: Path) -> RecordedRun | None:
+    """The record of a run directory with parameter servers."""
+    if not (path / "updates.jsonl").is_file():
+        return None
+    from shardwise.layout.recorded_run import recorded_run
+
+    return recorded_run(RunDirectory.open(path))
 
 
 def _report(path: Path) -> StepReport:

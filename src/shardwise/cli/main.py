@@ -31,6 +31,7 @@ COMMANDS = {
     "checkpoint": "inspect, verify, reshard, diff, export or import checkpoints",
     "collective": "algorithms of collectives: show, verify, price, measure",
     "pipeline": "pipeline schedules: show, verify, simulate, bubble, run",
+    "sync": "workers and parameter servers: staleness and waiting, of a run or simulated",
     "lab": "a command's ranks on several hosts made on this machine, with links as slow as you want",
     "calibrate": "a cluster file for predictions: this host measured, or nvidia-smi's table read",
     "validate": "predicted against published measurements, source by source",

@@ -125,6 +125,7 @@ def _where(out: Path) -> None:
     run = shlex.quote(str(out))
     known = {
         "events.jsonl": ["every step"],
+        "updates.jsonl": [f"gradients and updates: shardwise sync show {run}"],
         "result.json": ["the result"],
         "checkpoints": [f"shardwise checkpoint inspect {run}", f"shardwise train --resume {run} --steps N"],
         "reports": [f"predicted and measured step: shardwise compare {run}"],

@@ -61,6 +61,13 @@ class Servers:
         return f"{self.count}:{OWN}" if self.own else "" if self.count == 1 else str(self.count)
 
 
+def names_of(layout: Layout) -> tuple[str, str]:
+    """What computes gradients and what they meet in, in words: ("worker", "server")."""
+    if layout.sync in SERVED:
+        return "worker", "server"
+    return ("replica", "outer step") if layout.sync == "local" else ("rank", "all-reduce")
+
+
 def check_sync(layout: Layout) -> None:
     """Raise `LayoutError` when the keys of `sync` contradict each other or the others; make `servers` and `replicas`
     canonical."""

@@ -2,6 +2,7 @@
 
     <run>/run.json                configuration, layout, workload, status
     <run>/events.jsonl            one JSON object a line, only ever appended to
+    <run>/updates.jsonl           gradients and updates of parameter servers, appended to where all ranks meet
     <run>/reports/*.json          step reports: predicted, measured
     <run>/reports/timelines.json  a step of all ranks on one clock
     <run>/reports/trace.json      the measured report's timelines, for ui.perfetto.dev
@@ -21,9 +22,10 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from shardwise.errors import UserError, os_errors
+from shardwise.report.json_lines import JsonLines, json_object
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.strict_json import strict
 
@@ -43,7 +45,7 @@ class RunDirectory:
         self.reports = path / "reports"
         """Directory of the run's step reports."""
         self.checkpoints = path / "checkpoints"
-        self.events_path = path / "events.jsonl"
+        self.events_path, self.updates_path = path / "events.jsonl", path / "updates.jsonl"
         self.timelines_path = self.reports / "timelines.json"
         """File of the timelines of all ranks."""
         self.trace = self.reports / "trace.json"
@@ -52,7 +54,7 @@ class RunDirectory:
         self.writing_s = 0.0
         """CPU seconds that this process has spent on writing events and timelines: what a run costs for being
         followed while it continues."""
-        self._events: BinaryIO | None = None
+        self._events, self._updates = JsonLines(self.events_path), JsonLines(self.updates_path)
 
     @classmethod
     def create(cls, path: Path | str, run: Mapping[str, Any], resume: bool = False) -> RunDirectory:
@@ -96,7 +98,7 @@ class RunDirectory:
     def run(self) -> dict[str, Any]:
         """The contents of run.json. Raises `UserError` when it is damaged."""
         with os_errors(f"read {self._file}"):
-            data = _json_object(self._file.read_bytes())
+            data = json_object(self._file.read_bytes())
         if data is None:
             raise UserError(f"{self._file} is damaged: it is not a JSON object")
         return data
@@ -114,20 +116,14 @@ class RunDirectory:
     def result(self) -> dict[str, Any]:
         """Result of an ended run (result.json); empty for any other."""
         try:
-            return _json_object((self.path / "result.json").read_bytes()) or {}
+            return json_object((self.path / "result.json").read_bytes()) or {}
         except OSError:
             return {}
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Append one event and hand it to the operating system. JSON has no NaN: it is written as the text "NaN",
-        and infinities as "Infinity" and "-Infinity", which `float` reads back. Raises `UserError` if it cannot."""
+        """Append one event, as `JsonLines.append`. Raises `UserError` if it cannot."""
         began = time.thread_time()
-        line = json.dumps(strict(dict(event)), allow_nan=False, separators=(",", ":")) + "\n"
-        with os_errors(f"write {self.events_path}"):
-            if self._events is None:
-                self._events = self._open_events()
-            self._events.write(line.encode())
-            self._events.flush()
+        self._events.append(event)
         self.writing_s += time.thread_time() - began
 
     def write_timelines(self, timelines: RankTimelines) -> None:
@@ -136,30 +132,25 @@ class RunDirectory:
         timelines.write(self.timelines_path)
         self.writing_s += time.thread_time() - began
 
-    def events(self, after: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(cursor, event) of each whole event after a cursor; pass the last cursor to see only what came since.
+    def append_updates(self, part: Mapping[str, Any]) -> None:
+        """Append a part of the record of updates of parameter servers. Raises `UserError` if it cannot."""
+        began = time.thread_time()
+        self._updates.append(part)
+        self.writing_s += time.thread_time() - began
 
-        A last line that is still being written, or was torn by a crash, is left out. Raises `UserError` when another
-        line is damaged, or the cursor lies beyond the file.
-        """
-        if not self.events_path.exists() and after == 0:
-            return
-        with os_errors(f"read {self.events_path}"), self.events_path.open("rb") as file:
-            if after > os.fstat(file.fileno()).st_size:
-                raise UserError(f"{self.events_path} is shorter than the cursor {after}: read it from the start")
-            file.seek(after)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                after += len(line)
-                yield after, self._event(line, after)
+    def updates(self) -> Iterator[dict[str, Any]]:
+        """The parts of the record of updates; none of a run without parameter servers. Raises `UserError` when one is
+        damaged."""
+        return (part for _, part in self._updates.items())
+
+    def events(self, after: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(cursor, event) of each whole event after a cursor, as `JsonLines.items`."""
+        return self._events.items(after)
 
     def close(self) -> None:
-        if self._events is not None:
-            # What cannot be written now could not be written before: `append` said so.
-            with contextlib.suppress(OSError):
-                self._events.close()
-            self._events = None
+        """Close the files that were appended to."""
+        self._events.close()
+        self._updates.close()
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -174,31 +165,6 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self._file)
-
-    def _open_events(self) -> BinaryIO:
-        """The file at its end. A line torn by a crash is cut off first: it would damage the next one."""
-        file = self.events_path.open("ab+")
-        file.seek(0)
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            file.truncate(whole)
-        return file
-
-    def _event(self, line: bytes, end: int) -> dict[str, Any]:
-        event = _json_object(line)
-        if event is None:
-            raise UserError(f"{self.events_path} is damaged: the line that ends at byte {end} is not a JSON object")
-        return event
-
-
-def _json_object(text: bytes) -> dict[str, Any] | None:
-    """The object that a JSON text holds; None where it holds none."""
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def occupied(path: Path) -> bool:

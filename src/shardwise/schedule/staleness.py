@@ -1,7 +1,7 @@
 """When a parameter server updates weights, and when it answers a worker: a policy without torch, threads or clocks.
 
 A synchronous run has a schedule that is known before it starts; an asynchronous one has a policy, and each execution
-makes another schedule. The same object decides in the runtime's servers and in `simulate`, which runs it in virtual
+makes another schedule. The same object decides in the runtime's servers and in `simulated`, which runs it in virtual
 time; `check` proves of the record of either: every gradient in one update or dropped by the rules, no weights older
 than the bound, no worker ahead of it. Sources: Ho et al. 2013 (SSP), Chen et al. 2016 (backup workers).
 """
@@ -9,12 +9,14 @@ than the bound, no worker ahead of it. Sources: Ho et al. 2013 (SSP), Chen et al
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from shardwise.errors import UserError
+from shardwise.schedule.update_record import Gradient, UpdateRecord
 
 
 class Update(NamedTuple):
@@ -104,51 +106,41 @@ class AtOnce:
         return Outcome([update], [Reply(worker, self.version, self.version + self.workers - 1)])
 
 
-class Gradient(NamedTuple):
-    """One gradient in the record of a run."""
-
-    worker: int
-    step: int
-    read: int
-    """Updates in the weights that it was computed with."""
-    started: float
-    arrived: float
-    update: int | None
-    """Version that its update followed; None: dropped."""
-
-
 def simulate(policy: Policy, workers: int, steps: int, seconds: Callable[[int, int], float]) -> list[Gradient]:
-    """Run a policy in virtual time up to its update `steps`, on one server.
+    """The gradients of `simulated`, in the order of their arrival."""
+    return simulated(policy, workers, steps, seconds).gradients
 
-    seconds: of the gradient of (worker, step), its exchange with the server included. Returns the gradients that were
-    pushed, in the order of their arrival.
+
+def simulated(policy: Policy, workers: int, steps: int, seconds: Callable[[int, int], float]) -> UpdateRecord:
+    """Run a policy in virtual time up to its update `steps`, on one server; all gradients are listed.
+
+    seconds: of the gradient of (worker, step), its exchange with the server included.
     """
     first = policy.version
     by_step = isinstance(policy, ByStep)
+    record = UpdateRecord(workers, first, most=sys.maxsize)
     heap = [
         (seconds(worker, first), worker, first + (0 if by_step else worker), first, 0.0) for worker in range(workers)
     ]
     heapq.heapify(heap)
-    found: list[Gradient] = []
-    pending: dict[tuple[int, int], int] = {}
     while heap:
         now, worker, step, read, started = heapq.heappop(heap)
         outcome = policy.push(worker, step, read)
-        pending[worker, step] = len(found)
-        found.append(Gradient(worker, step, read, started, now, None))
+        record.push(worker, step, read, started, now)
+        if outcome.dropped:
+            record.drop(worker, step)
         for update in outcome.updates:
-            for other, _ in update.gradients:
-                at = pending.pop((other, update.step))
-                found[at] = found[at]._replace(update=update.version)
+            record.update(update, now)
         for answer in outcome.answers:
+            record.answer(answer.worker, now)
             if answer.next < steps:
                 again = now + seconds(answer.worker, answer.next)
                 heapq.heappush(heap, (again, answer.worker, answer.next, answer.version, now))
-    return found
+    return record
 
 
-def check(record: Sequence[Gradient], policy: ByStep | AtOnce) -> None:
-    """Raise `UserError` unless a record of a run from the first update on is one that its policy allows."""
+def check(record: Sequence[Gradient], policy: ByStep | AtOnce, first: int = 0) -> None:
+    """Raise `UserError` unless a record of a run, whole and from update `first` on, is one that its policy allows."""
     by_step = isinstance(policy, ByStep)
     bound, backup = (policy.staleness, policy.backup) if isinstance(policy, ByStep) else (0, 0)
     of_update: dict[int, list[Gradient]] = {}
@@ -161,7 +153,7 @@ def check(record: Sequence[Gradient], policy: ByStep | AtOnce) -> None:
             raise UserError(
                 f"worker {one.worker} computed step {one.step} with weights of {one.read} updates: the bound is {bound}"
             )
-    if sorted(of_update) != list(range(len(of_update))):
+    if sorted(of_update) != list(range(first, first + len(of_update))):
         raise UserError(f"updates {sorted(of_update)} leave some out")
     for version, gradients in of_update.items():
         _check_update(version, gradients, policy)

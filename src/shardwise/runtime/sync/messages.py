@@ -24,7 +24,7 @@ _NUMBERS = 8
 
 
 class Header(NamedTuple):
-    """What a message says. Of a request: its kind; a, b, c as the kind has them; two figures. Of an answer: 0; the
+    """What a message says. Of a request: its kind; a, b, c as the kind has them; three figures. Of an answer: 0; the
     updates in the weights, what to do next, the step before which to stop (0: none); loss and gradient norm."""
 
     kind: int
@@ -35,15 +35,17 @@ class Header(NamedTuple):
     """Elements of the tensor that follows."""
     x: float = 0.0
     y: float = 0.0
+    z: float = 0.0
+    """Of a gradient: seconds since its worker began to compute it."""
 
     def packed(self) -> Tensor:
-        figures = struct.unpack("2q", struct.pack("2d", self.x, self.y))
-        return torch.tensor([*self[:5], *figures, 0], dtype=torch.int64)
+        figures = struct.unpack("3q", struct.pack("3d", *self[5:]))
+        return torch.tensor([*self[:5], *figures], dtype=torch.int64)
 
     @classmethod
     def unpacked(cls, numbers: Tensor) -> Header:
-        kind, a, b, c, elements, *figures, _ = numbers.tolist()
-        return cls(kind, a, b, c, elements, *struct.unpack("2d", struct.pack("2q", *figures)))
+        kind, a, b, c, elements, *figures = numbers.tolist()
+        return cls(kind, a, b, c, elements, *struct.unpack("3d", struct.pack("3q", *figures)))
 
 
 class ServerMail:

@@ -23,6 +23,7 @@ from shardwise.decoder import Batch
 from shardwise.layout import unit_plan
 from shardwise.layout.axes import REPLICA
 from shardwise.layout.key_ranges import server_of, server_rank
+from shardwise.layout.sync_policy import policy_of
 from shardwise.layout.units import UnitPlan
 from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import Bytes, Role
@@ -36,7 +37,6 @@ from shardwise.runtime.sync.messages import ServerMail
 from shardwise.runtime.sync.server import Server
 from shardwise.runtime.sync.worker import RemoteOptimizer
 from shardwise.runtime.zero.flat_unit import Values
-from shardwise.schedule.staleness import AtOnce, ByStep, Policy
 
 REPORTED = 3
 """Steps from the one that is measured to where its report is gathered: a worker measures its first, times another."""
@@ -51,8 +51,7 @@ def make_server(plan: UnitPlan, mail: ServerMail, values: Values, config: Optimi
     if place is None:
         return None
     plans = [unit_plan(plan.model, layout, plan.workload, rank=rank, backend=plan.backend) for rank in range(layout.tp)]
-    policy: Policy = AtOnce(layout.dp) if layout.sync == "async" else ByStep(layout.dp, layout.staleness, layout.backup)
-    server = Server(plans, place, policy, mail, values, config, steps, peers)
+    server = Server(plans, place, policy_of(layout), mail, values, config, steps, peers)
     server.start()
     return server
 
@@ -76,12 +75,28 @@ class ServedRun(TrainingRun):
     def _measured(self, role: Role, recorded: Recorded | None) -> None:
         self._ready = (role, recorded)
 
-    def _report_at(self, boundary: int, measured: int, stopped: bool) -> None:
-        """Gather what has been measured, where all ranks are."""
+    def _meet(self, boundary: int, measured: int, stopped: bool) -> None:
+        """Gather, where all ranks are, the servers' records, and what has been measured."""
+        self._gather_records()
         if measured >= 0 and not stopped and boundary == min(measured + REPORTED, self.config.steps):
             if self.role is not None:
                 self._ready, self.role = (self.role, None), None
             self.roles = self._gather(*self._ready)
+
+    def _gather_records(self) -> None:
+        """Append what the servers have recorded since the last time to the run directory."""
+        self.pulse.collective("the gather of the servers' records")
+        self.pulse.wait()
+        dist.barrier()  # every worker has its answers: no gradient is on its way
+        parts = self._on_rank_0(self.server.record.fresh() if self.server is not None else None)
+        self.pulse.work()
+        if not self.record:
+            return
+        plan, directory = self.program.plan, self.record.directory
+        for rank, part in (parts or {}).items():
+            if part is not None:
+                line = {"server": server_of(plan, rank), "step": self.at.step, **part}
+                self._tried(partial(directory.append_updates, line))
 
 
 class WorkerRun(ServedRun):
@@ -120,7 +135,7 @@ class WorkerRun(ServedRun):
         end = optimizer.stop_before if stopped else boundary
         optimizer.fence(end * self._shares, end=stopped or end == self.config.steps)
         self.at = self._position(end)
-        self._report_at(boundary, measured, stopped)
+        self._meet(boundary, measured, stopped)
         return loss, stopped
 
     def _position(self, step: int) -> Position:
@@ -128,7 +143,7 @@ class WorkerRun(ServedRun):
         return Position(step, self.began.samples + seen, self.optimizer.steps)
 
     def _micro_batches(self, step: int, key: int) -> list[tuple[Batch, Tensor]]:
-        self.optimizer.step_number = self._next
+        self.optimizer.begin_gradient(self._next)
         first = self._position(step).samples
         place = self._next % self._shares if self._shares > 1 else None
         return self.batches["train"].step(first, self.config.workload.batch, key, place)
@@ -206,7 +221,7 @@ class ServerRun(ServedRun):
         self.at = Position(end // self._shares, 0, self.server.updates)
         stopped = end < version
         self._measured(self._role(), None)
-        self._report_at(boundary, measured, stopped)
+        self._meet(boundary, measured, stopped)
         return loss, stopped
 
     def _role(self) -> Role:

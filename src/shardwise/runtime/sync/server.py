@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardwise.runtime.zero.flat_unit import Values, local_values, torch_dtype
 from shardwise.runtime.zero.optimizer import MASTER, learning_rate
 from shardwise.runtime.zero.update import update
 from shardwise.schedule.staleness import AtOnce, Policy, Update
+from shardwise.schedule.update_record import UpdateRecord
 
 CPU = torch.device("cpu")
 
@@ -112,9 +114,8 @@ class Server:
         self.end: int | None = None
         """Updates after which the workers have ended, once they have said so."""
         self._done: set[int] = set()
-        self.record: list[Update] = []
-        self.dropped: list[tuple[int, int]] = []
-        """(worker, step) of gradients that came too late."""
+        self.record = UpdateRecord(self.workers)
+        self._began = time.monotonic()
         self.at = threading.Condition()
         remote = [rank for rank in senders if rank != mail.rank]
         mail.take = self.take
@@ -156,6 +157,10 @@ class Server:
             raise self.failure
         return there()
 
+    def _now(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self._began
+
     # -- what comes in
 
     def _room(self, rank: int, head: Header) -> Tensor:
@@ -196,6 +201,7 @@ class Server:
         state = self.ranges[rank % self.parts].state
         if head.kind == BEGIN:
             self.policy.version, self.updates = head.a, head.b
+            self.record, self._began = UpdateRecord(self.workers, head.a), time.monotonic()
             self._leaving[rank] = self.mail.reply(rank, Header(0))
         elif head.kind == GET:
             piece = state[head.a][head.b : head.c].clone()
@@ -217,14 +223,17 @@ class Server:
         if len(pushed) < self.parts:
             return
         outcome = self.policy.push(worker, step, head.b)
+        arrived = self._now()
+        self.record.push(worker, step, head.b, max(0.0, arrived - head.z), arrived)
         if outcome.dropped:
-            self.dropped.append((worker, step))
+            self.record.drop(worker, step)
             self._release(worker, step)
         for each in outcome.updates:
             self._update(each)
         with self.at:
             self.at.notify_all()
         for answer in outcome.answers:
+            self.record.answer(answer.worker, self._now())
             for part in range(self.parts):
                 self._send(answer.worker * self.parts + part, answer.next)
 
@@ -236,7 +245,6 @@ class Server:
     def _update(self, made: Update) -> None:
         """The mean of gradients over all their tokens, clipped by its norm over all servers where these make the same
         updates, and one step of the optimizer."""
-        self.record.append(made)
         step = made.version // self.workers if self._at_once else made.version
         lr = learning_rate(self.config, step, self.steps)
         if self._layout.damped:
@@ -252,6 +260,7 @@ class Server:
             if coefficient < 1.0:
                 gradient.mul_(coefficient)
             own.update(gradient, self.updates, self.config, lr)
+        self.record.update(made, self._now())
         for worker in workers:
             self._release(worker, made.step)
 

@@ -7,6 +7,7 @@ allows it. State is read and written through messages, so that checkpoints see w
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import torch
@@ -78,12 +79,18 @@ class RemoteOptimizer:
         """Updates that are in the weights here, those of earlier runs included."""
         self.step_number = 0
         """Step whose gradient is pushed next; under async the number of its share."""
-        self._read, self._before = 0, 0
+        self._reads, self._before = [0] * len(self.servers), 0
+        """Updates in the weights here, by server; updates of earlier runs."""
+        self._began = time.perf_counter()
         self.next, self.stop_before = 0, 0
         self.loss = math.nan
         self._seen = (0.0, 0)
         self.stops = False
         """Whether this rank was told to end the run."""
+
+    def begin_gradient(self, number: int) -> None:
+        """The next gradient is begun. number: of its step, under async of its share."""
+        self.step_number, self._began = number, time.perf_counter()
 
     def tell(self, total: Tensor, tokens: int) -> None:
         """Summed loss and valid tokens of the step's batch."""
@@ -101,7 +108,7 @@ class RemoteOptimizer:
                 if self.config.clip:
                     coefficient = min(1.0, self.config.clip / (norm + 1e-6))
             head = self._pull(self._push(coefficient))
-        self.next, self.stop_before = head.b, head.c
+        self.stop_before = head.c
         if not self._clips:
             norm = head.y
             self.loss = self.loss if math.isnan(head.x) else head.x
@@ -110,7 +117,8 @@ class RemoteOptimizer:
     def _push(self, coefficient: float) -> list[list[Any]]:
         """Send the gradient; for each server what is over when it has its part."""
         total, tokens = self._seen
-        head = Header(PUSH, self.step_number, self._read, tokens, x=total, y=float(self.stops))
+        spent = time.perf_counter() - self._began
+        head = Header(PUSH, self.step_number, 0, tokens, x=total, y=float(self.stops), z=spent)
         for (_, segments), leaving in zip(self.servers, self._leaving, strict=True):
             for segment in segments:
                 part = leaving[segment.at : segment.at + segment.stop - segment.start]
@@ -123,7 +131,9 @@ class RemoteOptimizer:
         for number, ((server, _), leaving) in enumerate(zip(self.servers, self._leaving, strict=True)):
             with self.comms.message("push", f"server {number}", leaving):
                 self.mail.expect(server, self._arriving[number])
-                works.append(self.mail.ask(server, head._replace(elements=len(leaving)), leaving))
+                works.append(
+                    self.mail.ask(server, head._replace(b=self._reads[number], elements=len(leaving)), leaving)
+                )
         return works
 
     def _pull(self, asked: list[list[Any]]) -> Header:
@@ -138,8 +148,11 @@ class RemoteOptimizer:
             for segment in segments:
                 part = arriving[segment.at : segment.at + segment.stop - segment.start]
                 self.engine.units[segment.unit].put(segment.start, part)
-        self._read = heads[0].a
-        self.steps = self._before + self._read
+        self._reads = [head.a for head in heads]
+        self.steps = self._before + self._reads[0]
+        # Where servers drop different gradients, the first step that one of them still waits for: a later one would be
+        # computed with weights of its range that are too old. Under async the first server hands out the text.
+        self.next = heads[0].b if self._clips else min(head.b for head in heads)
         return heads[0]
 
     # -- meeting the others

@@ -16,9 +16,13 @@ VIEWS = {
     "pipelines": "Pipelines",
     "memory": "Memory",
     "plan": "Plan",
+    "sync": "Workers and servers",
     "runs": "Runs",
 }
 """Name in the URL -> name on the page."""
+
+WITH_RUNS = ("sync", "runs")
+"""Views that read the folder of runs."""
 
 PARTS = {
     "tokens": ("data", "spent"),
@@ -52,4 +56,4 @@ def answer(name: str, params: Mapping[str, str], runs: Path = Path("runs")) -> V
     if view not in VIEWS or name not in parts(view):
         raise UserError(f"no view {name!r}; {did_you_mean(view, VIEWS, 'there are')}")
     function: Callable[..., View] = getattr(import_module(f"shardwise.studio.data.{view}"), part or "data")
-    return function(params, runs) if view == "runs" else function(params)
+    return function(params, runs) if view in WITH_RUNS else function(params)

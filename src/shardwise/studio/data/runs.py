@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from shardwise.errors import UserError
 from shardwise.report.compare import PEAK_TOLERANCE, ReportComparison, compare
@@ -123,10 +124,12 @@ def _run(runs: Path, names: list[str], name: str) -> RunDirectory:
 
 def _about(here: RunDirectory, run: Mapping[str, Any]) -> dict[str, Any]:
     config = run.get("config", {})
+    layout = str(config.get("layout", ""))
     return {
         "status": str(run.get("status", "")),
         "ranks": run.get("ranks"),
-        "layout": config.get("layout", ""),
+        "layout": layout,
+        "opens": [("Workers and servers", f"sync?{urlencode({'run': here.path.name})}")] if "sync=" in layout else [],
         "model": config.get("model", {}).get("name", ""),
         "workload": config.get("workload", {}),
         "steps_wanted": config.get("steps"),

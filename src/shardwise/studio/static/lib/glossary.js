@@ -27,7 +27,9 @@ const WORDS = {
   "rank": "One process with one device.",
   "recompute": "Computing activations again in the backward pass instead of keeping them.",
   "sp": "Sequence parallel: the parts of a layer that tensor parallelism leaves whole are split by tokens.",
+  "staleness": "Updates that were made between the weights that a gradient was computed with, and the update that uses it.",
   "step": "One update of the weights from one batch.",
+  "worker, server": "A worker computes gradients; a parameter server keeps the weights and the optimizer's state, and makes the updates.",
   "ZeRO stage (zero)": "What data-parallel ranks do not keep twice: from 1 optimizer state, from 2 gradients, from 3 weights.",
 };
 

@@ -9,6 +9,7 @@ import { bars, barsHeight } from "studio/lib/bars";
 import { drawGantt, eventAt, ganttHeight, prepare } from "studio/lib/gantt";
 import { swatches } from "studio/lib/legend";
 import { legend, lines } from "studio/lib/lines";
+import { opensIn } from "studio/lib/opens";
 import { timeWindow } from "studio/lib/window";
 import { fact } from "studio/views/collectives";
 import { expertFigures } from "studio/views/runs_experts";
@@ -19,12 +20,12 @@ const TIMELINE = "One step on every rank";
 
 export function mount(root, page) {
   const controls = [panel("Run", select(page, "run", "Run"))];
-  const status = h("p", { class: "sentence", "aria-live": "polite" }), facts = h("dl", { class: "facts" });
+  const status = h("p", { class: "sentence", "aria-live": "polite" }), facts = h("dl", { class: "facts" }), links = h("div", {});
   let data = null, timer = 0, waiting = false, closed = false, opened = false, lost = false;
   const name = h("span", { class: "strong" });
   const bar = h("p", { class: "opened", hidden: true }, h("button", { type: "button", onclick: back }, "Back to the runs"), name);
   const keys = h("ul", { class: "legend" });
-  const steps = figure(page, { name: "steps", title: "Loss", above: [status, facts], extras: [keys], height: 290,
+  const steps = figure(page, { name: "steps", title: "Loss", above: [status, facts, links], extras: [keys], height: 290,
     draw: (context, width, height) => data && lines(context, width, height, curves(data), { xName: "step", yName: "loss", tight: true }) });
   const validation = figure(page, { name: "validation", title: "Validation" });
   const experts = expertFigures(page), timeline = timelineFigure(page), classKeys = h("ul", { class: "legend" });
@@ -72,6 +73,7 @@ export function mount(root, page) {
   function tell() {
     status.textContent = sentence(data);
     facts.replaceChildren(...(data.state.run ? runFacts(data) : []));
+    links.replaceChildren(opensIn("this run", data.more.opens ?? []) ?? "");
     if (data.state.run) steps.describe(`Line: loss over ${data.tables.steps.columns.step.length} steps.`);
   }
 

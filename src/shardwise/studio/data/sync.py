@@ -1,0 +1,185 @@
+"""Workers and servers: who read which weights and who waited for whom, in a run or in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.layout import Layout
+from shardwise.layout.recorded_run import RecordedRun, recorded_run
+from shardwise.layout.sync import SERVED, SYNCS, names_of
+from shardwise.layout.virtual_run import virtual_run
+from shardwise.report.run_directory import RunDirectory
+from shardwise.report.units import format_share, format_time
+from shardwise.schedule.outer_rounds import record_of_rounds
+from shardwise.schedule.stragglers import SlowRank, Stragglers
+from shardwise.schedule.update_record import UpdateRecord
+from shardwise.studio.columns import How, Table, View, command_line, exact
+from shardwise.studio.data import sync_figures as figures
+from shardwise.studio.data.runs import listed
+from shardwise.studio.query import Query
+
+NONE, ALL = "none", "all"
+"""In place of a run's name: a simulation. In place of a worker: no slow one, every one."""
+LOCKSTEP = "In lockstep every gradient is computed with the version of its step."
+
+
+def data(params: Mapping[str, str], runs: Path) -> View:
+    """The workers of a run on disk, or with run=none those of a simulation. Raises `UserError` for a run that there is
+    not, and for an illegal layout."""
+    query = Query(params)
+    names = listed(runs)
+    run, server = query.text("run", NONE), query.whole("server", 0, 0, 1023)
+    layout, steps, seconds, stragglers = _asked(query)
+    query.done()
+    choices: dict[str, list[Any]] = {"run": [NONE, *names], "sync": list(SYNCS)}
+    choices["slow"] = [NONE, ALL, *range(layout.dp)]
+    if run != NONE:
+        return _view_of_run(query, choices, runs, names, run, server)
+    records = {each: virtual_run(each, steps, seconds, stragglers) for each in _ways(layout, query.state)}
+    words = ["--steps", steps, "--gradient", f"{exact(1e3 * seconds)}ms"]
+    words += ["--slow", stragglers] if stragglers.slow else []
+    commands = {each: command_line("sync", "simulate", each, *words, "--seed", stragglers.seed) for each in records}
+    head = [f"Simulated: {layout}, slow: {stragglers}, {steps} steps of {format_time(seconds)} a gradient."]
+    tables, more = _figures(layout, records[layout])
+    how = {name: How([*head, *_LINES.get(name, ())], commands[layout], _SOURCE) for name in tables}
+    tables["compared"] = figures.compared_table({str(each): record for each, record in records.items()})
+    how["compared"] = How([*head, *_LINES["compared"]], " && ".join(commands.values()), _SOURCE)
+    return View(query.state, choices, tables, how, {**more, "layout": str(layout), "status": "", "servers": 1})
+
+
+def _ways(layout: Layout, state: Mapping[str, Any]) -> list[Layout]:
+    """The layout, and the other ways in which as many workers may agree, with the numbers of the state."""
+    dp = layout.dp
+    ways = [layout, Layout(dp=dp, sync="ps"), Layout(dp=dp, sync="ssp", staleness=state["staleness"] or 1)]
+    ways += [Layout(dp=dp, sync="ps", backup=1)] if dp > 1 else []
+    ways += [Layout(dp=dp, sync="async"), Layout(dp=dp, sync="local", every=state["every"])]
+    return list(dict.fromkeys(ways))
+
+
+def _asked(query: Query) -> tuple[Layout, int, float, Stragglers]:
+    """The layout, steps, seconds of a gradient and slow ranks of a simulation."""
+    sync = query.word("sync", "ssp", SYNCS)
+    workers = query.whole("workers", 4, 1, 32)
+    own = {"ssp": "staleness", "ps": "backup", "local": "every"}
+    numbers = {
+        "staleness": query.whole("staleness", 2, 0, 32),
+        "backup": query.whole("backup", 0, 0, 31),
+        "every": query.whole("every", 4, 1, 64),
+    }
+    steps, milliseconds = query.whole("steps", 24, 1, 400), query.number("gradient", 100.0, 0.001, 1e6)
+    slow = query.text("slow", "0")
+    factor, probability = query.number("factor", 3.0, 1.0, 100.0), query.number("probability", 0.25, 0.01, 1.0)
+    seed = query.whole("seed", 0, 0, 1 << 31)
+    if slow not in (NONE, ALL) and not slow.isdecimal():
+        raise UserError(f"slow={slow}: give {NONE}, {ALL}, or the number of a worker")
+    used: dict[str, Any] = {own[sync]: numbers[own[sync]]} if sync in own else {}
+    layout = Layout(dp=workers, sync=sync, **used)
+    ranks = () if slow == NONE or factor == 1 else (SlowRank(None if slow == ALL else int(slow), factor, probability),)
+    return layout, steps, milliseconds / 1e3, Stragglers(ranks, seed)
+
+
+_SOURCE = (
+    "Ho et al. 2013 (SSP); Chen et al. 2016 (backup workers); schedule/staleness.py decides here and in the servers"
+)
+_LINES: dict[str, list[str]] = {
+    "gradients": [
+        "The number in a bar is the version that the gradient read: the updates in its weights.",
+        "A gradient lasts from when its worker began it to its arrival at the server; a wait from there to the answer, "
+        "which the gradient of another worker lets the server give.",
+    ],
+    "staleness": [
+        "Staleness: updates between the weights that a gradient read and its own update; dropped ones left out."
+    ],
+    "workers": [
+        "Share of waiting = waiting / (waiting + computing). Over the median: its mean gradient over the median's."
+    ],
+    "waits": ["A wait counts for the worker whose gradient arrived last before the answer."],
+    "compared": [
+        "The same slow steps, as far as each way to agree comes to them; until as many steps of text are done."
+    ],
+    "rounds": [
+        "Times and steps of rank 0's replica (events.jsonl); the loss is the mean over the tokens of all replicas."
+    ],
+    "traffic": ["The push and pull rows of a step's ledger, as often as the record has gradients of the worker."],
+}
+
+
+def _figures(layout: Layout, record: UpdateRecord) -> tuple[dict[str, Table], dict[str, Any]]:
+    """Tables by figure, and what is drawn."""
+    worker, meeting = names_of(layout)
+    tables = {"gradients": figures.gradients_table(record, worker), "workers": figures.workers_table(record, worker)}
+    waits = figures.waits_table(record, worker)
+    if waits.columns["time"]:
+        tables["waits"] = waits
+    stale = bool(set(record.staleness) - {0})
+    if stale:
+        tables["staleness"] = figures.staleness_table(record)
+    more = {
+        "kinds": figures.KINDS, "events": figures.drawn(record), "count": len(record.workers),
+        "names": [worker, meeting], "bars": figures.worker_bars(record, worker), "drawn_waits": figures.MOST_WAITS,
+        "summary": {**record.summary(), "seconds": record.seconds}, "stragglers": figures.stragglers(record),
+        "sentence": _sentence(layout, record, stale),
+    }  # fmt: skip
+    return tables, more
+
+
+def _sentence(layout: Layout, record: UpdateRecord, stale: bool) -> str:
+    """What there is to see, in a line or two."""
+    worker, _ = names_of(layout)
+    slow = ", ".join(map(str, figures.stragglers(record)))
+    waits = f"{format_share(record.waiting_share)} of the {worker}s' time is waiting"
+    text = f"{waits}; slow: {worker} {slow}." if slow else f"{waits}."
+    if layout.sync == "local":
+        return f"Between two outer steps no replica waits, and none reads what another has learned. {text}"
+    if record.dropped:
+        text += (
+            f" {record.dropped:,} of {record.pushed:,} gradients came after the update of their step, and are dropped."
+        )
+    if stale:
+        return f"A gradient's weights are {record.mean_staleness:.2f} updates behind on average. {text}"
+    return f"{LOCKSTEP} {text}"
+
+
+def _view_of_run(
+    query: Query, choices: dict[str, list[Any]], runs: Path, names: list[str], name: str, server: int
+) -> View:
+    # Only names that the folder lists: no path leads out of it.
+    if name not in names:
+        raise UserError(f"{runs} holds no run {name!r}; there are {', '.join(names) or 'none'}")
+    here = RunDirectory.open(runs / name)
+    recorded = recorded_run(here)
+    command = command_line("sync", "show", here.path)
+    records = recorded.records or ((record_of_rounds(recorded.rounds),) if recorded.rounds else ())
+    more: dict[str, Any] = {"layout": str(recorded.layout), "servers": len(recorded.records)}
+    more |= {"status": str(here.run.get("status", ""))}
+    if not records:
+        return View(query.state, choices, {}, {}, more | {"sentence": _nothing(recorded.layout)})
+    if server >= len(records):
+        raise UserError(f"server={server}: this run has {len(records)}, from 0 on")
+    tables, drawn = _figures(recorded.layout, records[server])
+    tables |= _run_tables(recorded)
+    if recorded.rounds:
+        # Only rank 0's replica writes events: nothing is known of the others' times, or of waiting.
+        del tables["workers"], drawn["bars"], drawn["summary"]["waiting_share"]
+        drawn["sentence"] = "Rounds of rank 0's replica; each ends with an outer step of all replicas."
+    head = [f"Measured by server {server} in seconds since this start of the run." if recorded.records else "Measured."]
+    how = {name: How([*head, *_LINES.get(name, ())], command) for name in tables}
+    return View(query.state, choices, tables, how, more | drawn)
+
+
+def _run_tables(recorded: RecordedRun) -> dict[str, Table]:
+    """Tables that a run alone has."""
+    tables = {"rounds": figures.rounds_table(recorded.rounds)} if recorded.rounds else {}
+    return tables | ({"traffic": figures.traffic_table(recorded.traffic)} if recorded.traffic else {})
+
+
+def _nothing(layout: Layout) -> str:
+    """Why nothing is drawn."""
+    if layout.sync in SERVED:
+        return "No update is recorded yet: servers hand over their records at validations, checkpoints and the end."
+    if layout.sync == "local":
+        return "No round has begun yet."
+    return LOCKSTEP
