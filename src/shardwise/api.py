@@ -34,6 +34,7 @@ from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE,
 from shardwise.runtime.job.locks import run_lock
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.text import with_corpus
+from shardwise.schedule.stragglers import Stragglers
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -225,6 +226,7 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
         values["tokenizer"] = str(values["tokenizer"])
     out = values.get("out")
     out = next_free(RUNS / _file_name(model.name)) if out is None else out
+    Stragglers.parse(values.get("slow", ())).check(layout.training_ranks)
     config = TrainConfig(**values | {"layout": layout, "data": str(values["data"]), "out": str(out)})
     _check_inputs(config)
     return config
@@ -398,8 +400,9 @@ def _predict(config: TrainConfig, nodes: int) -> None:
         backend, measured = _carried_by(directory), directory.report("measured")
         recorded = StepReport.read(measured).roles if config.model.experts and measured.exists() else ()
         report = estimate(
-            config.model, config.layout, config.workload, _cluster(config, nodes), backend, recorded=recorded
-        )
+            config.model, config.layout, config.workload, _cluster(config, nodes), backend, recorded=recorded,
+            slow=config.stragglers, emulated=config.emulated,
+        )  # fmt: skip
         report.write(directory.report("predicted"))
 
 
