@@ -72,6 +72,7 @@ def measured(sync: str, condition: str, args: argparse.Namespace, folder: Path) 
         MODEL.replace(**TINY) if args.tiny else MODEL, layout_of(sync), work, args.data, steps=args.steps, seed=SEED,
         out=folder, slow=CONDITIONS[condition], emulate=args.emulate, max_bytes=TEXT_BYTES,
         validate_batches=2 if args.tiny else VALIDATION_BATCHES, tensorboard=False, progress=lambda line: None,
+        rank0_stdout=2,
     )  # fmt: skip
     waiting = result.summary["waiting"]
     seconds = waiting[0]["seconds"]

@@ -34,7 +34,6 @@ from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE,
 from shardwise.runtime.job.locks import run_lock
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.text import with_corpus
-from shardwise.schedule.stragglers import Stragglers
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -226,8 +225,9 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
         values["tokenizer"] = str(values["tokenizer"])
     out = values.get("out")
     out = next_free(RUNS / _file_name(model.name)) if out is None else out
-    Stragglers.parse(values.get("slow", ())).check(layout.training_ranks)
     config = TrainConfig(**values | {"layout": layout, "data": str(values["data"]), "out": str(out)})
+    if config.slow:
+        config.stragglers.check(layout.training_ranks)
     _check_inputs(config)
     return config
 

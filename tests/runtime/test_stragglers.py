@@ -115,6 +115,9 @@ def test_arithmetic_that_takes_longer_than_is_emulated_is_counted(clock: Clock) 
         waiting.begin(0)
         clock.compute(seconds)
         waiting.computed()
+    waiting.begin(0, recorded=True)
+    clock.compute(5.0)
+    waiting.computed()
     assert (waiting.exceeded, waiting.longest) == (2, pytest.approx(0.7))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
@@ -24,7 +25,6 @@ from shardwise.report import StepReport, tables
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_count
 from shardwise.runtime.job.config import TrainConfig
-from shardwise.schedule.stragglers import Stragglers, emulated_seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +53,9 @@ def _step(args: argparse.Namespace) -> int:
     if args.seq < 1 or args.batch < 1:
         raise UserError("--seq and --batch must be positive integers")
     workload = Workload(**given(args, Workload))
-    slow = Stragglers.parse(args.slow or ())
+    slowed = _slowed(args)
     if args.dry_run:
-        if args.slow or args.emulate:
+        if slowed:
             raise UserError("--dry-run has no times: leave out --slow and --emulate")
         from shardwise.runtime.installed import require
 
@@ -64,8 +64,17 @@ def _step(args: argparse.Namespace) -> int:
 
         report = dry_run(model, layout, workload, cluster)
     else:
-        report = estimate(model, layout, workload, cluster, slow=slow, emulated=emulated_seconds(args.emulate))
+        report = estimate(model, layout, workload, cluster, **slowed)
     return print_result(args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run))
+
+
+def _slowed(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `predict.estimate` for --slow and --emulate, where they were given."""
+    if not args.slow and args.emulate is None:
+        return {}
+    from shardwise.schedule.stragglers import Stragglers, emulated_seconds
+
+    return {"slow": Stragglers.parse(args.slow or ()), "emulated": emulated_seconds(args.emulate)}
 
 
 def _lines(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -22,7 +23,9 @@ from shardwise.predict.step_seconds import try_step_seconds
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.schedules import as_under_auto, predict_transport
 from shardwise.report.step_report import Bytes, Role, StepReport, merge_roles
-from shardwise.schedule.stragglers import Stragglers
+
+if TYPE_CHECKING:
+    from shardwise.schedule.stragglers import Stragglers
 
 
 def estimate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -11,7 +11,9 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.sync import SERVED
 from shardwise.model import ModelConfig
 from shardwise.report.units import format_time
-from shardwise.schedule.stragglers import Stragglers
+
+if TYPE_CHECKING:
+    from shardwise.schedule.stragglers import Stragglers
 
 UNPRICED = ("etp", "stages", "compile", "order")
 """Keys of a layout of which `predict.time` knows nothing."""
@@ -95,7 +97,7 @@ def step_seconds(
     if layout.sync in SERVED:
         cuda = cluster.device.kind == "cuda"
         parts = served_parts(parts, model, layout, split, engine_of(name), pricing, cuda)
-    parts, slowed = with_stragglers(parts, model, layout, slow or Stragglers(()), emulated)
+    parts, slowed = with_stragglers(parts, model, layout, slow, emulated)
     busy = {name: float(seconds) for name, seconds in step.busy.items()}
     host = pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params)) if busy else ()
     around = time_range(parts, pricing.constants, assumed=len(host), routed=bool(model.experts))

@@ -40,23 +40,23 @@ class StraggledStep:
     alone: float
     """Seconds of a step without slow ranks."""
     why: str
-    """What the step waits for, in words that follow "it"."""
+    """What the step waits for, in words."""
 
     @property
     def note(self) -> str:
         """One sentence for a prediction."""
         more = format_share(self.seconds / self.alone - 1, signed=True)
-        return f"slow ranks: {format_time(self.seconds)} per step, {more} to one without them: {self.why}"
+        return f"slow ranks: a step takes {format_time(self.seconds)}, {more} over one without them: {self.why}"
 
 
 def with_stragglers(
-    parts: dict[str, float], model: ModelConfig, layout: Layout, slow: Stragglers, emulated: float | None = None
+    parts: dict[str, float], model: ModelConfig, layout: Layout, slow: Stragglers | None, emulated: float | None = None
 ) -> tuple[dict[str, float], str]:
     """Parts of a step with slow ranks, and a sentence about it ("" where no rank is slow). parts: of a step without.
     emulated: seconds that the arithmetic of a step lasts in place of the predicted."""
     if emulated is not None:
         parts = {name: seconds for name, seconds in parts.items() if name not in EMULATED} | {"emulated": emulated}
-    if not slow.slow:
+    if slow is None or not slow.slow:
         return parts, ""
     arithmetic = sum(parts.get(name, 0.0) for name in (*ARITHMETIC, "emulated"))
     step = straggled_step(model, layout, slow, arithmetic, sum(parts.values()) - arithmetic)
@@ -78,7 +78,7 @@ def straggled_step(
         seconds, why = _bounded(_replicas(model, layout, slow, steps) * arithmetic + rest, layout)
     else:
         factors = slow.factors(range(layout.training_ranks), np.arange(steps)).max(axis=0)
-        seconds, why = factors.mean() * arithmetic + rest, f"waits for the slowest of {layout.training_ranks} ranks"
+        seconds, why = factors.mean() * arithmetic + rest, f"it waits for the slowest of {layout.training_ranks} ranks"
     return StraggledStep(float(seconds), arithmetic + rest, why)
 
 
@@ -104,7 +104,7 @@ def _rounds(factors: NDArray[np.float64], every: int) -> tuple[float, str]:
     """Mean factor of a step, over rounds of `every` steps, in which the slowest replica decides. factors: [replicas,
     steps]."""
     sums = factors.reshape(len(factors), -1, every).sum(axis=2)
-    why = f"waits once in {every} steps for the slowest of {len(factors)} replicas"
+    why = f"it waits once in {every} steps for the slowest of {len(factors)} replicas"
     return float(sums.max(axis=0).mean()) / every, why
 
 
@@ -112,7 +112,7 @@ def _rates(seconds: NDArray[np.float64]) -> tuple[float, str]:
     """Seconds of a step, which is as many shares of the text as there are workers: their rates add up. seconds:
     [workers, shares]."""
     workers = len(seconds)
-    return workers / float((1 / seconds.mean(axis=1)).sum()), f"none of the {workers} workers waits for another"
+    return workers / float((1 / seconds.mean(axis=1)).sum()), f"none of {workers} workers waits for another"
 
 
 def _bounded(seconds: NDArray[np.float64], layout: Layout) -> tuple[float, str]:
@@ -120,7 +120,7 @@ def _bounded(seconds: NDArray[np.float64], layout: Layout) -> tuple[float, str]:
     (workers, steps), each = seconds.shape, seconds.tolist()
     policy = ByStep(workers, layout.staleness, layout.backup)
     record = simulate(policy, workers, steps, lambda worker, step: float(each[worker][step]))
-    why = f"waits for a worker of {workers} that is {layout.staleness} steps behind"
+    why = f"it waits for a worker of {workers} that is {layout.staleness} steps behind"
     if layout.backup:
-        why = f"does not wait for the last {layout.backup} of {workers} workers"
+        why = f"it does not wait for the last {layout.backup} of {workers} workers"
     return max(one.arrived for one in record if one.update == steps - 1) / steps, why

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
@@ -18,7 +18,9 @@ from shardwise.model import ModelConfig
 from shardwise.options import check_fields, option
 from shardwise.runtime import DEVICES, MOST_THREADS, TRANSPORTS
 from shardwise.runtime.job.output import say
-from shardwise.schedule.stragglers import Stragglers, emulated_seconds
+
+if TYPE_CHECKING:
+    from shardwise.schedule.stragglers import Stragglers
 
 MOST_SEED = (1 << 64) - 1
 """The largest that a checkpoint's manifest can hold: `checkpoint.manifest.SEEDS`."""
@@ -111,7 +113,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._check_slow()
+        if self.slow or self.emulate is not None:
+            self._check_slow()
         if self.save_async and "nvme" in (self.layout.offload_home, self.layout.offload_params):
             raise UserError(
                 "an asynchronous save keeps a copy of all state in memory, which state on disk may be too large for: "
@@ -121,11 +124,15 @@ class TrainConfig:
     @property
     def stragglers(self) -> Stragglers:
         """The slow ranks, with the run's seed."""
+        from shardwise.schedule.stragglers import Stragglers
+
         return Stragglers.parse(self.slow, self.seed)
 
     @property
     def emulated(self) -> float | None:
         """Seconds of `emulate`."""
+        from shardwise.schedule.stragglers import emulated_seconds
+
         return emulated_seconds(self.emulate)
 
     def _check_slow(self) -> None:

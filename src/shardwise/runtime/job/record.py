@@ -148,8 +148,8 @@ class RunRecorder:
         steps, seconds = late
         if steps:
             self.warn(
-                f"--emulate {self.config.emulate}: the arithmetic of {steps} steps of a rank took longer, up to "
-                f"{format_time(seconds)}; give more, or a smaller model",
+                f"--emulate {self.config.emulate}: arithmetic took longer in {steps} of a rank's steps, up to "
+                f"{format_time(seconds)}: give more, or use a smaller model",
                 step,
             )
 

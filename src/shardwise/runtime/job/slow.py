@@ -36,10 +36,12 @@ class InjectedWaiting:
         self._arithmetic = 0.0
         """Seconds of the last step's."""
 
-    def begin(self, step: int) -> None:
-        """A step begins. step: its number, or that of its share of the text."""
+    def begin(self, step: int, recorded: bool = False) -> None:
+        """A step begins. step: its number, or that of its share of the text. recorded: its storages are followed, so
+        that its time says nothing about its arithmetic."""
         if not self.active:
             return
+        self._recorded = recorded
         self._factor = self._slow.factor(self._rank, step)
         if self._emulated is None:
             self._sleep((self._factor - 1) * self._arithmetic)
@@ -51,10 +53,11 @@ class InjectedWaiting:
             torch.cuda.synchronize(self._device)
         # Standing still for other ranks is no arithmetic, nor is the time that a rank has no core.
         elapsed = time.perf_counter() - self._began - (self._pulse.waited - self._waited)
-        self._arithmetic = min(time.thread_time() - self._cpu, elapsed)
+        if not self._recorded:
+            self._arithmetic = min(time.thread_time() - self._cpu, elapsed)
         if self._emulated is None:
             return
-        if elapsed > self._emulated * self._factor:
+        if elapsed > self._emulated * self._factor and not self._recorded:
             self.exceeded += 1
             self.longest = max(self.longest, elapsed)
         self._sleep(self._emulated * self._factor - elapsed)

@@ -422,7 +422,7 @@ class TrainingRun:
         try:
             micro_batches = self._micro_batches(step, key)
             with around:
-                self.slow.begin(self._number(step))
+                self.slow.begin(self._number(step), recorded=isinstance(around, StepMeasurement))
                 lr = learning_rate(config.optimizer, step, config.steps)
                 loss, norm, _ = self.program.step(micro_batches, lr, self.rounds.ends(step))
         except RuntimeError as error:
