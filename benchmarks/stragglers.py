@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import statistics
 import tempfile
 from pathlib import Path
@@ -158,7 +159,7 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, help="draw the curves here")
     args = parser.parse_args()
     result = train_step.header("stragglers", MODEL) | {"emulate": args.emulate, "steps": args.steps, "runs": []}
-    result["rounds"] = 1
+    result["command"] = re.sub(r" --svg[ =]\S+", "", result["command"])
     if args.json and args.json.exists():
         result = json.loads(args.json.read_text())
         if (result["emulate"], result["steps"]) != (args.emulate, args.steps):

@@ -55,12 +55,13 @@ def tables(folder: Path) -> dict[str, str]:
 def source(result: Row) -> str:
     """The line below a table: what was run, when, and on what."""
     machine = result["machine"]
+    rounds = f"{result['rounds']} rounds" if "rounds" in result else f"{result['steps']} steps"
     model = ""
     if "model" in result:
         model = f"{result['parameters'] / 1e6:.1f} million parameters in {result['model']['layers']} layers, "
     return (
         f"`{result['command']}`, {result['date'][:10]}: {machine['cores']} cores ({machine['cpu']}), torch "
-        f"{machine['torch']}, one thread a rank, {model}{result['rounds']} rounds."
+        f"{machine['torch']}, one thread a rank, {model}{rounds}."
     )
 
 
