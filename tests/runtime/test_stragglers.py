@@ -157,6 +157,9 @@ def test_injected_waiting_is_no_hang(clock: Clock, monkeypatch: pytest.MonkeyPat
 def test_trap_32_waiting_for_others_is_counted(clock: Clock) -> None:
     signs = Pulse()
     training = TrainingClock(signs)
+    signs.wait("a validation")
+    clock.lose_core(7.0)
+    signs.work()
     with training.running():
         clock.compute(1.0)
         signs.collective("all_reduce over dp")
@@ -167,7 +170,7 @@ def test_trap_32_waiting_for_others_is_counted(clock: Clock) -> None:
         clock.lose_core(1.0)
         signs.work()
         clock.compute(0.5)
-    signs.wait("a validation")
+    signs.wait("another one")
     clock.lose_core(7.0)
     signs.work()
     found = training.of_rank(3, 0.25)
