@@ -527,6 +527,8 @@ MISTAKES = (
             "self._slow.factor(self._rank, step)", "self._slow.factor(0, step)", "trap_32"),
     Mistake(32, "a slow rank's factor is applied to the rank after it", STRAGGLERS,
             "rows[:, 0] == one.rank", "rows[:, 0] == one.rank + 1", "trap_32"),
+    Mistake(32, "asynchronous workers draw by the number of a step", "runtime/sync/run.py",
+            "        return self._next\n", "        return step\n", "trap_32"),
     Mistake(32, "standing still for other ranks counts as arithmetic", SLOW,
             " - (self._pulse.waited - self._waited)", "", "trap_32"),
     Mistake(32, "waiting for other ranks is not counted", PULSE,

@@ -18,7 +18,6 @@ from shardwise.runtime.job import pulse, slow
 from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.job.slow import SLICE, InjectedWaiting, TrainingClock
-from shardwise.runtime.sync.run import WorkerRun
 from shardwise.schedule.stragglers import Stragglers
 
 pytestmark = pytest.mark.usefixtures("leftovers")
@@ -131,12 +130,6 @@ def test_runs_and_predictions_draw_the_same_factors(clock: Clock) -> None:
         waiting.computed()
         lasted.append(clock.now - began)
     assert lasted == pytest.approx([0.1 * drawn.factor(2, step) for step in range(20)])
-
-
-def test_asynchronous_workers_draw_by_the_number_of_their_share() -> None:
-    run = WorkerRun.__new__(WorkerRun)
-    run._next = 23
-    assert run._number(5) == 23
 
 
 def test_injected_waiting_is_no_hang(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +250,18 @@ def test_slow_ranks_change_no_number_of_lockstep(text: Path, tmp_path: Path) -> 
     assert 0 < total <= plain["waiting"][0]["waiting_s"] * (1 + 1e-9)
     config = json.loads((tmp_path / "slow/run.json").read_text())["config"]
     assert config["slow"] == ["rank=1,factor=2", "rank=all,factor=2,probability=0.5"] and config["emulate"] == "40ms"
+
+
+@pytest.mark.parametrize("layout", ["dp=2,sync=async,servers=1:own", "dp=2,sync=local,every=3"])
+def test_trap_32_factors_of_a_run_without_lockstep(text: Path, tmp_path: Path, layout: str) -> None:
+    """Asynchronous workers draw by the number of their share of the text, of which a step has two."""
+    slow = "rank=all,spread=0.1"
+    _, logged, _ = train(text, tmp_path / "run", layout, "--slow", slow, "--emulate", "20ms", "--seed", "5")
+    drawn, steps = Stragglers.parse([slow], 5), [event for event in logged if "loss" in event]
+    for number, event in enumerate(steps):
+        at = event["step"] - 1
+        shares = (2 * at, 2 * at + 1) if "async" in layout else (number,)
+        assert any(event["slow_factor"] == pytest.approx(drawn.factor(0, share), rel=1e-12) for share in shares)
 
 
 @pytest.mark.parametrize("layout", ["dp=2,sync=async", "dp=2,sync=local,every=3"])

@@ -36,6 +36,10 @@ class InjectedWaiting:
         self._arithmetic = 0.0
         """Seconds of the last step's."""
 
+    def event(self) -> dict[str, float]:
+        """What a step's event says: the factor of its arithmetic, where there are slow ranks."""
+        return {"slow_factor": self._factor} if self._slow.slow else {}
+
     def begin(self, step: int, recorded: bool = False) -> None:
         """A step begins. step: its number, or that of its share of the text. recorded: its storages are followed, so
         that its time says nothing about its arithmetic."""

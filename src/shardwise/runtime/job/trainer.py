@@ -330,6 +330,7 @@ class TrainingRun:
                 step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate, mfu=self._mfu(rate),
                 lr=learning_rate(self.config.optimizer, step, self.config.steps), recorded=measure,
                 waiting_s=self.pulse.waited - waited, experts=self.program.expert_loads.event(), **self._agreed(step),
+                **self.slow.event(),
             )  # fmt: skip
         return loss
 
