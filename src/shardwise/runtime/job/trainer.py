@@ -383,7 +383,7 @@ class TrainingRun:
     def _finish(self, first: float, last: float, loss: float) -> dict[str, Any]:
         config = self.config
         # Where some steps are slowed, none of them is typical.
-        seconds = self._seconds(statistics.fmean if config.slow else statistics.median)
+        seconds = self._seconds(statistics.fmean if config.stragglers.slow else statistics.median)
         rate = self._typical_rate(seconds) if seconds else None
         seen: Exposure | None = None
         if self.roles is not None and self.record:
