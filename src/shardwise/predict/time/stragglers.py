@@ -28,7 +28,7 @@ EMULATED = (*ARITHMETIC, "host")
 """Parts in whose place a run with `--emulate` lets time pass."""
 STEPS, LEAST_STEPS = 1000, 20
 """Steps whose mean is predicted, and the fewest of them."""
-MOST_DRAWS, MOST_MEETINGS = 4_000_000, 20_000_000
+MOST_DRAWS, MOST_MEETINGS = 1_000_000, 20_000_000
 """Factors that are drawn, and encounters of two workers in virtual time: many ranks make fewer steps."""
 
 
@@ -73,7 +73,8 @@ def straggled_step(
         seconds, why = _rounds(_replicas(model, layout, slow, -(-steps // layout.every) * layout.every), layout.every)
         seconds = seconds * arithmetic + rest
     elif layout.sync == "async":
-        seconds, why = _rates(_replicas(model, layout, slow, steps * layout.dp) * arithmetic + rest)
+        shares = min(steps * layout.dp, MOST_DRAWS // layout.training_ranks)
+        seconds, why = _rates(_replicas(model, layout, slow, shares) * arithmetic + rest)
     elif layout.sync in SERVED and (layout.staleness or layout.backup):
         seconds, why = _bounded(_replicas(model, layout, slow, steps) * arithmetic + rest, layout)
     else:
@@ -84,10 +85,9 @@ def straggled_step(
 
 def _enough(layout: Layout) -> int:
     """Steps for a mean, of which many ranks make fewer."""
-    ranks, workers = layout.training_ranks, layout.independent
-    most = MOST_DRAWS // (ranks * (workers if layout.sync == "async" else 1))
+    most = MOST_DRAWS // layout.training_ranks
     if layout.staleness or layout.backup:
-        most = min(most, MOST_MEETINGS // workers**2)
+        most = min(most, MOST_MEETINGS // layout.independent**2)
     return max(LEAST_STEPS, min(STEPS, most))
 
 
