@@ -6,7 +6,7 @@
 
 A table stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. Where several result files have the same table, the
 latest by the date written in them counts. Names: single; speed-N, time-N, cpu-N, memory-N for N ranks;
-scaling-PRECISION; collectives-N; pipelines.
+scaling-PRECISION; collectives-N; pipelines; stragglers-CONDITION.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tables(folder: Path) -> dict[str, str]:
     for result in sorted((r for r in results if isinstance(r, dict)), key=lambda r: str(r.get("date", ""))):
         makers = {
             "train_step": train_step_tables, "scaling": scaling_tables, "collectives": collectives_tables,
-            "pipelines": pipelines_tables,
+            "pipelines": pipelines_tables, "stragglers": stragglers_tables,
         }  # fmt: skip
         maker = makers.get(result.get("benchmark", ""))
         if maker is not None:
@@ -55,12 +55,13 @@ def tables(folder: Path) -> dict[str, str]:
 def source(result: Row) -> str:
     """The line below a table: what was run, when, and on what."""
     machine = result["machine"]
+    rounds = f"{result['rounds']} rounds" if "rounds" in result else f"{result['steps']} steps"
     model = ""
     if "model" in result:
         model = f"{result['parameters'] / 1e6:.1f} million parameters in {result['model']['layers']} layers, "
     return (
         f"`{result['command']}`, {result['date'][:10]}: {machine['cores']} cores ({machine['cpu']}), torch "
-        f"{machine['torch']}, one thread a rank, {model}{result['rounds']} rounds."
+        f"{machine['torch']}, one thread a rank, {model}{rounds}."
     )
 
 
@@ -134,6 +135,20 @@ def single_table(settings: list[Row]) -> str:
             )  # fmt: skip
     head = ["shardwise / plain loop", "time", "speed", "share of the matrix-product peak", "peak memory"]
     return markdown(head, lines)
+
+
+def stragglers_tables(result: Row) -> Iterator[tuple[str, str]]:
+    for condition in dict.fromkeys(run["condition"] for run in result["runs"]):
+        lines = [
+            [
+                run["sync"], f"{run['tokens_per_s']:.0f}", f"{run['of_dp']:.2f}", f"{run['predicted_of_dp']:.2f}",
+                f"{run['predicted_tokens_per_s'] / run['tokens_per_s'] - 1:+.1%}", f"{max(run['waiting']):.0%}",
+                f"{run['validation_loss']:.3f}",
+            ]
+            for run in result["runs"] if run["condition"] == condition
+        ]  # fmt: skip
+        head = ["", "tokens/s", "of dp", "predicted of dp", "predicted tokens/s", "most waiting", "validation loss"]
+        yield f"stragglers-{condition}", markdown(head, lines)
 
 
 def scaling_tables(result: Row) -> Iterator[tuple[str, str]]:

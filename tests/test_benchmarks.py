@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 from harness.today import of_some
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("docs/performance.md", "docs/collectives.md", "docs/pipelines.md")
+DOCUMENTS = ("docs/performance.md", "docs/collectives.md", "docs/pipelines.md", "docs/stragglers.md")
 
 
 def table(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +48,7 @@ def test_the_hosts_update_beside_torchs(tmp_path: Path) -> None:
     assert found["disk"].get("read", 1) > 0 and ("write" in found["disk"] or "why_not" in found["disk"])
 
 
-TORCH = ("experts", "a step of experts", "zeropp")
+TORCH = ("experts", "a step of experts", "zeropp", "stragglers")
 """All start processes that import torch."""
 
 
@@ -73,3 +74,20 @@ def test_experts_step_beside_transformers(tmp_path: Path) -> None:
     found = tiny(tmp_path, "experts_step", "--tokens", "64", "--rounds", "2")
     (result,) = found["results"]
     assert len(result["rows"]) == 4 and all(row["same_loss"] and row["speed"] > 0 for row in result["rows"])
+
+
+@of_some("stragglers", TORCH, 1)
+def test_slow_workers_in_lockstep_and_without(tmp_path: Path) -> None:
+    only = ("--syncs", "dp", "async", "--conditions", "none", "always", "--steps", "4", "--emulate", "50ms")
+    found = tiny(tmp_path, "stragglers", *only, "--data", "README.md", "--svg", str(tmp_path / "curves.svg"))
+    assert [(run["condition"], run["sync"]) for run in found["runs"]] == [
+        ("none", "dp"), ("none", "async"), ("always", "dp"), ("always", "async"),
+    ]  # fmt: skip
+    for run in found["runs"]:
+        assert run["curve"] and len(run["waiting"]) == 4 and 0 < run["validation_loss"] < 7
+        assert run["predicted_tokens_per_s"] > 0 and (run["sync"] != "dp" or run["predicted_of_dp"] == 1.0)
+    # One of four is slow: lockstep makes three times the arithmetic, rates add up to ten thirds of a worker's.
+    always = {run["sync"]: run["predicted_of_dp"] for run in found["runs"] if run["condition"] == "always"}
+    assert always["async"] > 1
+    root = ElementTree.parse(tmp_path / "curves.svg").getroot()
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 8

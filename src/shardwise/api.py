@@ -226,6 +226,8 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
     out = values.get("out")
     out = next_free(RUNS / _file_name(model.name)) if out is None else out
     config = TrainConfig(**values | {"layout": layout, "data": str(values["data"]), "out": str(out)})
+    if config.slow:
+        config.stragglers.check(layout.training_ranks)
     _check_inputs(config)
     return config
 
@@ -398,8 +400,9 @@ def _predict(config: TrainConfig, nodes: int) -> None:
         backend, measured = _carried_by(directory), directory.report("measured")
         recorded = StepReport.read(measured).roles if config.model.experts and measured.exists() else ()
         report = estimate(
-            config.model, config.layout, config.workload, _cluster(config, nodes), backend, recorded=recorded
-        )
+            config.model, config.layout, config.workload, _cluster(config, nodes), backend, recorded=recorded,
+            slow=config.stragglers, emulated=config.emulated,
+        )  # fmt: skip
         report.write(directory.report("predicted"))
 
 

@@ -31,6 +31,8 @@ TESTS = (
     "tests/runtime/test_local_traps.py",
     "tests/runtime/test_local_resume.py",
     "tests/runtime/test_servers.py",
+    "tests/runtime/test_stragglers.py",
+    "tests/schedule/test_slow_ranks.py",
     "tests/serving/test_generation_engine.py",
 )
 
@@ -53,6 +55,7 @@ OUTER, PACKED, STORED = (
 )
 SERVER, POLICY = "runtime/sync/server.py", "schedule/staleness.py"
 SERVED_WORKER = "runtime/sync/worker.py"
+SLOW, STRAGGLERS, PULSE = "runtime/job/slow.py", "schedule/stragglers.py", "runtime/job/pulse.py"
 FILE, STAGES = "runtime/offload/file.py", "runtime/pipeline/stages.py"
 CACHE, ROWS = "runtime/context/cache.py", "serving/rows.py"
 RING, VIEW, BLOCKWISE = "runtime/context/ring.py", "runtime/context/view.py", "ops/blockwise.py"
@@ -525,4 +528,16 @@ MISTAKES = (
     Mistake(31, "weights that servers keep do not decay", SERVER,
             "(weights, gradient[start:stop], *moments), step, config, lr, decay)",
             "(weights, gradient[start:stop], *moments), step, config, lr, False)", "trap_31"),
+    Mistake(32, "the factor of the first rank slows all", SLOW,
+            "self._slow.factor(self._rank, step)", "self._slow.factor(0, step)", "trap_32"),
+    Mistake(32, "a slow rank's factor is applied to the rank after it", STRAGGLERS,
+            "rows[:, 0] == one.rank", "rows[:, 0] == one.rank + 1", "trap_32"),
+    Mistake(32, "asynchronous workers draw by the number of a step", "runtime/sync/run.py",
+            "        return self._next\n", "        return step\n", "trap_32"),
+    Mistake(32, "standing still for other ranks counts as arithmetic", SLOW,
+            " - (self._pulse.waited - self._waited)", "", "trap_32"),
+    Mistake(32, "waiting for other ranks is not counted", PULSE,
+            "self.waited += now - self._waiting_since", "pass", "trap_32"),
+    Mistake(32, "a validation counts as waiting in training", SLOW,
+            "self.waiting += self._pulse.waited - waited", "self.waiting = self._pulse.waited", "trap_32"),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
@@ -23,6 +24,7 @@ from shardwise.model.parameters import count
 from shardwise.report import StepReport, tables
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_count
+from shardwise.runtime.job.config import TrainConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", metavar="TEXT", help="how it is split, such as tp=8,dp=8,zero=1")
     add_cluster(parser)
     add_flags(parser, Workload, "seq", "batch", "isolate_documents", "optimizer")
+    add_flags(parser, TrainConfig, "slow", "emulate")
     parser.add_argument("--dry-run", action="store_true", help="run the runtime itself on fake tensors; needs torch")
     parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
     parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
@@ -50,7 +53,10 @@ def _step(args: argparse.Namespace) -> int:
     if args.seq < 1 or args.batch < 1:
         raise UserError("--seq and --batch must be positive integers")
     workload = Workload(**given(args, Workload))
+    slowed = _slowed(args)
     if args.dry_run:
+        if slowed:
+            raise UserError("--dry-run has no times: leave out --slow and --emulate")
         from shardwise.runtime.installed import require
 
         require("--dry-run", "torch")
@@ -58,8 +64,17 @@ def _step(args: argparse.Namespace) -> int:
 
         report = dry_run(model, layout, workload, cluster)
     else:
-        report = estimate(model, layout, workload, cluster)
+        report = estimate(model, layout, workload, cluster, **slowed)
     return print_result(args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run))
+
+
+def _slowed(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `predict.estimate` for --slow and --emulate, where they were given."""
+    if not args.slow and args.emulate is None:
+        return {}
+    from shardwise.schedule.stragglers import Stragglers, emulated_seconds
+
+    return {"slow": Stragglers.parse(args.slow or ()), "emulated": emulated_seconds(args.emulate)}
 
 
 def _lines(
@@ -91,7 +106,8 @@ def _zero_table(args: argparse.Namespace) -> int:
         raise UserError("--params needs the numbers of GPUs: add --zero-table 1,2,4,8,16")
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
-    for name in ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "optimizer", "dry_run"):
+    single = ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "optimizer", "slow", "emulate")
+    for name in (*single, "dry_run"):
         if getattr(args, name) not in (None, False):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} belongs to one step's estimate: leave it out with --zero-table")

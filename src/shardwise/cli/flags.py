@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from dataclasses import MISSING, Field, fields
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from shardwise.options import Option, kinds
 
@@ -20,7 +20,12 @@ def add_flags(group: ArgumentParser | _ArgumentGroup, kind: type, *names: str, r
 def given(args: Namespace, kind: type) -> dict[str, Any]:
     """Field -> value of the flags that were given."""
     values = {item.name: getattr(args, item.name, None) for item in fields(kind) if "option" in item.metadata}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: _value(value) for name, value in values.items() if value is not None}
+
+
+def _value(value: Any) -> Any:
+    """A flag's value as its field has it: of a repeated one, a tuple."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _add(group: ArgumentParser | _ArgumentGroup, declared: Field[Any], kind: Any, required: bool) -> None:
@@ -31,6 +36,9 @@ def _add(group: ArgumentParser | _ArgumentGroup, declared: Field[Any], kind: Any
         flag = option.flag or (f"--no-{name}" if declared.default is True else f"--{name}")
         group.add_argument(flag, action="store_const", const=option.const or not declared.default, **more)
         return
+    if get_origin(kind) is tuple:
+        group.add_argument(f"--{name}", action="append", metavar=option.metavar, **more)
+        return
     plain = next((item for item in get_args(kind) if item is not NoneType), kind)
     more |= {"choices": option.choices} if option.choices else {"metavar": option.metavar}
     group.add_argument(option.flag or f"--{name}", type=plain if plain in (int, float) else str, **more)
@@ -39,6 +47,6 @@ def _add(group: ArgumentParser | _ArgumentGroup, declared: Field[Any], kind: Any
 def _default(declared: Field[Any]) -> str:
     """The default behind the help text, " (100)"."""
     option, value = declared.metadata["option"], declared.default
-    if option.shown is not None or option.const or isinstance(value, bool) or value in (None, MISSING, ""):
+    if option.shown is not None or option.const or isinstance(value, bool) or value in (None, MISSING, "", ()):
         return f" ({option.shown})" if option.shown else ""
     return f" ({value:g})" if isinstance(value, (int, float)) else f" ({value})"

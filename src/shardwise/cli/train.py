@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(group, LaunchConfig, "port")
     add_flags(group, TrainConfig, "hang")
     add_flags(group, LaunchConfig, "restarts", "elastic")
+    add_flags(parser.add_argument_group("slow ranks"), TrainConfig, "slow", "emulate")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -23,6 +24,9 @@ from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.schedules import as_under_auto, predict_transport
 from shardwise.report.step_report import Bytes, Role, StepReport, merge_roles
 
+if TYPE_CHECKING:
+    from shardwise.schedule.stragglers import Stragglers
+
 
 def estimate(
     model: ModelConfig | str,
@@ -32,6 +36,8 @@ def estimate(
     backend: Backend | None = None,
     engine: str | None = None,
     recorded: Sequence[Role] = (),
+    slow: Stragglers | None = None,
+    emulated: float | None = None,
 ) -> StepReport:
     """Predict one steady training step: bytes by class and ledger of every rank role, and its time where the cluster's
     device has constants of time.
@@ -40,15 +46,18 @@ def estimate(
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
     (`predict.time.ENGINES`); None means this project's runtime. recorded: roles of a measured step of a model with
-    experts, whose routing the prediction then follows rank by rank. What a layout asks for that is not
-    priced yet is said in the report's `notes`. Raises `LayoutError` when the layout does not suit the model, the
-    workload or the number of devices, and `UserError` for a workload without sequences.
+    experts, whose routing the prediction then follows rank by rank. slow: slow ranks, and emulated: seconds of a step's
+    arithmetic, both as `train` has them. What a layout asks for that is not priced yet is said in the report's `notes`.
+    Raises `LayoutError` when the layout does not suit the model, the workload or the number of devices, and `UserError`
+    for a workload without sequences, and for a slow rank that does not exist.
     """
     model, layout, workload = as_model(model), as_layout(layout), as_workload(workload)
     cluster = None if cluster is None else as_cluster(cluster)
     if not workload.batch:
         raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
     check(layout, model, workload, cluster.devices if cluster else None)
+    if slow is not None:
+        slow.check(layout.training_ranks)
     if reason := model.why_not_runnable():
         raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, layout, workload, cluster)}")
     backend = backend or usual_backend(cluster)
@@ -57,7 +66,7 @@ def estimate(
         roles = _served(model, layout, workload, backend)
     roles = roles or [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
     unscheduled = as_under_auto(roles)
-    timing, why = try_step_seconds(model, layout, workload, cluster, engine)
+    timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated)
     balance = context_balance(model, layout, workload) if layout.cp > 1 else None
     notes = [
         *_notes(model, layout, backend),

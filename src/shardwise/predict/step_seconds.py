@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -11,6 +11,9 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.sync import SERVED
 from shardwise.model import ModelConfig
 from shardwise.report.units import format_time
+
+if TYPE_CHECKING:
+    from shardwise.schedule.stragglers import Stragglers
 
 UNPRICED = ("etp", "stages", "compile", "order")
 """Keys of a layout of which `predict.time` knows nothing."""
@@ -48,12 +51,19 @@ def usual_engine(cluster: Cluster, elsewhere: str) -> str:
 
 
 def step_seconds(
-    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, engine: str | None = None
+    model: ModelConfig,
+    layout: Layout,
+    workload: Workload,
+    cluster: Cluster,
+    engine: str | None = None,
+    slow: Stragglers | None = None,
+    emulated: float | None = None,
 ) -> StepTiming:
     """Predict the seconds of one steady training step; where replicas train apart from each other, the mean of a round.
 
-    engine: a profile of `predict.time.ENGINES`; None is this project's runtime. Raises `UserError` for a device without
-    constants, a link whose figures are not known, and what has no closed form.
+    engine: a profile of `predict.time.ENGINES`; None is this project's runtime. slow: slow ranks; the time is then a
+    mean over steps. emulated: seconds that the arithmetic of a step lasts in place of the predicted ones. Raises
+    `UserError` for a device without constants, a link whose figures are not known, and what has no closed form.
     """
     from shardwise.predict.supported import MOST_DEVICES, in_closed_form
     from shardwise.predict.time import Pricing, StepShape, time_range, training_step
@@ -61,6 +71,7 @@ def step_seconds(
     from shardwise.predict.time.outer import outer_seconds
     from shardwise.predict.time.profiles import attending
     from shardwise.predict.time.servers import served_parts
+    from shardwise.predict.time.stragglers import with_stragglers
 
     usual = Layout()
     for key in UNPRICED:
@@ -86,10 +97,11 @@ def step_seconds(
     if layout.sync in SERVED:
         cuda = cluster.device.kind == "cuda"
         parts = served_parts(parts, model, layout, split, engine_of(name), pricing, cuda)
+    parts, slowed = with_stragglers(parts, model, layout, slow, emulated)
     busy = {name: float(seconds) for name, seconds in step.busy.items()}
     host = pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params)) if busy else ()
     around = time_range(parts, pricing.constants, assumed=len(host), routed=bool(model.experts))
-    notes = (*pricing.constants.notes, *host, *outer)
+    notes = (*pricing.constants.notes, *host, *outer, *([slowed] if slowed else []))
     return StepTiming(name, sum(parts.values()), float(around.low), float(around.high), parts, notes, busy)
 
 
@@ -113,12 +125,18 @@ def _saved_by_a_block(model: ModelConfig, layout: Layout, workload: Workload, cl
 
 
 def try_step_seconds(
-    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None, engine: str | None = None
+    model: ModelConfig,
+    layout: Layout,
+    workload: Workload,
+    cluster: Cluster | None,
+    engine: str | None = None,
+    slow: Stragglers | None = None,
+    emulated: float | None = None,
 ) -> tuple[StepTiming | None, str]:
     """(the time, "") or (None, a sentence why there is none; empty where nothing is known of how fast devices are)."""
     if cluster is None or cluster.device.memory_bandwidth is None:
         return None, ""
     try:
-        return step_seconds(model, layout, workload, cluster, engine), ""
+        return step_seconds(model, layout, workload, cluster, engine, slow, emulated), ""
     except UserError as error:
         return None, f"no time of a step: {error}"

@@ -14,6 +14,8 @@ STEP = {
     "offload": "offloading to the host or disk",
     "outer": "outer steps (sync=local)",
     "servers": "gradients to servers and weights back",
+    "emulated": "arithmetic, emulated",
+    "stragglers": "slow ranks",
 }
 """Parts of a training step."""
 

@@ -89,7 +89,9 @@ class Stragglers:
         """Raise `UserError` for a rank that is none of the `ranks` that compute."""
         for one in self.slow:
             if one.rank is not None and one.rank >= ranks:
-                raise UserError(f"--slow {one}: the ranks that compute are 0 to {ranks - 1}")
+                raise UserError(
+                    f"--slow {one}: the ranks that compute are 0 to {ranks - 1}; --slow {NONE} for no slow rank"
+                )
 
     @property
     def speeds_up(self) -> bool:

@@ -24,7 +24,7 @@ KIND = {
     "matmul": "compute", "attention": "compute", "memory": "compute", "optimizer": "compute", "weights": "compute",
     "host": "host", "bubble": "bubble",
     "tensor": "network", "pipeline": "network", "data": "network", "experts": "experts", "offload": "network",
-    "outer": "network", "servers": "network",
+    "outer": "network", "servers": "network", "emulated": "compute", "stragglers": "compute",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
@@ -18,6 +18,9 @@ from shardwise.model import ModelConfig
 from shardwise.options import check_fields, option
 from shardwise.runtime import DEVICES, MOST_THREADS, TRANSPORTS
 from shardwise.runtime.job.output import say
+
+if TYPE_CHECKING:
+    from shardwise.schedule.stragglers import Stragglers
 
 MOST_SEED = (1 << 64) - 1
 """The largest that a checkpoint's manifest can hold: `checkpoint.manifest.SEEDS`."""
@@ -94,14 +97,54 @@ class TrainConfig:
         "carries collectives between CPU ranks: shared memory on one host, or gloo; auto prefers shared memory",
         choices=TRANSPORTS,
     )
+    slow: tuple[str, ...] = option(
+        (),
+        "slow ranks, such as rank=1,factor=3, rank=all,factor=3,probability=0.25 or rank=all,spread=0.3 (log-normal); "
+        "repeatable",
+        metavar="TEXT", shown="",
+    )  # fmt: skip
+    emulate: str | None = option(
+        None,
+        "a step's arithmetic lasts TIME, the rest of which is slept, as if each rank had cores of its own; it must "
+        "need less than TIME",
+        metavar="TIME",
+    )
     hang: float = option(600.0, "seconds without progress after which the run ends", metavar="S", positive=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.slow or self.emulate is not None:
+            self._check_slow()
         if self.save_async and "nvme" in (self.layout.offload_home, self.layout.offload_params):
             raise UserError(
                 "an asynchronous save keeps a copy of all state in memory, which state on disk may be too large for: "
                 "leave out --save-async"
+            )
+
+    @property
+    def stragglers(self) -> Stragglers:
+        """The slow ranks, with the run's seed."""
+        from shardwise.schedule.stragglers import Stragglers
+
+        return Stragglers.parse(self.slow, self.seed)
+
+    @property
+    def emulated(self) -> float | None:
+        """Seconds of `emulate`."""
+        from shardwise.schedule.stragglers import emulated_seconds
+
+        return emulated_seconds(self.emulate)
+
+    def _check_slow(self) -> None:
+        slow, seconds = self.stragglers, self.emulated
+        if slow.slow and seconds is None:
+            if self.device == "cuda":
+                raise UserError("--slow on GPUs needs the time of a step's arithmetic: add --emulate TIME")
+            if slow.speeds_up:
+                raise UserError("--slow with spread makes some steps faster, too: add --emulate TIME")
+        if seconds is not None and seconds * slow.most >= self.hang:
+            raise UserError(
+                f"a step of {seconds * slow.most:g} s would be taken for a hang: give --hang more than that"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -122,6 +165,7 @@ class TrainConfig:
             "layout": Layout.parse(data["layout"]),
             "workload": Workload(**data["workload"]),
             "optimizer": OptimizerConfig(**optimizer),
+            "slow": tuple(data.get("slow", ())),
         }
         return cls(**data | parts)
 

@@ -74,6 +74,9 @@ class Pulse:
         self._memory = bytearray(SIZE) if memory is None else memory
         self._at = lane * _LANE
         self._step = 0
+        self.waited = 0.0
+        """Seconds from each `wait` to the sign after it."""
+        self._waiting_since: float | None = None
 
     def step(self, number: int) -> None:
         """A training step begins; counted from 1."""
@@ -105,8 +108,12 @@ class Pulse:
         self._head(IDLE)
 
     def _head(self, state: int) -> None:
+        now = time.monotonic()
+        if self._waiting_since is not None:
+            self.waited += now - self._waiting_since
+        self._waiting_since = now if state == WAITING else None
         # In one copy: `pack_into` begins with zeros, which is what a rank that never began has there.
-        self._memory[self._at : self._at + _HEAD.size] = _HEAD.pack(time.monotonic(), self._step, state)
+        self._memory[self._at : self._at + _HEAD.size] = _HEAD.pack(now, self._step, state)
 
     def _write(self, at: int, text: str) -> None:
         data = text.encode()[:_WORDS]

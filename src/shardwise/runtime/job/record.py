@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from shardwise.report.step_report import StepReport
 from shardwise.report.strict_json import strict
 from shardwise.report.trace import write_trace
 from shardwise.report.units import format_time
+from shardwise.report.waiting import RankWaiting, waiting_lines
 from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.output import say
 
@@ -137,6 +138,20 @@ class RunRecorder:
         if figures.kinds:
             print(figures.sentence(rank), flush=True)
         return figures
+
+    def waiting(self, ranks: Sequence[RankWaiting], late: tuple[int, float], step: int) -> None:
+        """Show how long ranks stood still. late: of the rank with most of them, steps whose arithmetic took longer than
+        was emulated, and the most that it took, in seconds."""
+        self.end_line()
+        for line in waiting_lines(ranks):
+            print(line, flush=True)
+        steps, seconds = late
+        if steps:
+            self.warn(
+                f"--emulate {self.config.emulate}: arithmetic took longer in {steps} of a rank's steps, up to "
+                f"{format_time(seconds)}: give more, or use a smaller model",
+                step,
+            )
 
     def finish(self, result: dict[str, Any]) -> None:
         text = json.dumps(strict(result), indent=1, allow_nan=False)

@@ -45,6 +45,7 @@ from shardwise.runtime.job.meeting import meet
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.record import RunRecorder
 from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.job.slow import InjectedWaiting, TrainingClock
 from shardwise.runtime.job.stop import Stopped, StopRequest
 from shardwise.runtime.measure.hardware import matmul_rate
 from shardwise.runtime.measure.memory import StepMeasurement
@@ -186,6 +187,7 @@ class TrainingRun:
         )  # fmt: skip
         self.rounds = Rounds.of(layout, config.steps)
         self.stop = StopRequest(self.rounds)
+        self.clock, self.slow = TrainingClock(self.pulse), self._injected()
         self.first_step = self.at.step
         self.times: list[float] = []
         """Seconds of steps; where replicas train apart from each other, of those with an outer step."""
@@ -202,6 +204,13 @@ class TrainingRun:
         return TrainProgram(
             plan, self.comms, self.config.optimizer, self._initial_values, self.device, folder, kept
         )  # fmt: skip
+
+    def _injected(self) -> InjectedWaiting:
+        """The waiting of `--slow` and `--emulate` in this rank's steps."""
+        slow = InjectedWaiting(self.config.stragglers, self.config.emulated, self.rank, self.device, self.pulse)
+        if slow.active:
+            self.program.computed = slow.computed
+        return slow
 
     def _start_from(self, weights: HuggingFaceWeights) -> None:
         start_from(self.program, weights)
@@ -257,7 +266,8 @@ class TrainingRun:
         measured = self.rounds.measured(start, MEASURED_STEP) if config.report and start < config.steps else -1
         first, stopped = self._validate(start), False
         for boundary in self._boundaries(start, measured):
-            loss, stopped = self._train_to(boundary, measured, loss)
+            with self.clock.running():
+                loss, stopped = self._train_to(boundary, measured, loss)
             if stopped or boundary == config.steps:
                 break
             if self._due(config.validate_every, boundary):
@@ -299,7 +309,7 @@ class TrainingRun:
     def _observed(self, step: int, measure: bool) -> float:
         """One training step with its times. Looking at every storage slows a step down, so the one after a measured
         step, undisturbed but for its clock, gives the timeline and the times of the collectives."""
-        started, cpu = time.perf_counter(), time.process_time()
+        started, cpu, waited = time.perf_counter(), time.process_time(), self.pulse.waited
         measurement = StepMeasurement(self.program) if measure else None
         again = self.role is not None and self.rounds.ends(step)
         timeline = TimelineRecorder(self.program) if again else None
@@ -319,7 +329,8 @@ class TrainingRun:
             self.record.step(
                 step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate, mfu=self._mfu(rate),
                 lr=learning_rate(self.config.optimizer, step, self.config.steps), recorded=measure,
-                experts=self.program.expert_loads.event(), **self._agreed(step),
+                waiting_s=self.pulse.waited - waited, experts=self.program.expert_loads.event(), **self._agreed(step),
+                **self.slow.event(),
             )  # fmt: skip
         return loss
 
@@ -328,10 +339,10 @@ class TrainingRun:
         outer = self.program.outer
         return {"outer_loss": outer.loss} if outer is not None and self.rounds.ends(step) else {}
 
-    def _seconds(self) -> float | None:
+    def _seconds(self, typical: Callable[[list[float]], float] = statistics.median) -> float | None:
         """The median step's; where replicas train apart from each other, the mean over a round of the median step with
         an outer step and of the others."""
-        kinds = [statistics.median(times) for times in (self.times, self.inner_times) if times]
+        kinds = [typical(times) for times in (self.times, self.inner_times) if times]
         if len(kinds) < 2:
             return kinds[0] if kinds else None
         return (kinds[0] + (self.rounds.every - 1) * kinds[1]) / self.rounds.every
@@ -371,7 +382,8 @@ class TrainingRun:
 
     def _finish(self, first: float, last: float, loss: float) -> dict[str, Any]:
         config = self.config
-        seconds = self._seconds()
+        # Where some steps are slowed, none of them is typical.
+        seconds = self._seconds(statistics.fmean if config.stragglers.slow else statistics.median)
         rate = self._typical_rate(seconds) if seconds else None
         seen: Exposure | None = None
         if self.roles is not None and self.record:
@@ -384,12 +396,13 @@ class TrainingRun:
             "validation_loss": last,
             "first_validation_loss": first,
             "unigram_entropy": self.entropy,
-            "median_step_s": seconds,
+            "median_step_s": self._seconds(),
             "tokens_per_s": rate,
             "mfu": self._mfu(rate) if rate else None,
             "matmul_flops_per_s": self.peak,
             "compile_s": self.program.compile_seconds,
             "communication": seen.to_json() if seen else None,
+            **self._waiting(),
             **self._writing(),
         }
         if self.record:
@@ -410,12 +423,17 @@ class TrainingRun:
         try:
             micro_batches = self._micro_batches(step, key)
             with around:
+                self.slow.begin(self._number(step), recorded=isinstance(around, StepMeasurement))
                 lr = learning_rate(config.optimizer, step, config.steps)
                 loss, norm, _ = self.program.step(micro_batches, lr, self.rounds.ends(step))
         except RuntimeError as error:
             raise self._named(error, step) from error
         self.at = Position(step + 1, self.at.samples + batch, self.program.optimizer.steps)
         return loss, norm
+
+    def _number(self, step: int) -> int:
+        """Number of a step by which slow ranks draw."""
+        return step
 
     def _micro_batches(self, step: int, key: int) -> list[tuple[Batch, Tensor]]:
         """This rank's share of the step's batch."""
@@ -489,6 +507,19 @@ class TrainingRun:
             directory, step = self.record.directory, self.at.step
             self._tried(lambda: directory.write_timelines(aligned(there, step, self.world)))
         return {rank: replace(roles[rank], timeline=there[rank].events if rank in there else ()) for rank in roles}
+
+    def _waiting(self) -> dict[str, Any]:
+        """Seconds that each rank that trains stood still for others; on rank 0, which shows them."""
+        self.pulse.collective("the gather of waiting times")
+        self.pulse.wait()
+        own = self.clock.of_rank(self.rank, self.slow.seconds), (self.slow.exceeded, self.slow.longest)
+        gathered = self._on_rank_0(own)
+        self.pulse.work()
+        if gathered is None or self.record is None:
+            return {"waiting": None}
+        ranks = [gathered[rank] for rank in range(self.config.layout.training_ranks)]
+        self.record.waiting([one for one, _ in ranks], max(late for _, late in ranks), self.at.step)
+        return {"waiting": [one.to_json() for one, _ in ranks]}
 
     def _on_rank_0(self, value: Any) -> dict[int, Any] | None:
         """The value of every rank, by rank."""

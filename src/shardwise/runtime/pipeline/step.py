@@ -64,6 +64,8 @@ class TrainProgram(StageRunner):
         self.expert_loads = ExpertLoads(self.parts, plan, comms, device)
         with comms.in_phase("optimizer"):
             self.engine.all_gather_params()
+        self.computed: Callable[[], object] = _nothing
+        """Called when the arithmetic of a step is done, before its exchange is waited for."""
         self.compile_seconds = 0.0
         if plan.layout.compile == "block" and plan.first_blocks:
             from shardwise.runtime.compiling import compile_blocks  # brings in the compiler, which takes seconds
@@ -91,6 +93,7 @@ class TrainProgram(StageRunner):
             for batch, targets in micro_batches:
                 self.engine.begin_micro_batch()
                 total += self._train(batch.fresh(), targets, tokens)
+        self.computed()
         self.engine.finish_step()
         self.optimizer.tell(total, tokens)
         norm = self.optimizer.step(lr)
@@ -148,3 +151,7 @@ class TrainProgram(StageRunner):
         (loss / max(1, tokens)).backward()
         self.engine.finish_backward(self.plan.parts[0])
         return loss.detach()
+
+
+def _nothing() -> None:
+    """No-op: nothing is injected into steps."""

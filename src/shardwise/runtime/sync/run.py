@@ -142,6 +142,9 @@ class WorkerRun(ServedRun):
         seen = (step - self.began.step) * self.config.workload.batch
         return Position(step, self.began.samples + seen, self.optimizer.steps)
 
+    def _number(self, step: int) -> int:
+        return self._next
+
     def _micro_batches(self, step: int, key: int) -> list[tuple[Batch, Tensor]]:
         self.optimizer.begin_gradient(self._next)
         first = self._position(step).samples

@@ -1,0 +1,47 @@
+"""`--slow` and `--emulate` on the command line: what `estimate` says of them, and one line for what cannot be."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from harness.command_line import mistake
+
+ESTIMATE = "estimate llama-3-8b --layout dp=8,zero=3 --cluster 8xH100 --seq 4096 --batch 8"
+TRAIN = "train tiny-llama --data stdlib --layout dp=2 --seq 64 --batch 8"
+
+
+def test_estimate_says_what_a_step_waits_for(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = command(*ESTIMATE.split(), "--slow", "rank=1,factor=3", "--slow", "rank=2,factor=2")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "it waits for the slowest of 8 ranks" in " ".join(out.split())
+    assert any(line.startswith("slow ranks  ") for line in out.splitlines())
+
+
+def test_the_json_has_the_parts(command):
+    code, out, _ = command(*ESTIMATE.split(), "--slow", "rank=1,factor=3", "--emulate", "2s", "--json")
+    report = json.loads(out)
+    parts = report["timing"]["parts"]
+    assert code == 0 and parts["emulated"] == 2.0 and parts["stragglers"] == pytest.approx(4.0)
+    assert report["time"] == pytest.approx(sum(parts.values()))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{ESTIMATE} --slow rank=8,factor=3", "are 0 to 7"),
+        (f"{ESTIMATE} --slow rank=all", "by how much"),
+        (f"{ESTIMATE} --slow rank=1,factor=3 --dry-run", "--dry-run"),
+        (f"{ESTIMATE} --emulate soon", "no time"),
+        ("estimate --params 7e9 --zero-table 8 --slow rank=1,factor=3", "--slow belongs to"),
+        (f"{TRAIN} --slow rank=2,factor=3", "are 0 to 1"),
+        (f"{TRAIN} --slow rank=1,spread=0.5", "--emulate"),
+        (f"{TRAIN} --slow rank=1,factor=3 --device cuda", "--emulate"),
+        (f"{TRAIN} --slow rank=1,factor=3 --emulate 300s", "--hang"),
+    ],
+)
+def test_mistakes(command, words, said):
+    mistake(command(*words.split()), said)
