@@ -5,8 +5,8 @@
 Each worker, and the server, is a host of `shardwise lab` with a link of `--mbit` megabits a second; it needs root and
 iproute2. The server's port carries the gradients of all workers in and the weights of all out, so that a step takes
 longer with each of them; a ring all-reduce over the same hosts hardly does. A step is measured by `shardwise train`,
-the first left out; predicted is `step_seconds` for hosts of these links and this machine's cores, which ranks measure just
-before (`--calibrate` seconds, about).
+the first left out; predicted is `step_seconds` for hosts of these links and this machine's cores, which ranks measure
+just before (`--calibrate` seconds, about).
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def compared(workers: list[int], mbit: float, steps: int, device: Device, inside
             median = statistics.median(seconds)
             rows.append({"workers": count, "how": name, "layout": text, "seconds": seconds, "step_s": median,
                          "predicted_s": expected.seconds, "parts": expected.parts})  # fmt: skip
+            off = expected.seconds / median - 1
             print(f"  {count} workers  {name:6}  {median:6.2f} s  ({min(seconds):.2f} to {max(seconds):.2f})  "
-                  f"predicted {expected.seconds:6.2f} s ({expected.seconds / median - 1:+.0%})", flush=True)  # fmt: skip
+                  f"predicted {expected.seconds:6.2f} s ({off:+.0%})", flush=True)  # fmt: skip
     return rows
 
 
