@@ -4,10 +4,10 @@
 
 Two hosts of `shardwise lab`, a rank each, with a link of `--mbit` megabits a second between them; it needs root and
 iproute2. Printed for each layout: seconds of a step as `shardwise train` measured it (the mean of a round where
-replicas train apart from each other), the speed beside data parallelism's, the bytes that left a host in a step, and the seconds
-that `step_seconds` predicts for hosts of these links and this machine's cores, which two ranks measure just before
-(`--calibrate` seconds, about). Also the share of a step that is communication: what is left of it without the step of
-the same ranks on hosts with a fast link.
+replicas train apart from each other), the speed beside data parallelism's, the bytes that left a host in a step, and
+the seconds that `step_seconds` predicts for hosts of these links and this machine's cores, which two ranks measure just
+before (`--calibrate` seconds, about). Also the share of a step that is communication: what is left of it without the
+step of the same ranks on hosts with a fast link.
 """
 
 from __future__ import annotations
