@@ -31,6 +31,8 @@ TESTS = (
     "tests/runtime/test_local_traps.py",
     "tests/runtime/test_local_resume.py",
     "tests/runtime/test_servers.py",
+    "tests/runtime/test_module_split.py",
+    "tests/runtime/test_module_verify.py",
     "tests/serving/test_generation_engine.py",
 )
 
@@ -520,4 +522,18 @@ MISTAKES = (
     Mistake(31, "weights that servers keep do not decay", SERVER,
             "(weights, gradient[start:stop], *moments), step, config, lr, decay)",
             "(weights, gradient[start:stop], *moments), step, config, lr, False)", "trap_31"),
+    Mistake(32, "norms of a user's heads keep the gradients of their own heads", "runtime/module/describe.py",
+            "partial = partial or style.partial", "partial = False", "trap_32"),
+    Mistake(32, "the root's gradient is staged where the blocks' are", "layout/transport_buffers.py",
+            "if part in plan.by_name and part not in around]", "if part in plan.by_name]", "trap_32"),
+    Mistake(32, "the blocks take the root's slot", UNITS,
+            'if self.layout.pp > 1 or self.kind(part) == "root":', "if self.layout.pp > 1:", "trap_32"),
+    Mistake(32, "each data rank divides a user's loss by its own tokens", "runtime/module/program.py",
+            'self.comms.all_reduce(count, DATA, "valid tokens")', "pass", "trap_32"),
+    Mistake(32, "later micro-batches count as many tokens as the first", "runtime/module/program.py",
+            "flat.grads_interval.mul_(assumed / tokens)", "pass", "trap_32"),
+    Mistake(32, "a transposed map's gradient is added as another's", LINEAR,
+            "pair = (columns, dy) if self.transposed else (dy, columns)", "pair = (dy, columns)", "trap_32"),
+    Mistake(32, "the padding token of a cut table is trained", "runtime/module/maps.py",
+            "torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)", "rows", "trap_32"),
 )  # fmt: skip
