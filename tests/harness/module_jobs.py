@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.jobs import _errors
-from harness.own_modules import OWN, PLANS, own_batch, summed_loss
+from harness.own_modules import OWN, PLANS, llama, own_batch, summed_loss, token_example
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
 from shardwise.report.step_report import LedgerRow, StepReport
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.comparison import RankDifference, compare_split
+from shardwise.runtime.module.initial import MetaValues
 from shardwise.runtime.module.split import SplitModule, split
 from shardwise.runtime.module.verify import VerifyRequest
 
@@ -46,6 +47,8 @@ class OwnOutcome:
     """Parameter -> squared distance of its final values to one device's, over the rank's interval."""
     ledger: tuple[LedgerRow, ...] = ()
     report: StepReport | None = None
+    evaluation: float = 0.0
+    """Largest error of the trained module's outputs for rows of the rank's own."""
 
 
 def one_device(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
@@ -99,9 +102,45 @@ def train_own(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) -> OwnO
     for state in module.program.optimizer.states:
         outcome.errors |= _errors(state.flat, state.master, reference)
     outcome.ledger, outcome.report = comms.ledger(), module.report()
+    plain = OWN[job.name]().double()
+    plain.load_state_dict(reference, strict=False)
+    inputs = own_batch(job.name, 2, comms.index(DATA))[0]
+    outcome.evaluation = float((module(inputs) - plain(inputs)).abs().max())
     dist.barrier()
     comms.close()
     return outcome
+
+
+def from_meta(rank: int, layout: str) -> tuple[float, float]:
+    """(squared distance of a Llama's initial weights to those that its classes give, largest one of its logits)."""
+    with torch.device("meta"):
+        blank = llama()
+    values, module = MetaValues(blank), split(blank, f"{layout},precision=fp32")
+    whole = {}
+    for p in module.blueprint.parameters():
+        owner, _, leaf = p.name.rpartition(".")
+        whole[p.name] = values.made(owner).get_parameter(leaf).detach()
+    states = module.program.optimizer.states
+    errors = [error for state in states for error in _errors(state.flat, state.master, whole).values()]
+    plain = llama()
+    plain.load_state_dict(whole)
+    example = token_example()
+    with torch.no_grad():
+        difference = module(**example).logits - plain(**example).logits
+    return sum(errors), float(difference.abs().max())
+
+
+def mixed(rank: int, payload: tuple[str, str]) -> tuple[list[float], set[str], set[str]]:
+    """(losses, dtypes of parameters, dtypes of optimizer state) in bf16."""
+    name, layout = payload
+    torch.manual_seed(0)
+    module = split(OWN[name](), layout, PLANS[name] if "tp" in layout else None, optimizer=SETTINGS)
+    comms, losses = module.program.comms, []
+    for step in range(STEPS):
+        rows = tuple(part.chunk(comms.size(DATA))[comms.index(DATA)] for part in own_batch(name, ROWS, step))
+        losses.append(module.train_step(summed_loss, rows, lr=LR).loss)
+    dtypes = {str(p.dtype) for p in module.parameters()}
+    return losses, dtypes, {str(state.master.dtype) for state in module.program.optimizer.states}
 
 
 def compare(rank: int, request: VerifyRequest) -> RankDifference:

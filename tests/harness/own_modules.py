@@ -26,12 +26,13 @@ class SkipBlock(nn.Module):
 class SkipMLP(nn.Module):
     """Blocks whose changes skip to the head. x: [batch, width]."""
 
-    def __init__(self, width: int = WIDTH, blocks: int = 3) -> None:
+    def __init__(self, width: int = WIDTH, blocks: int = 3, device: str = "cpu") -> None:
         super().__init__()
-        self.enter = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(SkipBlock(width) for _ in range(blocks))
-        self.scale = nn.Parameter(torch.ones(width))
-        self.head = nn.Linear(width, VOCAB)
+        with torch.device(device):
+            self.enter = nn.Linear(width, width)
+            self.blocks = nn.ModuleList(SkipBlock(width) for _ in range(blocks))
+            self.scale = nn.Parameter(torch.ones(width))
+            self.head = nn.Linear(width, VOCAB)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.module_jobs import ROWS, STEPS, OwnOutcome, OwnTraining, one_device
-from harness.own_modules import OWN, own_batch
+from harness.own_modules import OWN, SkipMLP, own_batch
 from harness.pool import run_ranks
 from shardwise import Layout, UserError, split
 from shardwise.layout import Workload, unit_plan
@@ -43,6 +43,7 @@ def trained(job: OwnTraining) -> list[OwnOutcome]:
         steps = len(outcome.losses)
         assert outcome.tokens == expected.tokens[-steps:]
         assert outcome.losses == pytest.approx(expected.losses[-steps:], rel=1e-9)
+        assert outcome.evaluation < 1e-9
         assert outcome.norms == pytest.approx(expected.norms[-steps:], rel=1e-9)
     for name, whole in final.items():
         error = math.sqrt(sum(outcome.errors.get(name, 0.0) for outcome in outcomes))
@@ -112,6 +113,22 @@ def test_a_checkpoint_is_continued_under_any_layout(after, tmp_path):
     trained(OwnTraining("shared", after, load=str(tmp_path)))
 
 
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2", "dp=2,tp=2,zero=1"])
+def test_a_module_on_the_meta_device_starts_with_the_same_weights_under_any_layout(layout):
+    errors = run_ranks("harness.module_jobs:from_meta", Layout.parse(layout).ranks, layout)
+    for weights, logits in errors:
+        assert weights == 0 and logits < 1e-5
+
+
+def test_bf16_trains_near_float64_with_masters_in_float32():
+    expected, _ = reference("skips")
+    for layout in ("dp=2,zero=1", "dp=2,tp=2,zero=3"):
+        ranks = Layout.parse(layout).ranks
+        for losses, dtypes, states in run_ranks("harness.module_jobs:mixed", ranks, ("skips", layout)):
+            assert losses == pytest.approx(expected.losses, rel=0.02)
+            assert (dtypes, states) == ({"torch.bfloat16"}, {"torch.float32"})
+
+
 # -- bad input: one line says what is wrong, and what to do
 
 
@@ -144,7 +161,7 @@ class Twice(nn.Module):
         (Overlapping, "dp=1", {}, r"a and b are different parameters in one memory"),
         (nn.Identity, "dp=1", {}, r"has no parameters"),
         (lambda: 3, "dp=1", {}, r"not int"),
-        (lambda: nn.Linear(2, 2, device="meta"), "dp=1", {}, r"meta device .* give a function"),
+        (SkipMLP(device="meta"), "dp=1", {}, r"scale is on the meta device, and SkipMLP has no .* give a function"),
         (OWN["skips"], "dp=2", {}, r"needs 2 ranks, but there are 1: .*torchrun --nproc-per-node 2"),
         (OWN["skips"], "pp=2", {}, r"pp=2 .* not there yet for a user's module"),
         (OWN["skips"], "tp=2,sp", {}, r"sp .* not there yet"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness import forked
-from harness.own_modules import FAMILIES, GPT2_PLAN, OWN, PLANS, gpt2, own_batch, qwen3, token_example
+from harness.own_modules import FAMILIES, GPT2_PLAN, OWN, PLANS, gpt2, llama, own_batch, qwen3, token_example
 from harness.pool import run_ranks
 from shardwise import Layout, UserError, verify
 from shardwise.runtime.module.comparison import first_difference
@@ -95,6 +95,13 @@ def test_the_silent_trap_of_query_and_key_norms_is_named(layout):
 
 def test_trap_32_gradients_of_head_norms_of_a_users_module_are_summed():
     result = verdict(qwen3, "dp=2,tp=2,zero=3", token_example())
+    assert result, str(result)
+
+
+def test_caches_among_the_outputs_are_no_part_of_the_loss():
+    """Keys and values that tensor-parallel ranks have of their own heads alone."""
+    example = {"input_ids": token_example()["input_ids"], "use_cache": True}
+    result = verdict(llama, "dp=2,tp=2,zero=1", example)
     assert result, str(result)
 
 

@@ -30,11 +30,13 @@ GATHERED = MapStyle("column", EDGES["gathered"]["column"])
 """Column-parallel, and every rank has all outputs."""
 LOOKUP = MapStyle("vocab", EDGES["megatron"]["lookup"])
 """A table of which each rank has some rows."""
+WHOLE = "replicate"
+"""Style of a map that every rank has whole."""
 STYLES: dict[str, MapStyle] = {
     "column": MapStyle("column", _COLUMN),
     "row": MapStyle("row", _ROW),
     "vocab": LOOKUP,
-    "replicate": MapStyle(),
+    WHOLE: MapStyle(),
     "colwise": MapStyle("column", _COLUMN),
     "rowwise": MapStyle("row", _ROW),
     "colwise_gather_output": GATHERED,

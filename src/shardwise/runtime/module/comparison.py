@@ -18,7 +18,8 @@ from torch.utils import _pytree
 from shardwise.errors import UserError
 from shardwise.layout.axes import DP, TP
 from shardwise.runtime.module.describe import call
-from shardwise.runtime.module.program import ModuleProgram, values_of
+from shardwise.runtime.module.initial import is_meta, values_of
+from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.module.split import split
 from shardwise.runtime.module.verify import Verification, VerifyRequest
 from shardwise.runtime.zero.flat_unit import local_values
@@ -87,6 +88,8 @@ def compare_split(request: VerifyRequest) -> RankDifference:
     torch.manual_seed(SEED)
     example = _wide(request.example() if callable(request.example) else request.example)
     module = (request.model if isinstance(request.model, nn.Module) else request.model()).eval()
+    if is_meta(module):
+        raise UserError("the module is on the meta device and has no values to compare: give a function that builds it")
     rows = _rows(example, request.layout.dp)
     expected, gradients = _one_device(copy.deepcopy(module).double(), example, rows)
     program = split(module, request.layout, request.plan, blocks=request.blocks).program

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from shardwise.errors import LayoutError, UserError, did_you_mean
 from shardwise.layout import Layout
-from shardwise.layout.styles import GATHERED, LOOKUP, MapStyle, matched
+from shardwise.layout.styles import GATHERED, LOOKUP, WHOLE, MapStyle, matched
 from shardwise.model.blueprint import Blueprint, Cut, Parameter, Part
+from shardwise.runtime.module.initial import is_meta
 
 ROOT = "root"
 """Name of the part of everything that is in no block."""
@@ -68,7 +70,7 @@ def find_blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[str]:
         paths = []
         for word in wanted:
             hits = [name for name, child in named.items() if type(child).__name__ == word]
-            hits = hits or list(matched({word: "replicate"}, named, published=True))
+            hits = hits or list(matched({word: WHOLE}, named, published=True))
             if not hits:
                 raise UserError(f"blocks: nothing is named {word!r}; {did_you_mean(word, classes, 'classes:')}")
             paths += hits
@@ -253,6 +255,8 @@ def run_order(module: nn.Module, blocks: Sequence[str], example: Any) -> list[st
         module.get_submodule(block).register_forward_pre_hook(lambda child, args, block=block: runs.append(block))
         for block in blocks
     ]
+    if is_meta(module):
+        example = _pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, example)
     try:
         with torch.no_grad():
             call(module, example)

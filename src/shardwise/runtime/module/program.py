@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
-from shardwise.model.blueprint import Parameter
 from shardwise.report.step_report import Bytes
 from shardwise.runtime.expert.loads import ExpertLoads
 from shardwise.runtime.job.config import OptimizerConfig
@@ -53,11 +52,11 @@ class ModuleProgram(PartRunner):
         plan: UnitPlan,
         comms: Comms,
         optimizer: OptimizerConfig,
+        values: Values,
         device: torch.device,
     ) -> None:
-        weights = {p.name: module.get_parameter(p.name).detach() for p in plan.blueprint.parameters()}
         super().__init__(module, described, plan, comms, device)
-        self.optimizer = Optimizer(self.engine, comms, optimizer, values_of(weights))
+        self.optimizer = Optimizer(self.engine, comms, optimizer, values)
         self.expert_loads = ExpertLoads({}, plan, comms, device)
         with comms.in_phase("optimizer"):
             self.engine.all_gather_params()
@@ -132,13 +131,3 @@ def _loss_and_count(result: Any, device: torch.device) -> tuple[Tensor, Tensor]:
         )
     number = count.detach().clone() if isinstance(count, Tensor) else torch.tensor(count)
     return loss.reshape(()), number.to(device, torch.int64).reshape(())
-
-
-def values_of(weights: Mapping[str, Tensor]) -> Values:
-    """Values of whole parameters, by name."""
-
-    def values(parameter: Parameter, index: Tensor) -> Tensor:
-        flat = weights[parameter.name].reshape(-1)
-        return flat[index.to(flat.device)].to(index.device, torch.float64)
-
-    return values

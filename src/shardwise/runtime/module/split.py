@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.checkpoint import find
 from shardwise.errors import UserError
@@ -23,8 +23,10 @@ from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
+from shardwise.runtime.module.initial import MetaValues, is_meta, values_of
 from shardwise.runtime.module.legality import check_module_layout
 from shardwise.runtime.module.program import ModuleProgram, StepOutcome
+from shardwise.runtime.zero.flat_unit import Values
 
 TIMEOUT = 600.0
 """Seconds that a rank waits for others."""
@@ -44,7 +46,8 @@ def split(
 ) -> SplitModule:
     """Split a module over the ranks of a job. Every rank calls it with the same arguments and weights.
 
-    model: the module, which is taken over: its parameters become this rank's. Or a function that builds it.
+    model: the module, which is taken over: its parameters become this rank's. Or a function that builds it. On the meta
+    device its own classes' initial values are made submodule by submodule, and no rank has all of them.
     layout: a `Layout` or its text: dp, tp, zero, shard, hpz, qwz, qgz, recompute=full, precision, grads.
     plan: {pattern: style} of tensor parallelism (`layout.styles`); None for the one that a `transformers` model has.
     example: inputs of one forward pass, to find the order in which blocks run; None where it is that of registration.
@@ -65,11 +68,12 @@ def split(
         found = run_order(module, found, example)
     described = describe(module, layout, plan, found)
     at = torch.device(device) if device is not None else _device_of(module)
-    _place_buffers(module, layout, at)
+    values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
+    _place_buffers(module, layout, values, at)
     comms = make_comms(layout, None, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     workload = Workload(seq=1, batch=layout.dp * accumulate)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
-    return SplitModule(ModuleProgram(module, described, units, comms, optimizer or OptimizerConfig(), at))
+    return SplitModule(ModuleProgram(module, described, units, comms, optimizer or OptimizerConfig(), values, at))
 
 
 def _meet() -> None:
@@ -94,14 +98,14 @@ def _device_of(module: nn.Module) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def _place_buffers(module: nn.Module, layout: Layout, device: torch.device) -> None:
-    """Buffers stay whole on every rank, in their own precision; float64 is for comparisons and takes them along.
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
-    Raises `UserError` for a module without values.
-    """
-    for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
-        if tensor.device.type == "meta":
-            raise UserError(f"{name} is on the meta device and has no values: give a function that builds the module")
+
+def _place_buffers(module: nn.Module, layout: Layout, values: Values, device: torch.device) -> None:
+    """Buffers stay whole on every rank, in their own precision; float64 is for comparisons and takes them along."""
+    if isinstance(values, MetaValues):
+        values.place_buffers(module)
     for child in module.modules():
         for leaf, buffer in child.named_buffers(recurse=False):
             wide = torch.float64 if layout.precision == "fp64" and buffer.is_floating_point() else buffer.dtype
