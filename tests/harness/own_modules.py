@@ -177,11 +177,34 @@ def gpt2(**changes: object) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes | {"bos_token_id": 0, "eos_token_id": 0} | changes))
 
 
+def gemma3(**changes: object) -> nn.Module:
+    """Four norms per block, windows, norms of queries and keys, and a scaled table that is the head's weight."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(Gemma3TextConfig(**_SMALL | {"head_dim": 8, "sliding_window": 4} | changes))
+
+
+def t5(**changes: object) -> nn.Module:
+    """Encoder and decoder, whose blocks hand on the first one's position biases."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 48}
+    return T5ForConditionalGeneration(T5Config(**sizes | {"decoder_start_token_id": 0} | changes))
+
+
+def vit(**changes: object) -> nn.Module:
+    """Images: patches by a convolution."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return ViTForImageClassification(ViTConfig(**sizes | {"image_size": 16, "patch_size": 4} | changes))
+
+
 _SMALL = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
-FAMILIES = {"llama": llama, "qwen3": qwen3, "phi3": phi3, "gpt2": gpt2}
+FAMILIES = {"llama": llama, "qwen3": qwen3, "phi3": phi3, "gemma3": gemma3, "gpt2": gpt2}
 GPT2_PLAN = {
     "transformer.h.*.attn.c_attn": "colwise_gather_output",
     "transformer.h.*.attn.c_proj": "rowwise_split_input",
@@ -189,6 +212,23 @@ GPT2_PLAN = {
     "transformer.h.*.mlp.c_proj": "row",
     "lm_head": "vocab",
 }
+
+
+T5_PLAN = {
+    "*.block.*.layer.*.DenseReluDense.wi": "column",
+    "*.block.*.layer.*.DenseReluDense.wo": "row",
+    "lm_head": "colwise_gather_output",
+}
+
+
+def t5_example() -> dict[str, Tensor]:
+    """Source and target texts."""
+    ids = token_example()["input_ids"]
+    return {"input_ids": ids, "decoder_input_ids": ids.roll(1, 1)[:, :5], "use_cache": False}  # type: ignore[dict-item]
+
+
+def image_example() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(5))}
 
 
 def token_example(rows: int = 4, seq: int = 7) -> dict[str, Tensor]:

@@ -535,5 +535,5 @@ MISTAKES = (
     Mistake(32, "a transposed map's gradient is added as another's", LINEAR,
             "pair = (columns, dy) if self.transposed else (dy, columns)", "pair = (dy, columns)", "trap_32"),
     Mistake(32, "the padding token of a cut table is trained", "runtime/module/maps.py",
-            "torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)", "rows", "trap_32"),
+            "if padding is None else torch.where(", "if True else torch.where(", "trap_32"),
 )  # fmt: skip

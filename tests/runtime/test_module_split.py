@@ -145,6 +145,11 @@ class Overlapping(nn.Module):
         self.a, self.b = nn.Parameter(both[:2]), nn.Parameter(both[:1])
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -183,12 +188,15 @@ def test_bad_input_is_one_line(module, layout, options, message):
         ({"blocks.*.up": "colum"}, r"'blocks.\*.up' has style 'colum', which split does not have; it has column, row"),
         ({"blocks.*.op": "column"}, r"no map is named 'blocks.\*.op'; did you mean blocks.\d.up"),
         ({"blocks.*.norm": "column"}, r"blocks.0.norm is a LayerNorm; nn.Linear, Conv1D and nn.Embedding are cut"),
+        ({"blocks.0.up": "column"}, r"blocks.0.up is a Doubled with a forward of its own"),
         ({"enter": "packed_colwise"}, r"'enter' has style 'packed_colwise'"),
     ],
 )
 def test_a_bad_plan_is_one_line(plan, message):
+    module = SkipMLP()
+    module.blocks[0].up = Doubled(16, 48)
     with pytest.raises(UserError, match=message):
-        describe(OWN["skips"](), Layout(tp=2), plan, [])
+        describe(module, Layout(tp=2), plan, [])
 
 
 def test_a_degree_that_does_not_divide_names_those_that_do():

@@ -169,6 +169,8 @@ def _suited(name: str, child: nn.Module, style: MapStyle) -> MapStyle:
     if not _is_map(child):
         kind = type(child).__name__
         raise UserError(f"plan: {name} is a {kind}; nn.Linear, Conv1D and nn.Embedding are cut, so replicate it")
+    if isinstance(child, nn.Linear) and type(child).forward is not nn.Linear.forward:
+        raise UserError(f"plan: {name} is a {type(child).__name__} with a forward of its own: replicate it")
     return GATHERED if style.cut == "vocab" else style
 
 
