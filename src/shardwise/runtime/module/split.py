@@ -68,6 +68,8 @@ def split(
         found = run_order(module, found, example)
     described = describe(module, layout, plan, found)
     at = torch.device(device) if device is not None else _device_of(module)
+    if at.type == "cuda" and dist.get_backend() == "gloo":
+        raise UserError("a module on a GPU needs NCCL: call torch.distributed.init_process_group('nccl') before split")
     values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
     _place_buffers(module, layout, values, at)
     comms = make_comms(layout, None, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
