@@ -536,4 +536,8 @@ MISTAKES = (
             "pair = (columns, dy) if self.transposed else (dy, columns)", "pair = (dy, columns)", "trap_32"),
     Mistake(32, "the padding token of a cut table is trained", "runtime/module/maps.py",
             "if padding is None else torch.where(", "if True else torch.where(", "trap_32"),
+    Mistake(32, "autograd adds to what a map has not written yet", "runtime/module/parts.py",
+            "place.add_nothing()", "pass", "trap_32"),
+    Mistake(32, "a gradient that nothing has written is what lies in its memory", "runtime/module/parts.py",
+            "self.engine.units[unit.name].empty_rest()", "pass", "trap_32"),
 )  # fmt: skip

@@ -133,8 +133,9 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _is_map(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+def is_plain_map(module: nn.Module) -> bool:
+    """Whether it is a linear map with the usual forward."""
+    return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
 
 
 def _styles(module: nn.Module, layout: Layout, plan: Mapping[str, str] | None) -> dict[str, MapStyle]:
@@ -166,11 +167,10 @@ def _suited(name: str, child: nn.Module, style: MapStyle) -> MapStyle:
                 f"plan: {name} has max_norm or scale_grad_by_freq, which need the whole table: replicate it"
             )
         return style
-    if not _is_map(child):
-        kind = type(child).__name__
+    if not is_plain_map(child):
+        own = " with a forward of its own" if isinstance(child, nn.Linear) else ""
+        kind = f"{type(child).__name__}{own}"
         raise UserError(f"plan: {name} is a {kind}; nn.Linear, Conv1D and nn.Embedding are cut, so replicate it")
-    if isinstance(child, nn.Linear) and type(child).forward is not nn.Linear.forward:
-        raise UserError(f"plan: {name} is a {type(child).__name__} with a forward of its own: replicate it")
     return GATHERED if style.cut == "vocab" else style
 
 

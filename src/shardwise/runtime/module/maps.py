@@ -1,4 +1,7 @@
-"""Tensor-parallel forms of a user's maps: those of the catalog's models, communicating as the plan's styles say."""
+"""Forms of a user's maps: those of the catalog's models, communicating as the styles of a plan say.
+
+Linear maps write the gradients of their weights where these stay, whether they are cut or not.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,20 @@ from shardwise.layout.styles import MapStyle
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.context import Around, OpContext, Options, Redistribute
 from shardwise.ops.linear import linear
-from shardwise.runtime.module.describe import is_conv1d
+from shardwise.runtime.module.describe import is_conv1d, is_plain_map
 from shardwise.runtime.tensor.redistribute import around_map
 from shardwise.runtime.transport.comms import Comms
 
 
-def lower_maps(module: nn.Module, plan: UnitPlan, comms: Comms, styles: Mapping[str, MapStyle]) -> None:
-    """Give every map that is cut its form. Weights are cut elsewhere (`engine.py`)."""
+def lower_maps(module: nn.Module, plan: UnitPlan, comms: Comms, styles: Mapping[str, MapStyle]) -> set[nn.Module]:
+    """Give every linear map, and every table that is cut, its form. Weights are cut elsewhere (`engine.py`). Returns
+    the maps whose gradients do not pass through autograd's accumulation."""
     parameters = {id(module.get_parameter(p.name)): p for p in plan.blueprint.parameters()}
-    for name, style in styles.items():
-        if style.cut == "replicated":
+    writing: set[nn.Module] = set()
+    for name, child in module.named_modules():
+        style = styles.get(name, MapStyle())
+        if not is_plain_map(child) and style.cut == "replicated":
             continue
-        child = module.get_submodule(name)
         weight = parameters[id(child.weight)]
         outputs, inputs = reversed(weight.shape) if weight.transposed else weight.shape
         around = around_map(style.cut, style.edges, comms, weight.part, (inputs, outputs))
@@ -33,7 +38,9 @@ def lower_maps(module: nn.Module, plan: UnitPlan, comms: Comms, styles: Mapping[
         else:
             at = OpContext(weight.part, Options("train", split=True), name, {f"{name}.weight": around})
             form = linear(child, at, is_conv1d(child))  # type: ignore[arg-type]
+            writing.add(child)
         child.forward = form  # type: ignore[assignment]
+    return writing
 
 
 class _Leave(torch.autograd.Function):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import UserError
 from shardwise.layout.units import UnitPlan
-from shardwise.ops.gradients import WeightGradient, WeightGradients
+from shardwise.ops.gradients import GradSlot, WeightGradient, WeightGradients, grad_slot
 from shardwise.runtime.module.describe import ROOT, DescribedModule
 from shardwise.runtime.module.maps import lower_maps
 from shardwise.runtime.pipeline.stages import no_moment
@@ -60,19 +60,21 @@ class PartRunner:
         self, module: nn.Module, described: DescribedModule, plan: UnitPlan, comms: Comms, device: torch.device
     ) -> None:
         self.module, self.plan, self.comms, self.device = module, plan, comms, device
-        lower_maps(module, plan, comms, described.styles)
-        self.engine = Engine(module, plan, comms, device, (), WeightGradients())
+        writing = lower_maps(module, plan, comms, described.styles)
+        self.engine = Engine(module, plan, comms, device, writing, WeightGradients())
         self.moment: Callable[[list[WeightGradient]], object] = no_moment
         """As of `StageRunner`."""
         self._unfinished: list[str] = []
         """Parts whose inputs have no gradient: their backward passes are over when the next one begins."""
         self._begun = ""
         """The block whose backward pass has begun last."""
+        for unit in plan.units:
+            for placed in unit.placed:
+                parameter = module.get_parameter(placed.name)
+                parameter.register_hook(partial(self._arrives, unit.name, grad_slot(parameter)))
         for name in plan.of_kind("block"):
             block = module.get_submodule(name)
             block.forward = partial(self._part, name, block.forward)  # type: ignore[method-assign]
-            for placed in plan.by_name[name].placed if name in plan.by_name else ():
-                module.get_parameter(placed.name).register_hook(partial(self._check_begun, name))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with floating-point inputs in the layout's precision."""
@@ -93,7 +95,7 @@ class PartRunner:
     def end_backward(self) -> None:
         """The whole backward pass is over. Raises `UserError` when it left out a part."""
         self._finish_rest()
-        self.engine.finish_backward(ROOT)
+        self._finish(ROOT)
         if (use := self.engine.following) is not None:
             raise UserError(
                 f"no gradient reached {use.part}: the loss must depend on every block; leave it out of blocks= to have "
@@ -106,7 +108,7 @@ class PartRunner:
             return forward(*args, **kwargs)
         if name == ROOT:
             return forward(*args, **kwargs)
-        (args, kwargs), entered = _through(partial(self.engine.finish_backward, name), (args, kwargs))
+        (args, kwargs), entered = _through(partial(self._finish, name), (args, kwargs))
         if self.plan.layout.recompute == "full":
             forward = partial(checkpoint, forward, use_reentrant=False)
         out = forward(*args, **kwargs)
@@ -120,17 +122,27 @@ class PartRunner:
         if not finishes:
             self._unfinished.append(name)
 
-    def _check_begun(self, name: str, grad: Tensor) -> None:
-        """There is memory for a gradient of a block during its backward pass alone."""
-        if self._begun != name:
+    def _arrives(self, name: str, place: GradSlot, grad: Tensor | None) -> None:
+        """Autograd is about to add a gradient to its place, which no map may have written yet. There is memory for a
+        block's gradients during its backward pass alone."""
+        if grad is None:
+            return
+        if name not in (ROOT, self._begun):
             raise UserError(
                 f"a parameter of {name} was used outside of its forward pass: leave {name} out of blocks=, since the "
                 "root's parameters may be used anywhere"
             )
+        place.add_nothing()
+
+    def _finish(self, name: str) -> None:
+        """A part's backward pass is over: where nothing has come, the gradient is zero."""
+        for unit in self.plan.finished_after(name):
+            self.engine.units[unit.name].empty_rest()
+        self.engine.finish_backward(name)
 
     def _finish_rest(self) -> None:
         for name in self._unfinished:
-            self.engine.finish_backward(name)
+            self._finish(name)
         self._unfinished.clear()
 
     def _use(self, kind: str, name: str) -> None:
