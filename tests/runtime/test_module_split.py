@@ -59,21 +59,21 @@ def test_training_is_that_of_one_device(name, layout):
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3"])
-def test_trap_32_micro_batches_with_different_numbers_of_tokens_are_one_batch(layout):
+def test_trap_33_micro_batches_with_different_numbers_of_tokens_are_one_batch(layout):
     trained(OwnTraining("states", layout, accumulate=2))
 
 
-def test_trap_32_the_root_has_a_slot_and_a_staging_buffer_of_its_own():
+def test_trap_33_the_root_has_a_slot_and_a_staging_buffer_of_its_own():
     """The second of three blocks takes the slot that an embedding has."""
     trained(OwnTraining("skips", "dp=2,zero=3"))
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=2"])
-def test_trap_32_weights_are_also_read_past_their_maps(layout):
+def test_trap_33_weights_are_also_read_past_their_maps(layout):
     trained(OwnTraining("shared", layout))
 
 
-def test_trap_32_a_padding_token_of_a_cut_table_is_not_trained():
+def test_trap_33_a_padding_token_of_a_cut_table_is_not_trained():
     assert any((own_batch("states", ROWS, step)[0] == 0).any() for step in range(STEPS))
     trained(OwnTraining("states", "tp=2"))
 

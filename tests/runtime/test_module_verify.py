@@ -123,7 +123,7 @@ def test_the_silent_trap_of_query_and_key_norms_is_named(layout):
     assert wrong.parameter == "model.layers.0.self_attn.q_norm.weight"
 
 
-def test_trap_32_gradients_of_head_norms_of_a_users_module_are_summed():
+def test_trap_33_gradients_of_head_norms_of_a_users_module_are_summed():
     result = verdict(qwen3, "dp=2,tp=2,zero=3", token_example())
     assert result, str(result)
 
@@ -135,7 +135,7 @@ def test_caches_among_the_outputs_are_no_part_of_the_loss():
     assert result, str(result)
 
 
-def test_trap_32_maps_with_transposed_weights_are_cut():
+def test_trap_33_maps_with_transposed_weights_are_cut():
     result = verdict(gpt2, "tp=2", token_example(), GPT2_PLAN)
     assert result, str(result)
 
