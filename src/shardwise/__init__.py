@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from shardwise.planner import plan
     from shardwise.predict import estimate
     from shardwise.report import StepReport, compare
+    from shardwise.runtime.module.split import split
+    from shardwise.runtime.module.verify import verify
 
 __version__ = "0.1.0"
 
@@ -34,7 +36,9 @@ __all__ = [
     "compare",
     "estimate",
     "plan",
+    "split",
     "train",
+    "verify",
 ]
 
 _HOMES = {
@@ -48,7 +52,9 @@ _HOMES = {
     "compare": "report",
     "estimate": "predict",
     "plan": "planner",
+    "split": "runtime.module.split",
     "train": "api",
+    "verify": "runtime.module.verify",
 }
 
 

@@ -151,6 +151,8 @@ KEYS = {
     "predict/step_seconds.py": "keys of the layout text that nothing prices",
     "schedule/pipeline/timeline.py": "a room below the mesh labels what it draws",
     "studio/data": "the page's controls are keys of the layout text",
+    "layout/styles.py": "what plans call a map that every rank has whole",
+    "runtime/module/legality.py": "keys of the layout text that a user's module does not have",
     "cli/serve.py": "JSON of valid degrees",
 }
 """Where a word that is also an axis's name is something else."""

@@ -20,7 +20,7 @@ from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.axes import REPLICA
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Unit
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LocalInterval:
         return out
 
 
-def needs(model: ModelConfig, layout: Layout, rank: int) -> tuple[LocalInterval, ...]:
+def needs(model: Model, layout: Layout, rank: int) -> tuple[LocalInterval, ...]:
     """All that `rank` must load: its ZeRO interval of every unit, which at stage 0 is the whole unit."""
     plan, mesh = _plan(model, layout, rank)
     found: list[LocalInterval] = []
@@ -61,7 +61,7 @@ def needs(model: ModelConfig, layout: Layout, rank: int) -> tuple[LocalInterval,
     return tuple(found)
 
 
-def writes(model: ModelConfig, layout: Layout, rank: int) -> tuple[LocalInterval, ...]:
+def writes(model: Model, layout: Layout, rank: int) -> tuple[LocalInterval, ...]:
     """Pieces that `rank` writes: over all ranks, every element of every parameter once. The first replica writes."""
     plan, mesh = _plan(model, layout, rank)
     found: list[LocalInterval] = []
@@ -80,7 +80,7 @@ def writes(model: ModelConfig, layout: Layout, rank: int) -> tuple[LocalInterval
     return tuple(found)
 
 
-def _plan(model: ModelConfig, layout: Layout, rank: int) -> tuple[UnitPlan, Mesh]:
+def _plan(model: Model, layout: Layout, rank: int) -> tuple[UnitPlan, Mesh]:
     return unit_plan(model, layout, Workload(), rank=rank), Mesh.of(layout, model)
 
 

@@ -24,7 +24,7 @@ from shardwise.checkpoint.writer import PartEntry, PartWriter, commit
 from shardwise.errors import UserError
 from shardwise.layout import Layout, check
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import parameters
+from shardwise.model.parameters import Model, parameters
 
 BAND = 16 << 20
 """Bytes of a tensor that are in memory at once; a few such bands are, while one is read and another written."""
@@ -73,7 +73,7 @@ def model_of(checkpoint: Checkpoint) -> ModelConfig:
     return model
 
 
-def shapes(model: ModelConfig, kinds: Iterable[str]) -> dict[str, tuple[int, ...]]:
+def shapes(model: Model, kinds: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """Stored name -> shape of every tensor that a checkpoint of `model` with these kinds holds."""
     return {f"{kind}/{p.name}": p.shape for kind in kinds for p in parameters(model)}
 

@@ -32,7 +32,8 @@ from shardwise.layout.axes import (
     Axes,
 )
 from shardwise.layout.experts import expert_places
-from shardwise.model import ModelConfig
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.parameters import Model
 
 if TYPE_CHECKING:
     from shardwise.layout.layout import Layout
@@ -54,7 +55,10 @@ class Mesh:
     kv_replicas: int = 1
 
     @classmethod
-    def of(cls, layout: Layout, model: ModelConfig) -> Mesh:
+    def of(cls, layout: Layout, model: Model) -> Mesh:
+        """The mesh of a model. A user's module has as many key/value heads as ranks, or more (`layout.styles`)."""
+        if isinstance(model, Blueprint):
+            return cls(layout)
         return cls(layout, max(1, layout.inner_ranks // model.kv_heads))
 
     @cached_property

@@ -15,11 +15,13 @@ from shardwise.layout.layout import Layout
 from shardwise.model.blueprint import Parameter
 from shardwise.model.operations import Operation
 
-Redistribution = Literal["none", "copy", "sum", "gather sequence", "scatter sequence", "gather outputs"]
+Redistribution = Literal[
+    "none", "copy", "sum", "gather sequence", "scatter sequence", "gather outputs", "split inputs"
+]  # fmt: skip
 """Communication at the edge of an operation; the gradient gets the adjoint. copy: every rank uses the tensor, its
 gradient is summed; sum: of the ranks' partial results; gather and scatter sequence: shards of the residual stream
 become whole sequences, whole sequences are summed into shards; gather outputs: of a map whose outputs are split over
-ranks."""
+ranks; split inputs: each rank takes its part of a tensor that all have."""
 
 
 class Edges(NamedTuple):
@@ -62,7 +64,8 @@ def split_dim(parameter: Parameter, layout: Layout) -> int | None:
     whole = layout.tpkind == "gathered" and len(parameter.shape) == 1
     if layout.tp == 1 or whole or parameter.cut == "replicated":
         return None
-    return 1 if parameter.cut == "row" and layout.tpkind == "megatron" else 0
+    dim = 1 if parameter.cut == "row" and layout.tpkind == "megatron" else 0
+    return 1 - dim if parameter.transposed else dim
 
 
 class MapCollective(NamedTuple):

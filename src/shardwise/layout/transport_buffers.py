@@ -2,8 +2,8 @@
 
 Full gradients that are not accumulated where they are computed are staged, each unit's in a buffer of its own that is
 allocated with its first gradient and freed by its reduction. Where peers read the buffers in place, units instead take
-two lasting ones in turn, in the order of their backwards, and so do experts; a tied weight, whose gradient waits
-longer, has its own.
+two lasting ones in turn, in the order of their backwards, and so do experts; a tied weight and the root of a user's
+module, whose gradients wait longer, have their own.
 Under a pipeline whole stages wait for their reduction, so that nothing is lasting.
 """
 
@@ -52,8 +52,10 @@ def transport_buffers(plan: UnitPlan) -> TransportBuffers:
     # Peers do not read staged gradients in place: packed ones are sent.
     lasting = stage == 3 and plan.layout.pp == 1 and plan.backend == "shared" and not plan.layout.qgz
     if lasting:
-        staged = {"tied": "tied"} if "tied" in plan.by_name else {}
-        for turn, part in enumerate(part for part in reversed(plan.parts) if part in plan.by_name):
+        around = [name for name in ("tied", *plan.of_kind("root")) if name in plan.by_name]
+        staged = dict(zip(around, around, strict=True))
+        turns = [part for part in reversed(plan.parts) if part in plan.by_name and part not in around]
+        for turn, part in enumerate(turns):
             staged |= {
                 unit.name: ("even", "odd")[turn % 2] + unit.name.removeprefix(part)
                 for unit in plan.units_of(part)

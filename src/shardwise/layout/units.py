@@ -10,8 +10,8 @@ A ZeRO shard is interval `r` of the flat buffer cut into `shard_ranks` equal pie
 At stage 3 units live in *slots*, two buffers that they take in turn, so at most two are resident: the one in use and
 the one prefetched. The large edges of the model, embedding and head, share the outer slot; blocks alternate between
 inner and outer, and the last one is inner, so that the head can be fetched while it computes. A tied weight has a slot
-of its own and stays for the whole micro-batch. A unit's weights therefore always appear at the same address, and a unit
-that is still in its slot is not gathered again.
+of its own and stays for the whole micro-batch, and so does the root of a user's module. A unit's weights therefore
+always appear at the same address, and a unit that is still in its slot is not gathered again.
 
 Under a pipeline the schedule says when stages are gathered and freed, so that each unit has a slot of its own
 (`Residency`).
@@ -43,7 +43,7 @@ from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, PartKind
 from shardwise.model.operations import AttentionCore
-from shardwise.model.parameters import blueprint
+from shardwise.model.parameters import Model, blueprint
 from shardwise.ops.fusion import FusedForm, fused_form
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Unit:
     placed: tuple[Placed, ...]
     """Its parameters in flat order."""
     slot: str
-    """Its buffer at stage 3: "outer", "inner", "tied"; under a pipeline a slot of its own."""
+    """Its buffer at stage 3: "outer", "inner", "tied"; a root, and every unit under a pipeline, has one of its own."""
     shard_ranks: int
     shard: Axes
     """Axes over which optimizer state, and by stage gradients and parameters, are cut into intervals."""
@@ -204,9 +204,9 @@ class Use:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """All units of one rank's share of `model` under `layout`."""
+    """All units of one rank's share of a model under `layout`."""
 
-    model: ModelConfig
+    subject: Model
     layout: Layout
     workload: Workload
     tp_rank: int
@@ -220,12 +220,18 @@ class UnitPlan:
     @cached_property
     def mesh(self) -> Mesh:
         """The groups of its ranks."""
-        return Mesh.of(self.layout, self.model)
+        return Mesh.of(self.layout, self.subject)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's configuration, which a user's module does not have."""
+        assert isinstance(self.subject, ModelConfig)
+        return self.subject
 
     @cached_property
     def blueprint(self) -> Blueprint:
         """The parts and parameters of the whole model."""
-        return blueprint(self.model)
+        return blueprint(self.subject)
 
     @cached_property
     def schedules(self) -> Schedules:
@@ -298,7 +304,7 @@ class UnitPlan:
         return found
 
     def _slot(self, part: str) -> str:
-        if self.layout.pp > 1:
+        if self.layout.pp > 1 or self.kind(part) == "root":
             return part
         blocks = self.of_kind("block")
         if part not in blocks:
@@ -343,7 +349,7 @@ class UnitPlan:
     @cached_property
     def routes(self) -> bool:
         """Whether the model has experts."""
-        return self.model.experts is not None
+        return self.blueprint.routes
 
     def routes_in(self, part: str) -> bool:
         """Whether a part has a mixture of experts."""
@@ -496,6 +502,8 @@ class UnitPlan:
         blocks = self.of_kind("block")
         if not blocks or self.layout.compile == "block" or self.layout.inner_ranks != self.layout.tp:
             return None  # no fused form gathers outputs
+        if isinstance(self.subject, Blueprint):
+            return None  # its blocks compute as they are written
         names = [placed.name.removeprefix(f"{blocks[0]}.") for placed in self.by_name[blocks[0]].placed]
         return fused_form(self.model, self.blueprint.part(blocks[0]).module, self.layout.attention, names)
 
@@ -590,10 +598,11 @@ class UnitPlan:
         return transport_buffers(self)
 
     def uses(self) -> list[Use]:
-        """Every visit of one micro-batch in order, without the gathers."""
+        """Every visit of one micro-batch in order, without the gathers. A root, which computes around all other parts,
+        is the first in both directions."""
         forward = [Use("forward", "forward", part) for part in self.parts]
         backward, blocks = [], self.of_kind("block")
-        for part in reversed(self.parts):
+        for part in self.of_kind("root") + [part for part in reversed(self.parts) if self.kind(part) != "root"]:
             if self.layout.recompute == "input" and part in blocks:
                 backward += [Use("backward", "recompute", before) for before in blocks[: blocks.index(part)]]
             backward.append(Use("backward", "backward", part))
@@ -740,7 +749,7 @@ def usual_backend(cluster: Cluster | None) -> Backend:
 
 
 def unit_plan(
-    model: ModelConfig, layout: Layout, workload: Workload, *, rank: int = 0, backend: Backend = "shared"
+    model: Model, layout: Layout, workload: Workload, *, rank: int = 0, backend: Backend = "shared"
 ) -> UnitPlan:
     """The plan of `rank`. Shapes are equal on all ranks; only which rows and heads a rank holds differs."""
     mesh = Mesh.of(layout, model)

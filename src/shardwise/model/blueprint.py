@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,7 +21,8 @@ Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
 head; row: its columns, which are inputs; vocab: its rows, which are tokens; expert: its rows by expert, which expert
 parallelism splits, and its columns, the experts' width, which tensor parallelism inside experts splits."""
 
-PartKind = Literal["embedding", "block", "head"]
+PartKind = Literal["embedding", "block", "head", "root"]
+"""root: everything of a user's module that is in none of its blocks. It computes around all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,8 @@ class Parameter:
     """Whether each rank of a tensor-parallel group sees its gradient only for its own heads, tokens or widths."""
     foreign: ForeignSlice | None = None
     """Its place in Hugging Face files; None if unknown."""
+    transposed: bool = False
+    """Whether a matrix is [inputs, outputs]: its rows and columns change places in `cut` (GPT-2's Conv1D)."""
     absorbed: bool = False
     """Whether generation multiplies single heads of it, in the layout's precision, with queries and with outputs."""
 
@@ -133,7 +136,7 @@ class Parameter:
         name = f"{part}.{self.name}"
         return Parameter(
             name, self.shape, part, self.init, self.std, self.decay, self.cut, self.heads, self.partial, foreign,
-            self.absorbed,
+            self.transposed, self.absorbed,
         )  # fmt: skip
 
 
@@ -186,7 +189,9 @@ class Part:
         return cls(**data | lists)
 
     def at(self, name: str) -> list[Parameter]:
-        """The parameters of the single part of this name."""
+        """The parameters of the single part of this name. Those of a root have their global names already."""
+        if self.kind == "root":
+            return [replace(p, part=name) for p in self.parameters]
         number = 0 if self.first is None else int(name.rpartition(".")[2])
         return [p.at(name, number) for p in self.parameters]
 
@@ -251,6 +256,11 @@ class Blueprint:
         """All parameters, part by part. A tied head has none of its own (`Part.reads`)."""
         for name in self._by_name:
             yield from self.parameters_of(name)
+
+    @cached_property
+    def routes(self) -> bool:
+        """Whether it has experts."""
+        return any(p.cut == "expert" for part in self.parts for p in part.parameters)
 
     @cached_property
     def table(self) -> Parameter:

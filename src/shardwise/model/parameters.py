@@ -14,10 +14,17 @@ from shardwise.model.blueprint import Blueprint, ForeignSlice, Parameter, Part, 
 from shardwise.model.config import ModelConfig
 from shardwise.model.families import family_of
 
+Model = ModelConfig | Blueprint
+"""A model by its configuration, or, where it has none, by its parts: a user's module."""
+
+
+def blueprint(model: Model) -> Blueprint:
+    """Parts of a model, under the names of its nearest family."""
+    return model if isinstance(model, Blueprint) else _blueprint(model)
+
 
 @lru_cache(maxsize=64)
-def blueprint(config: ModelConfig) -> Blueprint:
-    """Parts of a model, under the names of its nearest family."""
+def _blueprint(config: ModelConfig) -> Blueprint:
     names, module = family_of(config).names, family_of(config).module
 
     def part(
@@ -46,9 +53,9 @@ def blueprint(config: ModelConfig) -> Blueprint:
     return Blueprint(config.name, config.hidden, (embedding, *blocks, head))
 
 
-def parameters(config: ModelConfig) -> list[Parameter]:
+def parameters(model: Model) -> list[Parameter]:
     """All parameters, part by part. A tied model has no `head.out.weight`: the head uses `embedding.tokens.weight`."""
-    return list(blueprint(config).parameters())
+    return list(blueprint(model).parameters())
 
 
 def foreign_slices(config: ModelConfig) -> dict[str, ForeignSlice]:

@@ -28,14 +28,25 @@ def as_rows(x: Tensor) -> Tensor:
 class _Maps:
     """Maps of one input, with the communication around them."""
 
-    def __init__(self, modules: Sequence[Map], arounds: Sequence[Around], at: OpContext) -> None:
-        self.modules, self.unit, self.later = modules, at.unit, at.weights
+    def __init__(
+        self, modules: Sequence[Map], arounds: Sequence[Around], at: OpContext, transposed: bool = False
+    ) -> None:
+        self.modules, self.unit, self.later, self.transposed = modules, at.unit, at.weights, transposed
         self.enter, self.late_bias = arounds[0].enter, arounds[0].late_bias
         self.leaves = [around.leave for around in arounds]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         out: tuple[Tensor, ...] = _Linear.apply(self, x, *(m.weight for m in self.modules))  # type: ignore[no-untyped-call]
         return out
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """A weight as [outputs, inputs]."""
+        return weight.t() if self.transposed else weight
+
+    def add_product(self, module: Map, dy: Tensor, columns: Tensor) -> None:
+        """Add a weight's gradient from those of its outputs [T, out] and from its inputs [T, in]."""
+        pair = (columns, dy) if self.transposed else (dy, columns)
+        grad_slot(module.weight).add_product(pair[0].t(), pair[1])
 
 
 class _Linear(torch.autograd.Function):
@@ -48,9 +59,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         parts = zip(maps.modules, maps.leaves, weights, strict=True)
         if maps.late_bias:
-            ys = ((m.bias, leave.forward(F.linear(full, w))) for m, leave, w in parts)
+            ys = ((m.bias, leave.forward(F.linear(full, maps.matrix(w)))) for m, leave, w in parts)
             return tuple(y if bias is None else y.add_(bias) for bias, y in ys)
-        return tuple(leave.forward(F.linear(full, w, m.bias)) for m, leave, w in parts)
+        return tuple(leave.forward(F.linear(full, maps.matrix(w), m.bias)) for m, leave, w in parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -58,9 +69,9 @@ class _Linear(torch.autograd.Function):
         maps: _Maps = ctx.maps
         local = [leave.backward(dy)[0] for leave, dy in zip(maps.leaves, grads, strict=True)]
         dys = [as_rows(dy) for dy in local]
-        dx = dys[0] @ weights[0]
+        dx = dys[0] @ maps.matrix(weights[0])
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
-            dx.addmm_(dy, weight)
+            dx.addmm_(dy, maps.matrix(weight))
         dx, pending = maps.enter.backward(dx.view(*local[0].shape[:-1], -1))
         del local
         x = x.detach()  # without the graph that made it, which would outlive its backward
@@ -68,7 +79,7 @@ class _Linear(torch.autograd.Function):
         def products() -> None:
             columns = as_rows(maps.enter.forward(x))
             for module, dy in zip(maps.modules, dys, strict=True):
-                grad_slot(module.weight).add_product(dy.t(), columns)
+                maps.add_product(module, dy, columns)
 
         maps.later.add(maps.unit, products, x, *dys)
         for module, dy in zip(maps.modules, grads if maps.late_bias else dys, strict=True):
@@ -134,9 +145,9 @@ def linears(module: Linears, at: OpContext) -> Callable[[Tensor], tuple[Tensor, 
     return _Maps(module.maps, [at.around(name) for name, _ in module.named_children()], at)
 
 
-def linear(module: Linear, at: OpContext) -> Callable[[Tensor], Tensor]:
-    """One map."""
-    run = _Maps([module], [at.around()], at)
+def linear(module: Linear, at: OpContext, transposed: bool = False) -> Callable[[Tensor], Tensor]:
+    """One map. transposed: whether its weight is [inputs, outputs]."""
+    run = _Maps([module], [at.around()], at, transposed)
     return lambda x: run(x)[0]
 
 

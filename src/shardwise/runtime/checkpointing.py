@@ -39,9 +39,9 @@ from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import reason
 from shardwise.runtime.job.pulse import Pulse
-from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.residual_state import RESIDUAL, folded_residuals, restore_residuals
 from shardwise.runtime.sync.stored import ERROR, MOMENTUM, agree, outer_kinds, outer_tensors, restore_outer
+from shardwise.runtime.zero.trainable import Trainable
 
 OTHERS = (RESIDUAL, MOMENTUM, ERROR)
 """Stored tensors that only some layouts have; others drop them."""
@@ -67,7 +67,7 @@ class Saver:
 
     def __init__(
         self,
-        program: TrainProgram,
+        program: Trainable,
         folder: Path,
         *,
         seed: int,
@@ -82,7 +82,7 @@ class Saver:
         self.pulse = (pulse or Pulse()) if later else program.comms.pulse
         self.rank = dist.get_rank()
         plan = program.plan
-        self.writes = writes(plan.model, plan.layout, self.rank)
+        self.writes = writes(plan.subject, plan.layout, self.rank)
         self._kinds = dict.fromkeys(plan.states, plan.master_dtype) | outer_kinds(plan)
         """Stored kind -> dtype."""
         if plan.feeds_back:
@@ -221,7 +221,7 @@ def _array(held: LocalInterval, tensor: Tensor) -> np.ndarray:
     return np.ascontiguousarray(held.without_padding(tensor.detach().cpu().numpy()))
 
 
-def restore(program: TrainProgram, checkpoint: Checkpoint) -> Position:
+def restore(program: Trainable, checkpoint: Checkpoint) -> Position:
     """Set weights, moments and the update count from a checkpoint, reading only what this rank holds.
 
     Moments that the optimizer does not have are dropped. Residuals of error feedback and outer momentum are zero where
@@ -238,19 +238,19 @@ def restore(program: TrainProgram, checkpoint: Checkpoint) -> Position:
     return Position(manifest.step, manifest.samples, manifest.optimizer_steps)
 
 
-def start_from(program: TrainProgram, weights: HuggingFaceWeights) -> None:
+def start_from(program: Trainable, weights: HuggingFaceWeights) -> None:
     """Set the weights of a program that has made no step, reading only what this rank holds. Raises as `restore`."""
     _fill(program, weights, ("model",))
 
 
 def _fill(
-    program: TrainProgram, source: Checkpoint | HuggingFaceWeights, kinds: Sequence[str], others: Sequence[str] = ()
+    program: Trainable, source: Checkpoint | HuggingFaceWeights, kinds: Sequence[str], others: Sequence[str] = ()
 ) -> None:
     """Set weights and moments. kinds: the first of `UnitPlan.states`. others: stored tensors that are not read."""
     plan = program.plan
-    source.require(shapes(plan.model, (*kinds, *others)))
+    source.require(shapes(plan.subject, (*kinds, *others)))
     states = {state.flat.unit.name: state for state in program.optimizer.states}
-    for held in needs(plan.model, plan.layout, dist.get_rank()):
+    for held in needs(plan.subject, plan.layout, dist.get_rank()):
         state = states[held.unit]
         for index, kind in enumerate(kinds):
             program.comms.pulse.work(f"the reading of {held.name}")

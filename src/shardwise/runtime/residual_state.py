@@ -12,13 +12,13 @@ from torch import Tensor
 
 from shardwise.checkpoint import Checkpoint, needs
 from shardwise.layout.axes import PP, REPLICA
-from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.zero.trainable import Trainable
 
 RESIDUAL = "residual"
 """Kind of the stored tensor of each parameter where errors of packed gradients are fed back."""
 
 
-def folded_residuals(program: TrainProgram) -> dict[str, Tensor]:
+def folded_residuals(program: Trainable) -> dict[str, Tensor]:
     """Unit -> the sum of all ranks' residuals over this rank's interval, in fp32. All ranks call this together."""
     plan, comms = program.plan, program.comms
     folded = {}
@@ -35,11 +35,11 @@ def folded_residuals(program: TrainProgram) -> dict[str, Tensor]:
     return folded
 
 
-def restore_residuals(program: TrainProgram, checkpoint: Checkpoint | None) -> None:
+def restore_residuals(program: Trainable, checkpoint: Checkpoint | None) -> None:
     """Set this rank's residuals: an element's stored sum on one of the ranks that add up its gradient, 0 on the others.
     checkpoint: None where none is stored."""
     plan, targets = program.plan, _targets(program)
-    for held in needs(plan.model, plan.layout, dist.get_rank()) if checkpoint else ():
+    for held in needs(plan.subject, plan.layout, dist.get_rank()) if checkpoint else ():
         if (target := targets.get(held.unit)) is not None:
             assert checkpoint is not None
             start = program.engine.units[held.unit].start
@@ -48,7 +48,7 @@ def restore_residuals(program: TrainProgram, checkpoint: Checkpoint | None) -> N
             target[held.start - start : held.stop - start].copy_(torch.from_numpy(values))
 
 
-def average_residuals(program: TrainProgram) -> None:
+def average_residuals(program: Trainable) -> None:
     """Give every replica that trains apart from the others the mean of all their residuals. All ranks call this
     together."""
     folded, comms = folded_residuals(program), program.comms
@@ -59,7 +59,7 @@ def average_residuals(program: TrainProgram) -> None:
             target.copy_(own.div_(comms.size(REPLICA)))
 
 
-def _targets(program: TrainProgram) -> dict[str, Tensor | None]:
+def _targets(program: Trainable) -> dict[str, Tensor | None]:
     """Drop all residuals; unit -> the memory for those of this rank's interval, None where another rank feeds them
     back."""
     targets = {

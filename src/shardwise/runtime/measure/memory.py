@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.ops.gradients import WeightGradient
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.pipeline.stages import no_moment
-from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.zero.trainable import Trainable
 
 SETTLE = 1e-3
 """Seconds that a measured step on CPU stands still after each collective, so that its buffers are gone."""
@@ -101,7 +101,7 @@ class _Packed:
 class StepMeasurement:
     """Context manager around one `program.step`: afterwards `role` gives ledger, bytes by class and transport times."""
 
-    def __init__(self, program: TrainProgram) -> None:
+    def __init__(self, program: Trainable) -> None:
         self.program = program
         held = program.engine.storages()
         outer = program.outer

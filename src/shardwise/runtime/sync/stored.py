@@ -16,8 +16,8 @@ from shardwise.layout.axes import REPLICA
 from shardwise.layout.outer import keeps_momentum, outer_residuals
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.offload.state import MASTER
-from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.residual_state import average_residuals
+from shardwise.runtime.zero.trainable import Trainable
 
 MOMENTUM, ERROR = "outer", "outer_error"
 """Kinds of the stored tensors of each parameter: outer momentum, and what packed outer gradients have lost."""
@@ -29,7 +29,7 @@ def outer_kinds(plan: UnitPlan) -> dict[str, str]:
     return kinds | ({ERROR: "float32"} if any(any(outer_residuals(plan, unit)) for unit in plan.units) else {})
 
 
-def agree(program: TrainProgram) -> None:
+def agree(program: Trainable) -> None:
     """Give all replicas the mean of their moments and of their residuals. Weights they share already: this follows an
     outer step. All ranks call it together."""
     assert program.outer is not None
@@ -46,7 +46,7 @@ def agree(program: TrainProgram) -> None:
             unit.packed.restore(unit.packed.mean_error())
 
 
-def outer_tensors(program: TrainProgram) -> dict[str, dict[str, Tensor]]:
+def outer_tensors(program: Trainable) -> dict[str, dict[str, Tensor]]:
     """Kind -> unit -> the values of this rank's interval, after `agree`."""
     units = program.outer.units if program.outer is not None else {}
     return {
@@ -55,7 +55,7 @@ def outer_tensors(program: TrainProgram) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def restore_outer(program: TrainProgram, checkpoint: Checkpoint, stored: set[str]) -> None:
+def restore_outer(program: Trainable, checkpoint: Checkpoint, stored: set[str]) -> None:
     """Set outer state from a checkpoint whose weights are in place; what it has none of starts at zero. stored: the
     kinds that it has."""
     if program.outer is None:
@@ -66,7 +66,7 @@ def restore_outer(program: TrainProgram, checkpoint: Checkpoint, stored: set[str
         if unit.packed is not None:
             unit.packed.restore(None)
     for kind, tensors in outer_tensors(program).items():
-        for held in needs(program.plan.model, program.plan.layout, dist.get_rank()) if kind in stored else ():
+        for held in needs(program.plan.subject, program.plan.layout, dist.get_rank()) if kind in stored else ():
             if (target := tensors.get(held.unit)) is not None:
                 start = program.engine.units[held.unit].start
                 dtype = outer_kinds(program.plan)[kind]

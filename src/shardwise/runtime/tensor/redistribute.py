@@ -73,6 +73,16 @@ class GatherOutputs(_OverTP):
         return F.pad(mine, (0, local - mine.shape[-1])) if mine.shape[-1] < local else mine.contiguous(), COMPLETE
 
 
+class SplitInputs(GatherOutputs):
+    """This rank's part of inputs that all ranks have; their gradient is gathered. width: their number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().backward(x)[0]
+
+    def backward(self, grad: Tensor) -> tuple[Tensor, Pending]:
+        return super().forward(grad), COMPLETE
+
+
 _CLASSES: dict[tensor.Redistribution, type[_OverTP]] = {
     "copy": Copy,
     "sum": Sum,
@@ -87,17 +97,23 @@ def compose(plan: UnitPlan, comms: Comms, part: str) -> dict[str, Around]:
     table = tensor.edges(plan.layout)
 
     def around(cut: str, width: int) -> Around:
-        edges = table.get(cut, tensor.Edges())
-        enter, leave = (redistribution(edge, comms, part, width) for edge in edges)
-        return Around(enter, leave, late_bias=cut == "row" or edges.leave != "none")
+        return around_map(cut, table.get(cut, tensor.Edges()), comms, part, (width, width))
 
     weights = [p for p in plan.blueprint.parameters_of(part) if len(p.shape) > 1]
     found = {parameter.name: around(parameter.cut, parameter.shape[0]) for parameter in weights}
     return found | {use: around(use, plan.model.vocab) for use in ("vocab", "lookup", "statistics", "shared key")}
 
 
+def around_map(cut: str, edges: tensor.Edges, comms: Comms, part: str, widths: tuple[int, int]) -> Around:
+    """The communication around a map. widths: of its inputs and outputs."""
+    enter, leave = (redistribution(edge, comms, part, width) for edge, width in zip(edges, widths, strict=True))
+    return Around(enter, leave, late_bias=cut == "row" or edges.leave != "none")
+
+
 def redistribution(edge: tensor.Redistribution, comms: Comms, part: str, width: int = 0) -> Redistribute:
-    """The communication of an edge. width: outputs of the map, where these are gathered."""
+    """The communication of an edge. width: outputs of the map where they are gathered, inputs where they are split."""
     if edge == "gather outputs":
         return GatherOutputs(comms, part, width)
+    if edge == "split inputs":
+        return SplitInputs(comms, part, width)
     return LOCAL if edge == "none" else _CLASSES[edge](comms, part)

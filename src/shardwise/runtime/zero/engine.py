@@ -1,6 +1,6 @@
 """The ZeRO engine: flat buffers, and what moves through them when, for every stage with one piece of code.
 
-Each unit of the `UnitPlan` is one flat buffer whose views are the decoder's parameters; each gradient lives at a fixed
+Each unit of the `UnitPlan` is one flat buffer whose views are the module's parameters; each gradient lives at a fixed
 address too, as a view that autograd adds into. What differs between stages is which of those buffers are whole and
 which are one rank's interval:
 
@@ -52,7 +52,7 @@ from shardwise.runtime.zero.packed_sum import PackedSum
 
 
 class Engine:
-    """Binds a decoder (built on the meta device) to flat buffers and moves them as the plan says.
+    """Binds a module (a decoder, on the meta device, or a user's) to flat buffers and moves them as the plan says.
 
     A training step is: `begin_step`, then for every micro-batch `begin_micro_batch`, its visits (`use_unit` before a
     part computes, `finish_backward` after its backward), then `finish_step`; the optimizer then reads
@@ -66,7 +66,7 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        module: nn.Module,
         plan: UnitPlan,
         comms: Comms,
         device: torch.device,
@@ -74,7 +74,7 @@ class Engine:
         weights: WeightGradients,
         file: OffloadFile | None = None,
     ) -> None:
-        self.decoder, self.plan, self.comms = decoder, plan, comms
+        self.module, self.plan, self.comms = module, plan, comms
         self._weights = weights
         self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, releases_early(plan.layout))
         self.stage = plan.layout.stage
@@ -175,26 +175,32 @@ class Engine:
         return reserved
 
     def _bind(self, overwriting: Collection[nn.Module]) -> None:
-        """Replace the decoder's parameters by views of the flat buffers, with gradients as views too."""
-        modules = dict(self.decoder.named_modules())
-
-        def owner(placed: Placed) -> tuple[nn.Module, str]:
-            module, _, leaf = placed.name.rpartition(".")
-            return modules[module], leaf
+        """Replace the module's parameters by views of the flat buffers, with gradients as views too: one that several
+        modules share, in each of them."""
+        homes: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in self.module.modules():
+            for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                homes.setdefault(parameter, []).append((module, leaf))
+        owners = {placed.name: homes[self.module.get_parameter(placed.name)] for placed in self._placed()}
 
         for flat in self.units.values():
             grad_slots: Sequence[GradSlot | None] = [None] * len(flat.unit.placed)
             if self.plan.trains:
-                grad_slots = flat.make_grad_slots(lambda placed: owner(placed)[0] in overwriting)
+                grad_slots = flat.make_grad_slots(
+                    lambda placed: all(module in overwriting for module, _ in owners[placed.name])
+                )
             for start, placed, grad_slot in zip(flat.unit.offsets, flat.unit.placed, grad_slots, strict=True):
                 weight = flat.whole[start : start + placed.numel].view(placed.shape)
-                module, leaf = owner(placed)
-                module._parameters[leaf] = _leaf(weight, grad_slot)
+                parameter = _leaf(weight, grad_slot)
+                for module, leaf in owners[placed.name]:
+                    setattr(module, leaf, parameter)
                 if flat.unit.name == "tied":
                     # A second leaf on the same memory: the head adds its gradient as soon as it has it.
-                    out = self.decoder.head.out
-                    assert isinstance(out, TiedLinear)
-                    out.use(_leaf(weight, grad_slot))
+                    assert isinstance(self.module, Decoder) and isinstance(self.module.head.out, TiedLinear)
+                    self.module.head.out.use(_leaf(weight, grad_slot))
+
+    def _placed(self) -> list[Placed]:
+        return [placed for flat in self.units.values() for placed in flat.unit.placed]
 
     # -- following the plan
 
@@ -223,6 +229,11 @@ class Engine:
             self._forwards[phase] = self.plan.generating_uses(phase)
         self._uses, self._at = self._forwards[phase][0 if self._empty else 1], 0
         self._empty = False
+
+    @property
+    def following(self) -> Use | None:
+        """The plan's next use of weights; None at the end of a micro-batch."""
+        return self._uses[self._at] if self._at < len(self._uses) else None
 
     def use_unit(self, kind: str, part: str) -> None:
         """`part` is about to compute: its weights are made resident, and the next use's are sent for.

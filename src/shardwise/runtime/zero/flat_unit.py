@@ -161,7 +161,8 @@ class FlatUnit:
         for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
             stop = start + placed.numel
             self.grad_slots.append(GradSlot(grads[start:stop].view(placed.shape)))
-            if overwrites(placed):
+            self.grad_slots[-1].empty = overwrites(placed)
+            if self.grad_slots[-1].empty:
                 self._overwritten.append(self.grad_slots[-1])
                 self._added_to += [grads[at:start]] if at < start else []
                 at = stop

@@ -1,0 +1,234 @@
+"""Comparison of a split module with the module on one device, on one rank: outputs of submodules, then gradients.
+
+Every rank runs the whole module on the whole example itself, so that only verdicts travel.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from shardwise.errors import UserError
+from shardwise.layout.axes import DP, TP
+from shardwise.runtime.module.describe import call
+from shardwise.runtime.module.initial import is_meta, values_of
+from shardwise.runtime.module.program import ModuleProgram
+from shardwise.runtime.module.split import split
+from shardwise.runtime.module.verify import Verification, VerifyRequest
+from shardwise.runtime.zero.flat_unit import local_values
+
+SEED = 0
+NEGLIGIBLE = 1e-6
+"""A gradient's error counts as a share of its own norm, or of so much of the norm of all gradients: some gradients are
+zero but for rounding."""
+
+
+@dataclass
+class RankDifference:
+    """What one rank found. order: place of the module in the forward pass, then of the parameter among all."""
+
+    result: Verification
+    order: tuple[int, int]
+
+
+class _Outputs:
+    """The outputs of every submodule, in the order in which they come; `running`: the modules that are computing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.found: dict[tuple[str, int], list[Tensor]] = {}
+        """(module, number of its run) -> its floating-point outputs."""
+        self.running: list[str] = []
+        self.on = True
+        self._runs: dict[str, int] = {}
+        for name, child in module.named_modules():
+            child.register_forward_pre_hook(lambda child, args, name=name: self.running.append(name))
+            child.register_forward_hook(lambda child, args, out, name=name: self._keep(name, out))
+
+    def _keep(self, name: str, out: Any) -> None:
+        self.running.pop()
+        if self.on:
+            number = self._runs[name] = self._runs.get(name, -1) + 1
+            self.found[name, number] = [tensor.detach().clone() for tensor in _floating(out)]
+
+
+class _Place:
+    """This rank's rows of a batch, and its part of what tensor-parallel ranks share."""
+
+    def __init__(self, program: ModuleProgram, rows: int) -> None:
+        self.whole, comms = rows, program.comms
+        self.dp, self.tp = (comms.size(DP), comms.index(DP)), (comms.size(TP), comms.index(TP))
+
+    def has_rows(self, x: Any) -> bool:
+        """Whether it is a tensor over the whole batch."""
+        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == self.whole
+
+    def rows_of(self, x: Any) -> Any:
+        """This rank's rows of a tensor over the whole batch; anything else as it is."""
+        count, at = self.dp
+        return x.chunk(count)[at] if self.has_rows(x) else x
+
+    def like(self, expected: Tensor, shape: torch.Size) -> Tensor | None:
+        """The part of a whole tensor that has this shape here; None where there is none."""
+        own = self.rows_of(expected)
+        if own.shape != shape and own.dim() and own.shape[-1] == self.tp[0] * shape[-1]:
+            own = own.chunk(self.tp[0], -1)[self.tp[1]]
+        return own if own.shape == shape else None
+
+
+def compare_split(request: VerifyRequest) -> RankDifference:
+    """Compare on this rank. Raises `UserError` for an example or a module that cannot be split."""
+    torch.manual_seed(SEED)
+    example = _wide(request.example() if callable(request.example) else request.example)
+    module = (request.model if isinstance(request.model, nn.Module) else request.model()).eval()
+    if is_meta(module):
+        raise UserError("the module is on the meta device and has no values to compare: give a function that builds it")
+    rows = _rows(example, request.layout.dp)
+    expected, gradients = _one_device(copy.deepcopy(module).double(), example, rows)
+    program = split(module, request.layout, request.plan, blocks=request.blocks).program
+    place, outputs = _Place(program, rows), _Outputs(module)
+    failure = _split_pass(program, outputs, example, place)
+    result, order = _compare_outputs(outputs, expected, place, request.tolerance)
+    if result and failure:
+        result = replace(result, module=_name(outputs.running[-1] if outputs.running else "", module), reason=failure)
+    if not result:
+        return RankDifference(result, (order, 0))
+    return _compare_gradients(program, gradients, result, request.tolerance)
+
+
+def first_difference(differences: Sequence[RankDifference]) -> Verification:
+    """The verdict over all ranks: the first difference of any, or that there is none."""
+    first = min(differences, key=lambda each: (bool(each.result), each.order)).result
+    return replace(first, error=max(each.result.error for each in differences))
+
+
+def _floating(tree: Any) -> list[Tensor]:
+    return [x for x in _pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _wide(example: Any) -> Any:
+    return _pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
+
+
+def _rows(example: Any, dp: int) -> int:
+    first = next((x for x in _pytree.tree_leaves(example) if isinstance(x, Tensor) and x.dim()), None)
+    if first is None:
+        raise UserError("example has no tensor with rows: give the inputs of one forward pass")
+    if len(first) % dp:
+        raise UserError(f"the example's {len(first)} rows cannot be divided among dp = {dp}: give a multiple of {dp}")
+    return len(first)
+
+
+def _name(name: str, module: nn.Module) -> str:
+    return name or type(module).__name__
+
+
+def _loss(out: Any, place: _Place | None, rows: int) -> Tensor:
+    """A random linear function of every output that has the batch's rows. place: None on one device."""
+    total = torch.zeros((), dtype=torch.float64)
+    local = rows if place is None else rows // place.dp[0]
+    used = [x for x in _floating(out) if x.requires_grad and x.dim() and x.shape[0] == local]
+    if not used:
+        raise UserError("no output depends on the parameters and has the example's rows, so there is no gradient")
+    for number, x in enumerate(used):
+        generator = torch.Generator().manual_seed(SEED + number)
+        factors = torch.randn(rows, *x.shape[1:], generator=generator, dtype=torch.float64)
+        total = total + (x.double() * (factors if place is None else place.rows_of(factors))).sum()
+    return total
+
+
+def _one_device(module: nn.Module, example: Any, rows: int) -> tuple[_Outputs, dict[str, Tensor]]:
+    """(outputs of all submodules, gradient of every parameter) of the whole module."""
+    outputs = _Outputs(module)
+    out = call(module, example)
+    outputs.on = False
+    _loss(out, None, rows).backward()
+    return outputs, {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in module.named_parameters()
+    }  # fmt: skip
+
+
+def _split_pass(program: ModuleProgram, outputs: _Outputs, example: Any, place: _Place) -> str:
+    """Forward and backward of the split module; what failed in it, empty where nothing did."""
+    mine = _pytree.tree_map(place.rows_of, example)
+
+    def loss(run: Callable[..., Any], batch: Any) -> tuple[Tensor, int]:
+        out = call(run, batch)
+        outputs.on = False
+        return _loss(out, place, place.whole), int(place.dp[1] == 0)
+
+    try:
+        program.gradients(loss, [mine])
+    except UserError:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
+
+
+def _compare_outputs(
+    outputs: _Outputs, expected: _Outputs, place: _Place, tolerance: float
+) -> tuple[Verification, int]:
+    """(the first module whose output differs, its place in the forward pass). Outputs without a counterpart of their
+    shape, which tensor-parallel ranks have parts of in another way, are left out."""
+    result, compared = Verification(""), set()
+    for order, ((name, number), whole) in enumerate(expected.found.items()):
+        own = outputs.found.get((name, number), [])
+        for x, reference in zip(own, whole, strict=False):
+            part = place.like(reference, x.shape)
+            if part is None:
+                continue
+            compared.add(name)
+            error = _error(x, part)
+            result = replace(result, error=max(result.error, error), modules=len(compared))
+            if not error <= tolerance:
+                reason = f"its output differs by {error:.1e} of its norm"
+                return replace(result, module=_name(name, outputs.module), reason=reason), order
+    return result, len(expected.found)
+
+
+def _error(x: Tensor, expected: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(expected.double()))
+    return float(torch.linalg.vector_norm(x.double() - expected.double())) / (norm or 1.0)
+
+
+def _compare_gradients(
+    program: ModuleProgram, gradients: Mapping[str, Tensor], result: Verification, tolerance: float
+) -> RankDifference:
+    """The first parameter whose gradient differs, in the part of it that this rank has."""
+    everything = float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt())
+    errors = _gradient_errors(program, gradients)
+    result = replace(result, parameters=len(gradients))
+    for place, name in enumerate(gradients):
+        if name not in errors:
+            continue
+        norm = max(float(torch.linalg.vector_norm(gradients[name].double())), NEGLIGIBLE * everything)
+        error = errors[name] / (norm or 1.0)
+        result = replace(result, error=max(result.error, error))
+        if not error <= tolerance:
+            reason = f"it differs by {error:.1e} of its norm"
+            return RankDifference(replace(result, parameter=name, reason=reason), (sys.maxsize, place))
+    return RankDifference(result, (sys.maxsize, len(gradients)))
+
+
+def _gradient_errors(program: ModuleProgram, gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """Parameter -> norm of the error of its gradient over this rank's interval."""
+    errors: dict[str, float] = {}
+    values = values_of(gradients)
+    for flat in program.engine.units.values():
+        mine = flat.grads_interval
+        for start, placed in zip(flat.unit.offsets, flat.unit.placed, strict=True):
+            a, b = max(start, flat.start), min(start + placed.numel, flat.stop)
+            if a < b:
+                reference = local_values(placed, a - start, b - start, values, mine.device)
+                error = mine[a - flat.start : b - flat.start].double() - reference
+                errors[placed.name] = float(torch.linalg.vector_norm(error))
+    return errors

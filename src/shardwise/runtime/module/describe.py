@@ -1,0 +1,268 @@
+"""From a user's module to its `Blueprint`: a root and blocks, and the cut of every parameter by the plan's styles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from shardwise.errors import LayoutError, UserError, did_you_mean
+from shardwise.layout import Layout
+from shardwise.layout.styles import GATHERED, LOOKUP, WHOLE, MapStyle, matched
+from shardwise.model.blueprint import Blueprint, Cut, Parameter, Part
+from shardwise.runtime.module.initial import is_meta
+
+ROOT = "root"
+"""Name of the part of everything that is in no block."""
+
+
+@dataclass(frozen=True)
+class DescribedModule:
+    """A module's parts, and how its maps are cut."""
+
+    blueprint: Blueprint
+    styles: Mapping[str, MapStyle]
+    """Module whose weights are cut, or see partial gradients -> its style."""
+
+
+def describe(
+    module: nn.Module, layout: Layout, plan: Mapping[str, str] | None, blocks: Sequence[str]
+) -> DescribedModule:
+    """Describe a module. plan: {pattern: style}; None for the module's own. blocks: paths, in order of their forward
+    passes.
+
+    A parameter that several parts share belongs to the root. Raises `UserError` for parameters that cannot be split,
+    and `LayoutError` for a degree that does not divide.
+    """
+    names = _names(module)
+    styles = _styles(module, layout, plan) if layout.tp > 1 else {}
+    parts: dict[str, list[Parameter]] = {ROOT: [], **{block: [] for block in blocks}}
+    for parameter, aliases in names.items():
+        homes = {_home(alias, blocks) for alias in aliases}
+        part = homes.pop() if len(homes) == 1 else ROOT
+        full, prefix = aliases[0], "" if part == ROOT else f"{part}."
+        parts[part].append(_parameter(module, full.removeprefix(prefix), aliases, parameter, styles, layout))
+    made = [
+        Part(name, "root" if name == ROOT else "block", _class_of(module, name), tuple(held), (), 0, 0)
+        for name, held in parts.items()
+    ]
+    return DescribedModule(Blueprint(type(module).__name__, 0, tuple(made)), styles)
+
+
+def find_blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[str]:
+    """Paths of the modules that are gathered and recomputed alone, in the order in which they are registered.
+
+    wanted: names of classes, or paths where `*` is one step. None: the classes of a `transformers` model's
+    `_no_split_modules`, else the elements of every `nn.ModuleList` whose elements are of one class. Blocks are never
+    inside others. Raises `UserError` for a name that fits nothing.
+    """
+    named = {name: child for name, child in module.named_modules() if name and any(True for _ in child.parameters())}
+    classes = {type(child).__name__ for child in named.values()}
+    if wanted is None and (published := getattr(module, "_no_split_modules", None)):
+        wanted = [name for name in published if name in classes]
+    if wanted is None:
+        paths = [f"{name}.{leaf}" for name, child in module.named_modules() for leaf in _alike(child)]
+    else:
+        paths = []
+        for word in wanted:
+            hits = [name for name, child in named.items() if type(child).__name__ == word]
+            hits = hits or list(matched({word: WHOLE}, named, published=True))
+            if not hits:
+                raise UserError(f"blocks: nothing is named {word!r}; {did_you_mean(word, classes, 'classes:')}")
+            paths += hits
+    chosen = {path.removeprefix(".") for path in paths}
+    paths = [path for path in named if path in chosen]
+    return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+
+
+def _alike(child: nn.Module) -> list[str]:
+    """Names of the elements of a list of modules of one class."""
+    if not isinstance(child, nn.ModuleList) or len({type(element) for element in child}) != 1 or len(child) < 2:
+        return []
+    return [name for name, _ in child.named_children()]
+
+
+def _class_of(module: nn.Module, name: str) -> str:
+    return type(module if name == ROOT else module.get_submodule(name)).__name__
+
+
+def _home(name: str, blocks: Collection[str]) -> str:
+    return next((block for block in blocks if name.startswith(f"{block}.")), ROOT)
+
+
+def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Parameter -> all names that it has in the module, the first one that of its state dict's."""
+    names: dict[nn.Parameter, list[str]] = {}
+    storages: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter not in names:
+            _check(name, parameter)
+            storage = parameter.untyped_storage()
+            if parameter.device.type != "meta" and (other := storages.setdefault(storage.data_ptr(), name)) != name:
+                raise UserError(
+                    f"{other} and {name} are different parameters in one memory; share one parameter instead"
+                )
+        names.setdefault(parameter, []).append(name)
+    if not names:
+        raise UserError(f"{type(module).__name__} has no parameters, so there is nothing to split")
+    return names
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise UserError(f"{name} has no shape yet: run the module once, then split it")
+    if not parameter.is_floating_point():
+        raise UserError(f"{name} is {str(parameter.dtype).removeprefix('torch.')}; split trains real numbers alone")
+    if not parameter.requires_grad:
+        raise UserError(
+            f"{name} is frozen (requires_grad=False); split trains every parameter so far: make it a buffer"
+        )
+    if not parameter.numel():
+        raise UserError(f"{name} has no elements; remove it")
+
+
+# -- tensor parallelism
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is a linear map with its weight as [inputs, outputs] (`transformers`' Conv1D)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_plain_map(module: nn.Module) -> bool:
+    """Whether it is a linear map with the usual forward."""
+    return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+def _styles(module: nn.Module, layout: Layout, plan: Mapping[str, str] | None) -> dict[str, MapStyle]:
+    published = plan is None
+    if plan is None:
+        plan = getattr(module, "_tp_plan", None)
+        if not plan:
+            raise UserError(
+                f"tp={layout.tp} needs a plan, and {type(module).__name__} publishes none: give "
+                "plan={'blocks.*.up': 'column', 'blocks.*.down': 'row'}"
+            )
+        _check_heads(module, layout)
+    held = [name for name, child in module.named_modules() if child._parameters]
+    styles = matched(plan, held, published)
+    for name, style in styles.items():
+        styles[name] = _suited(name, module.get_submodule(name), style)
+    return styles | _of_shared(module, styles)
+
+
+def _suited(name: str, child: nn.Module, style: MapStyle) -> MapStyle:
+    """The style for this kind of module: a vocabulary is looked up, or, in a head, made into logits."""
+    if style.cut == "replicated":
+        return style
+    if isinstance(child, nn.Embedding):
+        if style.cut != "vocab":
+            raise UserError(f"plan: {name} is a table: choose vocab, or replicate")
+        if child.max_norm is not None or child.scale_grad_by_freq:
+            raise UserError(
+                f"plan: {name} has max_norm or scale_grad_by_freq, which need the whole table: replicate it"
+            )
+        return style
+    if not is_plain_map(child):
+        own = " with a forward of its own" if isinstance(child, nn.Linear) else ""
+        kind = f"{type(child).__name__}{own}"
+        raise UserError(f"plan: {name} is a {kind}; nn.Linear, Conv1D and nn.Embedding are cut, so replicate it")
+    return GATHERED if style.cut == "vocab" else style
+
+
+def _of_shared(module: nn.Module, styles: Mapping[str, MapStyle]) -> dict[str, MapStyle]:
+    """The styles of maps that the plan does not name but whose weight it cuts in another one: a tied table, or head."""
+    cut = {id(module.get_submodule(name).weight) for name, style in styles.items() if style.cut != "replicated"}
+    others = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        if id(getattr(child, "weight", None)) in cut and styles.get(name, MapStyle()).cut == "replicated":
+            others[name] = LOOKUP if isinstance(child, nn.Embedding) else GATHERED
+    return others
+
+
+def _check_heads(module: nn.Module, layout: Layout) -> None:
+    config = getattr(module, "config", None)
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, field, None)
+        if isinstance(heads, int) and heads % layout.tp:
+            raise LayoutError(
+                f"tp={layout.tp} does not divide the {heads} of {field} of {type(module).__name__}; "
+                f"valid tp: {_divisors(heads)}"
+            )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _parameter(
+    module: nn.Module,
+    name: str,
+    aliases: Sequence[str],
+    parameter: nn.Parameter,
+    styles: Mapping[str, MapStyle],
+    layout: Layout,
+) -> Parameter:
+    """name: inside its part; aliases: all global ones."""
+    cuts: dict[Cut, str] = {}
+    partial = transposed = False
+    for alias in aliases:
+        owner, _, leaf = alias.rpartition(".")
+        style = styles.get(owner, MapStyle())
+        cut = _cut(style, leaf)
+        transposed = is_conv1d(module.get_submodule(owner)) and leaf == "weight"
+        partial = partial or style.partial
+        cuts.setdefault("column" if cut == "vocab" else cut, alias)
+        if cut in ("column", "row") and "none" in style.edges:  # what gathers or splits itself may pad
+            dim = (cut == "row") != transposed if leaf == "weight" else 0
+            _check_divides(alias, cut, parameter.shape[dim], layout)
+    if len(cuts) > 1:
+        both = ", ".join(f"{alias} by {cut}" for cut, alias in cuts.items())
+        raise UserError(f"plan: one parameter is cut in two ways: {both}; give its modules styles that agree")
+    shape = tuple(parameter.shape)
+    return Parameter(
+        name, shape, decay=len(shape) > 1, cut=next(iter(cuts)), partial=partial, transposed=transposed
+    )  # fmt: skip
+
+
+def _cut(style: MapStyle, leaf: str) -> Cut:
+    """A bias is cut with column-parallel outputs that stay apart, and added whole to those that come together."""
+    if leaf == "weight":
+        return style.cut
+    return "column" if style.cut == "column" and style.edges.leave == "none" else "replicated"
+
+
+def _check_divides(name: str, cut: Cut, size: int, layout: Layout) -> None:
+    if size % layout.tp:
+        what = "outputs" if cut == "column" else "inputs"
+        raise LayoutError(f"tp={layout.tp} does not divide the {size} {what} of {name}; valid tp: {_divisors(size)}")
+
+
+def call(module: Callable[..., Any], example: Any) -> Any:
+    """The result for an example: a dictionary of keyword arguments, a tuple of arguments, or one argument."""
+    if isinstance(example, Mapping):
+        return module(**example)
+    return module(*example) if isinstance(example, tuple) else module(example)
+
+
+def run_order(module: nn.Module, blocks: Sequence[str], example: Any) -> list[str]:
+    """The blocks in the order of their forward passes, by running the module once. One that runs several times, or
+    never, is left out: it then belongs to the root. example: as for `call`."""
+    runs: list[str] = []
+    hooks = [
+        module.get_submodule(block).register_forward_pre_hook(lambda child, args, block=block: runs.append(block))
+        for block in blocks
+    ]
+    if is_meta(module):
+        example = _pytree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, example)
+    try:
+        with torch.no_grad():
+            call(module, example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [block for block in runs if runs.count(block) == 1]

@@ -1,0 +1,90 @@
+"""Initial values of a user's module: those that it has, or, on the meta device, those that its own classes give.
+
+A module on the meta device is never whole anywhere. Each submodule with parameters of its own is made alone, by its
+`reset_parameters`, or by `_init_weights` of a `transformers` model, when its values are needed. Its seed is its name's,
+so that values depend neither on the layout nor on the order.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import UserError
+from shardwise.model.blueprint import Parameter
+from shardwise.runtime.zero.flat_unit import Values
+
+_CPU = torch.device("cpu")
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether a parameter or buffer of a module has no values."""
+    return any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
+
+
+def values_of(weights: Mapping[str, Tensor]) -> Values:
+    """Values of whole parameters, by name."""
+
+    def values(parameter: Parameter, index: Tensor) -> Tensor:
+        flat = weights[parameter.name].reshape(-1)
+        return flat[index.to(flat.device)].to(index.device, torch.float64)
+
+    return values
+
+
+class MetaValues:
+    """Initial values of a module on the meta device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = copy.deepcopy(module)
+        self._latest: tuple[str, nn.Module] | None = None
+
+    def __call__(self, parameter: Parameter, index: Tensor) -> Tensor:
+        owner, _, leaf = parameter.name.rpartition(".")
+        flat = self.made(owner).get_parameter(leaf).detach().reshape(-1)
+        return flat[index.cpu()].to(index.device, torch.float64)
+
+    def made(self, name: str) -> nn.Module:
+        """A submodule with values of its own parameters and buffers. Raises `UserError` where its class gives none."""
+        if self._latest is None or self._latest[0] != name:
+            self._latest = None  # before the next one is made
+            self._latest = name, self._initialized(name, 0.0)
+        return self._latest[1]
+
+    def place_buffers(self, module: nn.Module) -> None:
+        """Give `module` its buffers. Raises `UserError` for one that no class sets to a value."""
+        for name, child in module.named_modules():
+            if not any(buffer.is_meta for buffer in child.buffers(recurse=False)):
+                continue
+            made, other = self.made(name), self._initialized(name, 1.0)
+            for leaf, buffer in made.named_buffers(recurse=False):
+                if not torch.equal(buffer, other.get_buffer(leaf)):
+                    self._reject(f"{name}.{leaf}", child)
+                child._buffers[leaf] = buffer
+
+    def _initialized(self, name: str, fill: float) -> nn.Module:
+        """fill: what is in memory before, by which tensors are told that nothing sets."""
+        child = copy.deepcopy(self._module.get_submodule(name)).to_empty(device=_CPU, recurse=False)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(zlib.crc32(name.encode()))
+            for parameter in child.parameters(recurse=False):
+                parameter.fill_(float("nan"))
+            for buffer in child.buffers(recurse=False):
+                buffer.fill_(fill)
+            for own in (getattr(child, "reset_parameters", None), getattr(self._module, "_init_weights", None)):
+                if own is not None:
+                    own() if own.__name__ == "reset_parameters" else own(child)
+        for leaf, parameter in child.named_parameters(recurse=False):
+            if parameter.isnan().any():
+                self._reject(f"{name}.{leaf}".removeprefix("."), child)
+        return child
+
+    def _reject(self, name: str, child: nn.Module) -> None:
+        raise UserError(
+            f"{name} is on the meta device, and {type(child).__name__} has no reset_parameters or _init_weights that "
+            "sets it: give a function that builds the module"
+        )

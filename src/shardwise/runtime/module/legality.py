@@ -1,0 +1,40 @@
+"""Layouts that split a user's module so far, without torch."""
+
+from __future__ import annotations
+
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+
+LATER = {
+    "pp": "needs an ordered list of parts",
+    "cp": "cuts sequences inside attention",
+    "ep": "needs experts that are known as such",
+    "etp": "needs experts that are known as such",
+    "sp": "needs the residual stream",
+    "offload": "keeps optimizer state off the device",
+    "offload_params": "keeps parameters off the device",
+    "offload_activations": "keeps saved activations off the device",
+    "sync": "lets replicas train apart",
+    "compile": "compiles blocks",
+}
+"""Keys of a layout that a user's module does not have yet, and what each does or needs."""
+
+
+def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
+    """Raise `LayoutError` for a layout that cannot split a user's module, or not on so many `ranks`."""
+    plain = Layout()
+    for key, why in LATER.items():
+        if (value := getattr(layout, key)) != getattr(plain, key):
+            word = key if value is True else f"{key}={value}"
+            raise LayoutError(f"{word} {why}; it is not there yet for a user's module: leave it out")
+    if layout.recompute not in ("none", "full"):
+        raise LayoutError(f"recompute={layout.recompute} needs the attention of a known model: choose recompute=full")
+    if layout.tpkind != plain.tpkind:
+        raise LayoutError(f"tpkind={layout.tpkind} is the plan's matter for a user's module: use colwise_gather_output")
+    if layout.micro != 1:
+        raise LayoutError(f"micro={layout.micro}: a micro-batch has the rows that you give; leave it out")
+    if ranks is not None and layout.ranks != ranks:
+        raise LayoutError(
+            f"layout {layout} needs {layout.ranks} ranks, but there are {ranks}: start it with torchrun "
+            f"--nproc-per-node {layout.ranks}"
+        )

@@ -1,0 +1,72 @@
+"""Forms of a user's maps: those of the catalog's models, communicating as the styles of a plan say.
+
+Linear maps write the gradients of their weights where these stay, whether they are cut or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.layout.placement import place
+from shardwise.layout.styles import MapStyle
+from shardwise.layout.units import UnitPlan
+from shardwise.ops.context import Around, OpContext, Options, Redistribute
+from shardwise.ops.linear import linear
+from shardwise.runtime.module.describe import is_conv1d, is_plain_map
+from shardwise.runtime.tensor.redistribute import around_map
+from shardwise.runtime.transport.comms import Comms
+
+
+def lower_maps(module: nn.Module, plan: UnitPlan, comms: Comms, styles: Mapping[str, MapStyle]) -> set[nn.Module]:
+    """Give every linear map, and every table that is cut, its form. Weights are cut elsewhere (`engine.py`). Returns
+    the maps whose gradients do not pass through autograd's accumulation."""
+    parameters = {id(module.get_parameter(p.name)): p for p in plan.blueprint.parameters()}
+    writing: set[nn.Module] = set()
+    for name, child in module.named_modules():
+        style = styles.get(name, MapStyle())
+        if not is_plain_map(child) and style.cut == "replicated":
+            continue
+        weight = parameters[id(child.weight)]
+        outputs, inputs = reversed(weight.shape) if weight.transposed else weight.shape
+        around = around_map(style.cut, style.edges, comms, weight.part, (inputs, outputs))
+        if isinstance(child, nn.Embedding):
+            form = _lookup(child, place(weight, plan.layout, plan.tp_rank).box[0], around)
+        else:
+            at = OpContext(weight.part, Options("train", split=True), name, {f"{name}.weight": around})
+            form = linear(child, at, is_conv1d(child))  # type: ignore[arg-type]
+            writing.add(child)
+        child.forward = form  # type: ignore[assignment]
+    return writing
+
+
+class _Leave(torch.autograd.Function):
+    """The communication behind an operation."""
+
+    @staticmethod
+    def forward(ctx: Any, leave: Redistribute, x: Tensor) -> Tensor:
+        ctx.leave = leave
+        return leave.forward(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        grad, pending = ctx.leave.backward(grads[0])
+        pending.wait()
+        return None, grad
+
+
+def _lookup(table: nn.Embedding, held: tuple[int, int], around: Around) -> Callable[[Tensor], Tensor]:
+    """A lookup in rows `held` of a table, by the table's own forward: others are zero, and what leaves is the sum. The
+    padding token gets no gradient, as in the whole table."""
+    forward, padding, table.padding_idx = table.forward, table.padding_idx, None
+
+    def run(ids: Tensor) -> Tensor:
+        elsewhere = ((ids < held[0]) | (ids >= held[1])).unsqueeze(-1)
+        rows = forward((ids - held[0]).masked_fill(elsewhere[..., 0], 0)).masked_fill(elsewhere, 0)
+        rows = _Leave.apply(around.leave, rows)  # type: ignore[no-untyped-call]
+        return rows if padding is None else torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
+
+    return run

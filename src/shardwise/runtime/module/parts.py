@@ -1,0 +1,156 @@
+"""The parts of a user's module while they compute: their forward and backward passes tell the engine where they are.
+
+A part's tensors pass through an identity on their way in and out. The backward of the one at the outputs comes before
+all else of the part, that of the one at the inputs after all else, since autograd runs ready nodes latest-created
+first. Arguments and results may be nested in tuples, lists and dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.errors import UserError
+from shardwise.layout.units import UnitPlan
+from shardwise.ops.gradients import GradSlot, WeightGradient, WeightGradients, grad_slot
+from shardwise.runtime.module.describe import ROOT, DescribedModule
+from shardwise.runtime.module.maps import lower_maps
+from shardwise.runtime.pipeline.stages import no_moment
+from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.zero.engine import Engine
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity on several tensors; its backward calls `reached` once the gradients of all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, reached: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.reached = reached
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.reached()
+        return None, *grads
+
+
+def _through(reached: Callable[[], None], tree: Any) -> tuple[Any, bool]:
+    """(the tree with its differentiable tensors passed through a boundary, whether there are any)."""
+    leaves, shape = _pytree.tree_flatten(tree)
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if at:
+        passed = _Boundary.apply(reached, *(leaves[i] for i in at))  # type: ignore[no-untyped-call]
+        for i, tensor in zip(at, passed, strict=True):
+            leaves[i] = tensor
+    return _pytree.tree_unflatten(leaves, shape), bool(at)
+
+
+class PartRunner:
+    """A user's module bound to its buffers. After `Engine.begin_micro_batch` comes one forward pass by `run`, then a
+    backward pass between `begin_backward` and `end_backward`."""
+
+    def __init__(
+        self, module: nn.Module, described: DescribedModule, plan: UnitPlan, comms: Comms, device: torch.device
+    ) -> None:
+        self.module, self.plan, self.comms, self.device = module, plan, comms, device
+        writing = lower_maps(module, plan, comms, described.styles)
+        self.engine = Engine(module, plan, comms, device, writing, WeightGradients())
+        self.moment: Callable[[list[WeightGradient]], object] = no_moment
+        """As of `StageRunner`."""
+        self._unfinished: list[str] = []
+        """Parts whose inputs have no gradient: their backward passes are over when the next one begins."""
+        self._begun = ""
+        """The block whose backward pass has begun last."""
+        for unit in plan.units:
+            for placed in unit.placed:
+                parameter = module.get_parameter(placed.name)
+                parameter.register_hook(partial(self._arrives, unit.name, grad_slot(parameter)))
+        for name in plan.of_kind("block"):
+            block = module.get_submodule(name)
+            block.forward = partial(self._part, name, block.forward)  # type: ignore[method-assign]
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass, with floating-point inputs in the layout's precision."""
+        args, kwargs = _pytree.tree_map(self._prepared, (args, kwargs))
+        return self._part(ROOT, self.module, *args, **kwargs)
+
+    def _prepared(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        dtype = getattr(torch, self.plan.layout.dtype) if value.is_floating_point() else value.dtype
+        return value.to(self.device, dtype)
+
+    def begin_backward(self) -> None:
+        """The loss is there, and its backward pass is next."""
+        self._begun = ""
+        self._use("backward", ROOT)
+
+    def end_backward(self) -> None:
+        """The whole backward pass is over. Raises `UserError` when it left out a part."""
+        self._finish_rest()
+        self._finish(ROOT)
+        if (use := self.engine.following) is not None:
+            raise UserError(
+                f"no gradient reached {use.part}: the loss must depend on every block; leave it out of blocks= to have "
+                "it in the root"
+            )
+
+    def _part(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._use("forward", name)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if name == ROOT:
+            return forward(*args, **kwargs)
+        (args, kwargs), entered = _through(partial(self._finish, name), (args, kwargs))
+        if self.plan.layout.recompute == "full":
+            forward = partial(checkpoint, forward, use_reentrant=False)
+        out = forward(*args, **kwargs)
+        return _through(partial(self._begin, name, entered), out)[0]
+
+    def _begin(self, name: str, finishes: bool) -> None:
+        """A block's backward pass begins. finishes: whether its end will be seen."""
+        self._finish_rest()
+        self._use("backward", name)
+        self._begun = name
+        if not finishes:
+            self._unfinished.append(name)
+
+    def _arrives(self, name: str, place: GradSlot, grad: Tensor | None) -> None:
+        """Autograd is about to add a gradient to its place, which no map may have written yet. There is memory for a
+        block's gradients during its backward pass alone."""
+        if grad is None:
+            return
+        if name not in (ROOT, self._begun):
+            raise UserError(
+                f"a parameter of {name} was used outside of its forward pass: leave {name} out of blocks=, since the "
+                "root's parameters may be used anywhere"
+            )
+        place.add_nothing()
+
+    def _finish(self, name: str) -> None:
+        """A part's backward pass is over: where nothing has come, the gradient is zero."""
+        for unit in self.plan.finished_after(name):
+            self.engine.units[unit.name].empty_rest()
+        self.engine.finish_backward(name)
+
+    def _finish_rest(self) -> None:
+        for name in self._unfinished:
+            self._finish(name)
+        self._unfinished.clear()
+
+    def _use(self, kind: str, name: str) -> None:
+        use = self.engine.following
+        if use is None or (use.kind, use.part) != (kind, name):
+            expected = f"the {use.kind} pass of {use.part}" if use else "the end of the micro-batch"
+            raise UserError(
+                f"the {kind} pass of {name} came where the plan has {expected}: every block runs once per pass, in "
+                "one order; give example= to have the order found, or blocks= to name other blocks"
+            )
+        self.engine.use_unit(kind, name)

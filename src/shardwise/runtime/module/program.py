@@ -1,0 +1,133 @@
+"""Training steps of a user's module: forward and backward of every micro-batch, then the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import UserError
+from shardwise.layout.axes import DATA
+from shardwise.layout.units import UnitPlan
+from shardwise.report.step_report import Bytes
+from shardwise.runtime.expert.loads import ExpertLoads
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.module.describe import DescribedModule
+from shardwise.runtime.module.parts import PartRunner
+from shardwise.runtime.offload.activations import OffloadedActivations
+from shardwise.runtime.sync.outer_step import OuterStep
+from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.zero.flat_unit import Values
+from shardwise.runtime.zero.optimizer import Optimizer
+
+LossFunction = Callable[[Callable[..., Any], Any], Any]
+"""(module, micro-batch) -> (summed loss, how many tokens it is summed over), or a mean loss alone."""
+
+
+class StepOutcome(NamedTuple):
+    """Result of a training step, the same on every rank."""
+
+    loss: float
+    """Mean over the tokens of all ranks and micro-batches."""
+    grad_norm: float
+    """L2, over the whole module, before clipping."""
+    tokens: int
+    """Tokens that count in the loss, over all ranks; as many as micro-batches where a loss came as a mean."""
+
+
+class ModuleProgram(PartRunner):
+    """A user's module bound to its buffers and ready to step. It has what `TrainProgram` has for reports and
+    checkpoints."""
+
+    outer: OuterStep | None = None
+    offloaded: OffloadedActivations | None = None
+    bytes_on_disk = Bytes()
+
+    def __init__(
+        self,
+        module: nn.Module,
+        described: DescribedModule,
+        plan: UnitPlan,
+        comms: Comms,
+        optimizer: OptimizerConfig,
+        values: Values,
+        device: torch.device,
+    ) -> None:
+        super().__init__(module, described, plan, comms, device)
+        self.optimizer = Optimizer(self.engine, comms, optimizer, values)
+        self.expert_loads = ExpertLoads({}, plan, comms, device)
+        with comms.in_phase("optimizer"):
+            self.engine.all_gather_params()
+
+    def infer(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass without gradients. All ranks call it together."""
+        with torch.no_grad():
+            self.engine.begin_evaluation()
+            return self.run(*args, **kwargs)
+
+    def step(self, loss_fn: LossFunction, micro_batches: Sequence[Any], lr: float) -> StepOutcome:
+        """Train on this rank's micro-batches. Raises `UserError` when there are more or fewer than the plan has."""
+        if len(micro_batches) != self.plan.micro_batches:
+            raise UserError(
+                f"{len(micro_batches)} micro-batches for a split that accumulates {self.plan.micro_batches}: give as "
+                "many, or split with accumulate="
+            )
+        total, tokens = self.gradients(loss_fn, micro_batches)
+        norm = self.optimizer.step(lr)
+        self.optimizer.commit()
+        self.engine.all_gather_params()
+        with self.comms.in_phase("loss"):
+            self.comms.all_reduce(total, DATA, "loss")
+        return StepOutcome(self.comms.read(total) / max(1, tokens), norm, tokens)
+
+    def gradients(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> tuple[Tensor, int]:
+        """Compute the gradients of the mean loss over all ranks' tokens. Returns (this rank's summed loss, tokens of
+        all ranks).
+
+        A micro-batch's tokens are known after its forward pass, those of later ones only then. So gradients are scaled
+        by the first one's, as if the others had as many, and once more at the end where they had not.
+        """
+        self.engine.begin_step()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        later = torch.zeros((), dtype=torch.int64, device=self.device)
+        first = 0
+        for number, batch in enumerate(micro_batches):
+            self.engine.begin_micro_batch()
+            loss, count = _loss_and_count(loss_fn(self.run, batch), self.device)
+            if number == 0:
+                first = self._over_data(count)
+            else:
+                later += count
+            self.moment([])
+            self.begin_backward()
+            (loss / max(1, first * len(micro_batches))).backward()
+            self.end_backward()
+            total += loss.detach()
+        self.engine.finish_step()
+        tokens = first + self._over_data(later) if len(micro_batches) > 1 else first
+        self._rescale(max(1, first * len(micro_batches)), max(1, tokens))
+        return total, tokens
+
+    def _over_data(self, count: Tensor) -> int:
+        with self.comms.in_phase("loss"):
+            self.comms.all_reduce(count, DATA, "valid tokens")
+        return int(self.comms.read(count))
+
+    def _rescale(self, assumed: int, tokens: int) -> None:
+        if assumed != tokens:
+            for flat in self.engine.units.values():
+                flat.grads_interval.mul_(assumed / tokens)
+
+
+def _loss_and_count(result: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(loss, tokens) from what a loss function returned. Raises `UserError` for anything else."""
+    loss, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise UserError(
+            "loss_fn must return (summed loss, number of tokens), or a mean loss alone: a tensor of one element that "
+            "depends on the module"
+        )
+    number = count.detach().clone() if isinstance(count, Tensor) else torch.tensor(count)
+    return loss.reshape(()), number.to(device, torch.int64).reshape(())

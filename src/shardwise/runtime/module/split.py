@@ -1,0 +1,204 @@
+"""`split`: any `nn.Module`, under data and tensor parallelism with every ZeRO stage, with its usual forward."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.checkpoint import find
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.model.blueprint import Blueprint
+from shardwise.report.step_report import StepReport, merge_roles
+from shardwise.runtime.checkpointing import Position, Saver, restore
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.measure.memory import StepMeasurement
+from shardwise.runtime.module.describe import describe, find_blocks, run_order
+from shardwise.runtime.module.initial import MetaValues, is_meta, values_of
+from shardwise.runtime.module.legality import check_module_layout
+from shardwise.runtime.module.program import ModuleProgram, StepOutcome
+from shardwise.runtime.zero.flat_unit import Values
+
+TIMEOUT = 600.0
+"""Seconds that a rank waits for others."""
+
+
+def split(
+    model: nn.Module | Callable[[], nn.Module],
+    layout: Layout | str,
+    plan: Mapping[str, str] | None = None,
+    example: Any = None,
+    *,
+    blocks: Sequence[str] | None = None,
+    accumulate: int = 1,
+    optimizer: OptimizerConfig | None = None,
+    device: torch.device | str | None = None,
+    transport: str = "auto",
+) -> SplitModule:
+    """Split a module over the ranks of a job. Every rank calls it with the same arguments and weights.
+
+    model: the module, which is taken over: its parameters become this rank's. Or a function that builds it. On the meta
+    device its own classes' initial values are made submodule by submodule, and no rank has all of them.
+    layout: a `Layout` or its text: dp, tp, zero, shard, hpz, qwz, qgz, recompute=full, precision, grads.
+    plan: {pattern: style} of tensor parallelism (`layout.styles`); None for the one that a `transformers` model has.
+    example: inputs of one forward pass, to find the order in which blocks run; None where it is that of registration.
+    blocks: classes or paths of the modules that are gathered, reduced and recomputed alone; None to find them.
+    accumulate: micro-batches per step. optimizer: AdamW's settings; `lr` is constant but for `train_step(lr=)`.
+    transport: as of `make_comms`. Without a process group one is made, with torchrun's ranks or for this process alone.
+    Raises `UserError` for a module, a plan or a layout that cannot be split.
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    check_module_layout(layout)
+    _meet()
+    check_module_layout(layout, dist.get_world_size())
+    module = model if isinstance(model, nn.Module) else model()
+    if not isinstance(module, nn.Module):
+        raise UserError(f"split takes an nn.Module or a function that builds one, not {type(module).__name__}")
+    found = find_blocks(module, blocks)
+    if example is not None:
+        found = run_order(module, found, example)
+    described = describe(module, layout, plan, found)
+    at = torch.device(device) if device is not None else _device_of(module)
+    if at.type == "cuda" and dist.get_backend() == "gloo":
+        raise UserError("a module on a GPU needs NCCL: call torch.distributed.init_process_group('nccl') before split")
+    values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
+    _place_buffers(module, layout, values, at)
+    comms = make_comms(layout, None, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
+    workload = Workload(seq=1, batch=layout.dp * accumulate)
+    units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
+    return SplitModule(ModuleProgram(module, described, units, comms, optimizer or OptimizerConfig(), values, at))
+
+
+def _meet() -> None:
+    """Be in a process group."""
+    if dist.is_initialized():
+        return
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # Threads of gloo that are there when the interpreter goes abort the process.
+    atexit.register(_part)
+
+
+def _part() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def _place_buffers(module: nn.Module, layout: Layout, values: Values, device: torch.device) -> None:
+    """Buffers stay whole on every rank, in their own precision; float64 is for comparisons and takes them along."""
+    if isinstance(values, MetaValues):
+        values.place_buffers(module)
+    for child in module.modules():
+        for leaf, buffer in child.named_buffers(recurse=False):
+            wide = torch.float64 if layout.precision == "fp64" and buffer.is_floating_point() else buffer.dtype
+            child._buffers[leaf] = buffer.to(device, wide)
+
+
+class SplitModule(nn.Module):
+    """A user's module over the ranks of a job: this rank's part of it.
+
+    Calling it outside of a training step is a forward pass without gradients, which all ranks make together, each with
+    rows of its own along dp and equal ones along tp. Other attributes are the module's own.
+    """
+
+    def __init__(self, program: ModuleProgram) -> None:
+        super().__init__()
+        self.module = program.module
+        self.program = program
+        self._trains = False
+        self._report: StepReport | None = None
+        self._savers: dict[Path, Saver] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass."""
+        return (self.program.run if self._trains else self.program.infer)(*args, **kwargs)
+
+    def train_step(
+        self, loss_fn: Callable[[Any, Any], Any], batch: Any, *, lr: float | None = None, measure: bool = False
+    ) -> StepOutcome:
+        """One step of the optimizer.
+
+        loss_fn: (this module, micro-batch) -> (summed loss, number of tokens), of this rank. Losses are divided by the
+        tokens of all ranks, however many each has. A mean loss alone counts once per rank and micro-batch.
+        batch: this rank's rows, handed to `loss_fn` as they are; a list has `accumulate` micro-batches.
+        measure: whether `report` will be this step's, which follows every tensor and takes longer.
+        """
+        micro_batches = batch if isinstance(batch, list) else [batch]
+        lr = self.program.optimizer.config.lr if lr is None else lr
+        self._trains = True
+        try:
+            if not measure:
+                return self.program.step(lambda run, rows: loss_fn(self, rows), micro_batches, lr)
+            with StepMeasurement(self.program) as measurement:
+                outcome = self.program.step(lambda run, rows: loss_fn(self, rows), micro_batches, lr)
+        finally:
+            self._trains = False
+        self._report = self._gathered(measurement)
+        return outcome
+
+    def _gathered(self, measurement: StepMeasurement) -> StepReport:
+        """The report of all ranks' roles."""
+        roles: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(roles, measurement.role(self.program.comms.rank))
+        plan, kind = self.program.plan, "CPU" if self.program.device.type == "cpu" else "GPU"
+        return StepReport(
+            source="measured",
+            model={"name": plan.blueprint.name},
+            layout=str(plan.layout),
+            workload=plan.workload.to_json(),
+            cluster=f"{len(roles)}x{kind}",
+            roles=merge_roles(dict(enumerate(roles))),
+        )
+
+    def report(self) -> StepReport:
+        """Ledger, bytes by class and transport times of the last measured step. Raises `UserError` without one."""
+        if self._report is None:
+            raise UserError("no step was measured: call train_step(..., measure=True) first")
+        return self._report
+
+    def save(self, folder: Path | str) -> Path:
+        """Write weights, moments and step to `folder`/step-N, under the module's own names, for any layout. All ranks
+        call it together. Buffers are not in it. Returns the checkpoint's folder."""
+        folder, program = Path(folder), self.program
+        if folder not in self._savers:
+            about = {"module": program.plan.blueprint.name, "layout": str(program.plan.layout)}
+            self._savers[folder] = Saver(program, folder, seed=0, about=about, keep=0, later=False, timeout=TIMEOUT)
+        steps = program.optimizer.steps
+        self._savers[folder].save(Position(steps, 0, steps))
+        return folder / f"step-{steps}"
+
+    def load(self, folder: Path | str) -> int:
+        """Set weights, moments and step from a checkpoint of any layout, or from a folder's newest one. All ranks call
+        it together. Returns the steps that were done. Raises `UserError` when it is of another module, or damaged."""
+        return restore(self.program, find(Path(folder))).step
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """Its parts and parameters."""
+        return self.program.plan.blueprint

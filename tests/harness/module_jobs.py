@@ -1,0 +1,148 @@
+"""What ranks run for the tests of a user's own module, and the same training on one device in plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.jobs import _errors
+from harness.own_modules import OWN, PLANS, llama, own_batch, summed_loss, token_example
+from shardwise.layout import Layout
+from shardwise.layout.axes import DATA
+from shardwise.report.step_report import LedgerRow, StepReport
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.module.comparison import RankDifference, compare_split
+from shardwise.runtime.module.initial import MetaValues
+from shardwise.runtime.module.split import SplitModule, split
+from shardwise.runtime.module.verify import VerifyRequest
+
+ROWS, STEPS, LR = 8, 3, 1e-2
+SETTINGS = OptimizerConfig(clip=0.5)
+
+
+@dataclass(frozen=True)
+class OwnTraining:
+    """Training of one of the tests' own modules. accumulate: micro-batches per step."""
+
+    name: str
+    layout: str
+    accumulate: int = 1
+    save: str = ""
+    """Folder for a checkpoint after the first step."""
+    load: str = ""
+    """Checkpoint to start from, after its steps."""
+    transport: str = "auto"
+
+
+@dataclass
+class OwnOutcome:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    """Parameter -> squared distance of its final values to one device's, over the rank's interval."""
+    ledger: tuple[LedgerRow, ...] = ()
+    report: StepReport | None = None
+    evaluation: float = 0.0
+    """Largest error of the trained module's outputs for rows of the rank's own."""
+
+
+def one_device(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
+    """Losses and norms, and the final parameters, in plain PyTorch."""
+    torch.manual_seed(0)
+    module = OWN[name]().double()
+    groups = [
+        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": SETTINGS.weight_decay},
+        {"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, LR, SETTINGS.betas, SETTINGS.eps)
+    outcome = OwnOutcome()
+    for step in range(STEPS):
+        loss, count = summed_loss(module, own_batch(name, ROWS, step))
+        optimizer.zero_grad()
+        (loss / count).backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), SETTINGS.clip)
+        optimizer.step()
+        outcome.losses.append(float(loss.detach() / count))
+        outcome.norms.append(float(norm))
+        outcome.tokens.append(int(count))
+    return outcome, {name: p.detach() for name, p in module.named_parameters()}
+
+
+def own_split(job: OwnTraining) -> SplitModule:
+    torch.manual_seed(0)
+    layout = Layout.parse(f"{job.layout},precision=fp64")
+    plan = PLANS[job.name] if layout.tp > 1 else None
+    return split(
+        OWN[job.name](), layout, plan, accumulate=job.accumulate, optimizer=SETTINGS, transport=job.transport
+    )  # fmt: skip
+
+
+def train_own(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) -> OwnOutcome:
+    """Train as `one_device` does. The last step is measured."""
+    job, reference = payload
+    module = own_split(job)
+    first = module.load(Path(job.load)) if job.load else 0
+    outcome, comms = OwnOutcome(), module.program.comms
+    for step in range(first, STEPS):
+        rows = [part.chunk(comms.size(DATA))[comms.index(DATA)] for part in own_batch(job.name, ROWS, step)]
+        micro = list(zip(*(part.chunk(job.accumulate) for part in rows), strict=True))
+        last = step == STEPS - 1
+        loss, norm, tokens = module.train_step(summed_loss, micro, lr=LR, measure=last)
+        outcome.losses.append(loss)
+        outcome.norms.append(norm)
+        outcome.tokens.append(tokens)
+        if job.save and step == 0:
+            module.save(Path(job.save))
+            return outcome
+    for state in module.program.optimizer.states:
+        outcome.errors |= _errors(state.flat, state.master, reference)
+    outcome.ledger, outcome.report = comms.ledger(), module.report()
+    plain = OWN[job.name]().double()
+    plain.load_state_dict(reference, strict=False)
+    inputs = own_batch(job.name, 2, comms.index(DATA))[0]
+    outcome.evaluation = float((module(inputs) - plain(inputs)).abs().max())
+    dist.barrier()
+    comms.close()
+    return outcome
+
+
+def from_meta(rank: int, layout: str) -> tuple[float, float]:
+    """(squared distance of a Llama's initial weights to those that its classes give, largest one of its logits)."""
+    with torch.device("meta"):
+        blank = llama()
+    values, module = MetaValues(blank), split(blank, f"{layout},precision=fp32")
+    whole = {}
+    for p in module.blueprint.parameters():
+        owner, _, leaf = p.name.rpartition(".")
+        whole[p.name] = values.made(owner).get_parameter(leaf).detach()
+    states = module.program.optimizer.states
+    errors = [error for state in states for error in _errors(state.flat, state.master, whole).values()]
+    plain = llama()
+    plain.load_state_dict(whole)
+    example = token_example()
+    with torch.no_grad():
+        difference = module(**example).logits - plain(**example).logits
+    return sum(errors), float(difference.abs().max())
+
+
+def mixed(rank: int, payload: tuple[str, str]) -> tuple[list[float], set[str], set[str]]:
+    """(losses, dtypes of parameters, dtypes of optimizer state) in bf16."""
+    name, layout = payload
+    torch.manual_seed(0)
+    module = split(OWN[name](), layout, PLANS[name] if "tp" in layout else None, optimizer=SETTINGS)
+    comms, losses = module.program.comms, []
+    for step in range(STEPS):
+        rows = tuple(part.chunk(comms.size(DATA))[comms.index(DATA)] for part in own_batch(name, ROWS, step))
+        losses.append(module.train_step(summed_loss, rows, lr=LR).loss)
+    dtypes = {str(p.dtype) for p in module.parameters()}
+    return losses, dtypes, {str(state.master.dtype) for state in module.program.optimizer.states}
+
+
+def compare(rank: int, request: VerifyRequest) -> RankDifference:
+    """What one rank finds."""
+    return compare_split(request)

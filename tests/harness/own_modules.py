@@ -1,0 +1,241 @@
+"""Modules that nobody described: three of the tests' own, and `transformers` classes with few, random weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB, WIDTH, SEQ = 24, 16, 6
+
+
+class SkipBlock(nn.Module):
+    """x + down(gelu(up(norm(x)))), returned with a second output."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        return x + scale * y, {"change": y}
+
+
+class SkipMLP(nn.Module):
+    """Blocks whose changes skip to the head. x: [batch, width]."""
+
+    def __init__(self, width: int = WIDTH, blocks: int = 3, device: str = "cpu") -> None:
+        super().__init__()
+        with torch.device(device):
+            self.enter = nn.Linear(width, width)
+            self.blocks = nn.ModuleList(SkipBlock(width) for _ in range(blocks))
+            self.scale = nn.Parameter(torch.ones(width))
+            self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        changes = torch.zeros_like(x)
+        for block in self.blocks:
+            x, others = block(x, scale=self.scale)
+            changes = changes + others["change"]
+        return self.head(x + 0.5 * changes)
+
+
+class StateSpaceBlock(nn.Module):
+    """A diagonal state-space layer, token by token, between two maps."""
+
+    def __init__(self, width: int, states: int = 4) -> None:
+        super().__init__()
+        self.enter = nn.Linear(width, 2 * width, bias=False)
+        self.decay = nn.Parameter(torch.rand(width, states))
+        self.gain = nn.Parameter(torch.randn(width, states) / states)
+        self.kernel = nn.Conv1d(width, width, 3, padding=2, groups=width)
+        self.leave = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        signal, gate = self.enter(x).chunk(2, -1)
+        signal = self.kernel(signal.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        state, out = torch.zeros(*signal[:, 0].shape, self.decay.shape[1], dtype=x.dtype), []
+        for token in signal.unbind(1):
+            state = state * torch.sigmoid(self.decay) + token.unsqueeze(-1)
+            out.append((state * self.gain).sum(-1))
+        return x + self.leave(torch.stack(out, 1) * F.silu(gate))
+
+
+class StateSpace(nn.Module):
+    """Token table, state-space blocks, a head. ids: [batch, seq]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH, padding_idx=0)
+        self.blocks = nn.ModuleList(StateSpaceBlock(WIDTH) for _ in range(2))
+        self.register_buffer("shift", torch.linspace(0, 1, WIDTH))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class SharedBlock(nn.Module):
+    """Weights of maps are also read past these: a shared one's, and one whose map, and bias, nothing uses."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.shared = shared
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.shared.weight) + F.linear(x, self.unused.weight)
+        return x + self.down(torch.tanh(self.up(self.shared(x)))) + 0.1 * y
+
+
+class SharedWeights(nn.Module):
+    """A table that is the head's weight, and a map that two blocks share. ids: [batch, seq]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        shared = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(SharedBlock(shared) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+OWN: dict[str, type[nn.Module]] = {"skips": SkipMLP, "states": StateSpace, "shared": SharedWeights}
+PLANS: dict[str, dict[str, str]] = {
+    "skips": {"blocks.*.up": "column", "blocks.*.down": "row", "head": "colwise_gather_output"},
+    "states": {
+        "table": "vocab",
+        "blocks.*.enter": "colwise_gather_output",
+        "blocks.*.leave": "rowwise_split_input",
+        "head": "vocab",
+    },
+    "shared": {"table": "vocab", "blocks.*.up": "column", "blocks.*.down": "row"},
+}
+
+
+def own_batch(name: str, rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(inputs, targets with -100 for what does not count, of which rows have different numbers)."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "skips":
+        targets = torch.randint(VOCAB, (rows,), generator=generator)
+        targets[: rows // 4] = -100
+        return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64), targets
+    ids = torch.randint(VOCAB, (rows, SEQ), generator=generator)
+    targets = ids.roll(-1, 1)
+    for row in range(rows):
+        targets[row, : row % SEQ] = -100
+    return ids, targets
+
+
+def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(cross-entropy summed over the targets that count, how many these are)."""
+    inputs, targets = batch
+    logits = model(inputs)
+    loss = F.cross_entropy(logits.reshape(-1, VOCAB), targets.reshape(-1), reduction="sum", ignore_index=-100)
+    return loss, (targets != -100).sum()
+
+
+def llama(**changes: object) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_SMALL | changes))
+
+
+def qwen3(**changes: object) -> nn.Module:
+    """Its norms of queries and keys see the gradients of a rank's own heads alone."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(Qwen3Config(**_SMALL | {"head_dim": 8} | changes))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            nn.init.normal_(parameter, 1.0, 0.2)
+    return model
+
+
+def phi3(**changes: object) -> nn.Module:
+    """Queries, keys and values in one map, gate and up in another."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    return Phi3ForCausalLM(Phi3Config(**_SMALL | {"pad_token_id": 0} | changes))
+
+
+def gpt2(**changes: object) -> nn.Module:
+    """Maps with transposed weights, and a head with the table's weight."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 48}
+    return GPT2LMHeadModel(GPT2Config(**sizes | {"bos_token_id": 0, "eos_token_id": 0} | changes))
+
+
+def gemma3(**changes: object) -> nn.Module:
+    """Four norms per block, windows, norms of queries and keys, and a scaled table that is the head's weight."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(Gemma3TextConfig(**_SMALL | {"head_dim": 8, "sliding_window": 4} | changes))
+
+
+def t5(**changes: object) -> nn.Module:
+    """Encoder and decoder, whose blocks hand on the first one's position biases."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 48}
+    return T5ForConditionalGeneration(T5Config(**sizes | {"decoder_start_token_id": 0} | changes))
+
+
+def vit(**changes: object) -> nn.Module:
+    """Images: patches by a convolution."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return ViTForImageClassification(ViTConfig(**sizes | {"image_size": 16, "patch_size": 4} | changes))
+
+
+_SMALL = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+FAMILIES = {"llama": llama, "qwen3": qwen3, "phi3": phi3, "gemma3": gemma3, "gpt2": gpt2}
+GPT2_PLAN = {
+    "transformer.h.*.attn.c_attn": "colwise_gather_output",
+    "transformer.h.*.attn.c_proj": "rowwise_split_input",
+    "transformer.h.*.mlp.c_fc": "column",
+    "transformer.h.*.mlp.c_proj": "row",
+    "lm_head": "vocab",
+}
+
+
+T5_PLAN = {
+    "*.block.*.layer.*.DenseReluDense.wi": "column",
+    "*.block.*.layer.*.DenseReluDense.wo": "row",
+    "lm_head": "colwise_gather_output",
+}
+
+
+def t5_example() -> dict[str, Tensor]:
+    """Source and target texts."""
+    ids = token_example()["input_ids"]
+    return {"input_ids": ids, "decoder_input_ids": ids.roll(1, 1)[:, :5], "use_cache": False}  # type: ignore[dict-item]
+
+
+def image_example() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(5))}
+
+
+def token_example(rows: int = 4, seq: int = 7) -> dict[str, Tensor]:
+    """Inputs of a language model of `transformers`."""
+    ids = torch.randint(1, 48, (rows, seq), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "use_cache": False}  # type: ignore[dict-item]

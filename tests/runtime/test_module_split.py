@@ -1,0 +1,279 @@
+"""`split` on three modules of the tests' own: training is that of one device, whatever the layout."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.module_jobs import ROWS, STEPS, OwnOutcome, OwnTraining, one_device
+from harness.own_modules import OWN, SkipMLP, own_batch
+from harness.pool import run_ranks
+from shardwise import Layout, StepReport, UserError, split
+from shardwise.layout import Workload, unit_plan
+from shardwise.runtime.module.describe import describe, find_blocks
+
+LAYOUTS = [
+    "dp=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=3,recompute=full",
+    "dp=4,zero=2,shard=2",
+    "dp=4,zero=3,hpz=2",
+    "tp=2",
+    "dp=2,tp=2,zero=1",
+    "dp=2,tp=2,zero=3",
+    "tp=4,recompute=full",
+]
+
+
+@cache
+def reference(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
+    return one_device(name)
+
+
+def trained(job: OwnTraining) -> list[OwnOutcome]:
+    """Train in processes, and compare with one device."""
+    expected, final = reference(job.name)
+    outcomes = run_ranks("harness.module_jobs:train_own", Layout.parse(job.layout).ranks, (job, final))
+    for outcome in outcomes:
+        steps = len(outcome.losses)
+        assert outcome.tokens == expected.tokens[-steps:]
+        assert outcome.losses == pytest.approx(expected.losses[-steps:], rel=1e-9)
+        assert outcome.evaluation < 1e-9
+        assert outcome.norms == pytest.approx(expected.norms[-steps:], rel=1e-9)
+    for name, whole in final.items():
+        error = math.sqrt(sum(outcome.errors.get(name, 0.0) for outcome in outcomes))
+        assert error <= 1e-9 * float(whole.norm()), name
+    assert {name for outcome in outcomes for name in outcome.errors} == set(final)
+    return outcomes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OWN)
+def test_training_is_that_of_one_device(name, layout):
+    trained(OwnTraining(name, layout))
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3"])
+def test_trap_33_micro_batches_with_different_numbers_of_tokens_are_one_batch(layout):
+    trained(OwnTraining("states", layout, accumulate=2))
+
+
+def test_trap_33_the_root_has_a_slot_and_a_staging_buffer_of_its_own():
+    """The second of three blocks takes the slot that an embedding has."""
+    trained(OwnTraining("skips", "dp=2,zero=3"))
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=2"])
+def test_trap_33_weights_are_also_read_past_their_maps(layout):
+    trained(OwnTraining("shared", layout))
+
+
+def test_trap_33_a_padding_token_of_a_cut_table_is_not_trained():
+    assert any((own_batch("states", ROWS, step)[0] == 0).any() for step in range(STEPS))
+    trained(OwnTraining("states", "tp=2"))
+
+
+def test_gloo_gives_the_same_as_shared_memory():
+    trained(OwnTraining("shared", "dp=2,zero=3", transport="gloo"))
+    trained(OwnTraining("shared", "dp=2,tp=2,zero=2", transport="gloo"))
+
+
+def test_the_ledger_has_the_gathers_and_sums_of_the_plan():
+    job = OwnTraining("skips", "dp=2,zero=3")
+    layout = Layout.parse(f"{job.layout},precision=fp64")
+    module = OWN[job.name]()
+    blueprint = describe(module, layout, None, find_blocks(module, None)).blueprint
+    plan = unit_plan(blueprint, layout, Workload(seq=1, batch=2))
+    assert [unit.name for unit in plan.units] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    for outcome in trained(job):
+        rows = {(r.phase, r.op, r.unit, r.elements): r.count for r in outcome.ledger if r.unit in plan.by_name}
+        gathers = {
+            (phase, "all_gather_into", gather.unit, plan.gathered(gather)): count
+            for (phase, gather), count in plan.gather_counts().items()
+        }
+        # The root stays for the whole step, and the last two blocks until their backward passes.
+        assert len(gathers) == 5
+        sums = {("backward", "reduce_scatter", unit.name, unit.padded): 1 for unit in plan.units}
+        assert rows == gathers | sums
+
+
+def test_bytes_by_class_are_those_of_the_units():
+    (outcome, _) = trained(OwnTraining("skips", "dp=2,zero=1"))
+    parameters = sum(p.numel() for p in OWN["skips"]().parameters())
+    assert StepReport.from_json(outcome.report.to_json()) == outcome.report
+    (role,) = outcome.report.roles
+    assert role.ranks == (0, 1)
+    assert role.bytes.parameters == pytest.approx(8 * parameters, abs=8 * 8)
+    assert role.bytes.optimizer == pytest.approx(2 * 8 * parameters / 2, abs=2 * 8 * 8)
+    assert role.bytes.saved > 0 and role.bytes.total > role.bytes.parameters + role.bytes.optimizer
+
+
+@pytest.mark.parametrize("after", ["dp=2,tp=2,zero=3", "tp=2", "dp=2,zero=1"])
+def test_a_checkpoint_is_continued_under_any_layout(after, tmp_path):
+    saved = OwnTraining("shared", "dp=2,zero=3", save=str(tmp_path))
+    run_ranks("harness.module_jobs:train_own", 2, (saved, {}))
+    trained(OwnTraining("shared", after, load=str(tmp_path)))
+
+
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2", "dp=2,tp=2,zero=1"])
+def test_a_module_on_the_meta_device_starts_with_the_same_weights_under_any_layout(layout):
+    errors = run_ranks("harness.module_jobs:from_meta", Layout.parse(layout).ranks, layout)
+    for weights, logits in errors:
+        assert weights == 0 and logits < 1e-5
+
+
+def test_bf16_trains_near_float64_with_masters_in_float32():
+    expected, _ = reference("skips")
+    for layout in ("dp=2,zero=1", "dp=2,tp=2,zero=3"):
+        ranks = Layout.parse(layout).ranks
+        for losses, dtypes, states in run_ranks("harness.module_jobs:mixed", ranks, ("skips", layout)):
+            assert losses == pytest.approx(expected.losses, rel=0.02)
+            assert (dtypes, states) == ({"torch.bfloat16"}, {"torch.float32"})
+
+
+# -- bad input: one line says what is wrong, and what to do
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = nn.Parameter(torch.ones(2), requires_grad=False)
+
+
+class Overlapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.ones(2, 3)
+        self.a, self.b = nn.Parameter(both[:2]), nn.Parameter(both[:1])
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.blocks[1](self.blocks[0](x)))
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "options", "message"),
+    [
+        (Frozen, "dp=1", {}, r"kept is frozen"),
+        (Overlapping, "dp=1", {}, r"a and b are different parameters in one memory"),
+        (nn.Identity, "dp=1", {}, r"has no parameters"),
+        (lambda: 3, "dp=1", {}, r"not int"),
+        (SkipMLP(device="meta"), "dp=1", {}, r"scale is on the meta device, and SkipMLP has no .* give a function"),
+        (OWN["skips"], "dp=2", {}, r"needs 2 ranks, but there are 1: .*torchrun --nproc-per-node 2"),
+        (OWN["skips"], "pp=2", {}, r"pp=2 .* not there yet for a user's module"),
+        (OWN["skips"], "tp=2,sp", {}, r"sp .* not there yet"),
+        (OWN["skips"], "zero=1,offload=cpu", {}, r"offload=cpu .* not there yet"),
+        (OWN["skips"], "recompute=selective", {}, r"choose recompute=full"),
+        (OWN["skips"], "dp=1", {"blocks": ["Skip"]}, r"nothing is named 'Skip'; did you mean SkipMLP|SkipBlock"),
+    ],
+)
+def test_bad_input_is_one_line(module, layout, options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        split(module, layout, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (None, r"tp=2 needs a plan, and SkipMLP publishes none"),
+        ({"blocks.*.up": "colum"}, r"'blocks.\*.up' has style 'colum', which split does not have; it has column, row"),
+        ({"blocks.*.op": "column"}, r"no map is named 'blocks.\*.op'; did you mean blocks.\d.up"),
+        ({"blocks.*.norm": "column"}, r"blocks.0.norm is a LayerNorm; nn.Linear, Conv1D and nn.Embedding are cut"),
+        ({"blocks.0.up": "column"}, r"blocks.0.up is a Doubled with a forward of its own"),
+        ({"enter": "packed_colwise"}, r"'enter' has style 'packed_colwise'"),
+    ],
+)
+def test_a_bad_plan_is_one_line(plan, message):
+    module = SkipMLP()
+    module.blocks[0].up = Doubled(16, 48)
+    with pytest.raises(UserError, match=message):
+        describe(module, Layout(tp=2), plan, [])
+
+
+def test_a_degree_that_does_not_divide_names_those_that_do():
+    message = r"tp=5 does not divide the 48 outputs of blocks.0.up.weight; valid tp: 1, 2, 3"
+    with pytest.raises(UserError, match=message):
+        describe(OWN["skips"](), Layout(tp=5), {"blocks.*.up": "column"}, [])
+
+
+@pytest.fixture
+def alone():
+    import torch.distributed as dist
+
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_block_that_runs_twice_is_found_by_an_example():
+    x = torch.randn(3, 4)
+    module = split(Twice(), "precision=fp32")
+    with pytest.raises(UserError, match=r"the forward pass of blocks\.0 came where the plan has the end"):
+        module(x)
+    torch.manual_seed(0)
+    plain = Twice()
+    expected = plain(x).detach()
+    module = split(plain, "precision=fp32", example=x)
+    assert module.program.plan.parts == ["root", "blocks.1"]
+    assert torch.equal(module(x), expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_need_not_be_contiguous():
+    plain = nn.Linear(4, 3)
+    plain.weight = nn.Parameter(torch.randn(4, 3).t())
+    x = torch.randn(2, 4)
+    expected = plain(x).detach()
+    torch.testing.assert_close(split(plain, "precision=fp32")(x), expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_step_needs_is_said():
+    module = split(OWN["skips"](), "precision=fp32")
+    x = torch.randn(2, 16)
+    with pytest.raises(UserError, match=r"loss_fn must return \(summed loss, number of tokens\)"):
+        module.train_step(lambda model, batch: 1.0, x)
+    with pytest.raises(UserError, match="2 micro-batches for a split that accumulates 1"):
+        module.train_step(lambda model, batch: model(batch).mean(), [x, x])
+    with pytest.raises(UserError, match="no step was measured"):
+        module.report()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_block_without_gradient_is_named():
+    module = split(OWN["skips"](), "precision=fp32")
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model.scale.sum() + model(x).detach().sum()
+
+    with pytest.raises(UserError, match=r"no gradient reached blocks\.2"):
+        module.train_step(loss, torch.randn(2, 16))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_blocks_parameter_that_the_loss_uses_is_named():
+    """The root's may be used anywhere."""
+    plain = OWN["skips"]()
+    plain.blocks[1].aside = nn.Parameter(torch.ones(3))
+    module = split(plain, "precision=fp32")
+    x = torch.randn(2, 16)
+    module.train_step(lambda model, x: model(x).square().mean() + model.scale.norm() + model.head.weight.norm(), x)
+    with pytest.raises(UserError, match=r"a parameter of blocks\.1 was used outside of its forward pass"):
+        module.train_step(lambda model, x: model(x).square().mean() + model.blocks[1].aside.norm(), x)
