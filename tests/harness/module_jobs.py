@@ -112,7 +112,7 @@ def train_own(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) -> OwnO
 
 
 def from_meta(rank: int, layout: str) -> tuple[float, float]:
-    """(squared distance of a Llama's initial weights to those that its classes give, largest one of its logits)."""
+    """(squared distance of a Llama's initial weights to what its classes give, largest one of its logits)."""
     with torch.device("meta"):
         blank = llama()
     values, module = MetaValues(blank), split(blank, f"{layout},precision=fp32")

@@ -1,4 +1,4 @@
-"""Modules that nobody described: three of the tests' own, and `transformers` classes with few, random weights."""
+"""Modules without a description: three of the tests' own, and `transformers` classes with few, random weights."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ PLANS: dict[str, dict[str, str]] = {
 
 
 def own_batch(name: str, rows: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(inputs, targets with -100 for what does not count, of which rows have different numbers)."""
+    """(inputs, targets with -100 for what does not count, of different numbers in the rows)."""
     generator = torch.Generator().manual_seed(seed)
     if name == "skips":
         targets = torch.randint(VOCAB, (rows,), generator=generator)

@@ -523,7 +523,7 @@ MISTAKES = (
             "alpha=heads[worker].c / max(1, tokens)", "alpha=1 / len(workers)", "trap_31"),
     Mistake(31, "each server clips by the norm of its own range", SERVER,
             "if self._peers is not None:", "if False:", "trap_31"),
-    Mistake(31, "every server is told the version of the first one's range", SERVED_WORKER,
+    Mistake(31, "every server hears the version of the first one's range", SERVED_WORKER,
             "b=self._reads[number]", "b=self._reads[0]", "trap_31"),
     Mistake(31, "the first of servers that drop different gradients says where a worker continues", SERVED_WORKER,
             "min(head.b for head in heads)", "heads[0].b", "trap_31"),

@@ -254,7 +254,7 @@ def test_slow_ranks_change_no_number_of_lockstep(text: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("layout", ["dp=2,sync=async,servers=1:own", "dp=2,sync=local,every=3"])
 def test_trap_32_factors_of_a_run_without_lockstep(text: Path, tmp_path: Path, layout: str) -> None:
-    """Asynchronous workers draw by the number of their share of the text, of which a step has two."""
+    """Asynchronous workers draw by the number of their share of the text; a step has two."""
     slow = "rank=all,spread=0.1"
     _, logged, _ = train(text, tmp_path / "run", layout, "--slow", slow, "--emulate", "20ms", "--seed", "5")
     drawn, steps = Stragglers.parse([slow], 5), [event for event in logged if "loss" in event]

@@ -208,7 +208,7 @@ def test_a_run_is_chosen_and_each_bar_says_what_it_read(browser: Any, tmp_path: 
 
 
 def pointed_at(page: Any, found: Any) -> set[str]:
-    """Words beside the pointer at the middle of every event of the first lane, each of which names its version."""
+    """Words beside the pointer at the middle of every event of the first lane; each names its version."""
     canvas, events, said = page.locator('[data-figure="gradients"] canvas'), found.more["events"], set()
     box = canvas.bounding_box()
     whole = max(events["start"] + events["seconds"])

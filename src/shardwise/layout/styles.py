@@ -29,7 +29,7 @@ _COLUMN, _ROW = EDGES["megatron"]["column"], EDGES["megatron"]["row"]
 GATHERED = MapStyle("column", EDGES["gathered"]["column"])
 """Column-parallel, and every rank has all outputs."""
 LOOKUP = MapStyle("vocab", EDGES["megatron"]["lookup"])
-"""A table of which each rank has some rows."""
+"""A table, some rows on each rank."""
 WHOLE = "replicate"
 """Style of a map that every rank has whole."""
 STYLES: dict[str, MapStyle] = {

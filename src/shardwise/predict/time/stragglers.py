@@ -1,6 +1,6 @@
 """The time of a step with slow ranks: who waits for whom under each way in which replicas agree.
 
-The factors of ranks and steps are those that a run with the same seed draws (`schedule.stragglers`). Inside a replica,
+The factors of ranks and steps are the ones that a run with the same seed draws (`schedule.stragglers`). Inside a replica,
 or a worker of parameter servers, a step takes as long as its slowest rank's.
 """
 
@@ -66,7 +66,7 @@ def with_stragglers(
 def straggled_step(
     model: ModelConfig, layout: Layout, slow: Stragglers, arithmetic: float, rest: float, steps: int | None = None
 ) -> StraggledStep:
-    """The mean step. arithmetic: seconds of a step that a rank's factor multiplies; rest: those that it does not, such
+    """The mean step. arithmetic: seconds of a step that a rank's factor multiplies; rest: the others, such
     as the exchange of gradients. steps: of the run, from its first one; None: enough for a mean."""
     steps = steps or _enough(layout)
     if layout.sync == "local":
@@ -84,7 +84,7 @@ def straggled_step(
 
 
 def _enough(layout: Layout) -> int:
-    """Steps for a mean, of which many ranks make fewer."""
+    """Steps for a mean; many ranks make fewer."""
     most = MOST_DRAWS // layout.training_ranks
     if layout.staleness or layout.backup:
         most = min(most, MOST_MEETINGS // layout.independent**2)

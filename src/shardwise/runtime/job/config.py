@@ -105,7 +105,7 @@ class TrainConfig:
     )  # fmt: skip
     emulate: str | None = option(
         None,
-        "a step's arithmetic lasts TIME, the rest of which is slept, as if each rank had cores of its own; it must "
+        "a step's arithmetic lasts TIME and the rest of it is slept, as if each rank had cores of its own; it must "
         "need less than TIME",
         metavar="TIME",
     )

@@ -230,7 +230,7 @@ def _parameter(
 
 
 def _cut(style: MapStyle, leaf: str) -> Cut:
-    """A bias is cut with column-parallel outputs that stay apart, and added whole to those that come together."""
+    """A bias is cut with column-parallel outputs that stay apart, and added whole to outputs that come together."""
     if leaf == "weight":
         return style.cut
     return "column" if style.cut == "column" and style.edges.leave == "none" else "replicated"

@@ -1,4 +1,4 @@
-"""Initial values of a user's module: those that it has, or, on the meta device, those that its own classes give.
+"""Initial values of a user's module: its own, or, on the meta device, what its classes give.
 
 A module on the meta device is never whole anywhere. Each submodule with parameters of its own is made alone, by its
 `reset_parameters`, or by `_init_weights` of a `transformers` model, when its values are needed. Its seed is its name's,

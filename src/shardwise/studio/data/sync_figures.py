@@ -17,7 +17,7 @@ KINDS = ("fresh", "stale", "dropped", "idle", "update")
 """Kinds of events, by number."""
 _FRESH, _STALE, _DROPPED, _IDLE, _UPDATE = range(5)
 MOST_WAITS = 12
-"""Pairs of workers that are drawn, those that wait longest."""
+"""Pairs of workers that are drawn: the ones with the longest waits."""
 
 
 def gradients_table(record: UpdateRecord, worker: str) -> Table:
