@@ -1,6 +1,6 @@
 """The time of a step with slow ranks: who waits for whom under each way in which replicas agree.
 
-The factors of ranks and steps are the ones that a run with the same seed draws (`schedule.stragglers`). Inside a replica,
+Factors of ranks and steps are what a run with the same seed draws (`schedule.stragglers`). Inside a replica,
 or a worker of parameter servers, a step takes as long as its slowest rank's.
 """
 
