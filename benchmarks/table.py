@@ -42,7 +42,7 @@ def tables(folder: Path) -> dict[str, str]:
     for result in sorted((r for r in results if isinstance(r, dict)), key=lambda r: str(r.get("date", ""))):
         makers = {
             "train_step": train_step_tables, "scaling": scaling_tables, "collectives": collectives_tables,
-            "pipelines": pipelines_tables, "stragglers": stragglers_tables,
+            "pipelines": pipelines_tables, "stragglers": stragglers_tables, "offload_step": offload_tables,
         }  # fmt: skip
         maker = makers.get(result.get("benchmark", ""))
         if maker is not None:
@@ -82,6 +82,12 @@ def train_step_tables(result: Row) -> Iterator[tuple[str, str]]:
         yield f"time-{ranks}", pair_table(mine, lambda row: two(row, "s", 1e3, " ms"))
         yield f"cpu-{ranks}", pair_table(mine, lambda row: two(row, "cpu_s", 1e3, " ms"))
         yield f"memory-{ranks}", pair_table(mine, lambda row: two(row, "peak_bytes", 1e-6, " MB"))
+
+
+def offload_tables(result: Row) -> Iterator[tuple[str, str]]:
+    yield "offload-speed", pair_table(result["settings"], speed)
+    yield "offload-time", pair_table(result["settings"], lambda row: two(row, "s", 1e3, " ms"))
+    yield "offload-memory", pair_table(result["settings"], lambda row: two(row, "peak_bytes", 1e-6, " MB"))
 
 
 def speed(row: Row) -> str:

@@ -460,6 +460,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--matmul", choices=("highest", "high", "medium"), default="medium",
                         help="float32 matrix-product precision for everyone")  # fmt: skip
     parser.add_argument("--alike", action="store_true", help="let the peers keep the memory they free, too")
+    parser.add_argument("--name", default="train_step", help="of the benchmark in the JSON file (train_step)")
     parser.add_argument("--pairs", nargs="+", metavar="WORD", help="only pairs with a contender whose name contains it")
     parser.add_argument("--quick", action="store_true", help="1 and 2 ranks, 512 tokens, fp32, 3 rounds")
     parser.add_argument("--json", type=Path, help="write raw times, rows, machine and date here")
@@ -487,7 +488,7 @@ def main() -> None:
             settings += json.loads(Path(folder, "out").read_text())
     if args.json:
         about = {"rounds": args.rounds, "matmul": args.matmul, "settings": settings}
-        write_json(args.json, header("train_step") | about)
+        write_json(args.json, header(args.name) | about)
 
 
 if __name__ == "__main__":

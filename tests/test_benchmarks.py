@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 from harness.today import of_some
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("docs/performance.md", "docs/collectives.md", "docs/pipelines.md", "docs/stragglers.md")
+DOCUMENTS = ("docs/performance.md", "docs/collectives.md", "docs/pipelines.md", "docs/stragglers.md",
+             "docs/offload.md")  # fmt: skip
 
 
 def table(*arguments: str) -> subprocess.CompletedProcess[str]:

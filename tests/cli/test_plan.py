@@ -135,7 +135,7 @@ def test_a_degree_that_no_layout_has_is_not_blamed_on_memory(find, capsys):
 @pytest.mark.parametrize("find", some_of(["sequence", "batch", "scaling", "cluster"], 2, "what plan finds"))
 def test_what_train_rejects_of_what_is_found_is_said(find, capsys):
     refusal = "not runnable by `train` yet: ALiBi positions"
-    given = ["--find", find, *(["--tokens", "20B", "--deadline", "1"] if find == "cluster" else [])]
+    given = ["--find", find, *(["--tokens", "20B", "--deadline", "10"] if find == "cluster" else [])]
     alibi = ["plan", "bloom-176b", "--cluster", "8x8xH100", *SMALL[4:], *given, "--fix", "cp=1,micro=1,tp=8"]
     assert main(alibi) == 0
     assert refusal in " ".join(capsys.readouterr().out.split())
