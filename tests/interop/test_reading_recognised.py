@@ -19,6 +19,7 @@ from shardwise.interop.reading import deepspeed, megatron, torchtitan, vllm
         ("pretrain_gpt.py --micro-batch-size 1", "Megatron-LM"),
         ("train.py --tensor-model-parallel-size 2 --seq-length 8", "Megatron-LM"),
         ("run_train.sh --parallelism.tensor_parallel_degree 2", "torchtitan"),
+        ("torchrun --nproc-per-node 8 train.py --fast", "torchrun"),
     ],
 )
 def test_arguments(text, engine):
@@ -67,7 +68,7 @@ def test_an_engine_can_be_named(tmp_path):
     assert read([str(path)], 8, "torchtitan").layout.tp == 2
     with pytest.raises(UserError, match="Megatron-LM is read from its arguments"):
         read([str(path)], 8, "megatron")
-    assert len(ENGINES) == 5
+    assert len(ENGINES) == 6
 
 
 VALUE = st.sampled_from(

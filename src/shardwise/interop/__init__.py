@@ -1,12 +1,18 @@
-"""Other engines' configurations: `read` says which layout one of them is.
+"""Other engines' configurations: `read` says which layout one of them is, `write` makes one from a layout.
 
-from shardwise.interop import read
+from shardwise.interop import WriteRequest, read, write
 
 reading = read(["ds_config.json"], ranks=64)
 reading.layout, reading.facts, reading.notes
+write("deepspeed", WriteRequest(model, layout, workload)).text
 """
 
 from shardwise.interop.reading.reader import ENGINES, read
 from shardwise.interop.reading.settings import Reading, ServerSettings
+from shardwise.interop.writing.request import EngineFile, EngineWriter, WriteRequest
+from shardwise.interop.writing.writer import WRITERS, nearest_layout, write
 
-__all__ = ["ENGINES", "Reading", "ServerSettings", "read"]
+__all__ = [
+    "ENGINES", "WRITERS", "EngineFile", "EngineWriter", "Reading", "ServerSettings", "WriteRequest", "nearest_layout",
+    "read", "write",
+]  # fmt: skip

@@ -15,6 +15,8 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _ASSIGNMENT = re.compile(r"\b([A-Za-z_]\w*)=([^\s()$`'\"]*)")
 _END = ";"
 """Stands where a shell's array or command ends: what comes after it is no value of a flag before it."""
+_LAYOUT = "--layout"
+"""A flag whose value looks like an assignment: dp=2,tp=2."""
 _NEGATIVE = re.compile(r"-\d")
 
 
@@ -40,7 +42,11 @@ def split(text: str) -> list[str]:
         words = shlex.split(filled, comments=True)
     except ValueError as error:
         raise UserError(f"the arguments cannot be read: {str(error).lower()}") from None
-    return [part for word in words for part in _parts(word)]
+    return [
+        part
+        for before, word in zip(["", *words], words, strict=False)
+        for part in ([word] if before == _LAYOUT else _parts(word))
+    ]
 
 
 def _parts(word: str) -> list[str]:

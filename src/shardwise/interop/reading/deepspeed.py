@@ -11,9 +11,11 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.reading.fields import ConfigFields, nearest_multiples
-from shardwise.interop.reading.known_keys import Known, known
+from shardwise.interop.reading.known_keys import Known, known, rows
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
+
+_KEYS = rows("deepspeed", "layout")
 
 
 def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
@@ -41,9 +43,9 @@ def _optimizer(top: ConfigFields, table: Any) -> str | None:
 
 def _degrees(top: ConfigFields, ranks: int) -> dict[str, Any]:
     tensor = top.table("tensor_parallel", known("deepspeed", "tensor"))
-    tp = max(1, tensor.integer("autotp_size", 1, least=0))
-    ulysses = top.integer("sequence_parallel_size", 1)
-    pp = top.table("pipeline", known("deepspeed", "pipeline")).integer("stages", 1)
+    tp = max(1, tensor.integer(_KEYS["tp"], 1, least=0))
+    ulysses = top.integer(_KEYS["cp"], 1)
+    pp = top.table("pipeline", known("deepspeed", "pipeline")).integer(_KEYS["pp"], 1)
     if ranks % (tp * ulysses * pp):
         raise UserError(
             f"{ranks} ranks cannot be divided by autotp_size x sequence_parallel_size x stages = {tp * ulysses * pp}"
@@ -64,7 +66,7 @@ class _Batches:
 
 def _batches(top: ConfigFields, world: int) -> _Batches:
     """DeepSpeed's rules: of three numbers two give the third, of one the others follow."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    keys = ("train_batch_size", _KEYS["micro"], "gradient_accumulation_steps")
     whole, micro, steps = (top.integer(key) if top.given(key) else None for key in keys)
     if whole is None and micro is None:
         if any(map(top.automatic, keys[:2])):
@@ -88,7 +90,7 @@ def _zero(zero: ConfigFields) -> dict[str, Any]:
     stage = zero.integer("stage", 0, least=0)
     if stage > 3:
         raise UserError(f"{zero.name('stage')} must be 0, 1, 2 or 3, not {stage}")
-    devices = {key: _device(zero, key) for key in ("optimizer", "param")}
+    devices = {key: _device(zero, key, stage) for key in ("optimizer", "param")}
     if devices["param"] != "none" and stage < 3:
         raise UserError(f"{zero.name('offload_param')} needs stage 3, not stage {stage}")
     if devices["optimizer"] != "none" and stage == 0:
@@ -99,13 +101,13 @@ def _zero(zero: ConfigFields) -> dict[str, Any]:
         devices["optimizer"] = devices["param"]
     words |= {key: place for key, place in (("offload", devices["optimizer"]), ("offload_params", devices["param"]))
               if place != "none"}  # fmt: skip
-    if (mics := zero.integer("mics_shard_size", 0, least=-1)) > 0:
+    if (mics := zero.integer(_KEYS["shard"], 0, least=-1)) > 0:
         words["shard"] = mics
-    if (secondary := zero.integer("zero_hpz_partition_size", 1, least=0)) > 1:
+    if (secondary := zero.integer(_KEYS["hpz"], 1, least=0)) > 1:
         words["hpz"] = secondary
-    if zero.flag("zero_quantized_weights") and stage == 3:
+    if zero.flag(_KEYS["qwz"]) and stage == 3:
         words["qwz"] = True
-    if zero.flag("zero_quantized_gradients") and stage:
+    if zero.flag(_KEYS["qgz"]) and stage:
         words["qgz"] = True
     for key, what in (("zero_quantized_nontrainable_weights", "frozen weights are kept in 8 bits"),):
         if zero.flag(key):
@@ -114,11 +116,17 @@ def _zero(zero: ConfigFields) -> dict[str, Any]:
     return words
 
 
-def _device(zero: ConfigFields, key: str) -> str:
-    """Home of optimizer state or parameters: "none", "cpu" or "nvme"."""
+def _device(zero: ConfigFields, key: str, stage: int) -> str:
+    """Home of optimizer state or parameters: "none", "cpu", "nvme", or "cpu:0.5" for a fraction, which stage 3 alone
+    has."""
     table = zero.table(f"offload_{key}", known("deepspeed", "offload"))
     device = table.word("device", "none", ("none", "cpu", "nvme")).lower()
     old = zero.flag("cpu_offload" if key == "optimizer" else "cpu_offload_param")
+    share = table.number("ratio", 1.0)
+    if not 0 <= share <= 1:
+        raise UserError(f"{table.name('ratio')} must be between 0 and 1, not {share:g}")
+    if device != "none" and key == "optimizer" and stage == 3 and share < 1:
+        return f"{device}:{share:g}" if share else "none"
     return "cpu" if old and device == "none" else device
 
 
@@ -149,7 +157,7 @@ def _precision(top: ConfigFields) -> dict[str, Any]:
         raise UserError("bf16 and fp16 are both enabled; DeepSpeed takes one of them")
     if top.table("torch_autocast", Known(frozenset({"dtype", "lower_precision_safe_modules"}), ())).flag("enabled"):
         top.fact("torch_autocast: fp32 weights are cast in every operation, and the casts are saved for backward")
-    accumulated = top.table("data_types", Known(frozenset(), ("param_", "buffer_", "keep_"))).word("grad_accum_dtype")
+    accumulated = top.table("data_types", Known(frozenset(), ("param_", "buffer_", "keep_"))).word(_KEYS["grads"])
     if not any(on.values()):
         return {"precision": "fp32"}
     if on["fp16"]:

@@ -5,15 +5,18 @@ The number of processes stands in torchrun's arguments, if they are there, or is
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.reading.arguments import dashed, launched_ranks, parse
 from shardwise.interop.reading.fields import ConfigFields, nearest_multiples
-from shardwise.interop.reading.known_keys import Known, known
+from shardwise.interop.reading.known_keys import Known, known, rows
 from shardwise.interop.reading.megatron_model import described
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
+
+_KEYS = rows("megatron", "layout")
 
 
 def read(words: list[str], ranks: int | None) -> Reading:
@@ -27,8 +30,8 @@ def read(words: list[str], ranks: int | None) -> Reading:
     if ranks is None:
         raise UserError("the arguments do not say on how many GPUs this runs: give --ranks N, or --cluster")
     found = _degrees(fields, ranks) | _experts(fields)
-    found |= _pipeline(fields, found["pp"]) | _sharding(fields)
-    found |= _precision(fields) | _recompute(fields) | _cpu(fields)
+    found |= _pipeline(fields, found["pp"]) | _sharding(fields, found["dp"] * found["cp"])
+    found |= _precision(fields) | _recompute(fields) | _cpu(fields) | _attention(fields)
     layout = Layout(**found)
     batch = _batch(fields, layout)
     seq = fields.integer("seq_length") or None
@@ -54,16 +57,17 @@ def _batch(fields: ConfigFields, layout: Layout) -> int:
 
 
 def _degrees(fields: ConfigFields, ranks: int) -> dict[str, Any]:
-    tp, pp, cp = (fields.integer(f"{name}_parallel_size", 1) for name in ("tensor_model", "pipeline_model", "context"))
+    tp, pp, cp = (fields.integer(_KEYS[key], 1) for key in ("tp", "pp", "cp"))
     if ranks % (tp * pp * cp):
         raise UserError(f"{ranks} ranks cannot be divided by tensor x pipeline x context parallel = {tp * pp * cp}")
     found: dict[str, Any] = {"dp": ranks // (tp * pp * cp), "tp": tp, "pp": pp, "cp": cp}
-    found["micro"] = fields.integer("micro_batch_size", 1)
-    if fields.word("cp_comm_type", "p2p") == "a2a" and cp > 1:
-        found["cpkind"] = "ulysses"
-    if fields.flag("use_tp_pp_dp_mapping"):
+    found["micro"] = fields.integer(_KEYS["micro"], 1)
+    kinds = {word: kind for kind, word in rows("megatron", "cpkind").items()}
+    kind = kinds.get(fields.word(_KEYS["cpkind"], "p2p"), "ring")
+    found |= {"cpkind": kind} if cp > 1 else {}
+    if fields.flag(_KEYS["order"]):
         found["order"] = "dp-pp-cp-tp"
-    sequence = fields.flag("sequence_parallel")
+    sequence = fields.flag(_KEYS["sp"])
     if sequence and tp == 1:
         fields.note("--sequence-parallel does nothing without tensor parallelism; Megatron-LM switches it off")
     elif not sequence and tp > 1:
@@ -74,19 +78,19 @@ def _degrees(fields: ConfigFields, ranks: int) -> dict[str, Any]:
 
 
 def _experts(fields: ConfigFields) -> dict[str, Any]:
-    found = {"ep": fields.integer("expert_model_parallel_size", 1)}
-    if fields.given("expert_tensor_parallel_size"):
-        found["etp"] = fields.integer("expert_tensor_parallel_size", 1)
+    found = {"ep": fields.integer(_KEYS["ep"], 1)}
+    if fields.given(_KEYS["etp"]):
+        found["etp"] = fields.integer(_KEYS["etp"], 1)
     return found
 
 
 def _pipeline(fields: ConfigFields, pp: int) -> dict[str, Any]:
     """Virtual stages, and stages of different size."""
-    each = fields.integer("num_layers_per_virtual_pipeline_stage")
+    each = fields.integer(_KEYS["virtual"])
     virtual = fields.integer("num_virtual_stages_per_pipeline_rank", 1)
     layers = fields.integer("num_layers")
-    if fields.given("pipeline_model_parallel_layout"):
-        fields.fact(f"--pipeline-model-parallel-layout {fields.word('pipeline_model_parallel_layout')}: taken as even")
+    if fields.given(_KEYS["stages"]):
+        return _listed(fields, pp, layers)
     if each:
         if not layers:
             raise UserError("--num-layers-per-virtual-pipeline-stage needs --num-layers")
@@ -100,6 +104,21 @@ def _pipeline(fields: ConfigFields, pp: int) -> dict[str, Any]:
     return words
 
 
+def _listed(fields: ConfigFields, pp: int, layers: int) -> dict[str, Any]:
+    """Stages of a list such as Et*21|t*20|(t|)*2t*19L: t is a layer, E the embedding, L the loss. Another text is a
+    fact, and counts as even stages."""
+    text = fields.word(_KEYS["stages"])
+    # Megatron-LM writes repetitions as (tt|)*30 or t*21.
+    full = re.sub(r"\(([^()]*)\)\*(\d{1,4})", lambda match: match[1] * int(match[2]), text)
+    full = re.sub(r"(\w)\*(\d{1,4})", lambda match: match[1] * int(match[2]), full.replace(",", ""))
+    counts = tuple(stage.count("t") for stage in full.split("|"))
+    if set(full) - set("EtL|") or len(counts) % pp or (layers and sum(counts) != layers) or pp == 1:
+        fields.fact(f"--pipeline-model-parallel-layout {text}: taken as even")
+        return {}
+    virtual = len(counts) // pp
+    return {"stages": counts} | ({"virtual": virtual, "schedule": "interleaved"} if virtual > 1 else {})
+
+
 def _uneven(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
     """Layers of each stage where the first or the last has a number of its own. Raises `UserError` where the rest
     cannot be divided."""
@@ -110,20 +129,29 @@ def _uneven(layers: int, stages: int, first: int, last: int) -> tuple[int, ...]:
     return (*([first] if first else []), *[rest // middle] * middle, *([last] if last else []))
 
 
-def _sharding(fields: ConfigFields) -> dict[str, Any]:
+def _sharding(fields: ConfigFields, data: int) -> dict[str, Any]:
+    """ZeRO's stage, and its groups. data: ranks that gradients are summed over."""
+    words = _stage(fields)
+    instances = fields.integer(_KEYS["shard"], 1)
+    if instances > 1 and data % instances:
+        raise UserError(f"{dashed(_KEYS['shard'])} {instances} must divide data x context parallel = {data}")
+    # Groups of one rank shard nothing.
+    if instances == data > 1:
+        return words | {"zero": 0}
+    return words | ({"shard": data // instances} if instances > 1 and words.get("zero") else {})
+
+
+def _stage(fields: ConfigFields) -> dict[str, Any]:
     strategies = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     distributed = fields.flag("use_distributed_optimizer")
     fsdp = fields.flag("use_megatron_fsdp") or fields.flag("use_custom_fsdp")
-    strategy = fields.word("data_parallel_sharding_strategy", "optim_grads_params", strategies)
-    instances = fields.integer("num_distributed_optimizer_instances", 1)
-    if instances > 1:
-        fields.fact(f"{instances} instances of the distributed optimizer: each shards over that part of the ranks")
+    strategy = fields.word(_KEYS["zero"], "optim_grads_params", strategies)
     if fields.flag("use_torch_fsdp2"):
         keeps = fields.flag("torch_fsdp2_no_reshard_after_forward")
         return {"zero": 2 if keeps else 3}
     if fsdp:
         return {"zero": strategies[strategy.lower()]}
-    if fields.given("data_parallel_sharding_strategy"):
+    if fields.given(_KEYS["zero"]):
         fields.note("--data-parallel-sharding-strategy counts with --use-megatron-fsdp alone; it is not there")
     if distributed:
         fields.note(
@@ -136,7 +164,7 @@ def _sharding(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _precision(fields: ConfigFields) -> dict[str, Any]:
-    bf16, fp16 = fields.flag("bf16"), fields.flag("fp16")
+    bf16, fp16 = fields.flag(_KEYS["precision"]), fields.flag("fp16")
     if bf16 and fp16:
         raise UserError("--bf16 and --fp16 are both given; Megatron-LM takes one of them")
     for key in ("fp8_format", "fp8_recipe", "fp8_param_gather", "fp4_format"):
@@ -145,7 +173,7 @@ def _precision(fields: ConfigFields) -> dict[str, Any]:
                 f"{dashed(key)}: matrix products in narrow types; weights and activations count as 16 bits here"
             )
     precise = fields.flag("use_precision_aware_optimizer")
-    main, reduced = fields.word("main_grads_dtype", "fp32"), fields.flag("grad_reduce_in_bf16")
+    main, reduced = fields.word("main_grads_dtype", "fp32"), fields.flag(_KEYS["grads"])
     fields.given("accumulate_allreduce_grads_in_fp32")
     moments = [fields.word(key, "fp32") for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")]
     if precise and any(dtype != "fp32" for dtype in moments):
@@ -159,7 +187,7 @@ def _precision(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _recompute(fields: ConfigFields) -> dict[str, Any]:
-    granularity = fields.word("recompute_granularity", "", ("full", "selective"))
+    granularity = fields.word(_KEYS["recompute"], "", ("full", "selective"))
     if fields.flag("recompute_activations"):
         granularity = granularity or "selective"
     method = fields.word("recompute_method", "", ("uniform", "block"))
@@ -182,8 +210,12 @@ def _recompute(fields: ConfigFields) -> dict[str, Any]:
     return {}
 
 
+def _attention(fields: ConfigFields) -> dict[str, Any]:
+    return {"attention": "math"} if fields.word(_KEYS["attention"], "auto") in ("unfused", "local") else {}
+
+
 def _cpu(fields: ConfigFields) -> dict[str, Any]:
-    share = fields.number("optimizer_offload_fraction", 1.0)
+    share = fields.number(_KEYS["offload"], 1.0)
     if not fields.flag("optimizer_cpu_offload"):
         return {}
     return {"offload": f"cpu:{share:g}"} if share > 0 else {}

@@ -11,11 +11,11 @@ from typing import Any
 
 from shardwise.data.extras import require
 from shardwise.errors import UserError
-from shardwise.interop.reading import accelerate, deepspeed, megatron, torchtitan, vllm
+from shardwise.interop.reading import accelerate, deepspeed, megatron, torchrun, torchtitan, vllm
 from shardwise.interop.reading.arguments import split
 from shardwise.interop.reading.settings import Reading
 
-ENGINES = ("vllm", "deepspeed", "megatron", "torchtitan", "accelerate")
+ENGINES = ("vllm", "deepspeed", "megatron", "torchtitan", "accelerate", "torchrun")
 
 Data = Mapping[str, Any] | list[str]
 
@@ -42,8 +42,9 @@ def read(config: Sequence[str], ranks: int | None = None, engine: str | None = N
     engine = engine or _recognised(source)
     if isinstance(source.data, list) and engine in ("deepspeed", "accelerate"):
         raise UserError(f"{engine} is read from its configuration file, not from arguments")
-    if not isinstance(source.data, list) and engine == "megatron":
-        raise UserError("Megatron-LM is read from its arguments: give them, or the script that has them")
+    if not isinstance(source.data, list) and engine in ("megatron", "torchrun"):
+        title = {"megatron": "Megatron-LM", "torchrun": "torchrun"}[engine]
+        raise UserError(f"{title} is read from its arguments: give them, or the script that has them")
     if engine == "accelerate":
         assert not isinstance(source.data, list)
         return accelerate.read(source.data, ranks, lambda name: _table(source.folder / name))
@@ -52,6 +53,7 @@ def read(config: Sequence[str], ranks: int | None = None, engine: str | None = N
         "deepspeed": deepspeed.read,
         "megatron": megatron.read,
         "torchtitan": torchtitan.read,
+        "torchrun": torchrun.read,
     }
     return readers[engine](source.data, ranks)
 
@@ -117,6 +119,7 @@ def _recognised(source: _Source) -> str:
             "vllm": ("vllm", "--tensor-parallel-size", "--gpu-memory-utilization", "--max-num-seqs"),
             "torchtitan": ("torchtitan", "--parallelism.", "--training."),
             "megatron": ("pretrain_", "--tensor-model-parallel-size", "--micro-batch-size", "--num-layers"),
+            "torchrun": ("torchrun",),
         }
         found = next((name for name, marks in signs.items() if any(mark in words for mark in marks)), None)
     elif source.kind == "toml":

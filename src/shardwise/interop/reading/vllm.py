@@ -35,7 +35,8 @@ def read(data: Mapping[str, Any] | list[str], ranks: int | None) -> Reading:
 
 
 def _layout(fields: ConfigFields, ranks: int | None) -> Layout:
-    tp, pp, dp = (fields.integer(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline", "data"))
+    names = rows("vllm", "layout")
+    tp, pp, dp = (fields.integer(names[key], 1) for key in ("tp", "pp", "dp"))
     context = fields.integer("decode_context_parallel_size", 1)
     if tp % context:
         raise UserError(f"--decode-context-parallel-size {context} must divide --tensor-parallel-size {tp}")
@@ -43,14 +44,14 @@ def _layout(fields: ConfigFields, ranks: int | None) -> Layout:
         fields.fact(
             f"the cache is cut by tokens over {context} of the tensor-parallel ranks; it is counted without that"
         )
-    experts = fields.flag("enable_expert_parallel")
+    experts = fields.flag(names["ep"])
     if ranks is not None and tp * pp * dp > ranks:
         raise UserError(f"tensor x pipeline x data parallel = {tp * pp * dp} GPUs, but there are {ranks}")
     if ranks is not None and tp * pp * dp < ranks:
         fields.note(f"{tp * pp * dp} of the {ranks} GPUs are used")
     if dp > 1:
         fields.fact(f"{dp} engines, each with its own requests and cache")
-    dtype = fields.word("dtype", "auto").lower()
+    dtype = fields.word(names["precision"], "auto").lower()
     if dtype in ("half", "float16"):
         fields.fact("float16: 2 bytes as bfloat16")
     if pp > 1:

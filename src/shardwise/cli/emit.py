@@ -1,0 +1,100 @@
+"""A layout as the configuration of another engine: a file, or a script with the command.
+
+Training engines (megatron, deepspeed, torchrun) take --seq and --batch, servers (vllm) --prompt, --output and
+--concurrency. What an engine cannot express is an error with the nearest layout that it can; what its files leave to
+your code is a comment. `shardwise explain` reads the file back.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli.clusters import add_cluster, cluster_of
+from shardwise.cli.flags import add_flags, given
+from shardwise.cli.output import print_json
+from shardwise.errors import UserError, os_errors
+from shardwise.interop import EngineFile, ServerSettings, WriteRequest, write
+from shardwise.interop.writing.writer import writer_for
+from shardwise.layout import Layout, Workload
+from shardwise.model.catalog import catalog, resolve
+from shardwise.model.changes import change
+
+SERVING = ("prompt", "output", "concurrency")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("layout", metavar="LAYOUT", help="how the model is split, such as tp=8,dp=8,zero=1")
+    parser.add_argument("--model", metavar="MODEL", required=True, help="a name of the catalog, a config.json, or its "
+                        "folder")  # fmt: skip
+    parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
+    parser.add_argument("--for", dest="engine", metavar="ENGINE", required=True, help="the engine: megatron, "
+                        "deepspeed, torchrun or vllm")  # fmt: skip
+    parser.add_argument("--engine-version", metavar="V", default="", help="version of the engine, where names changed")
+    add_cluster(parser)
+    add_flags(parser, Workload, "seq", "batch", "optimizer")
+    parser.add_argument("--prompt", type=int, metavar="N", help="servers: tokens of a prompt")
+    parser.add_argument("--output", type=int, metavar="N", help="servers: tokens of an answer")
+    parser.add_argument("--concurrency", type=int, metavar="N", help="servers: clients at the same time")
+    parser.add_argument("--weights", metavar="NAME", help="the model's folder or hub name, as the engine loads it")
+    parser.add_argument("--out", metavar="FILE", help="write the file here instead of to standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("seq", "batch", *SERVING):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UserError(f"--{name} must be a positive integer")
+    writer = writer_for(args.engine)
+    if args.set and writer.loads_model:
+        raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
+    model = change(resolve(args.model), ",".join(args.set))
+    request = WriteRequest(
+        model,
+        Layout.parse(args.layout),
+        Workload(**given(args, Workload)),
+        served_of(args, writer.serves),
+        cluster_of(args) if args.cluster else None,
+        args.weights or (model.name if args.model.strip().lower() in catalog() else args.model),
+        args.engine_version,
+    )
+    file = write(args.engine, request)
+    return show_file(args, file, {})
+
+
+def served_of(args: argparse.Namespace, serves: bool) -> ServerSettings | None:
+    """A server's numbers; None for training. Raises `UserError` for one of the three without the others."""
+    missing = [f"--{name}" for name in SERVING if getattr(args, name) is None]
+    if len(missing) == len(SERVING):
+        return ServerSettings() if serves else None
+    if missing:
+        raise UserError(f"a server needs {', '.join(missing)}, too")
+    return settings_of(Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency), args.layout)
+
+
+def settings_of(workload: Workload, layout: str) -> ServerSettings:
+    """Limits of a server for a workload: each replica takes its share of the clients."""
+    replicas = Layout.parse(layout).dp
+    return ServerSettings(
+        length=workload.prompt + workload.output, sequences=-(-workload.concurrency // replicas), tokens=TOKENS
+    )
+
+
+TOKENS = 8192
+"""Tokens of one forward pass at most: engines' defaults differ, by version and GPU."""
+
+
+def show_file(args: argparse.Namespace, file: EngineFile, more: dict[str, Any]) -> int:
+    """Print the file, or write it to --out; with --json all about it."""
+    if args.out:
+        with os_errors(f"write {args.out}"):
+            Path(args.out).write_text(file.text, encoding="utf-8")
+    if args.json:
+        print_json(file.to_json() | {"out": args.out} | more)
+    elif args.out:
+        print(f"{args.out}: {file.layout} for {file.layout.ranks} ranks")
+        for line in file.comments:
+            print(f"  {line}")
+    else:
+        print(file.text, end="")
+    return 0

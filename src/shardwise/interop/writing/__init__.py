@@ -1,0 +1,1 @@
+"""Layouts as other engines' configurations: one file per engine, `writer.py` in front of them."""

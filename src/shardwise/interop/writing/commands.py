@@ -1,0 +1,59 @@
+"""Shell scripts: a torchrun line, flags, and comments."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.interop.reading.arguments import dashed
+from shardwise.interop.writing.request import WriteRequest
+
+NODE = 8
+"""Ranks per node where no cluster says it."""
+PORT = 29500
+"""torchrun's usual port."""
+
+
+def nodes_of(request: WriteRequest) -> tuple[int, int]:
+    """(nodes, ranks per node). Raises `UserError` where ranks do not fill nodes."""
+    ranks = request.layout.ranks
+    node = request.cluster.devices_per_node if request.cluster else NODE
+    if request.cluster and ranks > request.cluster.devices:
+        raise UserError(f"layout {request.layout} needs {ranks} ranks, but {request.cluster} has fewer")
+    if ranks <= node:
+        return 1, ranks
+    if ranks % node:
+        raise UserError(f"{ranks} ranks do not fill nodes of {node}: say with --cluster what a node has")
+    return ranks // node, node
+
+
+def torchrun(request: WriteRequest) -> list[str]:
+    """torchrun's words, before the program. Every node runs the same line; HEAD_ADDRESS is the first node's."""
+    nodes, ranks = nodes_of(request)
+    if nodes == 1:
+        return ["torchrun", "--standalone", f"--nproc-per-node {ranks}"]
+    return [
+        "torchrun", f"--nnodes {nodes}", f"--nproc-per-node {ranks}", "--rdzv-backend c10d", "--rdzv-id shardwise",
+        f'--rdzv-endpoint "$HEAD_ADDRESS:{PORT}"',
+    ]  # fmt: skip
+
+
+def flag_words(flags: Mapping[str, Any]) -> list[str]:
+    """Each flag as it is typed: True stands alone, None and False are left out."""
+    return [
+        dashed(name) if value is True else f"{dashed(name)} {shlex.quote(f'{value}')}"
+        for name, value in flags.items()
+        if value is not None and value is not False
+    ]
+
+
+def command(words: Sequence[str]) -> str:
+    """One command, a flag per line."""
+    return " \\\n    ".join(words) + "\n"
+
+
+def with_comments(text: str, comments: Sequence[str]) -> str:
+    """A script with its comments on top."""
+    return "".join(["#!/usr/bin/env bash\n", *(f"# {line}\n" for line in comments), text])

@@ -1,0 +1,93 @@
+"""`write`: a layout as an engine's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.errors import LayoutError, UserError, did_you_mean
+from shardwise.interop.writing import deepspeed, megatron, torchrun, vllm
+from shardwise.interop.writing.canonical import canonical
+from shardwise.interop.writing.limits import first_broken, nearest
+from shardwise.interop.writing.request import EngineFile, EngineWriter, WriteRequest
+from shardwise.layout import Layout, check
+
+WRITERS: dict[str, EngineWriter] = {
+    writer.name: writer for writer in (megatron.WRITER, deepspeed.WRITER, vllm.WRITER, torchrun.WRITER)
+}
+"""Name -> engine that layouts are written for."""
+
+
+def writer_for(name: str) -> EngineWriter:
+    """The engine of that name. Raises `UserError` with the nearest name."""
+    if name not in WRITERS:
+        raise UserError(f"no engine {name!r}; {did_you_mean(name, WRITERS, 'there are')}")
+    return WRITERS[name]
+
+
+def write(engine: str, request: WriteRequest) -> EngineFile:
+    """The configuration of an engine for a layout.
+
+    Raises `UserError` for an engine or a version that there is not, for training with a server's numbers and the
+    reverse, for a layout that the model does not allow, and for what the engine cannot express, with the nearest layout
+    that it can.
+    """
+    writer = writer_for(engine)
+    request = replace(request, version=_version(writer, request.version))
+    _check_kind(writer, request)
+    check(request.layout, request.model, request.workload if request.workload.batch else None)
+    if reason := writer.objection(request.model):
+        raise UserError(f"{writer.title} cannot express {request.model.name}: {reason}")
+    request = replace(request, layout=canonical(request.layout, request.model))
+    _check_limits(writer, request)
+    text, comments = writer.write(request)
+    version = f" {request.version}" if request.version else ""
+    head = f"{writer.title}{version}: {request.model.name}, layout {request.layout}, {request.layout.ranks} ranks"
+    every = [head, *writer.remarks(request.layout), *comments]
+    return EngineFile(
+        engine, request.version, request.layout, writer.file, writer.comment(text, every), tuple(every[1:])
+    )
+
+
+def nearest_layout(engine: str, request: WriteRequest) -> Layout | None:
+    """The layout nearest to the request's that an engine expresses and the model allows; None where repairs of its
+    keys lead to none."""
+    layout = nearest(writer_for(engine).bounds, canonical(request.layout, request.model))
+    if layout is None:
+        return None
+    try:
+        check(layout, request.model, request.workload if request.workload.batch else None)
+    except UserError:
+        return None
+    return canonical(layout, request.model)
+
+
+def _version(writer: EngineWriter, version: str) -> str:
+    if version and version not in writer.versions:
+        known = ", ".join(filter(None, writer.versions))
+        hint = f"known are {known}" if known else "its files are the same for all that are known: leave it out"
+        raise UserError(f"no version {version!r} of {writer.title}; {hint}")
+    return version or writer.versions[0]
+
+
+def _check_kind(writer: EngineWriter, request: WriteRequest) -> None:
+    if writer.serves and request.workload.batch:
+        raise UserError(
+            f"{writer.title} serves: give --prompt, --output and --concurrency in place of --seq and --batch"
+        )
+    if not writer.serves and request.served is not None:
+        raise UserError(
+            f"{writer.title} trains: give --seq and --batch in place of --prompt, --output and --concurrency"
+        )
+    if not writer.serves and not request.workload.batch:
+        raise UserError(f"{writer.title} trains and needs --seq and --batch")
+
+
+def _check_limits(writer: EngineWriter, request: WriteRequest) -> None:
+    limit = first_broken(writer.bounds, request.layout)
+    if limit is None:
+        return
+    other = nearest_layout(writer.name, request)
+    hint = f"nearest that it can: {other}" if other else "change that key: no layout near it suits model and batch"
+    value = getattr(request.layout, limit.key)
+    said = limit.key if value is True else f"{limit.key}={value}"
+    raise LayoutError(f"{writer.title} cannot express {said}: {limit.why}; {hint}")

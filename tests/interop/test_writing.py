@@ -1,0 +1,134 @@
+"""Layouts written for other engines and read back: every key that an engine expresses comes back, others are errors."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from harness.emitted import requests
+from harness.today import EVERYTHING, seed
+from shardwise.errors import UserError
+from shardwise.interop import WRITERS, WriteRequest, nearest_layout, read, write
+from shardwise.interop.reading.settings import ServerSettings
+from shardwise.interop.writing.canonical import canonical
+from shardwise.layout import Layout, Workload
+from shardwise.model.catalog import catalog, get
+
+COUNT = 500 if EVERYTHING else 40
+STEP = Workload(2048, 64)
+
+
+def round_trip(engine, request, folder):
+    """The file's reading, which must know every option."""
+    file = write(engine, request)
+    path = folder / file.file
+    path.write_text(file.text)
+    reading = read([str(path)], request.layout.ranks)
+    assert not reading.unknown, (reading.unknown, file.text)
+    return reading
+
+
+@pytest.mark.parametrize("engine", WRITERS)
+def test_every_expressed_key_comes_back(engine, tmp_path):
+    writer = WRITERS[engine]
+    seen = set()
+    for asked, request in requests(engine, COUNT, f"{seed()}"):
+        if canonical(asked.layout, asked.model) != request.layout:
+            with pytest.raises(UserError, match="cannot express") as raised:
+                write(engine, asked)
+            assert f"nearest that it can: {request.layout}" in str(raised.value)
+        reading = round_trip(engine, request, tmp_path)
+        back = canonical(reading.layout, request.model)
+        for key in writer.keys:
+            assert getattr(back, key) == getattr(request.layout, key), (key, request.layout, back)
+        assert reading.layout.ranks == request.layout.ranks
+        assert reading.seq in (None, request.workload.seq) and (reading.batch or 0) == request.workload.batch
+        if not writer.serves:
+            assert (reading.optimizer or "adamw") == request.workload.optimizer
+        seen |= {(key, getattr(request.layout, key)) for key in writer.keys}
+    assert len(seen) > 2 * len(writer.keys), "hardly any layout says anything"
+
+
+def test_what_is_not_written_is_commented(tmp_path):
+    request = WriteRequest(get("llama-3-8b"), Layout.parse("dp=8,zero=1,recompute=full,compile=block"), STEP)
+    text = write("deepspeed", request).text
+    assert "recompute=full: the model's code decides" in text and "compile=block: the program" in text
+
+
+def test_every_key_is_expressed_commented_or_limited():
+    request = WriteRequest(get("llama-3-8b"), Layout(), STEP)
+    served = WriteRequest(get("llama-3-8b"), Layout(), served=ServerSettings())
+    for name, writer in WRITERS.items():
+        limited = {limit.key for limit in writer.bounds}
+        sync = {"servers", "staleness", "backup", "damped", "every", "outer", "outer_bits", "replicas"}
+        missing = {field.name for field in fields(Layout)} - limited - set(writer.keys) - set(writer.left) - sync
+        assert not missing, (name, missing)
+        assert not set(writer.keys) & set(writer.left), name
+        assert nearest_layout(name, served if writer.serves else request) == Layout()
+
+
+@pytest.mark.parametrize("engine", [name for name, writer in WRITERS.items() if name == "megatron"])
+def test_models_come_back(engine, tmp_path):
+    told = 0
+    for model in catalog().values():
+        request = WriteRequest(model, Layout(attention="math" if model.attention_dropout else "sdpa"), STEP)
+        request = replace(request, workload=Workload(min(2048, model.max_positions), 64))
+        if WRITERS[engine].objection(model):
+            with pytest.raises(UserError, match=f"cannot express {model.name}"):
+                write(engine, request)
+            continue
+        described = round_trip(engine, request, tmp_path).described
+        if model.experts:
+            continue
+        told += 1
+        for key in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "norm", "tied", "bias"):
+            assert getattr(described, key) == getattr(model, key), (key, model.name)
+    assert told > 10
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout", "line"),
+    [
+        ("megatron", "dp=2,zero=3,hpz=2", "dp=2"),
+        ("megatron", "dp=4,zero=3,hpz=2", "hpz=2: it has no word for it; nearest that it can: dp=4,zero=3"),
+        ("megatron", "pp=2,schedule=zb-h1", "schedule=zb-h1: .* nearest that it can: pp=2"),
+        ("megatron", "dp=4,sync=async", "sync=async"),
+        ("deepspeed", "cp=4", "cpkind=ring: its sequence parallelism is Ulysses; .*: cp=4,cpkind=ulysses"),
+        ("deepspeed", "tp=2,sp", "sp: it has no word for it; nearest that it can: tp=2"),
+        ("vllm", "cp=2", "cp=2: it has no word for it; nearest that it can: dp=2"),
+        ("vllm", "dp=2,zero=3", "zero=3"),
+    ],
+)
+def test_what_an_engine_cannot_express_is_one_line(engine, layout, line):
+    served = WRITERS[engine].serves
+    request = WriteRequest(
+        get("llama-3-8b"), Layout.parse(layout), Workload() if served else STEP, ServerSettings() if served else None
+    )
+    if line == "dp=2":  # A second copy over all ranks is none.
+        assert str(write(engine, request).layout) == "dp=2,zero=3"
+        return
+    with pytest.raises(UserError, match=line) as raised:
+        write(engine, request)
+    assert "\n" not in str(raised.value)
+
+
+def test_training_and_serving_are_told_apart():
+    model = get("llama-3-8b")
+    with pytest.raises(UserError, match="vLLM serves: give --prompt"):
+        write("vllm", WriteRequest(model, Layout(), STEP))
+    with pytest.raises(UserError, match="Megatron-LM trains: give --seq"):
+        write("megatron", WriteRequest(model, Layout(), served=ServerSettings()))
+    with pytest.raises(UserError, match="DeepSpeed trains and needs --seq and --batch"):
+        write("deepspeed", WriteRequest(model, Layout()))
+    with pytest.raises(UserError, match="no engine 'megatro'; did you mean megatron"):
+        write("megatro", WriteRequest(model, Layout(), STEP))
+    with pytest.raises(UserError, match="no version '9' of vLLM"):
+        write("vllm", WriteRequest(model, Layout(), served=ServerSettings(), version="9"))
+
+
+def test_ranks_fill_nodes():
+    request = WriteRequest(get("llama-3-8b"), Layout(dp=16), STEP)
+    assert "--nnodes 2" in write("megatron", request).text
+    with pytest.raises(UserError, match="12 ranks do not fill nodes of 8"):
+        write("megatron", replace(request, layout=Layout(dp=12), workload=Workload(2048, 24)))
