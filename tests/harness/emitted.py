@@ -72,7 +72,7 @@ def _request(engine: str, generator: random.Random) -> WriteRequest | None:
     if WRITERS[engine].serves:
         served = ServerSettings(length=4096, sequences=64, tokens=8192, memory=0.9)
         return WriteRequest(model, layout, served=served)
-    return WriteRequest(model, layout, replace(work, optimizer=generator.choice(["adamw", "momentum", "sgd"])))
+    return WriteRequest(model, layout, replace(work, optimizer=generator.choice(WRITERS[engine].optimizers)))
 
 
 def requests(engine: str, count: int, seed: str) -> Iterator[tuple[WriteRequest, WriteRequest]]:

@@ -68,7 +68,7 @@ def test_an_engine_can_be_named(tmp_path):
     assert read([str(path)], 8, "torchtitan").layout.tp == 2
     with pytest.raises(UserError, match="Megatron-LM is read from its arguments"):
         read([str(path)], 8, "megatron")
-    assert len(ENGINES) == 6
+    assert len(ENGINES) == 8
 
 
 VALUE = st.sampled_from(

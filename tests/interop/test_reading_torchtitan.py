@@ -112,6 +112,23 @@ def test_a_number_of_pipeline_micro_batches():
     assert read([f"torchtitan --training.local_batch_size 8 {words}"], 4).layout.micro == 4
 
 
+def test_tokens_are_those_of_one_pipeline_micro_batch():
+    words = "--parallelism.pipeline_parallel_degree 2 --parallelism.num_pp_microbatches 4"
+    found = read(
+        [
+            f"torchtitan {words} --training.max_context_length 4096 --training.num_tokens_per_microbatch_per_dp_rank 8192"
+        ],
+        4,
+    )
+    assert (found.layout.micro, found.batch) == (2, 2 * 4 * 2)
+
+
+def test_a_policy_of_recomputation():
+    words = "torchtitan --training.seq_len 4096 activation-checkpoint"
+    assert read([f"{words}:full"], 8).layout.recompute == "full"
+    assert not any("upper bound" in fact for fact in read([f"{words}:none"], 8).facts)
+
+
 def test_converters_are_said(reading):
     found = reading(LLAMA_70B.replace('flavor = "70B"', 'flavor = "70B"\nconverters = ["quantize.linear.float8"]'))
     assert any("quantize.linear.float8" in fact for fact in found.facts)

@@ -33,7 +33,8 @@ def round_trip(engine, request, folder):
 def test_every_expressed_key_comes_back(engine, tmp_path):
     writer = WRITERS[engine]
     seen = set()
-    for asked, request in requests(engine, COUNT, f"{seed()}"):
+    for number, (asked, request) in enumerate(requests(engine, COUNT, f"{seed()}")):
+        request = replace(request, version=writer.versions[number % len(writer.versions)])
         if canonical(asked.layout, asked.model) != request.layout:
             with pytest.raises(UserError, match="cannot express") as raised:
                 write(engine, asked)
@@ -43,8 +44,9 @@ def test_every_expressed_key_comes_back(engine, tmp_path):
         for key in writer.keys:
             assert getattr(back, key) == getattr(request.layout, key), (key, request.layout, back)
         assert reading.layout.ranks == request.layout.ranks
-        assert reading.seq in (None, request.workload.seq) and (reading.batch or 0) == request.workload.batch
-        if not writer.serves:
+        assert reading.seq in (None, request.workload.seq)
+        if engine != "accelerate":  # Batch and optimizer are the program's.
+            assert (reading.batch or 0) == request.workload.batch
             assert (reading.optimizer or "adamw") == request.workload.optimizer
         seen |= {(key, getattr(request.layout, key)) for key in writer.keys}
     assert len(seen) > 2 * len(writer.keys), "hardly any layout says anything"
@@ -65,7 +67,8 @@ def test_every_key_is_expressed_commented_or_limited():
         missing = {field.name for field in fields(Layout)} - limited - set(writer.keys) - set(writer.left) - sync
         assert not missing, (name, missing)
         assert not set(writer.keys) & set(writer.left), name
-        assert nearest_layout(name, served if writer.serves else request) == Layout()
+        layout = nearest_layout(name, served if writer.serves else request)
+        assert layout in (Layout(), Layout(grads="fp32")), name
 
 
 @pytest.mark.parametrize("engine", [name for name, writer in WRITERS.items() if name == "megatron"])
@@ -96,6 +99,15 @@ def test_models_come_back(engine, tmp_path):
         ("megatron", "dp=4,sync=async", "sync=async"),
         ("deepspeed", "cp=4", "cpkind=ring: its sequence parallelism is Ulysses; .*: cp=4,cpkind=ulysses"),
         ("deepspeed", "tp=2,sp", "sp: it has no word for it; nearest that it can: tp=2"),
+        ("torchtitan", "dp=4,zero=1", "zero=1: FSDP shards .* nearest that it can: dp=4,zero=3,grads=fp32"),
+        ("torchtitan", "tp=2,grads=fp32", "sp=False: .* nearest that it can: tp=2,sp,grads=fp32"),
+        (
+            "accelerate",
+            "cp=4,zero=3,cpkind=ulysses,grads=fp32",
+            "DeepSpeed's; .*: cp=4,zero=3,grads=fp32",
+        ),
+        ("transformers", "pp=2,grads=fp32", "pp=2: it has no word for it; .*: dp=2,grads=fp32"),
+        ("sglang", "dp=2,tp=2,sp", "sp: it has no word for it; nearest that it can: dp=2,tp=2"),
         ("vllm", "cp=2", "cp=2: it has no word for it; nearest that it can: dp=2"),
         ("vllm", "dp=2,zero=3", "zero=3"),
     ],

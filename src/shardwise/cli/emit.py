@@ -1,8 +1,8 @@
 """A layout as the configuration of another engine: a file, or a script with the command.
 
-Training engines (megatron, deepspeed, torchrun) take --seq and --batch, servers (vllm) --prompt, --output and
---concurrency. What an engine cannot express is an error with the nearest layout that it can; what its files leave to
-your code is a comment. `shardwise explain` reads the file back.
+Training engines take --seq and --batch, servers (vllm and sglang) --prompt, --output and --concurrency. What an engine
+cannot express is an error with the nearest layout that it can; what its files leave to your code is a comment.
+`shardwise explain` reads the file back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "folder")  # fmt: skip
     parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
     parser.add_argument("--for", dest="engine", metavar="ENGINE", required=True, help="the engine: megatron, "
-                        "deepspeed, torchrun or vllm")  # fmt: skip
+                        "torchtitan, deepspeed, accelerate, transformers, torchrun, vllm or sglang")  # fmt: skip
     parser.add_argument("--engine-version", metavar="V", default="", help="version of the engine, where names changed")
     add_cluster(parser)
     add_flags(parser, Workload, "seq", "batch", "optimizer")

@@ -1,8 +1,8 @@
 """A configuration of another engine explained: its layout, memory, traffic and time.
 
-CONFIG is a file (DeepSpeed's JSON, torchtitan's TOML, accelerate's or vLLM's YAML, a script with Megatron-LM's or
-vLLM's arguments), or the arguments as one text: shardwise explain "vllm serve MODEL -tp 4". With a model and a cluster
-it says what every GPU holds.
+CONFIG is a file (DeepSpeed's or transformers' JSON, torchtitan's TOML, accelerate's or vLLM's YAML, a script with the
+arguments of Megatron-LM, torchtitan, vLLM, SGLang or torchrun), or the arguments as one text: shardwise explain "vllm
+serve MODEL -tp 4". With a model and a cluster it says what every GPU holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Outlook = explain_table.Training | explain_table.CacheRoom | None
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="+", metavar="CONFIG", help="a file, or arguments as one text (or after --)")
-    parser.add_argument("--engine", metavar="NAME", help="vllm, deepspeed, megatron, torchtitan or accelerate")
+    parser.add_argument("--engine", metavar="NAME", help="vllm, sglang, deepspeed, megatron, torchtitan, accelerate, "
+                        "transformers or torchrun")  # fmt: skip
     parser.add_argument("--ranks", type=int, metavar="N", help="processes, where neither it nor --cluster says")
     parser.add_argument("--cluster", metavar="TEXT", help="[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file")
     parser.add_argument("--model", metavar="MODEL", help="a name of the catalog, a config.json, or its folder")

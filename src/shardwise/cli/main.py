@@ -36,7 +36,7 @@ COMMANDS = {
     "lab": "a command's ranks on several hosts made on this machine, with links as slow as you want",
     "calibrate": "a cluster file for predictions: this host measured, or nvidia-smi's table read",
     "validate": "predicted against published measurements, source by source",
-    "explain": "what a configuration of vLLM, DeepSpeed, Megatron-LM, torchtitan or accelerate is and does",
+    "explain": "what a configuration of vLLM, DeepSpeed, Megatron-LM, torchtitan and others is and does",
     "emit": "a layout as the configuration of another engine: a file or a command",
     "studio": "the page: watch what happens inside the devices, in a browser, offline",
     "demo": "the tour: predict, train on four processes, compare, one page",

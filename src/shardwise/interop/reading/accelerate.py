@@ -14,12 +14,13 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.interop.reading import deepspeed
 from shardwise.interop.reading.fields import ConfigFields
-from shardwise.interop.reading.known_keys import Known, known
+from shardwise.interop.reading.known_keys import Known, known, rows
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
 
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 _OF_KIND = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
+_LAYOUT = rows("accelerate", "layout")
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 FileReader = Callable[[str], Mapping[str, Any]]
@@ -76,7 +77,7 @@ def _fsdp(table: ConfigFields, processes: int, machines: int) -> dict[str, Any]:
     version = table.integer("fsdp_version", 1)
     strategy = table.word("fsdp_sharding_strategy", "FULL_SHARD", [*_STRATEGIES, *"12345"]).upper()
     strategy = _STRATEGIES[int(strategy) - 1] if strategy.isdigit() else strategy
-    again = table.word("fsdp_reshard_after_forward", "true")
+    again = table.word(_LAYOUT["zero"], "true")
     if version == 1 and again.upper() in _STRATEGIES:
         strategy = again.upper()
     words: dict[str, Any] = {"zero": 3}
@@ -98,9 +99,9 @@ def _fsdp(table: ConfigFields, processes: int, machines: int) -> dict[str, Any]:
         words = {"zero": {"SHARD_GRAD_OP": 2, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0}.get(strategy, 3)}
         if strategy.startswith("HYBRID") and processes % machines == 0 and machines > 1:
             words["shard"] = processes // machines
-    if table.flag("fsdp_activation_checkpointing"):
+    if table.flag(_LAYOUT["recompute"]):
         words["recompute"] = "full"
-    if table.flag("fsdp_offload_params"):
+    if table.flag(_LAYOUT["offload"]):
         words |= {"offload": "cpu"} | ({"offload_params": "cpu"} if words["zero"] == 3 else {})
     return words
 
@@ -123,11 +124,14 @@ def _degrees(top: ConfigFields, processes: int, words: Mapping[str, Any]) -> dic
         raise UserError("parallelism_config has both cp_size and sp_size; accelerate takes one of them")
     found: dict[str, Any] = {"dp": sizes["dp_replicate"] * sizes["dp_shard"], "tp": sizes["tp"]}
     found["cp"] = sizes["cp"] * ulysses
-    if ulysses > 1:
-        found["cpkind"] = "ulysses"
+    kinds = {word: kind for kind, word in rows("accelerate", "cpkind").items()}
+    kind = kinds.get(table.word(_LAYOUT["cpkind"]).lower(), "ring")
+    if found["cp"] > 1:
+        found["cpkind"] = "ulysses" if ulysses > 1 else kind
     shard = sizes["dp_shard"] * found["cp"]
     if words.get("zero"):
-        found |= {"shard": shard} if shard > 1 else {"zero": 0}
+        # A group of one rank shards nothing, and what FSDP offloads stays.
+        found |= {"shard": shard} if shard > 1 else {"zero": 0, "offload": "none", "offload_params": "none"}
     if sizes["tp"] > 1:
         top.fact("tensor parallelism follows the model's own plan (tp_plan), without sequence parallelism")
     return found

@@ -11,11 +11,22 @@ from typing import Any
 
 from shardwise.data.extras import require
 from shardwise.errors import UserError
-from shardwise.interop.reading import accelerate, deepspeed, megatron, torchrun, torchtitan, vllm
+from shardwise.interop.reading import (
+    accelerate,
+    deepspeed,
+    megatron,
+    sglang,
+    torchrun,
+    torchtitan,
+    transformers,
+    vllm,
+)
 from shardwise.interop.reading.arguments import split
 from shardwise.interop.reading.settings import Reading
 
-ENGINES = ("vllm", "deepspeed", "megatron", "torchtitan", "accelerate", "torchrun")
+ENGINES = ("vllm", "sglang", "deepspeed", "megatron", "torchtitan", "accelerate", "transformers", "torchrun")
+_TITLES = {"megatron": "Megatron-LM", "torchrun": "torchrun", "sglang": "SGLang"}
+"""Engines that are read from arguments alone."""
 
 Data = Mapping[str, Any] | list[str]
 
@@ -40,11 +51,10 @@ def read(config: Sequence[str], ranks: int | None = None, engine: str | None = N
         raise UserError(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
     source = _source(config)
     engine = engine or _recognised(source)
-    if isinstance(source.data, list) and engine in ("deepspeed", "accelerate"):
+    if isinstance(source.data, list) and engine in ("deepspeed", "accelerate", "transformers"):
         raise UserError(f"{engine} is read from its configuration file, not from arguments")
-    if not isinstance(source.data, list) and engine in ("megatron", "torchrun"):
-        title = {"megatron": "Megatron-LM", "torchrun": "torchrun"}[engine]
-        raise UserError(f"{title} is read from its arguments: give them, or the script that has them")
+    if not isinstance(source.data, list) and engine in _TITLES:
+        raise UserError(f"{_TITLES[engine]} is read from its arguments: give them, or the script that has them")
     if engine == "accelerate":
         assert not isinstance(source.data, list)
         return accelerate.read(source.data, ranks, lambda name: _table(source.folder / name))
@@ -54,6 +64,8 @@ def read(config: Sequence[str], ranks: int | None = None, engine: str | None = N
         "megatron": megatron.read,
         "torchtitan": torchtitan.read,
         "torchrun": torchrun.read,
+        "sglang": sglang.read,
+        "transformers": transformers.read,
     }
     return readers[engine](source.data, ranks)
 
@@ -116,6 +128,7 @@ def _recognised(source: _Source) -> str:
     if isinstance(data, list):
         words = " ".join(data)
         signs = {
+            "sglang": ("sglang", "--mem-fraction-static"),
             "vllm": ("vllm", "--tensor-parallel-size", "--gpu-memory-utilization", "--max-num-seqs"),
             "torchtitan": ("torchtitan", "--parallelism.", "--training."),
             "megatron": ("pretrain_", "--tensor-model-parallel-size", "--micro-batch-size", "--num-layers"),
@@ -126,6 +139,8 @@ def _recognised(source: _Source) -> str:
         found = "torchtitan"
     elif "distributed_type" in data:
         found = "accelerate"
+    elif any(key in data for key in (*transformers.TABLES, "per_device_train_batch_size")):
+        found = "transformers"
     elif any(key.replace("-", "_") in ("tensor_parallel_size", "max_model_len", "max_num_seqs") for key in data):
         found = "vllm"
     else:

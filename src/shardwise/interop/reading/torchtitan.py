@@ -10,24 +10,29 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.interop.reading.arguments import launched_ranks, parse
 from shardwise.interop.reading.fields import ConfigFields, nearest_multiples
-from shardwise.interop.reading.known_keys import known
+from shardwise.interop.reading.known_keys import known, rows
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
+
+_KEYS = rows("torchtitan", "layout")
+_POLICY = "activation-checkpoint:"
+"""Word of arguments that chooses what is recomputed, since 0.3."""
 
 
 def read(data: Mapping[str, Any] | list[str], ranks: int | None) -> Reading:
     """Layout of a file or of arguments. Raises `UserError` where the degrees do not multiply to the number of
     processes, or leave one open that nothing tells."""
     if isinstance(data, list):
-        flags = parse(data, {}, frozenset()).flags
+        flags = parse([word for word in data if not word.startswith(_POLICY)], {}, frozenset()).flags
         ranks = ranks or launched_ranks(flags)
-        data = _nested(flags)
+        policies = [word.removeprefix(_POLICY).replace("-", "_") for word in data if word.startswith(_POLICY)]
+        data = _nested(flags) | ({"activation_checkpoint": {"mode": policies[-1]}} if policies else {})
     top = ConfigFields(data, known("torchtitan"))
     training = top.table("training", known("torchtitan", "training"))
     parallel = top.table("parallelism", known("torchtitan", "parallelism"))
     words = _degrees(parallel, ranks) | _schedule(parallel)
-    words |= _sharding(parallel, words) | _numbers(training) | _recompute(top)
-    seq, local, batch = _batch(training, words["dp"])
+    words |= _sharding(parallel, words) | _numbers(training, bool(words.get("zero"))) | _recompute(top)
+    seq, local, batch = _batch(training, words["dp"], _several(parallel, words["pp"]))
     words["micro"] = _micro(parallel, words["pp"], local)
     if top.table("compile", known("torchtitan", "compile")).flag("enable"):
         words["compile"] = "block"
@@ -85,7 +90,7 @@ def _degrees(parallel: ConfigFields, ranks: int | None) -> dict[str, Any]:
 
 
 def _sharding(parallel: ConfigFields, words: Mapping[str, Any]) -> dict[str, Any]:
-    policy = parallel.word("fsdp_reshard_after_forward", "default", ("default", "always", "never"))
+    policy = parallel.word(_KEYS["zero"], "default", ("default", "always", "never"))
     kept = policy == "never" or (policy == "default" and words["pp"] > 1)
     if not words.get("zero") or not kept:
         return {}
@@ -98,7 +103,7 @@ def _sharding(parallel: ConfigFields, words: Mapping[str, Any]) -> dict[str, Any
 
 
 def _schedule(parallel: ConfigFields) -> dict[str, Any]:
-    name = parallel.word("pipeline_parallel_schedule", "1F1B")
+    name = parallel.word(_KEYS["schedule"], "1F1B")
     each = parallel.integer("pipeline_parallel_layers_per_stage")
     if parallel.integer("pipeline_parallel_degree", 1) == 1:
         return {}
@@ -114,9 +119,9 @@ def _schedule(parallel: ConfigFields) -> dict[str, Any]:
     return {"schedule": found.name, "virtual": found.virtual}
 
 
-def _numbers(training: ConfigFields) -> dict[str, Any]:
-    """Precision of weights and gradients, and where the optimizer state is."""
-    param = training.word("mixed_precision_param", "bfloat16", ("bfloat16", "float32"))
+def _numbers(training: ConfigFields, sharded: bool) -> dict[str, Any]:
+    """Precision of weights and gradients, and where the optimizer state is: FSDP (sharded) offloads it."""
+    param = training.word(_KEYS["precision"], "bfloat16", ("bfloat16", "float32"))
     training.word("mixed_precision_reduce", "float32", ("float32", "bfloat16"))
     stored = training.word("dtype", "float32", ("bfloat16", "float32"))
     words: dict[str, Any] = {"grads": "fp32"} if param == "bfloat16" else {"precision": "fp32"}
@@ -124,8 +129,8 @@ def _numbers(training: ConfigFields) -> dict[str, Any]:
         training.fact(
             "training.dtype is bfloat16: weights, gradients and moments are kept in 16 bits, less than counted here"
         )
-    if training.flag("enable_cpu_offload"):
-        words |= {"offload": "cpu", "offload_params": "cpu"}  # with FSDP, without which it has no effect
+    if training.flag(_KEYS["offload"]) and sharded:
+        words |= {"offload": "cpu", "offload_params": "cpu"}
     return words
 
 
@@ -143,13 +148,19 @@ def _recompute(top: ConfigFields) -> dict[str, Any]:
     return {}
 
 
-def _batch(training: ConfigFields, dp: int) -> tuple[int, int, int]:
-    """(tokens of a sequence, sequences of a data-parallel rank at a time, sequences of a step)."""
+def _several(parallel: ConfigFields, pp: int) -> int:
+    """Micro-batches of a pipeline where their number is given; 1 without a pipeline."""
+    return parallel.integer("num_pp_microbatches", 1) if pp > 1 else 1
+
+
+def _batch(training: ConfigFields, dp: int, several: int) -> tuple[int, int, int]:
+    """(tokens of a sequence, sequences of a data-parallel rank at a time, sequences of a step). several: micro-batches
+    of a pipeline, each with the given tokens."""
     seq = training.integer("max_context_length") or training.integer("seq_len", 2048)
     tokens = training.integer("num_tokens_per_microbatch_per_dp_rank")
     if tokens % seq:
         raise UserError(f"{tokens} tokens a micro-batch are no whole sequences of {seq}")
-    local = tokens // seq or training.integer("local_batch_size", 8)
+    local = tokens // seq * several or training.integer("local_batch_size", 8)
     whole = training.integer("global_batch_size", -1, least=-1)
     step = training.integer("num_tokens_per_train_step", -1, least=-1)
     batch = step // seq if step > 0 else whole if whole > 0 else local * dp
@@ -161,7 +172,7 @@ def _batch(training: ConfigFields, dp: int) -> tuple[int, int, int]:
 
 def _micro(parallel: ConfigFields, pp: int, local: int) -> int:
     """Sequences of a micro-batch: the local batch, which a pipeline cuts further."""
-    size, number = parallel.integer("pipeline_parallel_microbatch_size", 1), parallel.integer("num_pp_microbatches")
+    size, number = parallel.integer(_KEYS["micro"], 1), parallel.integer("num_pp_microbatches")
     if pp == 1:
         return local
     size = local // number if number else size

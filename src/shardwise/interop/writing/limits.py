@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.errors import LayoutError
 from shardwise.interop.writing.canonical import DEFAULTS, SHARDING, SYNC, defaults
 from shardwise.layout import Layout
+from shardwise.model import ModelConfig
 
 Changes = dict[str, Any]
 
@@ -23,6 +24,8 @@ class Limit:
     repair: Callable[[Layout], Changes]
     """Key -> value of the nearest layout within the bound."""
     why: str
+    experts: bool = False
+    """Whether it bounds models with experts alone."""
 
 
 def only(key: str, values: Collection[Any], nearest: Any, why: str) -> Limit:
@@ -78,15 +81,16 @@ def absent(expressed: Iterable[str], left: Iterable[str]) -> list[Limit]:
     return limits
 
 
-def first_broken(limits: Iterable[Limit], layout: Layout) -> Limit | None:
-    """The first limit that a layout breaks; None when it keeps all."""
-    return next((limit for limit in limits if limit.broken(layout)), None)
+def first_broken(limits: Iterable[Limit], layout: Layout, model: ModelConfig) -> Limit | None:
+    """The first limit that a layout of a model breaks; None when it keeps all."""
+    bounds = (limit for limit in limits if model.experts or not limit.experts)
+    return next((limit for limit in bounds if limit.broken(layout)), None)
 
 
-def nearest(limits: Collection[Limit], layout: Layout) -> Layout | None:
+def nearest(limits: Collection[Limit], layout: Layout, model: ModelConfig) -> Layout | None:
     """The layout with every broken limit repaired; None where the repairs contradict each other."""
     for _ in range(2 * len(limits) + 1):
-        limit = first_broken(limits, layout)
+        limit = first_broken(limits, layout, model)
         if limit is None:
             return layout
         try:

@@ -11,6 +11,7 @@ from shardwise.interop.reading.settings import ServerSettings
 from shardwise.interop.writing.canonical import DEFAULTS
 from shardwise.interop.writing.limits import Limit, absent
 from shardwise.layout import Layout, Workload
+from shardwise.layout.optimizers import OPTIMIZERS
 from shardwise.model import ModelConfig
 
 
@@ -51,9 +52,12 @@ class EngineWriter:
     """Text with comments."""
     file: str
     """Usual name of the file; its suffix tells the reader its kind."""
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     serves: bool = False
     loads_model: bool = False
     """Whether it loads the model by a name, which says the model's sizes."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Version -> name of its file, where it is another."""
     versions: tuple[str, ...] = ("",)
     """Versions whose files differ, the newest first."""
     objection: Callable[[ModelConfig], str] = field(default=lambda model: "")

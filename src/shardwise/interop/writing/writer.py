@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.errors import LayoutError, UserError, did_you_mean
-from shardwise.interop.writing import deepspeed, megatron, torchrun, vllm
+from shardwise.interop.writing import accelerate, deepspeed, megatron, sglang, torchrun, torchtitan, transformers, vllm
 from shardwise.interop.writing.canonical import canonical
 from shardwise.interop.writing.limits import first_broken, nearest
 from shardwise.interop.writing.request import EngineFile, EngineWriter, WriteRequest
 from shardwise.layout import Layout, check
 
-WRITERS: dict[str, EngineWriter] = {
-    writer.name: writer for writer in (megatron.WRITER, deepspeed.WRITER, vllm.WRITER, torchrun.WRITER)
-}
+_ENGINES = (
+    megatron.WRITER, torchtitan.WRITER, deepspeed.WRITER, accelerate.WRITER, transformers.WRITER, vllm.WRITER,
+    sglang.WRITER, torchrun.WRITER,
+)  # fmt: skip
+WRITERS: dict[str, EngineWriter] = {writer.name: writer for writer in _ENGINES}
 """Name -> engine that layouts are written for."""
 
 
@@ -44,14 +46,19 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     head = f"{writer.title}{version}: {request.model.name}, layout {request.layout}, {request.layout.ranks} ranks"
     every = [head, *writer.remarks(request.layout), *comments]
     return EngineFile(
-        engine, request.version, request.layout, writer.file, writer.comment(text, every), tuple(every[1:])
+        engine,
+        request.version,
+        request.layout,
+        writer.files.get(request.version, writer.file),
+        writer.comment(text, every),
+        tuple(every[1:]),
     )
 
 
 def nearest_layout(engine: str, request: WriteRequest) -> Layout | None:
     """The layout nearest to the request's that an engine expresses and the model allows; None where repairs of its
     keys lead to none."""
-    layout = nearest(writer_for(engine).bounds, canonical(request.layout, request.model))
+    layout = nearest(writer_for(engine).bounds, canonical(request.layout, request.model), request.model)
     if layout is None:
         return None
     try:
@@ -80,10 +87,13 @@ def _check_kind(writer: EngineWriter, request: WriteRequest) -> None:
         )
     if not writer.serves and not request.workload.batch:
         raise UserError(f"{writer.title} trains and needs --seq and --batch")
+    if request.workload.optimizer not in writer.optimizers:
+        known = ", ".join(writer.optimizers)
+        raise UserError(f"{writer.title} cannot express optimizer={request.workload.optimizer}; it has {known}")
 
 
 def _check_limits(writer: EngineWriter, request: WriteRequest) -> None:
-    limit = first_broken(writer.bounds, request.layout)
+    limit = first_broken(writer.bounds, request.layout, request.model)
     if limit is None:
         return
     other = nearest_layout(writer.name, request)

@@ -1,0 +1,55 @@
+"""SGLang's arguments. Names and defaults: sgl-project/sglang 0.5, server_args.py."""
+
+from __future__ import annotations
+
+from shardwise.errors import UserError
+from shardwise.interop.reading.arguments import dashed, parse
+from shardwise.interop.reading.fields import ConfigFields
+from shardwise.interop.reading.known_keys import Known, known, rows
+from shardwise.interop.reading.settings import Reading, ServerSettings
+from shardwise.layout import Layout
+
+_KEYS = rows("sglang", "layout")
+
+
+def read(words: list[str], ranks: int | None) -> Reading:
+    """Layout of the arguments. ranks: of the cluster. Raises `UserError` where there are fewer than the degrees need, and
+    for values that SGLang rejects."""
+    alone, harmless = known("sglang", "alone"), known("sglang")
+    arguments = parse(words, rows("sglang", "short"), alone.keys)
+    fields = ConfigFields(arguments.flags, Known(alone.keys | harmless.keys, ()), shown=dashed)
+    tp, pp, dp, ep = (fields.integer(_KEYS[key], 1) for key in ("tp", "pp", "dp", "ep"))
+    if fields.flag("enable_dp_attention"):
+        fields.fact("--enable-dp-attention: attention's replicas share experts; counted as replicas that do not")
+    if fields.flag("enable_ep_moe"):
+        ep = tp
+    if ranks is not None and tp * pp * dp > ranks:
+        raise UserError(f"tensor x pipeline x data parallel = {tp * pp * dp} GPUs, but there are {ranks}")
+    if ranks is not None and tp * pp * dp < ranks:
+        fields.note(f"{tp * pp * dp} of the {ranks} GPUs are used")
+    dtype = fields.word(_KEYS["precision"], "auto").lower()
+    wide = dtype in ("float", "float32")
+    model = fields.word("model_path") or None
+    layout = Layout(dp=dp, tp=tp, pp=pp, ep=ep, precision="fp32" if wide else "bf16")
+    return fields.reading("SGLang", layout, model=model, served=_served(fields, wide))
+
+
+def _served(fields: ConfigFields, wide: bool) -> ServerSettings:
+    memory = fields.number("mem_fraction_static", 0.9)
+    if not 0 < memory <= 1:
+        raise UserError(f"--mem-fraction-static must be between 0 and 1, not {memory:g}")
+    quantization = fields.word("quantization").lower()
+    weights = rows("sglang", "weights").get(quantization, "bfloat16")
+    if quantization and quantization not in rows("sglang", "weights"):
+        fields.fact(f"--quantization {quantization}: the width of its weights is not known here; counted as 16 bits")
+    if fields.given("speculative_algorithm"):
+        fields.fact("speculative decoding: a draft's weights and cache are not counted")
+    cache = fields.word("kv_cache_dtype", "auto").lower()
+    return ServerSettings(
+        weights="float32" if wide else weights,
+        cache="float8_e4m3fn" if cache.startswith("fp8") else "bfloat16",
+        length=fields.integer("context_length") or None,
+        sequences=fields.integer("max_running_requests") or None,
+        tokens=fields.integer("chunked_prefill_size") or None,
+        memory=memory,
+    )

@@ -1,0 +1,67 @@
+"""A command that starts SGLang's server. Names: SGLang 0.5, server_args.py."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from shardwise.interop.reading.known_keys import rows
+from shardwise.interop.reading.settings import ServerSettings
+from shardwise.interop.writing.commands import command, flag_words, nodes_of, with_comments
+from shardwise.interop.writing.limits import Limit, always, only, without
+from shardwise.interop.writing.request import EngineWriter, WriteRequest
+from shardwise.interop.writing.vllm import DTYPES, quantization
+
+KEYS = rows("sglang", "layout")
+PORT = 20000
+
+
+def write(request: WriteRequest) -> tuple[str, list[str]]:
+    """The command, and comments on what it leaves to its user."""
+    layout, served = request.layout, request.served or ServerSettings()
+    nodes, _ = nodes_of(request)
+    flags: dict[str, Any] = {
+        KEYS["tp"]: layout.tp,
+        KEYS["pp"]: layout.pp,
+        KEYS["dp"]: layout.dp,
+        KEYS["ep"]: layout.ep,
+        KEYS["precision"]: DTYPES[layout.precision],
+        "quantization": quantization("sglang", served.weights),
+        "kv_cache_dtype": "fp8_e4m3" if served.cache.startswith("float8") else "auto",
+        "mem_fraction_static": f"{served.memory:g}",
+        "context_length": served.length,
+        "max_running_requests": served.sequences,
+        "chunked_prefill_size": served.tokens,
+    }
+    words = flag_words(flags)
+    comments = []
+    if nodes > 1:
+        words += [f"--nnodes {nodes}", '--node-rank "$NODE_RANK"', f'--dist-init-addr "$HEAD_ADDRESS:{PORT}"']
+        comments.append("run it on every node, with NODE_RANK and HEAD_ADDRESS set")
+    if nodes > 1 and layout.dp > 1:
+        comments.append("replicas on several nodes are servers of their own behind SGLang's router")
+    if request.source in ("", request.model.name):
+        comments.append(f"{request.model.name} is the catalog's name: give the folder or the hub's name in its place")
+    source = shlex.quote(request.source or request.model.name)
+    return command(["python -m sglang.launch_server", f"--model-path {source}", *words]), comments
+
+
+LIMITS = (
+    Limit("ep", lambda x: x.ep not in (1, x.tp), lambda _: {"ep": 1, "etp": 0},
+          "it spreads experts over all of tp, or not"),
+    only("precision", tuple(DTYPES), "bf16", "it has bf16 and fp32"),
+    without("etp", always, "its experts are split with tp, or whole with expert parallelism"),
+)  # fmt: skip
+
+WRITER = EngineWriter(
+    name="sglang",
+    title="SGLang",
+    keys=KEYS,
+    left={"attention": "SGLang chooses attention's kernel"},
+    limits=LIMITS,
+    write=write,
+    comment=with_comments,
+    file="sglang.sh",
+    serves=True,
+    loads_model=True,
+)
