@@ -49,6 +49,7 @@ lint: $(VENV)/.test  ## ruff and mypy
 
 figures: $(VENV)/.test  ## make docs/claims.md and the output that the README quotes again
 	@$(BIN)/python docs/claims.py
+	@$(BIN)/python docs/emit.py
 	@$(BIN)/python docs/readme.py
 
 screenshots: $(VENV)/.test  ## the page's views in light and dark, for the README: docs/screenshots/

@@ -114,12 +114,8 @@ def test_a_number_of_pipeline_micro_batches():
 
 def test_tokens_are_those_of_one_pipeline_micro_batch():
     words = "--parallelism.pipeline_parallel_degree 2 --parallelism.num_pp_microbatches 4"
-    found = read(
-        [
-            f"torchtitan {words} --training.max_context_length 4096 --training.num_tokens_per_microbatch_per_dp_rank 8192"
-        ],
-        4,
-    )
+    tokens = "--training.max_context_length 4096 --training.num_tokens_per_microbatch_per_dp_rank 8192"
+    found = read([f"torchtitan {words} {tokens}"], 4)
     assert (found.layout.micro, found.batch) == (2, 2 * 4 * 2)
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.output import print_json
+from shardwise.cli.plan_emit import source_of
 from shardwise.errors import UserError, os_errors
 from shardwise.interop import EngineFile, ServerSettings, WriteRequest, write
+from shardwise.interop.reading.settings import PREFILL_TOKENS
 from shardwise.interop.writing.writer import writer_for
 from shardwise.layout import Layout, Workload
-from shardwise.model.catalog import catalog, resolve
+from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
 
 SERVING = ("prompt", "output", "concurrency")
@@ -53,44 +54,34 @@ def run(args: argparse.Namespace) -> int:
         model,
         Layout.parse(args.layout),
         Workload(**given(args, Workload)),
-        served_of(args, writer.serves),
+        _served_of(args, writer.serves),
         cluster_of(args) if args.cluster else None,
-        args.weights or (model.name if args.model.strip().lower() in catalog() else args.model),
+        args.weights or source_of(args.model),
         args.engine_version,
     )
     file = write(args.engine, request)
-    return show_file(args, file, {})
+    return _show_file(args, file)
 
 
-def served_of(args: argparse.Namespace, serves: bool) -> ServerSettings | None:
+def _served_of(args: argparse.Namespace, serves: bool) -> ServerSettings | None:
     """A server's numbers; None for training. Raises `UserError` for one of the three without the others."""
     missing = [f"--{name}" for name in SERVING if getattr(args, name) is None]
     if len(missing) == len(SERVING):
         return ServerSettings() if serves else None
     if missing:
         raise UserError(f"a server needs {', '.join(missing)}, too")
-    return settings_of(Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency), args.layout)
+    # Each replica takes its share of the clients.
+    share = -(-args.concurrency // Layout.parse(args.layout).dp)
+    return ServerSettings(length=args.prompt + args.output, sequences=share, tokens=PREFILL_TOKENS)
 
 
-def settings_of(workload: Workload, layout: str) -> ServerSettings:
-    """Limits of a server for a workload: each replica takes its share of the clients."""
-    replicas = Layout.parse(layout).dp
-    return ServerSettings(
-        length=workload.prompt + workload.output, sequences=-(-workload.concurrency // replicas), tokens=TOKENS
-    )
-
-
-TOKENS = 8192
-"""Tokens of one forward pass at most: engines' defaults differ, by version and GPU."""
-
-
-def show_file(args: argparse.Namespace, file: EngineFile, more: dict[str, Any]) -> int:
+def _show_file(args: argparse.Namespace, file: EngineFile) -> int:
     """Print the file, or write it to --out; with --json all about it."""
     if args.out:
         with os_errors(f"write {args.out}"):
             Path(args.out).write_text(file.text, encoding="utf-8")
     if args.json:
-        print_json(file.to_json() | {"out": args.out} | more)
+        print_json(file.to_json() | {"out": args.out})
     elif args.out:
         print(f"{args.out}: {file.layout} for {file.layout.ranks} ranks")
         for line in file.comments:

@@ -21,9 +21,11 @@ from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_model, model_of
 from shardwise.cli.output import print_result, progress
+from shardwise.cli.plan_emit import check_emit, emitted
 from shardwise.cli.quantities import bytes_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.interop import WriteRequest
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 
@@ -62,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restart", type=float, metavar="SECONDS", help="from a failure to going on (0)")
     parser.add_argument("--find", choices=FINDS, help="ask the other way round; cluster needs --tokens and --deadline")
     parser.add_argument("--deadline", type=float, metavar="DAYS", help="for --find cluster")
+    parser.add_argument("--emit", metavar="ENGINE", help="write the best layout as this engine's configuration, which "
+                        "emit --help names")  # fmt: skip
+    parser.add_argument("--out", metavar="FILE", help="the file of --emit")
     parser.add_argument("--serve", action="store_true", help="plan serving in place of training")
     parser.add_argument("--prompt", type=int, metavar="N", help="with --serve: tokens of a prompt")
     parser.add_argument("--output", type=int, metavar="N", help="with --serve: tokens of an answer")
@@ -70,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check_kind(args)
+    check_emit(args)
     if args.serve:
         from shardwise.cli.plan_serving import run as serve
 
@@ -135,7 +141,9 @@ def _plan(args: argparse.Namespace, model: ModelConfig, cluster: Cluster, worklo
     chosen = {"engine": args.engine, "by": args.by, "top": args.top}
     best = plan(model, cluster, workload, fixed=_fixed(args), reserved=_reserved(args), **chosen)
     campaign = _campaign(args, best)
-    return print_result(args, best.to_json() | campaign, chain(plan_tables(best), campaign_lines(campaign)))
+    file, lines = emitted(args, [WriteRequest(model, one.layout, workload, None, cluster) for one in best.ranked])
+    data = best.to_json() | campaign | file
+    return print_result(args, data, chain(plan_tables(best), campaign_lines(campaign), lines))
 
 
 def _fixed(args: argparse.Namespace) -> dict[str, Any]:

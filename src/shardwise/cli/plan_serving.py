@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_result
+from shardwise.cli.plan_emit import emitted
 from shardwise.cluster import Cluster
+from shardwise.interop import ServerSettings, WriteRequest
+from shardwise.interop.reading.settings import PREFILL_TOKENS
 from shardwise.layout import Workload
 from shardwise.model.parameters import count
 from shardwise.planner.serving import TYPES, Deployment, ServingPlan, plan_serving
@@ -21,7 +25,16 @@ def run(args: argparse.Namespace) -> int:
     result = plan_serving(
         model_of(args), Cluster.parse(args.cluster), workload, engine=args.engine, by=args.by, top=args.top
     )
-    return print_result(args, result.to_json(), serving_tables(result))
+    file, lines = emitted(args, [_request(result, one) for one in result.ranked])
+    return print_result(args, result.to_json() | file, chain(serving_tables(result), lines))
+
+
+def _request(plan: ServingPlan, one: Deployment) -> WriteRequest:
+    work = plan.workload
+    served = ServerSettings(
+        weights=one.weights, length=work.prompt + work.output, sequences=one.batch, tokens=PREFILL_TOKENS
+    )
+    return WriteRequest(plan.model, one.layout, served=served, cluster=plan.cluster)
 
 
 def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:

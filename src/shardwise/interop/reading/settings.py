@@ -8,6 +8,9 @@ from typing import Any
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 
+PREFILL_TOKENS = 8192
+"""Tokens of one forward pass at most, as they are written: engines' defaults differ by version and GPU."""
+
 
 @dataclass(frozen=True)
 class ServerSettings:

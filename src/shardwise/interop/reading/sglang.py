@@ -13,8 +13,10 @@ _KEYS = rows("sglang", "layout")
 
 
 def read(words: list[str], ranks: int | None) -> Reading:
-    """Layout of the arguments. ranks: of the cluster. Raises `UserError` where there are fewer than the degrees need, and
-    for values that SGLang rejects."""
+    """Layout of the arguments. ranks: of the cluster.
+
+    Raises `UserError` where there are fewer than the degrees need, and for values that SGLang rejects.
+    """
     alone, harmless = known("sglang", "alone"), known("sglang")
     arguments = parse(words, rows("sglang", "short"), alone.keys)
     fields = ConfigFields(arguments.flags, Known(alone.keys | harmless.keys, ()), shown=dashed)

@@ -29,7 +29,8 @@ def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
     if half[2]:
         top.fact("fp16: counted as bf16")
     # Shards, and what is summed into them, are fp32.
-    layout = Layout(**words, **({"grads": "fp32"} if any(half) else {"precision": "fp32"}))
+    words |= {"grads": "fp32"} if any(half) else {"precision": "fp32"}
+    layout = Layout(**words)
     steps = arguments.integer("gradient_accumulation_steps", 1)
     top.fact("the length of a sequence is the program's: --seq says it here")
     optimizer = "sgd" if arguments.word("optim", "adamw_torch").lower() == "sgd" else None

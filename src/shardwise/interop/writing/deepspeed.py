@@ -94,7 +94,6 @@ def _whole(layout: Layout) -> Changes:
 
 LIMITS = (
     only("precision", ("bf16", "fp32"), "fp32", "it has no fp64"),
-    only("schedule", ("1f1b",), "1f1b", "its pipeline has one schedule"),
     Limit("cpkind", lambda x: x.cp > 1 and x.cpkind != "ulysses", lambda _: {"cpkind": "ulysses"},
           "its sequence parallelism is Ulysses"),
     as_data("cp", lambda x: x.pp > 1, "its pipeline works without sequence parallelism", "cpkind"),

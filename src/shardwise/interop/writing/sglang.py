@@ -10,7 +10,7 @@ from shardwise.interop.reading.settings import ServerSettings
 from shardwise.interop.writing.commands import command, flag_words, nodes_of, with_comments
 from shardwise.interop.writing.limits import Limit, always, only, without
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
-from shardwise.interop.writing.vllm import DTYPES, quantization
+from shardwise.interop.writing.vllm import DTYPES, checkpoint_needed, quantization
 
 KEYS = rows("sglang", "layout")
 PORT = 20000
@@ -42,6 +42,7 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
         comments.append("replicas on several nodes are servers of their own behind SGLang's router")
     if request.source in ("", request.model.name):
         comments.append(f"{request.model.name} is the catalog's name: give the folder or the hub's name in its place")
+    comments += checkpoint_needed("sglang", served.weights)
     source = shlex.quote(request.source or request.model.name)
     return command(["python -m sglang.launch_server", f"--model-path {source}", *words]), comments
 

@@ -42,6 +42,7 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
         comments.append("vLLM cuts layers evenly as it likes: see VLLM_PP_LAYER_PARTITION")
     if request.source in ("", request.model.name):
         comments.append(f"{request.model.name} is the catalog's name: give the folder or the hub's name in its place")
+    comments += checkpoint_needed("vllm", served.weights)
     source = shlex.quote(request.source or request.model.name)
     return command([f"vllm serve {source}", *flag_words(flags)]), comments
 
@@ -51,9 +52,16 @@ def quantization(engine: str, weights: str) -> str | None:
     if weights in ("bfloat16", "float16", "float32"):
         return None
     for word, dtype in rows(engine, "weights").items():
-        if dtype == weights:
+        # Some store experts alone.
+        if dtype == weights and not word.startswith("experts"):
             return word
     raise UserError(f"no quantization of {engine} stores {weights}")
+
+
+def checkpoint_needed(engine: str, weights: str) -> list[str]:
+    """A comment where the engine cannot quantize weights while it loads them; none else."""
+    word = quantization(engine, weights)
+    return [f"--quantization {word} needs a checkpoint in that format"] if word not in (None, "fp8") else []
 
 
 def _experts(layout: Layout) -> Changes:

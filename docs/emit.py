@@ -1,0 +1,130 @@
+"""The page of what each engine can express, made from the writers themselves.
+
+python docs/emit.py   writes docs/emit.md
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from shardwise.errors import UserError
+from shardwise.interop import WRITERS, EngineWriter, WriteRequest, nearest_layout
+from shardwise.layout import Layout, Workload, check
+from shardwise.layout.layout import CHOICES
+from shardwise.model.catalog import get
+
+PAGE = Path(__file__).with_name("emit.md")
+PARSERS = Path(__file__).with_name("emit_parsers.md")
+
+VALUES = {
+    "zero": ("0", "1", "2", "3"),
+    "offload": ("none", "cpu", "cpu:0.5", "nvme"),
+    "order": ("pp-dp-cp-tp", "dp-pp-cp-tp", "pp-tp-cp-dp"),
+    **{key: CHOICES[key] for key in ("cpkind", "schedule", "recompute", "attention", "offload_params", "compile")},
+    **{key: CHOICES[key] for key in ("precision", "grads")},
+}
+"""Keys of few values. Values of the others are bounded by numbers of ranks alone."""
+BASES = (
+    "dp=4", "dp=4,zero=3", "dp=4,zero=3,offload=cpu", "dp=4,zero=3,grads=fp32", "dp=2,pp=2", "dp=2,pp=2,virtual=2",
+    "dp=2,pp=2,tp=2", "cp=2", "cp=2,zero=3,grads=fp32", "dp=4,precision=fp32",
+)  # fmt: skip
+"""Layouts in which each value is tried."""
+
+HEAD = """\
+# Layouts for other engines
+
+`shardwise emit LAYOUT --model MODEL --for ENGINE` writes a layout as another engine's configuration. `shardwise plan
+... --emit ENGINE` does it for the best layout that the engine can express. `shardwise explain FILE`
+reads the result back.
+
+```
+shardwise emit dp=8,tp=2,zero=1,sp --model llama-3-8b --seq 8192 --batch 128 --for megatron --out train.sh
+shardwise emit tp=4,dp=2 --model llama-3-8b --prompt 1024 --output 256 --concurrency 64 --for vllm
+shardwise plan llama-3-8b --cluster 8xH100 --seq 4096 --batch 64 --emit deepspeed --out ds.json
+```
+
+A test writes random layouts for every engine (500 each in the whole set), reads them back and compares every key of the
+table. `python docs/emit.py` makes this page from the writers, and a test fails where it is stale.
+
+What an engine cannot express is an error that names the key and the nearest layout that it can. Defaults that differ
+are explicit: gradient clipping (1.0), the type that gradients are summed in, dropout, padding of the vocabulary, layers
+of a pipeline's ends, the batch in every unit that the engine counts. Learning rates, data and checkpoints are yours.
+Ranks per node come from `--cluster`; without it a node has 8.
+
+## Keys
+An option: the engine expresses the key, of a few values those that are named. *code*: the file says in a comment what
+your code or environment has to do. Empty: other values than the default are errors.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    engines = [writer for writer in WRITERS.values() if writer.name != "torchrun"]
+    titles = " | ".join(f"{writer.title}" for writer in engines)
+    table = [f"| key | {titles} |", f"|---{'|---' * len(engines)}|"]
+    for field in fields(Layout):
+        cells = [_cell(writer, field.name) for writer in engines]
+        if any(cells):
+            table.append(f"| `{field.name}` | {' | '.join(cells)} |")
+    limits = [line for writer in engines for line in _limits(writer)]
+    without = ", ".join(f"`{field.name}`" for field in fields(Layout) if not any(_cell(w, field.name) for w in engines))
+    return "\n".join(
+        [
+            HEAD,
+            *table,
+            "",
+            f"`torchrun` starts this project's own training and expresses every layout that runs here. It alone has "
+            f"{without}.",
+            "",
+            "## Limits of these keys",
+            *limits,
+            "",
+            PARSERS.read_text(encoding="utf-8"),
+        ]
+    )
+
+
+def _cell(writer: EngineWriter, key: str) -> str:
+    if key in writer.left:
+        return "*code*"
+    option = writer.keys.get(key, "")
+    values = f": {', '.join(_expressed(writer, key))}" if option and key in VALUES else ""
+    return f"`{option}`{values}" if option else ""
+
+
+def _expressed(writer: EngineWriter, key: str) -> list[str]:
+    """Values of a key that the engine keeps in some layout."""
+    model, work = get("llama-3-8b"), Workload() if writer.serves else Workload(4096, 64)
+    kept = set()
+    for base in BASES:
+        for value in VALUES[key]:
+            try:
+                layout = Layout.parse(f"{base},{key}={value}")
+                check(layout, model)
+                if key == "cpkind" and layout.cp == 1:
+                    continue  # It has no effect.
+            except UserError:
+                continue
+            near = nearest_layout(writer.name, WriteRequest(model, layout, work))
+            if near is not None and str(getattr(near, key)) == value and getattr(near, key) == getattr(layout, key):
+                kept.add(value)
+    return [value for value in VALUES[key] if value in kept]
+
+
+def _limits(writer: EngineWriter) -> list[str]:
+    versions = [version for version in writer.versions if version]
+    known = f" Versions: {', '.join(versions)} (`--engine-version`)." if versions else ""
+    lines = [f"### {writer.title}", f"{'Serving.' if writer.serves else 'Training.'}{known}", ""]
+    for limit in writer.limits:
+        experts = " (models with experts)" if limit.experts else ""
+        lines.append(f"- `{limit.key}`{experts}: {limit.why}")
+    return [*lines, ""]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(__doc__)
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")

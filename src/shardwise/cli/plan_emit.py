@@ -1,0 +1,74 @@
+"""`plan --emit`: the best layout that an engine can express, as its configuration."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError, os_errors
+from shardwise.interop import EngineFile, WriteRequest, write
+from shardwise.interop.writing.writer import writer_for
+from shardwise.model.catalog import catalog
+
+
+def check_emit(args: argparse.Namespace) -> None:
+    """Raise `UserError` for --emit with what has no layout, for an unknown engine, one of the other kind, or a model
+    that the engine does not load by name."""
+    if args.emit is None:
+        if args.out is not None:
+            raise UserError("--out is for the file of --emit")
+        return
+    writer = writer_for(args.emit)
+    if getattr(args, "find", None):
+        raise UserError("--emit writes the best layout: leave it out with --find")
+    if writer.serves != args.serve:
+        instead = "add --serve" if writer.serves else "leave out --serve"
+        raise UserError(f"--emit {args.emit}: {writer.title} {'serves' if writer.serves else 'trains'}; {instead}")
+    if args.set and writer.loads_model:
+        raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
+
+
+def source_of(text: str) -> str:
+    """MODEL as an engine loads it: a path as it is typed, else the catalog's name."""
+    return text.strip().lower() if text.strip().lower() in catalog() else text
+
+
+def best_file(engine: str, requests: Sequence[WriteRequest]) -> tuple[EngineFile, str]:
+    """The file of the first request that the engine expresses, and why it does not express the very first; "" where it
+    does. Raises `UserError` with that reason where none is expressed."""
+    reason = ""
+    for request in requests:
+        try:
+            return write(engine, request), reason
+        except UserError as error:
+            reason = reason or str(error)
+    raise UserError(f"none of the {len(requests)} best layouts can be written (more with --top): {reason}")
+
+
+def emitted(args: argparse.Namespace, requests: Sequence[WriteRequest]) -> tuple[dict[str, Any], Iterator[str]]:
+    """({"emitted": ...} for --json, lines), both empty without --emit. Writes --out."""
+    if args.emit is None:
+        return {}, iter(())
+    named = [replace(request, source=source_of(args.model)) for request in requests]
+    file, reason = best_file(args.emit, named)
+    if args.out:
+        with os_errors(f"write {args.out}"):
+            Path(args.out).write_text(file.text, encoding="utf-8")
+    data = file.to_json() | {"out": args.out, "why_not_the_best": reason or None}
+    return {"emitted": data}, _lines(args.out, file, reason)
+
+
+def _lines(out: str | None, file: EngineFile, reason: str) -> Iterator[str]:
+    yield ""
+    if reason:
+        yield f"the best layout cannot be written: {reason}"
+        yield f"written in its place: {file.layout}"
+    if not out:
+        yield f"{file.file}:"
+        yield file.text
+        return
+    yield f"{out}: {file.layout} for {file.layout.ranks} ranks"
+    yield from (f"  {line}" for line in file.comments)
