@@ -13,7 +13,7 @@ from shardwise.interop.reading.settings import ServerSettings
 from shardwise.layout import Layout, Workload, check, check_runnable
 from shardwise.model.catalog import get
 
-MODELS = ("llama-3-8b", "gpt2", "qwen3-8b", "mixtral-8x7b", "llama-3-70b")
+MODELS = ("llama-3-8b", "gpt2", "qwen3-8b", "mixtral-8x7b", "llama-3-70b", "qwen3-30b-a3b")
 CHOICES: dict[str, list[Any]] = {
     "dp": [1, 2, 4, 8],
     "tp": [1, 1, 2, 4],
@@ -70,7 +70,9 @@ def _request(engine: str, generator: random.Random) -> WriteRequest | None:
     if layout.ranks > MOST_RANKS:
         return None
     if WRITERS[engine].serves:
-        served = ServerSettings(length=4096, sequences=64, tokens=8192, memory=0.9)
+        weights = generator.choice(["bfloat16", "float8_e4m3fn", "int4"])
+        cache = generator.choice(["bfloat16", "float8_e4m3fn"])
+        served = ServerSettings(weights, cache, length=4096, sequences=64, tokens=8192, memory=0.85)
         return WriteRequest(model, layout, served=served)
     return WriteRequest(model, layout, replace(work, optimizer=generator.choice(WRITERS[engine].optimizers)))
 

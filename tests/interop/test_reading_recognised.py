@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.interop import ENGINES, read
-from shardwise.interop.reading import deepspeed, megatron, torchtitan, vllm
+from shardwise.interop.reading import deepspeed, megatron, sglang, torchrun, torchtitan, transformers, vllm
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,13 @@ TORCHTITAN = words_of("""
     data_parallel_shard_degree data_parallel_replicate_degree tensor_parallel_degree pipeline_parallel_degree enable
     pipeline_parallel_schedule context_parallel_degree expert_parallel_degree name flavor num_pp_microbatches
 """)
+TRANSFORMERS = words_of("""
+    distributed_config training_arguments tp_size fsdp_size dp_replicate_size pp_size ep_size fsdp_cpu_offload bf16
+    optim fsdp_mixed_precision per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing other
+""")
 FLAGS = words_of("""
+    tp_size pp_size dp_size ep_size mem_fraction_static context_length nproc_per_node nnodes layout batch
+    expert_parallel pipeline_model_parallel_layout num_distributed_optimizer_instances attention_backend
     tensor_model_parallel_size pipeline_model_parallel_size num_layers micro_batch_size global_batch_size hidden_size
     num_attention_heads vocab_size recompute_granularity recompute_method bf16 fp16 sequence_parallel num_query_groups
     group_query_attention decoder_first_pipeline_num_layers tensor_parallel_size max_model_len quantization dtype
@@ -118,6 +124,9 @@ def test_rubbish_is_one_line(data, ranks):
         (torchtitan.read, data.draw(tables(TORCHTITAN))),
         (megatron.read, words),
         (vllm.read, words),
+        (sglang.read, words),
+        (torchrun.read, words),
+        (transformers.read, data.draw(tables(TRANSFORMERS))),
     ):
         try:
             found = reader(config, ranks)

@@ -48,6 +48,8 @@ def test_every_expressed_key_comes_back(engine, tmp_path):
         if engine != "accelerate":  # Batch and optimizer are the program's.
             assert (reading.batch or 0) == request.workload.batch
             assert (reading.optimizer or "adamw") == request.workload.optimizer
+        if request.layout.precision == "bf16":  # Weights in 32 bits are not quantized.
+            assert reading.served == request.served
         seen |= {(key, getattr(request.layout, key)) for key in writer.keys}
     assert len(seen) > 2 * len(writer.keys), "hardly any layout says anything"
 

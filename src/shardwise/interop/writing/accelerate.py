@@ -86,6 +86,8 @@ LIMITS = (
     *fsdp.LIMITS,
     Limit("zero", lambda x: x.zero == 0 and x.data_ranks > 1 and _no_ddp(x),
           lambda _: defaults(*SHARDING) | {"zero": 3}, "bf16, tp and cp are written with FSDP"),
+    Limit("shard", lambda x: x.cp > 1 and x.shard == x.cp, lambda _: {"shard": 0},
+          "beside tp and cp, replicas need a dp_shard_size above 1"),
     only("cpkind", tuple(KINDS), "ring", "its Ulysses is DeepSpeed's"),
     without("recompute", lambda x: x.zero == 0 and x.data_ranks > 1, "it recomputes with FSDP"),
 )  # fmt: skip

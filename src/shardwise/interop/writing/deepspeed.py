@@ -11,7 +11,8 @@ from shardwise.interop.writing.limits import Changes, Limit, as_data, only, with
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
 from shardwise.layout import Layout
 
-KEYS = rows("deepspeed", "layout")
+# 0.19 has removed MiCS, which older files shard by.
+KEYS = {key: option for key, option in rows("deepspeed", "layout").items() if key != "shard"}
 CLIP = 1.0
 COMMENT = "_comment"
 
@@ -62,7 +63,6 @@ def _zero(layout: Layout) -> dict[str, Any]:
         zero[KEYS["offload_params"]] = _home(layout.offload_params)
     if layout.zero == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
-        zero |= {KEYS["shard"]: layout.shard} if layout.shard else {}
         zero |= {KEYS["hpz"]: layout.hpz} if layout.hpz else {}
         zero |= {KEYS["qwz"]: True} if layout.qwz else {}
         zero |= {KEYS["qgz"]: True} if layout.qgz else {}
@@ -104,11 +104,7 @@ LIMITS = (
     Limit("zero", lambda x: x.pp > 1 and x.zero >= 2,
           lambda x: defaults(*SHARDING, "offload", "offload_params") | {"zero": 1},
           "its pipeline works with stages 0 and 1"),
-    without("shard", lambda x: x.zero < 3, "its MiCS shards parameters (zero=3)", "hpz"),
-    without("hpz", lambda x: x.shard > 0, "MiCS and hpZ exclude each other"),
     without("qgz", lambda x: x.zero < 3, "4-bit gradients need stage 3", "feedback"),
-    without("qwz", lambda x: x.shard > 0, "MiCS has no 8-bit gathers"),
-    without("qgz", lambda x: x.shard > 0, "MiCS has no 4-bit gradients"),
     Limit("offload", lambda x: x.offload != "none" and x.zero == 0, lambda _: {"zero": 1}, "it offloads with ZeRO"),
     Limit("offload", _offload_stage, _whole, "nvme and a fraction need stage 3"),
 )  # fmt: skip
