@@ -67,7 +67,8 @@ def _tables(request: WriteRequest) -> dict[str, dict[str, Any]]:
     }
     if layout.offload != "none":
         training[KEYS["offload"]] = True
-    if layout.pp > 1 and request.version != TOML:
+    # torchtitan rejects CUDA graphs beside a pipeline, and beside all-to-alls of experts.
+    if (layout.pp > 1 or request.model.experts) and request.version != TOML:
         training["disable_cuda_graphs"] = True
     compiled = {"compile": {"enable": True}} if layout.compile == "block" else {}
     return {"training": training, "parallelism": _parallelism(request), **compiled}
