@@ -119,8 +119,19 @@ def sglang(text: str, layout: Layout) -> None:
     assert found.tp_size == layout.tp and found.pp_size == layout.pp and found.dp_size == layout.dp
 
 
+def vllm(text: str, layout: Layout) -> None:
+    platforms = import_module("vllm.platforms")
+    platforms.current_platform = import_module("vllm.platforms.cpu").CpuPlatform()
+    arguments = import_module("vllm.engine.arg_utils").EngineArgs
+    parser = arguments.add_cli_args(import_module("vllm.utils.argparse_utils").FlexibleArgumentParser())
+    found = arguments.from_cli_args(parser.parse_args(words_of(text, "serve")[1:]))
+    assert found.tensor_parallel_size == layout.tp and found.pipeline_parallel_size == layout.pp
+    assert found.data_parallel_size == layout.dp and found.enable_expert_parallel == (layout.ep > 1)
+
+
 PARSERS: dict[str, Callable[[str, Layout], None]] = {
-    parser.__name__: parser for parser in (deepspeed, accelerate, transformers, torchrun, torchtitan, megatron, sglang)
+    parser.__name__: parser
+    for parser in (deepspeed, accelerate, transformers, torchrun, torchtitan, megatron, vllm, sglang)
 }
 DISTRIBUTIONS = {"torchrun": "torch", "megatron": ""}
 
@@ -135,7 +146,7 @@ def broken(file: EngineFile) -> str:
         return f"{file.text}{WRONG}: 1\n"
     head, mark, rest = file.text.partition('"$@"')
     if not mark:
-        return file.text.replace("sglang.launch_server", f"sglang.launch_server --{WRONG} 1")
+        return f"{file.text.rstrip()} --{WRONG} 1\n"
     return f"{head}{mark} --{WRONG} 1{rest}"
 
 
