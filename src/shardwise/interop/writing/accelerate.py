@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.interop.reading.known_keys import rows
 from shardwise.interop.writing import fsdp
 from shardwise.interop.writing.canonical import SHARDING, defaults
-from shardwise.interop.writing.commands import nodes_of
+from shardwise.interop.writing.commands import commented, nodes_of
 from shardwise.interop.writing.limits import Limit, only, without
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
 from shardwise.layout import Layout
@@ -105,6 +105,6 @@ WRITER = EngineWriter(
     },
     limits=LIMITS,
     write=write,
-    comment=lambda text, comments: "".join(f"# {line}\n" for line in comments) + text,
+    comment=lambda text, comments: commented(comments) + text,
     file="accelerate.yaml",
 )

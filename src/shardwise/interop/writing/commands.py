@@ -56,4 +56,9 @@ def command(words: Sequence[str]) -> str:
 
 def with_comments(text: str, comments: Sequence[str]) -> str:
     """A script with its comments on top."""
-    return "".join(["#!/usr/bin/env bash\n", *(f"# {line}\n" for line in comments), text])
+    return f"#!/usr/bin/env bash\n{commented(comments)}{text}"
+
+
+def commented(comments: Sequence[str]) -> str:
+    """Comments of a script, TOML or YAML. A model's name may have line breaks, a comment must not."""
+    return "".join(f"# {' '.join(line.split())}\n" for line in comments)

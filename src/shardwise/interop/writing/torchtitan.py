@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.interop.reading.known_keys import rows
 from shardwise.interop.writing import fsdp
 from shardwise.interop.writing.canonical import SHARDING, defaults
-from shardwise.interop.writing.commands import command, nodes_of, torchrun, with_comments
+from shardwise.interop.writing.commands import command, commented, nodes_of, torchrun, with_comments
 from shardwise.interop.writing.limits import Limit, only, without
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
 from shardwise.layout import Layout
@@ -127,7 +127,7 @@ def _toml(tables: dict[str, dict[str, Any]]) -> str:
 
 def _comment(text: str, comments: list[str]) -> str:
     if text.startswith("\n["):
-        return "".join(f"# {line}\n" for line in comments) + text
+        return commented(comments) + text
     return with_comments(text, comments)
 
 
