@@ -54,8 +54,8 @@ of a pipeline's ends, the batch in every unit that the engine counts. Learning r
 Ranks per node come from `--cluster`; without it a node has 8.
 
 ## Keys
-An option: the engine expresses the key, of a few values those that are named. *code*: the file says in a comment what
-your code or environment has to do. Empty: other values than the default are errors.
+An option: the engine expresses the key. Where a key has few values, the cell names the ones that it expresses. *code*:
+the file says in a comment what your code or environment has to do. Empty: other values than the default are errors.
 """
 
 

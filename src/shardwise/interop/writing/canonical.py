@@ -26,7 +26,7 @@ def canonical(layout: Layout, model: ModelConfig) -> Layout:
     """A layout that splits `model` as `layout` does, with as few keys as can be.
 
     Without a pipeline its keys go, without a shard group the stage of ZeRO; so do even `stages`, gradients' type beside
-    a precision that has one type, and an order of axes of which one has ranks.
+    a precision that has one type, and an order of axes that changes no rank's place.
     """
     changes: dict[str, Any] = {}
     if layout.pp == 1:
