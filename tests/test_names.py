@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import shardwise
@@ -42,3 +42,9 @@ def test_no_function_is_longer_than_a_screen():
     }
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
     assert len(lines) > 3000
+
+
+def test_no_two_test_files_have_one_name():
+    """Python imports a test by its file's name alone, so that pytest cannot collect a second one."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
