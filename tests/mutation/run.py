@@ -1,7 +1,8 @@
 """Put known mistakes back one at a time and see that a test fails for each: `python tests/mutation/run.py [WORD]`.
 
-Works on a copy of src/. A mistake whose text is not found exactly once is an error, and so are tests that fail without
-any mistake, or that break instead of failing. WORD: only the mistakes of that trap number, or with it in their words.
+Works on a copy of src/. A mistake whose text is not found exactly once is an error, and so are tests that break instead
+of failing, or a test that fails without the mistake, too: each one that noticed is run again on the source as it is.
+WORD: only the mistakes of that trap number, or with it in their words.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ PASSED, FAILED = 0, 1
 SECONDS_A_JOB = 40
 
 
-def pytest(source: Path, tests: str) -> tuple[int, str]:
-    """Run `tests` against the package in `source`, up to the first failure; returns (exit code, output)."""
+def pytest(source: Path, *chosen: str) -> tuple[int, str]:
+    """Run the tests that pytest's arguments choose on the package in `source`, up to the first failure.
+
+    Returns (exit code, output).
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": str(source),
@@ -34,7 +38,7 @@ def pytest(source: Path, tests: str) -> tuple[int, str]:
         "SHARDWISE_TEST_LIMIT": str(SECONDS_A_JOB),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *TESTS, "-k", tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
@@ -76,12 +80,14 @@ def survives(clean: Path, mistake: Mistake) -> str | None:
     """None when a test fails because of the mistake; else what happened instead."""
     with copy_of(clean) as source:
         put_back(source, mistake)
-        code, output = pytest(source, mistake.tests)
+        code, output = pytest(source, *TESTS, "-k", mistake.tests)
     if code == PASSED:
         return "SURVIVED"
-    if code != FAILED or not re.search(r"\d+ failed", output):
+    failed = re.search(r"^FAILED (.+?\]?)(?: - |$)", output, re.MULTILINE)
+    if code != FAILED or failed is None:
         return f"BROKE (exit {code}): {output.strip().splitlines()[-1]}"
-    return None
+    code, output = pytest(clean, failed[1])
+    return None if code == PASSED else f"FAILS ANYWAY: {failed[1]}: {output.strip().splitlines()[-1]}"
 
 
 def main(argv: list[str]) -> int:
@@ -103,18 +109,12 @@ def main(argv: list[str]) -> int:
 
 
 def why_not(clean: Path, chosen: list[Mistake]) -> str | None:
-    """Why the mistakes cannot be tried: no such one, text not found, or tests that fail anyway. None when they can."""
+    """Why the mistakes cannot be tried: no such one, or text not found. None when they can."""
     if not chosen:
         return "no such mistake"
     if wrong := misplaced(clean, chosen):
         return "\n".join(wrong)
-    if not uses(clean):
-        return "the copy of src/ is not what the tests import"
-    code, output = pytest(clean, " or ".join(sorted({m.tests for m in chosen})))
-    if code != PASSED:
-        return f"{output}\nthe tests fail without any mistake"
-    print("without a mistake:", output.strip().splitlines()[-1], flush=True)
-    return None
+    return None if uses(clean) else "the copy of src/ is not what the tests import"
 
 
 if __name__ == "__main__":
