@@ -7,10 +7,8 @@ Peers are `DistributedConfig(fsdp_size=4, ep_size=4)`, where each rank has seque
 All start from the same weights, in fp32, with fused AdamW and no clipping; peers communicate over gloo, ours over gloo
 and, called `shared`, through the memory that the ranks share.
 
-The contenders take turns in one set of processes, every second round in the opposite order, after `WARM` steps each
-that do not count. A step's seconds run from the first rank's start to the last rank's end. Printed for each pair: the
-medians, their ratio, and the lowest and highest ratio of a round. Losses after the same steps say whether both train
-the same model.
+The contenders take turns (`turns.take_turns`). Printed for each pair: the medians, their ratio, and the lowest and the
+highest ratio of a round. Losses after the same steps say whether both train the same model.
 """
 
 from __future__ import annotations
@@ -18,11 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,19 +26,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import train_step
+import turns
 from torch import Tensor
 
 from shardwise.checkpoint.huggingface import open_weights
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.axes import DP
 from shardwise.model.huggingface import from_huggingface
-from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.checkpointing import start_from
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.pipeline.step import TrainProgram
 
-RANKS, WARM, SEQUENCES = 4, 3, 4
+RANKS, SEQUENCES = 4, 4
 SIZES = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 2048,
@@ -56,15 +50,13 @@ PAIRS = [("dp=4,ep=4,zero=3", "fsdp"), ("tp=4,ep=4", "tp")]
 """(our layout, the peer that it is compared with)."""
 OURS = [f"{text}{transport}" for text, _ in PAIRS for transport in (" gloo", " shared")]
 
-Step = Callable[[int], float]
-
 
 def rows(index: int, vocab: int, seq: int) -> Tensor:
     """Token ids of a step: [sequences, seq + 1]."""
     return torch.randint(vocab, (SEQUENCES, seq + 1), generator=torch.Generator().manual_seed(index))
 
 
-def ours(name: str, source: Path, seq: int) -> Step:
+def ours(name: str, source: Path, seq: int) -> turns.Step:
     """A step of this project's runtime; its loss."""
     text, transport = name.split()
     rank, layout = dist.get_rank(), Layout.parse(f"{text},precision=fp32")
@@ -88,7 +80,7 @@ def ours(name: str, source: Path, seq: int) -> Step:
     return step
 
 
-def theirs(name: str, source: Path, seq: int) -> Step:
+def theirs(name: str, source: Path, seq: int) -> turns.Step:
     """A step of transformers with its expert parallelism; the mean loss of the ranks."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -113,19 +105,8 @@ def theirs(name: str, source: Path, seq: int) -> Step:
 
 
 def measure(source: Path, seq: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Contender -> seconds of each round, and the loss of the last."""
     steps = {name: ours(name, source, seq) for name in OURS} | {name: theirs(name, source, seq) for name in THEIRS}
-    results: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in steps}
-    for index in range(WARM + rounds):
-        for name in list(steps) if index % 2 else reversed(list(steps)):
-            retain_freed_memory(name in OURS)
-            dist.barrier()
-            started = time.perf_counter()
-            results[name]["loss"] = steps[name](index)
-            clocks = train_step.everywhere((started, time.perf_counter()))
-            if index >= WARM:
-                results[name]["seconds"].append(max(end for _, end in clocks) - min(start for start, _ in clocks))
-    return results
+    return turns.take_turns(steps, OURS, rounds)
 
 
 def rank_main(rank: int, job: dict[str, Any]) -> None:
@@ -136,27 +117,13 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     }
     if rank == 0:
         Path(job["folder"], "out").write_text(json.dumps(results))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # taking gloo down while another rank does so now and then aborts the process
+    turns.leave()
 
 
 def compared(measured: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each pair."""
-    found = []
-    for text, peer in PAIRS:
-        for name in (name for name in OURS if name.split()[0] == text):
-            mine, other = measured[name], measured[peer]
-            ratios = [b / a for a, b in zip(mine["seconds"], other["seconds"], strict=True)]
-            ours_s, peer_s = statistics.median(mine["seconds"]), statistics.median(other["seconds"])
-            found.append(
-                {
-                    "ours": name, "peer": peer, "ours_s": ours_s, "peer_s": peer_s, "speed": peer_s / ours_s,
-                    "speed_min": min(ratios), "speed_max": max(ratios),
-                    "same_loss": abs(mine["loss"] / other["loss"] - 1) < train_step.SAME_LOSS["fp32"],
-                }
-            )  # fmt: skip
-    return found
+    named = [(name, peer) for text, peer in PAIRS for name in OURS if name.split()[0] == text]
+    return turns.compared(measured, named, "fp32")
 
 
 def main() -> None:
@@ -180,11 +147,7 @@ def main() -> None:
     for result in results:
         print(f"{result['tokens']} tokens a step, fp32, {RANKS} ranks with one thread each")
         for row in result["rows"]:
-            print(
-                f"  {row['ours']:24} {1e3 * row['ours_s']:7.0f} ms   {row['peer']:5} {1e3 * row['peer_s']:7.0f} ms   "
-                f"{row['speed']:.2f}x ({row['speed_min']:.2f} to {row['speed_max']:.2f})"
-                f"{'' if row['same_loss'] else ', losses differ'}"
-            )
+            print(turns.line(row))
     if args.json:
         train_step.write_json(args.json, train_step.header("experts_step", model) | {"results": results})
 

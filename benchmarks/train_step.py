@@ -408,15 +408,17 @@ def machine() -> dict[str, Any]:
     return {"cpu": cpu, "cores": cores, "system": platform.system(), **versions}
 
 
-def header(benchmark: str, model: ModelConfig = MODEL) -> dict[str, Any]:
-    """What every result file starts with. The command is without the file that the result goes to."""
+def header(benchmark: str, model: ModelConfig | dict[str, Any] = MODEL) -> dict[str, Any]:
+    """What every result file starts with. The command is without the file that the result goes to.
+
+    model: as a dict, `model` and `parameters` themselves.
+    """
     words = [f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
     command = re.sub(r" --json[ =]\S+", "", " ".join(["python", *words]))
     date = datetime.now(UTC).isoformat(timespec="minutes")
-    return {
-        "benchmark": benchmark, "date": date, "command": command, "machine": machine(), "model": model.to_json(),
-        "parameters": count(model),
-    }  # fmt: skip
+    if isinstance(model, ModelConfig):
+        model = {"model": model.to_json(), "parameters": count(model)}
+    return {"benchmark": benchmark, "date": date, "command": command, "machine": machine(), **model}
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ def test_the_hosts_update_beside_torchs(tmp_path: Path) -> None:
     assert found["disk"].get("read", 1) > 0 and ("write" in found["disk"] or "why_not" in found["disk"])
 
 
-TORCH = ("experts", "a step of experts", "zeropp", "stragglers")
+TORCH = ("experts", "a step of experts", "a step of a module", "zeropp", "stragglers")
 """All start processes that import torch."""
 
 
@@ -75,6 +75,14 @@ def test_experts_step_beside_transformers(tmp_path: Path) -> None:
     found = tiny(tmp_path, "experts_step", "--tokens", "64", "--rounds", "2")
     (result,) = found["results"]
     assert len(result["rows"]) == 4 and all(row["same_loss"] and row["speed"] > 0 for row in result["rows"])
+
+
+@of_some("a step of a module", TORCH, 1)
+def test_module_step_beside_fsdp2(tmp_path: Path) -> None:
+    found = tiny(tmp_path, "module_step", "--tokens", "64", "--rounds", "2")
+    assert found["parameters"] < 100_000
+    for result in found["results"]:
+        assert len(result["rows"]) == 2 and all(row["same_loss"] and row["speed"] > 0 for row in result["rows"])
 
 
 @of_some("stragglers", TORCH, 1)
