@@ -32,6 +32,7 @@ EIGHT_RANKS = 1
 """Of a day's cases, at most."""
 OFFLOADS = ("", "", "offload=cpu", "", "", "offload=cpu:0.4", "", "offload=cpu,offload_params=cpu", "")
 OUTERS = ("average", "nesterov", "nesterov")
+MOMENTS = ("own", "average", "own", "own", "average")
 ROUNDS = 2
 """Outer steps of a case: one from weights that replicas share, and one with what the first has left."""
 LR, MOMENTUM = 0.7, 0.9
@@ -50,7 +51,7 @@ class Apart:
 
 def _cases() -> Iterator[Apart]:
     generator = random.Random(GENERATOR_SEED)
-    ways = zip(cycle(SPLITS), cycle((1, 2, 2, 3)), cycle(OUTERS), cycle(OFFLOADS), strict=False)
+    ways = zip(cycle(SPLITS), cycle((1, 2, 2, 3)), cycle(OUTERS), cycle(MOMENTS), cycle(OFFLOADS), strict=False)
     for name, points in SPACES.items():
         exact = [p for p in points() if p.layout.precision == "fp64" and p.layout.ranks in (1, 2, 4)]
         generator.shuffle(exact)
@@ -60,13 +61,14 @@ def _cases() -> Iterator[Apart]:
             yield _apart(name, point, min(replicas, max(WORLDS) // point.layout.ranks), *way)
 
 
-def _apart(name: str, point: Point, replicas: int, every: int, outer: str, offload: str) -> Apart:
+def _apart(name: str, point: Point, replicas: int, every: int, outer: str, moments: str, offload: str) -> Apart:
     """A point whose layout is that of a replica."""
     keys = dict(word.split("=") for word in offload.split(",") if word)
     if point.layout.stage < 3:
         keys.pop("offload_params", None)
     dp = point.layout.dp * replicas
-    layout = replace(point.layout, dp=dp, sync="local", every=every, outer=outer, replicas=replicas, **keys)
+    local = {"sync": "local", "every": every, "outer": outer, "moments": moments, "replicas": replicas}
+    layout = replace(point.layout, dp=dp, **local, **keys)
     workload = replace(point.case.workload, batch=point.case.workload.batch * replicas)
     case = replace(point.case, workload=workload, steps=ROUNDS * every)
     transport = dict(point.choices).get("transport", "shared")
@@ -106,6 +108,7 @@ PACKED = [
         ("prime", "shared", "dp=2,cp=2,zero=2,sync=local,every=4,outer_bits=8,algorithm=ring"),
         ("llama", "shared", "dp=4,zero=3,sync=local,every=2,outer=nesterov,replicas=2,algorithm=tree"),
         ("llama", "shared", "dp=2,zero=2,sync=local,every=2,outer=nesterov,replicas=1,outer_bits=4"),
+        ("llama", "gloo", "dp=2,tp=2,zero=1,sync=local,every=2,moments=average,outer_bits=8,precision=fp32"),
     )
 ]
 """Outer gradients in few bits, and other precisions: no model on one device does the same."""
@@ -145,10 +148,22 @@ def alone(case: Case, layout: Layout) -> Alone:
             found.agreed.append(total / max(1, tokens))
             total, tokens = 0.0, 0
             _agree([device.master for device in devices], shared, momentum, layout.outer)
+            if layout.moments == "average":
+                _average_moments(devices)
             for device in devices:
                 device.show()
     found.first_grads, found.final = devices[0].grads, shared
     return found
+
+
+def _average_moments(devices: list[OneDevice]) -> None:
+    """All replicas take the mean of each of AdamW's moments."""
+    for name in devices[0].master:
+        states = [device.optimizer.state[device.master[name]] for device in devices]
+        for kind in ("exp_avg", "exp_avg_sq"):
+            mean = sum(state[kind] for state in states) / len(states)
+            for state in states:
+                state[kind].copy_(mean)
 
 
 def _agree(

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from shardwise.layout import Layout, Workload
 from shardwise.layout.layout import CHOICES
 from shardwise.layout.legality import valid_tp
-from shardwise.layout.sync import OUTER_BITS, OUTERS, SERVED
+from shardwise.layout.sync import MOMENTS, OUTER_BITS, OUTERS, SERVED
 from shardwise.model import ModelConfig
 
+KEYS = ("sync", "outer", "moments")
+"""Choices of a layout that `syncs` draws."""
 ORDERS = ("pp-dp-cp-tp", "dp-pp-cp-tp", "tp-cp-dp-pp", "cp-tp-pp-dp")
 
 
@@ -82,6 +84,7 @@ def syncs(draw: st.DrawFn, dp: int, tp: int, alone: bool) -> dict[str, Any]:
             "every": draw(st.integers(1, 50)),
             "outer": draw(st.sampled_from(OUTERS)),
             "outer_bits": draw(st.sampled_from(OUTER_BITS)),
+            "moments": draw(st.sampled_from(MOMENTS)),
             "replicas": draw(st.sampled_from([n for n in range(dp + 1) if n == 0 or dp % n == 0])),
         }
     if sync not in SERVED:
@@ -104,7 +107,7 @@ def any_layouts(draw: st.DrawFn) -> Layout:
     ep = draw(st.sampled_from([n for n in (1, 2, 3, 4) if (data * tp) % n == 0]))
     etp = draw(st.sampled_from([n for n in (0, 1, tp) if n < 2 or data % ep == 0]))
     sp = draw(st.booleans()) if tp > 1 else False
-    words = {key: draw(st.sampled_from(values)) for key, values in CHOICES.items() if key not in ("sync", "outer")}
+    words = {key: draw(st.sampled_from(values)) for key, values in CHOICES.items() if key not in KEYS}
     words["offload"] = draw(st.sampled_from(["none", "none", "cpu", "nvme", "cpu:0.5", "nvme:0.25"]))
     if sync.get("sync") in SERVED:
         ep, etp, data, words["offload"] = 1, 0, 1, "none"

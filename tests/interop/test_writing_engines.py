@@ -65,7 +65,7 @@ def test_every_key_is_expressed_commented_or_limited():
     served = WriteRequest(get("llama-3-8b"), Layout(), served=ServerSettings())
     for name, writer in WRITERS.items():
         limited = {limit.key for limit in writer.bounds}
-        sync = {"servers", "staleness", "backup", "damped", "every", "outer", "outer_bits", "replicas"}
+        sync = {"servers", "staleness", "backup", "damped", "every", "outer", "outer_bits", "moments", "replicas"}
         missing = {field.name for field in fields(Layout)} - limited - set(writer.keys) - set(writer.left) - sync
         assert not missing, (name, missing)
         assert not set(writer.keys) & set(writer.left), name

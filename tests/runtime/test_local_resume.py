@@ -28,6 +28,7 @@ LAYOUTS = (
     "dp=4,replicas=2,ep=2,every=2,outer=nesterov,outer_bits=4",
     "dp=4,replicas=2,zero=1,every=2,outer=nesterov,qgz,feedback,precision=fp32", "dp=3,every=2,outer=nesterov",
     "dp=2,every=2,outer=nesterov,outer_bits=8,zero=3,precision=bf16",
+    "dp=2,tp=2,zero=1,every=2,moments=average,offload=cpu:0.5",
 )  # fmt: skip
 
 TRAPS = ("dp=2,every=2,outer=nesterov", "dp=2,every=2,outer=nesterov,outer_bits=8,precision=fp32")

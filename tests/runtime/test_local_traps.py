@@ -15,6 +15,7 @@ from harness.space import MODELS
 CASES = [
     listed(MODELS["llama"], "dp=4,zero=1,sync=local,every=2,outer=nesterov,replicas=2,precision=fp64"),
     listed(MODELS["qwen3"], "dp=2,tp=2,zero=3,sp,sync=local,every=2,precision=fp64"),
+    listed(MODELS["mqa"], "dp=2,tp=2,zero=1,sync=local,every=2,moments=average,precision=fp64"),
     listed(EXPERT_MODELS["mixtral"], "dp=4,ep=2,zero=2,sync=local,every=2,outer=nesterov,replicas=2,precision=fp64"),
 ]
 

@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.errors import LayoutError
 from shardwise.layout.algorithm_names import check_algorithm
 from shardwise.layout.axes import DENSE
-from shardwise.layout.sync import OUTERS, SERVED, SYNCS, Servers, check_sync
+from shardwise.layout.sync import MOMENTS, OUTERS, SERVED, SYNCS, Servers, check_sync
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "cpkind": ("ring", "ulysses", "allgather"),
@@ -28,6 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload_activations": ("none", "cpu"),
     "sync": SYNCS,
     "outer": OUTERS,
+    "moments": MOMENTS,
     "compile": ("off", "block"),
     "precision": ("bf16", "fp32", "fp64"),
     "grads": ("bf16", "fp32"),
@@ -51,7 +52,8 @@ class Layout:
     sync and the keys after it: how replicas agree (`layout.sync`). servers: number of parameter servers, such as `2`,
     or `2:own` on ranks of their own. staleness: steps that a worker may be ahead of the slowest; backup: gradients of a
     step, the last to come, that are not waited for; damped: stale gradients move weights less. every: local steps from
-    one outer step to the next; outer: what an outer step does; outer_bits: of its gradients on the wire.
+    one outer step to the next; outer: what an outer step does; outer_bits: of its gradients on the wire; moments: whose
+    moments of the inner optimizer replicas continue with.
     algorithm: of all-reduce, all-gather and reduce-scatter (`layout.algorithms`). node: ranks of a node, for
     hierarchical ones.
 
@@ -81,6 +83,7 @@ class Layout:
     every: int = 0
     outer: str = "average"
     outer_bits: int = 0
+    moments: str = "own"
     replicas: int = 0
     algorithm: str = "auto"
     node: int = 0

@@ -54,6 +54,12 @@ def keeps_momentum(plan: UnitPlan) -> bool:
     return plan.layout.sync == "local" and plan.layout.outer == "nesterov"
 
 
+def averaged_moments(plan: UnitPlan) -> int:
+    """Moments per parameter whose mean over the replicas an outer step makes, as wide as the master weights."""
+    averages = plan.layout.sync == "local" and plan.layout.moments == "average"
+    return len(plan.states) - 1 if averages and plan.layout.independent > 1 else 0
+
+
 def outer_pieces(plan: UnitPlan, unit: Unit, place: int = 0) -> OuterPieces | None:
     """The pieces of a unit's interval under `outer_bits`; None where outer gradients are summed as they are. place: of
     the rank among those that ZeRO shards the unit over."""
@@ -72,13 +78,13 @@ def outer_residuals(plan: UnitPlan, unit: Unit) -> tuple[int, int]:
 
 
 def outer_exchanges(plan: UnitPlan, unit: Unit) -> Iterator[Exchange]:
-    """The collectives that make the sum of a unit's outer gradients."""
+    """The collectives that make the sums of a unit's outer gradients and of its moments."""
     pieces = outer_pieces(plan, unit)
-    if pieces is None:
+    for _ in range(averaged_moments(plan) + (pieces is None)):
         yield "all_reduce", REPLICA, plan.master_dtype, unit.shard_numel
-        return
-    for op in ("all_to_all", "all_gather_into"):
-        yield op, REPLICA, WIRE_DTYPE, pieces.count * pieces.nbytes
+    if pieces is not None:
+        for op in ("all_to_all", "all_gather_into"):
+            yield op, REPLICA, WIRE_DTYPE, pieces.count * pieces.nbytes
 
 
 def _bits(plan: UnitPlan) -> int:

@@ -22,6 +22,8 @@ SYNCS = ("allreduce", "ps", "async", "ssp", "local")
 SERVED = ("ps", "async", "ssp")
 """Those with parameter servers."""
 OUTERS = ("average", "nesterov")
+MOMENTS = ("own", "average")
+"""What an outer step does with the inner optimizer's moments: replicas keep their own, or take the mean of all."""
 OUTER_BITS = (0, 4, 8)
 """Bits of outer gradients on the wire; 0: full precision."""
 OWN = "own"
@@ -34,6 +36,7 @@ _KEYS = {
     "every": ("local",),
     "outer": ("local",),
     "outer_bits": ("local",),
+    "moments": ("local",),
     "replicas": ("local",),
 }
 """Key -> the values of sync that it means something for."""

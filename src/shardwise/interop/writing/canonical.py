@@ -11,7 +11,7 @@ from shardwise.model import ModelConfig
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Layout)}
 SYNC = (
-    "sync", "servers", "staleness", "backup", "damped", "every", "outer", "outer_bits", "replicas",
+    "sync", "servers", "staleness", "backup", "damped", "every", "outer", "outer_bits", "moments", "replicas",
 )  # fmt: skip
 """Keys of how replicas agree; all but the first need another `sync` than the default."""
 SHARDING = ("zero", "shard", "hpz", "qwz", "qgz", "feedback")

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import cast
 
 from shardwise.layout.homes import DISK_READ, DISK_WRITE, TO_DEVICE, TO_HOST, accumulates_on_host, on_device
+from shardwise.layout.outer import averaged_moments
 from shardwise.layout.units import Unit, UnitPlan
 from shardwise.predict.memory.activations import Sizes, stored_bytes
 from shardwise.report.step_report import LedgerRow, Phase
@@ -53,7 +54,8 @@ def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: U
     if layout.sync == "local":
         updates = 2  # the outer step's, too
         for op in (TO_DEVICE, TO_HOST):
-            rows["optimizer", op, unit.name, plan.master_dtype, unit.shard_numel] += 1
+            crossing = unit.shard_numel + averaged_moments(plan) * moved
+            rows["optimizer", op, unit.name, plan.master_dtype, crossing] += 1
     if layout.offload_params == "none":
         rows["optimizer", TO_DEVICE, unit.name, layout.dtype, moved] += updates
     else:

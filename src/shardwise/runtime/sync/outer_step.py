@@ -17,6 +17,7 @@ from shardwise.layout.homes import DISK_WRITE, TO_DEVICE, TO_HOST
 from shardwise.layout.outer import (
     OUTER_LR,
     OUTER_MOMENTUM,
+    averaged_moments,
     keeps_base,
     keeps_momentum,
     outer_pieces,
@@ -84,6 +85,13 @@ class OuterUnit:
             self.base.sub_(mean.add_(self.momentum, alpha=OUTER_MOMENTUM), alpha=OUTER_LR)
         self.state.put(MASTER, 0, self.base)
 
+    def average(self, kind: int, numbers: Tensor, comms: Comms) -> None:
+        """Give all replicas the mean of theirs, of one of `STATES`. numbers: room for an interval, on the device."""
+        for elements, values in self.runs(kind):
+            numbers[elements].copy_(values)
+        comms.all_reduce(numbers, REPLICA, self.state.flat.unit.name)
+        self.state.put(kind, 0, numbers.div_(comms.size(REPLICA)))
+
     @property
     def tensors(self) -> list[Tensor]:
         residuals = [self.packed.first, self.packed.second] if self.packed else []
@@ -97,6 +105,7 @@ class OuterStep:
         self._plan, self._comms = optimizer.engine.plan, comms
         self.units = {state.flat.unit.name: OuterUnit(state, comms) for state in optimizer.states}
         self.replicas = comms.size(REPLICA)
+        self.averaged = averaged_moments(self._plan)
         self.loss = float("nan")
         """Mean over the tokens of all replicas, from the outer step before the last one to the last one."""
         self._loss, self._tokens = 0.0, 0
@@ -108,24 +117,35 @@ class OuterStep:
         self._comms.pulse.work("the outer step")
         with self._comms.in_phase("optimizer"):
             for name, unit in self.units.items():
-                flat = unit.state.flat
-                numbers = torch.empty(
-                    unit.elements, dtype=torch_dtype(self._plan.master_dtype), device=flat.whole.device
-                )
+                numbers = self._room(unit)
                 unit.gradient(numbers)
                 if unit.packed is None:
                     self._comms.all_reduce(numbers, REPLICA, name)
                 else:
                     unit.packed.sum(numbers)
                 unit.update(numbers.div_(self.replicas))
+                for kind in range(MASTER + 1, MASTER + 1 + self.averaged):
+                    unit.average(kind, numbers, self._comms)
                 if self._plan.layout.offload_home != "none":
                     self._note_copies(unit, numbers.dtype)
 
+    def average_moments(self) -> None:
+        """Give all replicas the mean of their moments. All ranks call this together."""
+        for unit in self.units.values():
+            for kind in range(MASTER + 1, len(self._plan.states)):
+                unit.average(kind, self._room(unit), self._comms)
+
+    def _room(self, unit: OuterUnit) -> Tensor:
+        """Room for a number per element of the unit's interval, on the device."""
+        dtype, device = torch_dtype(self._plan.master_dtype), unit.state.flat.whole.device
+        return torch.empty(unit.elements, dtype=dtype, device=device)
+
     def _note_copies(self, unit: OuterUnit, wide: torch.dtype) -> None:
-        """The outer gradient has come to the device, its mean has gone back, and new weights to where they are kept."""
+        """The outer gradient has come to the device, its mean has gone back, and new weights to where they are kept; so
+        have moments that are averaged, from and to the host."""
         flat, layout = unit.state.flat, self._plan.layout
         name, dtype, away = flat.unit.name, torch_dtype(layout.dtype), unit.elements - unit.state.cut
-        copies = [(TO_DEVICE, wide, unit.elements), (TO_HOST, wide, unit.elements)]
+        copies = [(op, wide, unit.elements + self.averaged * away) for op in (TO_DEVICE, TO_HOST)]
         stored = layout.offload_params != "none"
         copies.append((TO_HOST, dtype, unit.state.cut) if stored else (TO_DEVICE, dtype, away))
         if flat.file is not None:

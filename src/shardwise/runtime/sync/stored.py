@@ -1,8 +1,9 @@
 """Training state of `sync=local` in a checkpoint: one value for all replicas, which training continues with.
 
-Between outer steps each replica has moments of its own. A checkpoint has their mean, and to be the state that training
-continues from, whether it is resumed or not, replicas take the mean for theirs when it is saved. Outer momentum is one
-for all; what packed outer gradients have lost is stored as the mean of what each replica would add to its next one.
+Replicas have moments of their own, unless outer steps average them. A checkpoint has their mean, and to be the state
+that training continues from, whether it is resumed or not, replicas take the mean for theirs when it is saved. Outer
+momentum is one for all; what packed outer gradients have lost is stored as the mean of what each replica would add to
+its next one.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoint, needs
-from shardwise.layout.axes import REPLICA
 from shardwise.layout.outer import keeps_momentum, outer_residuals
 from shardwise.layout.units import UnitPlan
-from shardwise.runtime.offload.state import MASTER
 from shardwise.runtime.residual_state import average_residuals
 from shardwise.runtime.zero.trainable import Trainable
 
@@ -33,12 +32,8 @@ def agree(program: Trainable) -> None:
     """Give all replicas the mean of their moments and of their residuals. Weights they share already: this follows an
     outer step. All ranks call it together."""
     assert program.outer is not None
-    for state in program.optimizer.states:
-        for kind in (kind for kind in range(len(program.plan.states)) if kind != MASTER):
-            mean = state.get(kind, 0, state.flat.unit.shard_numel).clone()
-            moved = program.comms.reachable(mean)
-            program.comms.all_reduce(moved, REPLICA, state.flat.unit.name)
-            state.put(kind, 0, moved.div_(program.outer.replicas))
+    if not program.outer.averaged:
+        program.outer.average_moments()
     if program.plan.feeds_back:
         average_residuals(program)
     for unit in program.outer.units.values():
