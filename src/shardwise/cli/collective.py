@@ -35,7 +35,7 @@ MOST_EXCHANGED = {"all-to-all": 24_576, "reduce-scatter": 24_576}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions(parser)
-    action("list", "all collectives and their algorithms", _list)
+    action("list", "all collectives and their algorithms", list_all)
     rounds = action("show", "every round of an algorithm: who sends what to whom, and what each rank then holds", _show)
     _add_algorithm(rounds)
     rounds.add_argument("--ranks", type=int, required=True, metavar="P", help="how many take part")
@@ -69,7 +69,7 @@ def _add_algorithm(parser: argparse.ArgumentParser, optional: bool = False) -> N
     parser.add_argument("algorithm", metavar="ALGORITHM", nargs="?" if optional else None)
 
 
-def _list(args: argparse.Namespace) -> int:
+def list_all(args: argparse.Namespace) -> int:
     fields = ("collective", "name", "summary", "natural", "source", "reads", "options")
     data = [{name: getattr(algorithm, name) for name in fields} for algorithm in algorithms()]
     return print_result(args, data, _listed())

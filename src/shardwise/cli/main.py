@@ -38,6 +38,7 @@ COMMANDS = {
     "validate": "predicted against published measurements, source by source",
     "explain": "what a configuration of vLLM, DeepSpeed, Megatron-LM, torchtitan and others is and does",
     "emit": "a layout as the configuration of another engine: a file or a command",
+    "list": "models, devices, engines, schedules, algorithms and layout keys",
     "studio": "the page: watch what happens inside the devices, in a browser, offline",
     "demo": "the tour: predict, train on four processes, compare, one page",
 }
@@ -125,7 +126,7 @@ def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         _help()
         return 0 if argv else 2
-    if argv[0] == "--version":
+    if argv[0] in ("-V", "--version"):
         from shardwise import __version__
 
         print(f"shardwise {__version__}")
@@ -134,18 +135,23 @@ def _dispatch(argv: list[str]) -> int:
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         raise UserError(f"unknown {kind} {name!r}; {did_you_mean(name, COMMANDS, 'commands:')}")
+    args = parser_of(name).parse_args(rest)
+    run: Run = args.run if "run" in args else import_module(f"shardwise.cli.{name}").run
+    return run(args)
+
+
+def parser_of(name: str) -> Parser:
+    """The parser of one of `COMMANDS`."""
     command = import_module(f"shardwise.cli.{name}")
     parser = Parser(prog=f"shardwise {name}", description=command.__doc__, allow_abbrev=False)
     command.add_arguments(parser)
     for flag, text in FLAGS.items():
         parser.add_argument(flag, action="store_true", help=text)
-    args = parser.parse_args(rest)
-    run: Run = args.run if "run" in args else command.run
-    return run(args)
+    return parser
 
 
 def _help() -> None:
-    print("usage: shardwise [--version] [--traceback] COMMAND ...\n")
+    print("usage: shardwise [-V | --version] [--traceback] COMMAND ...\n")
     print("Split large language models across devices: plan the split, run it, hold the two against each other.\n")
     for name, summary in COMMANDS.items():
         print(f"  {name:<10} {summary}")

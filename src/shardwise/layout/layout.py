@@ -15,6 +15,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout.algorithm_names import check_algorithm
 from shardwise.layout.axes import DENSE
 from shardwise.layout.sync import MOMENTS, OUTERS, SERVED, SYNCS, Servers, check_sync
+from shardwise.options import option
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "cpkind": ("ring", "ulysses", "allgather"),
@@ -44,62 +45,51 @@ ORDER = "-".join(DENSE)
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to split a model. Fields and defaults are the keys of the layout text; `shard=0` means dp x cp, `etp=0`
-    tp where ep is 1, else 1. hpz: ranks over which a second copy of parameters is cut (ZeRO++). qwz: parameters
-    are gathered in 8 bits; qgz: gradients are reduced in 4 bits; feedback: their error goes into the next sum.
-    offload, offload_params, offload_activations: where optimizer state, parameters and saved activations are kept
-    instead of on the device (`layout.homes`).
-    sync and the keys after it: how replicas agree (`layout.sync`). servers: number of parameter servers, such as `2`,
-    or `2:own` on ranks of their own. staleness: steps that a worker may be ahead of the slowest; backup: gradients of a
-    step, the last to come, that are not waited for; damped: stale gradients move weights less. every: local steps from
-    one outer step to the next; outer: what an outer step does; outer_bits: of its gradients on the wire; moments: whose
-    moments of the inner optimizer replicas continue with.
-    algorithm: of all-reduce, all-gather and reduce-scatter (`layout.algorithms`). node: ranks of a node, for
-    hierarchical ones.
+    """One way to split a model. Fields and defaults are the keys of the layout text.
 
     Raises `LayoutError` when the values contradict each other, whatever the model.
     """
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 0
-    zero: int = 0
-    shard: int = 0
-    hpz: int = 0
-    qwz: bool = False
-    qgz: bool = False
-    feedback: bool = False
-    sp: bool = False
-    cpkind: str = "ring"
-    tpkind: str = "megatron"
-    sync: str = "allreduce"
-    servers: str = ""
-    staleness: int = 0
-    backup: int = 0
-    damped: bool = False
-    every: int = 0
-    outer: str = "average"
-    outer_bits: int = 0
-    moments: str = "own"
-    replicas: int = 0
-    algorithm: str = "auto"
-    node: int = 0
-    schedule: str = "1f1b"
-    virtual: int = 1
-    stages: tuple[int, ...] = ()
-    micro: int = 1
-    recompute: str = "none"
-    attention: str = "sdpa"
-    offload: str = "none"
-    offload_params: str = "none"
-    offload_activations: str = "none"
-    compile: str = "off"
-    precision: str = "bf16"
-    grads: str = "bf16"
-    order: str = ORDER
+    dp: int = option(1, "data-parallel degree")
+    tp: int = option(1, "tensor-parallel degree")
+    pp: int = option(1, "pipeline-parallel degree; ranks = dp x tp x pp x cp")
+    cp: int = option(1, "context-parallel degree: each rank has 1/cp of every sequence")
+    ep: int = option(1, "expert-parallel degree: experts of a mixture over ep ranks of a stage")
+    etp: int = option(0, "ranks that share the width of one expert; 0: tp where ep is 1, else 1")
+    zero: int = option(0, "ZeRO stage: shards optimizer state (1), gradients, too (2), and parameters (3)")
+    shard: int = option(0, "ranks over which ZeRO shards (HSDP when smaller); 0: dp x cp")
+    hpz: int = option(0, "zero=3: ranks over which a second copy of parameters is cut (ZeRO++); 0: none")
+    qwz: bool = option(False, "zero=3: parameters are gathered in 8 bits (ZeRO++)")
+    qgz: bool = option(False, "zero=1 to 3: gradients are reduced in 4 bits (ZeRO++)")
+    feedback: bool = option(False, "beside qgz: the error of packed gradients goes into the next sum")
+    sp: bool = option(False, "sequence parallel, beside tp")
+    cpkind: str = option("ring", "how attention sees other ranks' tokens under cp")
+    tpkind: str = option("megatron", "megatron, or every layer split by outputs and gathered")
+    sync: str = option("allreduce", "how replicas agree (`layout.sync`)")
+    servers: str = option("", "number of parameter servers, such as `2`, or `2:own` on ranks of their own")
+    staleness: int = option(0, "ssp: steps that a worker may be ahead of the slowest")
+    backup: int = option(0, "ps: gradients of a step, the last to come, that are not waited for")
+    damped: bool = option(False, "async: stale gradients move weights less")
+    every: int = option(0, "local: steps from one outer step to the next")
+    outer: str = option("average", "local: what an outer step does")
+    outer_bits: int = option(0, "local: bits of outer gradients on the wire, 4 or 8; 0: full precision")
+    moments: str = option("own", "local: whose moments of the inner optimizer replicas continue with")
+    replicas: int = option(0, "local: replicas that train apart; 0: dp")
+    algorithm: str = option("auto", "schedule of all-reduce, all-gather and reduce-scatter (`layout.algorithms`)")
+    node: int = option(0, "ranks of a node, for hierarchical algorithms")
+    schedule: str = option("1f1b", "order of a pipeline's work (`shardwise list schedules`)")
+    virtual: int = option(1, "model chunks per pipeline rank")
+    stages: tuple[int, ...] = option((), "layers of each of the pp x virtual stages, such as 21/20/20/19; none: even")
+    micro: int = option(1, "sequences per micro-batch")
+    recompute: str = option("none", "activations that the backward pass recomputes")
+    attention: str = option("sdpa", "fused or explicit attention")
+    offload: str = option("none", "home of optimizer state: `cpu`, `nvme`, or a fraction there, as `cpu:0.5`")
+    offload_params: str = option("none", "zero=3: home of parameters")
+    offload_activations: str = option("none", "home of saved activations")
+    compile: str = option("off", "torch.compile for every block")
+    precision: str = option("bf16", "data type of the computation")
+    grads: str = option("bf16", "data type of gradient accumulators")
+    order: str = option(ORDER, "rank axes from slowest to fastest")
 
     def __post_init__(self) -> None:
         for key in ("dp", "tp", "pp", "cp", "ep", "virtual", "micro"):

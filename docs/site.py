@@ -1,0 +1,84 @@
+"""Hooks of the documentation site (mkdocs.yml): pages made from the README and from the commands' parsers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli.main import COMMANDS, parser_of
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = 88
+"""Of usages."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made: `index.md`, `changelog.md` and `reference/cli.md`."""
+    from mkdocs.structure.files import File
+
+    made = {"index.md": home(), "changelog.md": (ROOT / "CHANGELOG.md").read_text(), "reference/cli.md": cli()}
+    for path, content in made.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def home() -> str:
+    """The README as the site's first page: its links start in docs/, and pictures follow the page's palette."""
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"\]\(docs/", "](", text)
+    text = re.sub(r"<picture>\n.*?\n  <img alt=\"(.*?)\" src=\"docs/(.*?)-light.png\".*?>\n</picture>", _picture, text)
+    return re.sub(r"<!--.*?-->\n", "", text).replace("](CHANGELOG.md)", "](changelog.md)")
+
+
+def _picture(match: re.Match[str]) -> str:
+    alt, name = match.groups()
+    both = (f"![{alt}]({name}-{tone}.png#only-{tone}){{ width=49% }}" for tone in ("light", "dark"))
+    return "\n".join(both)
+
+
+def cli() -> str:
+    """A section for every command and action, with usage and options."""
+    os.environ["COLUMNS"] = str(COLUMNS)
+    lines = ["# Command line", "", "Exit codes: 0 success, 1 a dead rank or a defect, 2 a mistake in what was asked, "
+             "128 + n for signal n. Every command has `--json`."]  # fmt: skip
+    for name in COMMANDS:
+        lines += ["", f"## {name}", "", *_section(parser_of(name), COMMANDS[name])]
+    return "\n".join(lines) + "\n"
+
+
+def _section(parser: argparse.ArgumentParser, summary: str) -> Iterator[str]:
+    yield from (_sentence(parser.description or summary), "", "```text", parser.format_usage().strip(), "```")
+    rows = [row for action in parser._actions for row in _row(action)]
+    if rows:
+        yield from ("", "| argument | meaning |", "|---|---|", *rows)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, added in action.choices.items():
+                yield from ("", f"### {parser.prog.removeprefix('shardwise ')} {name}", "", *_section(added, ""))
+
+
+def _row(action: argparse.Action) -> Iterator[str]:
+    """A row of the table, unless every command has the option or it is a list of actions."""
+    if isinstance(action, (argparse._SubParsersAction, argparse._HelpAction)):
+        return
+    if not {"--json", "--traceback"}.isdisjoint(action.option_strings):
+        return
+    value = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else "")
+    if isinstance(value, tuple):
+        value = " ".join(value)
+    if not action.option_strings:
+        name = value or action.dest
+    else:
+        takes_value = action.nargs != 0
+        name = ", ".join(action.option_strings) + (f" {value or action.dest.upper()}" if takes_value else "")
+    text = (action.help or "").replace("%%", "%")
+    yield f"| `{name.replace('|', chr(92) + '|')}` | {_sentence(text).replace('|', chr(92) + '|')} |"
+
+
+def _sentence(text: str) -> str:
+    """Text in one line, with what would be HTML as itself."""
+    return " ".join(text.split()).replace("<", "&lt;").replace("[", chr(92) + "[")
