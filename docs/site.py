@@ -6,10 +6,12 @@ import argparse
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from shardwise.cli.main import COMMANDS, parser_of
+from shardwise.layout.layout import CHOICES, FLAGS, Layout
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 88
@@ -17,10 +19,16 @@ COLUMNS = 88
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made: `index.md`, `changelog.md` and `reference/cli.md`."""
+    """Add the pages that are not files of docs/."""
     from mkdocs.structure.files import File
 
-    made = {"index.md": home(), "changelog.md": (ROOT / "CHANGELOG.md").read_text(), "reference/cli.md": cli()}
+    made = {
+        "index.md": home(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
+        "reference/cli.md": cli(),
+        "reference/layout.md": layout_keys(),
+    }
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -38,6 +46,17 @@ def _picture(match: re.Match[str]) -> str:
     alt, name = match.groups()
     both = (f"![{alt}]({name}-{tone}.png#only-{tone}){{ width=49% }}" for tone in ("light", "dark"))
     return "\n".join(both)
+
+
+def layout_keys() -> str:
+    """A row for every key of the layout text."""
+    lines = ["# Layout keys", "", "A layout is a text such as `dp=2,tp=2,zero=3,sp`. Keys may come in any order.", ""]
+    lines += ["| key | default | values | meaning |", "|---|---|---|---|"]
+    for field in fields(Layout):
+        values = " ".join(f"`{value}`" for value in CHOICES.get(field.name, ()))
+        default = "off" if field.name in FLAGS else f"`{field.default}`" if field.default not in ((), "") else ""
+        lines.append(f"| `{field.name}` | {default} | {values} | {_sentence(field.metadata['option'].help)} |")
+    return "\n".join(lines) + "\n"
 
 
 def cli() -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+
 import pytest
 
-from shardwise.cli.quantities import bytes_of, numbers
+from shardwise.cli.quantities import bytes_of, length_of, numbers
 from shardwise.errors import UserError
 
 
@@ -21,3 +23,11 @@ def test_numbers_are_read():
     for text in ("", "0", "-4", "1-", "a"):
         with pytest.raises(UserError, match=f"^--micro {text}: give numbers"):
             numbers("--micro", text)
+
+
+def test_lengths_are_read_as_contexts_are_named():
+    texts = {"8192": 8192, "8k": 8192, "128K": 131_072, "1M": 1 << 20, " 0 ": 0}
+    assert {text: length_of(text) for text in texts} == texts
+    for text in ("", "8q", "-8k", "1.5k", "k"):
+        with pytest.raises(ArgumentTypeError, match="no number of tokens, such as 8192 or 8k"):
+            length_of(text)

@@ -18,6 +18,7 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.cli.actions import actions
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_result
+from shardwise.cli.quantities import length_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.report.terminal import Renderable, plain_table
@@ -65,7 +66,7 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("for train --resume", "settings that the other trainer's checkpoint lacks")
     group.add_argument("--data", metavar="SOURCE", help="file, folder, saved dataset, or stdlib")
     group.add_argument("--tokenizer", metavar="FILE", help="the model's tokenizer.json")
-    group.add_argument("--seq", type=int, metavar="N", help="tokens per sequence")
+    group.add_argument("--seq", type=length_of, metavar="N", help="tokens per sequence")
     group.add_argument("--batch", type=int, metavar="N", help="sequences per step (DeepSpeed's own)")
 
 

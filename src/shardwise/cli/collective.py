@@ -18,7 +18,7 @@ from shardwise.cli.output import print_json, print_result, progress
 from shardwise.cli.quantities import bytes_of, numbers
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
-from shardwise.report.terminal import Renderable, plain_table
+from shardwise.report.terminal import Column, FittedTable, Renderable, plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.schedule import Algorithm, algorithms, build, find
 from shardwise.schedule.choose import Choice, Pricer, pricer
@@ -70,6 +70,7 @@ def _add_algorithm(parser: argparse.ArgumentParser, optional: bool = False) -> N
 
 
 def list_all(args: argparse.Namespace) -> int:
+    """Print all collectives and their algorithms."""
     fields = ("collective", "name", "summary", "natural", "source", "reads", "options")
     data = [{name: getattr(algorithm, name) for name in fields} for algorithm in algorithms()]
     return print_result(args, data, _listed())
@@ -78,9 +79,15 @@ def list_all(args: argparse.Namespace) -> int:
 def _listed() -> Iterator[Renderable]:
     from shardwise.schedule.collectives import COLLECTIVES
 
-    table = plain_table(("", "made for", "options", "what it does", "source"))
+    table = FittedTable(
+        [
+            Column("algorithm", left=True), Column("made for", left=True, drop=2),
+            Column("options", left=True, drop=3), Column("what it does", left=True, wraps=True),
+            Column("source", left=True, drop=1, wraps=True),
+        ]
+    )  # fmt: skip
     for collective, meaning in COLLECTIVES.items():
-        table.add_row(collective, "", "", meaning)
+        table.add_row(collective, "", "", meaning, "")
         for a in algorithms(collective):
             table.add_row(f"  {a.name}", a.natural, ", ".join(a.options), a.summary, a.source)
     yield table

@@ -14,6 +14,7 @@ from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.output import print_json
 from shardwise.cli.plan_emit import source_of
+from shardwise.cli.quantities import length_of
 from shardwise.errors import UserError, os_errors
 from shardwise.interop import EngineFile, ServerSettings, WriteRequest, write
 from shardwise.interop.reading.settings import PREFILL_TOKENS
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-version", metavar="V", default="", help="version of the engine, where names changed")
     add_cluster(parser)
     add_flags(parser, Workload, "seq", "batch", "optimizer")
-    parser.add_argument("--prompt", type=int, metavar="N", help="servers: tokens of a prompt")
-    parser.add_argument("--output", type=int, metavar="N", help="servers: tokens of an answer")
+    parser.add_argument("--prompt", type=length_of, metavar="N", help="servers: tokens of a prompt")
+    parser.add_argument("--output", type=length_of, metavar="N", help="servers: tokens of an answer")
     parser.add_argument("--concurrency", type=int, metavar="N", help="servers: clients at the same time")
     parser.add_argument("--weights", metavar="NAME", help="the model's folder or hub name, as the engine loads it")
     parser.add_argument("--out", metavar="FILE", help="write the file here instead of to standard output")

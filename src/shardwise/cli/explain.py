@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardwise.cli.output import print_result
+from shardwise.cli.quantities import length_of
 from shardwise.cli.show import explain_table
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="TEXT", help="[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file")
     parser.add_argument("--model", metavar="MODEL", help="a name of the catalog, a config.json, or its folder")
     parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
-    parser.add_argument("--seq", type=int, metavar="N", help="tokens a sequence, where it does not say")
+    parser.add_argument("--seq", type=length_of, metavar="N", help="tokens per sequence, where it does not say")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, where it does not say")
     parser.add_argument("--micro", type=int, metavar="N", help="sequences a micro-batch, where it does not say")
 

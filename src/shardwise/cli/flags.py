@@ -7,6 +7,7 @@ from dataclasses import MISSING, Field, fields
 from types import NoneType
 from typing import Any, get_args, get_origin
 
+from shardwise.cli.quantities import length_of
 from shardwise.options import Option, kinds
 
 
@@ -41,7 +42,8 @@ def _add(group: ArgumentParser | _ArgumentGroup, declared: Field[Any], kind: Any
         return
     plain = next((item for item in get_args(kind) if item is not NoneType), kind)
     more |= {"choices": option.choices} if option.choices else {"metavar": option.metavar}
-    group.add_argument(option.flag or f"--{name}", type=plain if plain in (int, float) else str, **more)
+    read = length_of if option.tokens else plain if plain in (int, float) else str
+    group.add_argument(option.flag or f"--{name}", type=read, **more)
 
 
 def _default(declared: Field[Any]) -> str:

@@ -22,7 +22,7 @@ from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_model, model_of
 from shardwise.cli.output import print_result, progress
 from shardwise.cli.plan_emit import check_emit, emitted
-from shardwise.cli.quantities import bytes_of
+from shardwise.cli.quantities import bytes_of, length_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.interop import WriteRequest
@@ -44,8 +44,8 @@ BY = ("throughput", "memory", "cost", "pareto")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_cluster(parser, required=True)
-    parser.add_argument("--seq", type=int, metavar="N", help="tokens a sequence")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, over all devices")
+    parser.add_argument("--seq", type=length_of, metavar="N", help="tokens per sequence, such as 8192 or 8k")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences per step, over all devices")
     add_flags(parser, Workload, "optimizer")
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
     parser.add_argument("--by", choices=BY, default="throughput", help="what the best is: throughput unless given")
@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "emit --help names")  # fmt: skip
     parser.add_argument("--out", metavar="FILE", help="the file of --emit")
     parser.add_argument("--serve", action="store_true", help="plan serving in place of training")
-    parser.add_argument("--prompt", type=int, metavar="N", help="with --serve: tokens of a prompt")
-    parser.add_argument("--output", type=int, metavar="N", help="with --serve: tokens of an answer")
+    parser.add_argument("--prompt", type=length_of, metavar="N", help="with --serve: tokens of a prompt")
+    parser.add_argument("--output", type=length_of, metavar="N", help="with --serve: tokens of an answer")
     parser.add_argument("--concurrency", type=int, metavar="N", help="with --serve: clients that ask all the time")
 
 

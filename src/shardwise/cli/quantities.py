@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 
 from shardwise.errors import UserError
@@ -23,6 +24,14 @@ def numbers(option: str, text: str) -> list[int]:
             raise UserError(f"{option} {text}: give numbers, such as 8, 1-64 or 2,4,8")
         values.update(range(first, last + 1))
     return sorted(values)
+
+
+def length_of(text: str) -> int:
+    """A number of tokens: 8192, 8k, 1M; k is 1,024 and M its square, as contexts of models are named. For argparse."""
+    match = re.fullmatch(r"(\d{1,12})([kKmM]?)", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, such as 8192 or 8k")
+    return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
 
 
 def bytes_of(option: str, text: str) -> int:

@@ -18,7 +18,7 @@ MOST = 1_000_000_000
 class Workload:
     """A training step: `batch` sequences of `seq` tokens over all ranks. Or serving: prompt, output and concurrency."""
 
-    seq: int = option(0, "tokens per sequence", metavar="N", shown="")
+    seq: int = option(0, "tokens per sequence, such as 8192 or 8k", metavar="N", shown="", tokens=True)
     batch: int = option(0, "sequences per step, over all ranks", metavar="N", shown="")
     isolate_documents: bool = option(False, "attention does not cross documents")
     optimizer: str = option(

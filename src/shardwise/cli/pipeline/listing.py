@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from shardwise.cli.output import print_result
-from shardwise.report.terminal import Renderable, plain_table
+from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.schedule.pipeline import generators
 from shardwise.schedule.pipeline.closed_forms import FORMS
 
@@ -25,7 +25,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines() -> Iterator[Renderable]:
-    table = plain_table(("", "V", "options", "bubble", "what it does", "source"))
+    table = FittedTable(
+        [
+            Column("schedule", left=True), Column("V", left=True, drop=1), Column("options", left=True, drop=3),
+            Column("bubble", left=True), Column("what it does", left=True, wraps=True),
+            Column("source", left=True, drop=2, wraps=True),
+        ]
+    )  # fmt: skip
     for g in generators():
         virtual = "1" if g.virtual == 1 else "2" if g.shape == "vee" else "2 or more"
         table.add_row(g.name, virtual, ", ".join(g.options), FORMS[g.name].text, g.summary, g.source)
