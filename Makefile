@@ -19,7 +19,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation baseline lint figures screenshots snapshots fit bench bench-scaling bench-gpu clean
+.PHONY: help demo test test-all mutation baseline lint docs figures screenshots snapshots fit bench bench-scaling bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ screenshots: $(VENV)/.test  ## the page's views in light and dark, for the READM
 snapshots: $(VENV)/.test  ## what the commands print at 80 columns, for the tests: tests/cli/snapshots/
 	@SHARDWISE_SNAPSHOTS=write $(BIN)/python -m pytest -q tests/cli/test_eighty_columns.py
 
+docs: $(VENV)/.docs  ## the documentation site, with links checked: build/site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 fit: $(VENV)/.test  ## fit the time model's constants: make fit TABLES="training.json serving.json"
 	@$(BIN)/python benchmarks/fit_constants.py $(TABLES) --cross --write
 
@@ -86,7 +89,7 @@ $(BIN)/python:
 	@"$(PYTHON)" -m venv $(VENV)
 
 # The interpreter's own time changes with every install: only its existence counts.
-$(VENV)/.train $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.train $(VENV)/.test $(VENV)/.docs: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing shardwise[$*] into $(VENV)"
 	@$(PIP) install --no-compile -c constraints.txt --editable '.[$*]'
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores, where pip takes one; templates do not compile

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from harness import forked
+from harness.documents import ROOT, blocks, commands, python, run
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SHORTER = {
-    ("calibrate", "device"): ["--seconds", "2"],
-    ("calibrate", "network"): ["--sizes", "4KiB,1MiB,32MiB", "--rounds", "2", "--force"],
-    ("collective", "bench"): ["--rounds", "2"],
-}
-"""What measures gets these words behind its own: its figures are not looked at here."""
 pytestmark = pytest.mark.usefixtures("leftovers")
-LIMIT = 900
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-
-
-def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT
-    )
-
-
-def run(program: str, *words: str, cwd: Path) -> str:
-    """Standard output of a command in a folder, which must succeed."""
-    if program == "torchrun":
-        done = python("-m", "torch.distributed.run", *words, cwd=cwd)
-    else:
-        words += tuple(SHORTER.get(words[:2], ()))
-        done = forked.shardwise(*words, environment=ENVIRONMENT, timeout=LIMIT, folder=cwd)
-        if "measure again with more --seconds" in done.stderr:  # other tests had the cores
-            done = forked.shardwise(*words, "--seconds", "20", environment=ENVIRONMENT, timeout=LIMIT, folder=cwd)
-    assert done.returncode == 0, (words, done.stderr)
-    return done.stdout
 
 
 def test_the_first_use_is_ten_lines_that_run(tmp_path):
-    (program,) = blocks("python")
+    (program,) = blocks(README, "python")
     assert len(program.splitlines()) <= 10
     done = python("-c", program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -64,17 +25,17 @@ def test_the_first_use_is_ten_lines_that_run(tmp_path):
 
 
 def test_the_commands_run_in_the_order_given(tmp_path):
-    commands = [shlex.split(line) for block in blocks("sh") for line in block.replace("\\\n", "").splitlines()]
-    assert {command[0] for command in commands} == {"shardwise", "torchrun"}
-    for command in commands:
+    quoted = commands(README)
+    assert {command[0] for command in quoted} == {"shardwise", "torchrun"}
+    for command in quoted:
         if "--seconds" in command:  # of measuring
             command[command.index("--seconds") + 1] = "2"
         if "--steps" in command:
             at = command.index("--steps") + 1
             command[at] = str(int(command[at]) * 2 // 5)
-    said = [run(*command, cwd=tmp_path) for command in commands]
+    said = [run(*command, cwd=tmp_path) for command in quoted]
     assert any("14.0 GB" in out for out in said), "the ZeRO table of 7B"
-    (compared,) = [line for block in blocks("text") for line in block.splitlines() if "bytes by class" in line]
+    (compared,) = [line for block in blocks(README, "text") for line in block.splitlines() if "bytes by class" in line]
     peak = re.compile(r"within .*")  # differs by some bytes from host to host
     verdicts = [peak.sub("", out.splitlines()[-1]) for out in said if "bytes by class" in out]
     assert verdicts == [peak.sub("", compared)], "the comparison"
