@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network.add_argument("--sizes", default=SIZES, metavar="SIZE,...", help="every second is held back (1KiB-64MiB)")
     network.add_argument("--rounds", type=int, default=7, metavar="N", help="how often each has its turn (7)")
     network.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="after about which each has two "
-                         f"turns and no more; fewer where figures settle earlier ({SECONDS:g})")  # fmt: skip
-    network.add_argument("--force", action="store_true", help="write figures whose own check fails, too")
+                         f"turns and no more; fewer where the numbers settle earlier ({SECONDS:g})")  # fmt: skip
+    network.add_argument("--force", action="store_true", help="write numbers whose own check fails, too")
     network.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write, or to bring up to date")
 
 

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save", type=float, metavar="SECONDS", help="for which a checkpoint stops the run, with --mtbf"
     )
-    parser.add_argument("--restart", type=float, metavar="SECONDS", help="from a failure to going on (0)")
+    parser.add_argument("--restart", type=float, metavar="SECONDS", help="from a failure until training continues (0)")
     parser.add_argument("--find", choices=FINDS, help="ask the other way round; cluster needs --tokens and --deadline")
     parser.add_argument("--deadline", type=float, metavar="DAYS", help="for --find cluster")
     parser.add_argument("--emit", metavar="ENGINE", help="write the best layout as this engine's configuration, which "

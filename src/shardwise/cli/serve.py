@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=PORT, metavar="N", help=f"0 for a free one ({PORT})")
     group.add_argument("--api-key", metavar="KEY", help=f"what clients must know; better put into {KEY} (none)")
     group.add_argument("--name", metavar="NAME", help="what clients call the model (its folder's name)")
-    group.add_argument("--queue", type=int, default=QUEUE, metavar="N", help="sequences that may wait beside those "
-                       f"that run; more are refused with 429 ({QUEUE})")  # fmt: skip
+    group.add_argument("--queue", type=int, default=QUEUE, metavar="N", help="sequences that may wait; more are "
+                       f"rejected with 429 ({QUEUE})")  # fmt: skip
     group.add_argument("--grace", type=float, default=GRACE, metavar="S", help="seconds that running requests get to "
                        f"finish after a signal ({GRACE:g})")  # fmt: skip
     add_engine(parser)
