@@ -22,7 +22,7 @@ class Sampling:
     temperature: float = option(0.0, "0 takes the likeliest token", metavar="X", least=0, most=100)
     top_k: int = option(0, "among the N likeliest, 0 for all", metavar="N", least=0)
     top_p: float = option(
-        1.0, "sampling among the likeliest tokens that together have this share", metavar="X", positive=True, most=1
+        1.0, "among the likeliest tokens with this share", metavar="X", positive=True, most=1
     )
     """The likeliest tokens whose probabilities add up to this much (Holtzman et al. 2020)."""
     seed: int = option(0, "equal seeds give equal answers", metavar="N")
