@@ -21,9 +21,7 @@ class Sampling:
     max_tokens: int = option(16, "tokens of each answer at most", metavar="N", least=1, shown="64")
     temperature: float = option(0.0, "0 takes the likeliest token", metavar="X", least=0, most=100)
     top_k: int = option(0, "among the N likeliest, 0 for all", metavar="N", least=0)
-    top_p: float = option(
-        1.0, "among the likeliest tokens with this share", metavar="X", positive=True, most=1
-    )
+    top_p: float = option(1.0, "among the likeliest tokens with this share", metavar="X", positive=True, most=1)
     """The likeliest tokens whose probabilities add up to this much (Holtzman et al. 2020)."""
     seed: int = option(0, "equal seeds give equal answers", metavar="N")
     """Seed of the request's own random numbers, whatever else is being served and under any layout."""
