@@ -81,6 +81,9 @@ def test_canonical_text(text: str, canonical: str) -> None:
         ("virtual=2", "virtual stages need pp"),
         ("dp=2,ep=3", "must divide dp x cp x tp"),
         ("order=dp-tp", "order must name"),
+        ("dp=2,zero3", "did you mean zero=3?"),
+        ("FSDP=4", "did you mean dp=4,zero=3?"),
+        ("sequence_parallel", "did you mean sp?"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_to_do(text: str, message: str) -> None:
@@ -124,6 +127,11 @@ def test_ways_to_agree_that_contradict_themselves(text: str, message: str) -> No
 def test_ways_to_agree(text: str, canonical: str, ranks: int) -> None:
     layout = Layout.parse(text)
     assert (str(layout), layout.ranks) == (canonical, ranks)
+
+
+@pytest.mark.parametrize("text", ["DP=2, TP=2, SP", "dp=2 tp=2 sp", " dp = 2,tp= 2 ,,Sp"])
+def test_case_and_spaces_do_not_matter(text: str) -> None:
+    assert str(Layout.parse(text)) == "dp=2,tp=2,sp"
 
 
 @given(any_layouts())

@@ -59,7 +59,7 @@ def test_names_in_any_case():
 
 @pytest.mark.parametrize(
     ("wrong", "meant"),
-    [("lama-3-70b", "llama-3-70b"), ("gpt-2", "gpt2"), ("Qwen/Qwen3-8B-Base", "qwen3-8b"), ("mixtral", "mixtral-8x7b")],
+    [("lama-3-70b", "llama-3-70b"), ("gpt-2", "gpt2"), ("Qwen/Qwen3-8", "qwen3-8b"), ("mixtral", "mixtral-8x7b")],
 )
 def test_unknown_name_brings_the_nearest(wrong, meant):
     for find in (get, resolve):
@@ -92,3 +92,28 @@ def test_resolve_refuses_what_is_neither(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="neither in the catalog"):
         resolve(text)
+
+
+HUB = {
+    "Qwen/Qwen3-8B-Base": "qwen3-8b",
+    "Qwen/Qwen2.5-32B": "qwen2.5-32b",
+    "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b",
+    "meta-llama/Llama-2-7b-chat-hf": "llama-2-7b",
+    "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
+    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+}
+
+
+@pytest.mark.parametrize(("name", "known"), HUB.items())
+def test_names_of_the_hub_without_a_cache_are_the_catalogs(name, known, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert resolve(name) is get(known)
+
+
+def test_a_name_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--Qwen--Qwen2.5-32B" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    config = get("tiny-gpt").replace(name="abc")
+    (snapshot / "config.json").write_text(json.dumps(to_huggingface(config)))
+    assert resolve("Qwen/Qwen2.5-32B") == config

@@ -8,10 +8,12 @@ itself fails here; whether it suits a model is `legality.py`'s question.
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, did_you_mean
 from shardwise.layout.algorithm_names import check_algorithm
 from shardwise.layout.axes import DENSE
 from shardwise.layout.sync import MOMENTS, OUTERS, SERVED, SYNCS, Servers, check_sync
@@ -289,15 +291,14 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read a layout text. Raises `LayoutError` with the reason and the nearest legal value."""
+        """Read a layout text, in any case, with commas or spaces between keys. Raises `LayoutError` with the reason and
+        the nearest legal value."""
         known = {field.name: field for field in fields(cls)}
         values: dict[str, Any] = {}
-        for word in filter(None, (word.strip() for word in text.split(","))):
-            key, has_value, value = (part.strip() for part in word.partition("="))
+        for word in filter(None, re.split(r"[,\s]+", re.sub(r"\s*=\s*", "=", text.lower()))):
+            key, has_value, value = word.partition("=")
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(known)}"
-                raise LayoutError(f"layout {text!r}: unknown key {key!r}{hint}")
+                raise LayoutError(f"layout {text!r}: unknown key {key!r}; {_meant(word, known)}")
             if key in values:
                 raise LayoutError(f"layout {text!r}: {key} is given twice")
             values[key] = _value(text, key, value if has_value else None)
@@ -311,6 +312,31 @@ _SYNONYMS = {
 }
 """Other frameworks' words for a precision, and 16 bits of another kind -> the choice that is meant. By its letters fp16
 is nearest to fp64."""
+
+
+_ELSEWHERE = {
+    "ddp": "dp=N",
+    "fsdp": "dp=N,zero=3",
+    "fsdp2": "dp=N,zero=3",
+    "hsdp": "zero=3,shard=N",
+    "mp": "tp=N",
+    "tensor_parallel": "tp=N",
+    "pipeline_parallel": "pp=N",
+    "context_parallel": "cp=N",
+    "expert_parallel": "ep=N",
+    "sequence_parallel": "sp",
+}
+"""Other frameworks' words -> keys of a layout."""
+
+
+def _meant(word: str, known: Collection[str]) -> str:
+    """A hint for a word whose key is unknown."""
+    key, _, value = word.partition("=")
+    if key in _ELSEWHERE:
+        return f"did you mean {_ELSEWHERE[key].replace('N', value or 'N')}?"
+    if (run_together := re.fullmatch(r"([a-z_]+?)(\d+)", key)) and run_together[1] in known:
+        return f"did you mean {run_together[1]}={run_together[2]}?"
+    return did_you_mean(key, known, "known keys:")
 
 
 def _value(text: str, key: str, value: str | None) -> Any:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
@@ -30,20 +32,44 @@ def get(name: str) -> ModelConfig:
 
 
 def resolve(text: str) -> ModelConfig:
-    """A catalog name, else the path of a `config.json` or of the folder that holds one.
+    """A catalog name, else the path of a `config.json` or of its folder, else a name of Hugging Face's hub.
 
-    The catalog goes first; write `./gpt2` for a folder of that name. Raises `UserError` when it is neither.
+    The catalog goes first; write `./gpt2` for a folder of that name. Of a hub's name, owner/name, the `config.json` in
+    the local cache is read, else the second half is looked up in the catalog: nothing is downloaded. Raises `UserError`
+    when it is none of these.
     """
     if found := _catalog().get(text.strip().lower()):
         return found
     # Path.exists raises for a name that is too long.
-    if not text.strip() or not os.path.exists(text):  # noqa: PTH110
+    path = text if text.strip() and os.path.exists(text) else _cached(text)  # noqa: PTH110
+    if path is None:
+        if found := _of_hub(text):
+            return found
         raise UserError(
-            f"no model {text!r}: neither in the catalog nor a config.json or a folder with one; {_nearest(text)}"
+            f"no model {text!r}: neither in the catalog, nor a config.json or a folder with one, nor in the cache of "
+            f"Hugging Face's hub; {_nearest(text)}"
         )
     from shardwise.model.huggingface import from_huggingface
 
-    return from_huggingface(text)
+    return from_huggingface(path)
+
+
+def _cached(text: str) -> Path | None:
+    """The newest `config.json` of a hub's name in the local cache."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        return None
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+    snapshots = Path(cache, f"models--{text.replace('/', '--')}", "snapshots")
+    return max(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _of_hub(text: str) -> ModelConfig | None:
+    """The catalog's model whose name is a hub's, but for its owner and for what does not change a model's shape."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        return None
+    name = text.lower().partition("/")[2].removeprefix("meta-")
+    return _catalog().get(name) or _catalog().get(re.sub(r"(-(instruct|chat|base|hf|it|v0\.1))+$", "", name))
 
 
 def _nearest(name: str) -> str:
