@@ -19,7 +19,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation baseline lint docs figures screenshots snapshots fit bench bench-scaling bench-gpu clean
+.PHONY: help demo test test-all mutation baseline lint docs lessons figures screenshots snapshots fit bench bench-scaling bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,11 @@ snapshots: $(VENV)/.test  ## what the commands print at 80 columns, for the test
 
 docs: $(VENV)/.docs  ## the documentation site, with links checked: build/site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+lessons: $(VENV)/.docs  ## the lessons as notebooks: build/lessons/
+	@mkdir -p build/lessons
+	@for lesson in lessons/*.py; do \
+		$(BIN)/jupytext --quiet --to ipynb --output build/$${lesson%.py}.ipynb $$lesson || exit 1; done
 
 fit: $(VENV)/.test  ## fit the time model's constants: make fit TABLES="training.json serving.json"
 	@$(BIN)/python benchmarks/fit_constants.py $(TABLES) --cross --write

@@ -29,6 +29,7 @@ def on_files(files: Any, config: Any) -> Any:
         "reference/cli.md": cli(),
         "reference/layout.md": layout_keys(),
     }
+    made |= {f"lessons/{path.stem}.md": lesson(path) for path in sorted((ROOT / "lessons").glob("*.py"))}
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -46,6 +47,18 @@ def _picture(match: re.Match[str]) -> str:
     alt, name = match.groups()
     both = (f"![{alt}]({name}-{tone}.png#only-{tone}){{ width=49% }}" for tone in ("light", "dark"))
     return "\n".join(both)
+
+
+def lesson(path: Path) -> str:
+    """A notebook in jupytext's percent format as a page."""
+    cells = re.split(r"^# %%", path.read_text(), flags=re.MULTILINE)[1:]
+    pages = []
+    for kind, _, body in (cell.partition("\n") for cell in cells):
+        if "[markdown]" in kind:
+            pages.append(re.sub(r"^# ?", "", body, flags=re.MULTILINE).strip())
+        else:
+            pages.append(f"```python\n{body.strip()}\n```")
+    return "\n\n".join(pages) + f"\n\n`python lessons/{path.name}` runs it; `make lessons` makes notebooks.\n"
 
 
 def layout_keys() -> str:
