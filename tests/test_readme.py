@@ -10,6 +10,8 @@ import pytest
 from harness.documents import ROOT, blocks, commands, python, run
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+"""Continues with the README's run."""
 pytestmark = pytest.mark.usefixtures("leftovers")
 
 
@@ -25,7 +27,7 @@ def test_the_first_use_is_ten_lines_that_run(tmp_path):
 
 
 def test_the_commands_run_in_the_order_given(tmp_path):
-    quoted = commands(README)
+    quoted = commands(README + COMMANDS)
     assert {command[0] for command in quoted} == {"shardwise", "torchrun"}
     for command in quoted:
         if "--seconds" in command:  # of measuring
@@ -39,7 +41,7 @@ def test_the_commands_run_in_the_order_given(tmp_path):
     peak = re.compile(r"within .*")  # differs by some bytes from host to host
     verdicts = [peak.sub("", out.splitlines()[-1]) for out in said if "bytes by class" in out]
     assert verdicts == [peak.sub("", compared)], "the comparison"
-    (times,) = re.findall(r"sends ([\d,]+) times the bytes", README.replace("\n", " "))
+    (times,) = re.findall(r"sends ([\d,]+) times the bytes", COMMANDS.replace("\n", " "))
     assert any(f"{times} times" in out for out in said), "the comparison of strategies"
     assert (tmp_path / "runs/first/result.json").is_file() and (tmp_path / "runs/second/result.json").is_file()
 
@@ -63,6 +65,6 @@ def test_every_layout_key_that_runs_is_explained():
 
     from shardwise import Layout
 
-    explained = set(re.findall(r"`(\w+)[=`]", README))
+    explained = set(re.findall(r"`(\w+)[=`]", (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")))
     of_the_pipeline_or_context = {"schedule", "stages", "cpkind"}
     assert {field.name for field in fields(Layout)} - of_the_pipeline_or_context <= explained
