@@ -18,7 +18,7 @@ from simulated import LLAMA, layouts_of, load_rank, same_bits, save, state_of
 
 from shardwise.checkpoint import Piece, needs, shapes
 from shardwise.checkpoint.dtypes import convert
-from shardwise.checkpoint.huggingface import HuggingFaceWeights, export, exporting, open_weights, tensor_file
+from shardwise.checkpoint.huggingface import HuggingFaceWeights, bands, export, exporting, open_weights, tensor_file
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
@@ -71,7 +71,7 @@ def mistake(call: Callable[[], object], *words: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_any_rank_of_any_layout_gets_its_own(name, options, tmp_path, monkeypatch):
     model = MODELS[name]
-    monkeypatch.setattr(exporting, "BAND", 700)
+    monkeypatch.setattr(bands, "BAND", 700)
     monkeypatch.setattr(tensor_file, "BAND", 300)
     state = write(tmp_path / "folder", model, **options)
     assert (tmp_path / "folder" / SINGLE).exists() != bool(options)
@@ -210,7 +210,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
     checkpoint = save(tmp_path / "step-1", model, "dp=1", state)
     del state
     largest = 4 * 512 * 4096
-    monkeypatch.setattr(exporting, "BAND", 1 << 18)
+    monkeypatch.setattr(bands, "BAND", 1 << 18)
     monkeypatch.setattr(tensor_file, "BAND", 1 << 18)
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""What ranks run for the tests of other trainers' checkpoints: FSDP2 that saves, and our own training that goes on."""
+"""Jobs of the tests of other trainers' checkpoints: FSDP2 that saves or resumes, and our own training that resumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -42,36 +42,69 @@ def fsdp(rank: int, payload: tuple[Case, str, dict[str, str], bool]) -> Saved:
     """Train under FSDP2 and save after `SAVED` steps. Payload: case, folder, our parameter names -> the saved ones, and
     whether the optimizer's state is flattened."""
     case, folder, names, flat = payload
-    world = dist.get_world_size()
-    decoder = _decoder(case)
-    mesh = init_device_mesh("cpu", (world,))
-    for block in decoder.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(decoder, mesh=mesh)
+    decoder = _sharded(case)
     named = dict(decoder.named_parameters())
     adam = adamw(case, named)
-    share = case.workload.batch // world
     saved = Saved([], {})
     for step in range(STEPS):
-        every = global_batch(case, step)
-        mine = {name: tensor[rank * share : (rank + 1) * share] for name, tensor in every.items()}
-        valid = (every["targets"] != -100).sum()
-        logits = decoder(make_batch(case, mine, step))
-        loss = F.cross_entropy(logits.flatten(0, 1), mine["targets"].flatten(), reduction="sum") / valid
-        adam.zero_grad()
-        # FSDP2 averages gradients over ranks.
-        (loss * world).backward()
-        torch.nn.utils.clip_grad_norm_(list(named.values()), case.optimizer.clip)
-        for group in adam.param_groups:
-            group["lr"] = learning_rate(case.optimizer, step, STEPS)
-        adam.step()
-        loss = loss.detach().clone()
-        dist.all_reduce(loss)
-        saved.losses.append(loss.item())
+        saved.losses.append(_fsdp_step(case, decoder, adam, step))
         if step + 1 == SAVED:
             saved.held = held(named, adam)
             dcp.save(_renamed(decoder, adam, names, flat), checkpoint_id=folder)
     return saved
+
+
+def fsdp_resume(rank: int, payload: tuple[Case, str, dict[str, str]]) -> Saved:
+    """Load an exported checkpoint into FSDP2, and train the steps after it. Payload: case, folder, and our parameter
+    names -> the exported ones. held: everything as loaded."""
+    case, folder, names = payload
+    decoder = _sharded(case)
+    named = dict(decoder.named_parameters())
+    adam = adamw(case, named)
+    template = _renamed(decoder, adam, names, False)
+    dcp.load(template, checkpoint_id=folder)
+    back = {theirs: name for name, theirs in names.items()}
+    optimizer = template["optim"]
+    optimizer["state"] = {back[name]: entry for name, entry in optimizer["state"].items()}
+    for group in optimizer["param_groups"]:
+        group["params"] = [back[name] for name in group["params"]]
+    weights = {back[name]: tensor for name, tensor in template["model"].items()}
+    set_state_dict(decoder, adam, model_state_dict=weights, optim_state_dict=optimizer)
+    assert {float(state["step"]) for state in adam.state.values()} == {float(SAVED)}
+    saved = Saved([], held(named, adam))
+    saved.losses += [_fsdp_step(case, decoder, adam, step) for step in range(SAVED, STEPS)]
+    return saved
+
+
+def _sharded(case: Case) -> Any:
+    """The case's decoder under FSDP2 over all ranks."""
+    decoder = _decoder(case)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in decoder.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(decoder, mesh=mesh)
+    return decoder
+
+
+def _fsdp_step(case: Case, decoder: Any, adam: torch.optim.AdamW, step: int) -> float:
+    """Train one step. Returns its loss over all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    share = case.workload.batch // world
+    every = global_batch(case, step)
+    mine = {name: tensor[rank * share : (rank + 1) * share] for name, tensor in every.items()}
+    valid = (every["targets"] != -100).sum()
+    logits = decoder(make_batch(case, mine, step))
+    loss = F.cross_entropy(logits.flatten(0, 1), mine["targets"].flatten(), reduction="sum") / valid
+    adam.zero_grad()
+    # FSDP2 averages gradients over ranks.
+    (loss * world).backward()
+    torch.nn.utils.clip_grad_norm_(list(decoder.parameters()), case.optimizer.clip)
+    for group in adam.param_groups:
+        group["lr"] = learning_rate(case.optimizer, step, STEPS)
+    adam.step()
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss.item()
 
 
 def adamw(case: Case, named: dict[str, Any], decays: dict[str, bool] | None = None) -> torch.optim.AdamW:

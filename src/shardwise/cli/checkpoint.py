@@ -42,13 +42,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare = action("diff", "compare two checkpoints by tensor; the exit code is 1 when they differ", _diff)
     compare.add_argument("a", metavar="A", type=Path)
     compare.add_argument("b", metavar="B", type=Path)
-    export = action("export", "write the weights as a Hugging Face folder, which transformers loads", _export)
-    export.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    export.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="the new folder")
-    export.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of every tensor (bfloat16)"
-    )
+    _export_arguments(action("export", "write weights for Hugging Face, or all state for FSDP2 or DeepSpeed", _export))
     _import_arguments(action("import", "convert another trainer's checkpoint (FSDP2, DeepSpeed)", _import))
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    parser.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="the new folder")
+    parser.add_argument(
+        "--format",
+        choices=("huggingface", "dcp", "deepspeed-universal"),
+        default="huggingface",
+        help="dcp: torch.distributed.checkpoint, which FSDP2 loads; weights alone for huggingface (huggingface)",
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="huggingface: of every tensor (bfloat16)")
+    parser.add_argument(
+        "--names", choices=("huggingface", "shardwise"), help="other formats: whose names parameters have (huggingface)"
+    )
+    parser.add_argument("--weights-only", action="store_true", help="dcp: leave the optimizer's state out")
 
 
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,19 +154,40 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    if args.format != "huggingface":
+        return _export_foreign(args)
+    if args.names or args.weights_only:
+        raise UserError("a Hugging Face folder has weights by its own names: leave out --names and --weights-only")
+
     from shardwise.checkpoint.huggingface import export
 
-    checkpoint = find(args.checkpoint)
-    made = export(checkpoint, args.to, args.dtype)
-    what = f"{made.tensors} tensors in {args.dtype}, {format_bytes(made.nbytes)}"
+    checkpoint, dtype = find(args.checkpoint), args.dtype or "bfloat16"
+    made = export(checkpoint, args.to, dtype)
+    what = f"{made.tensors} tensors in {dtype}, {format_bytes(made.nbytes)}"
     lines = [f"wrote {made.folder}: the weights of step {checkpoint.manifest.step}, {what}"]
     if "tokenizer.json" not in made.files:
         lines.append("without a tokenizer: the run's own tokenizer is gone")
     data = {
-        "folder": str(made.folder), "step": checkpoint.manifest.step, "dtype": args.dtype, "files": made.files,
+        "folder": str(made.folder), "step": checkpoint.manifest.step, "dtype": dtype, "files": made.files,
         "tensors": made.tensors, "bytes": made.nbytes,
     }  # fmt: skip
     return print_result(args, data, lines)
+
+
+def _export_foreign(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint.foreign import export_foreign
+
+    if args.dtype:
+        raise UserError(f"--format {args.format} keeps every element's bits: leave out --dtype")
+    checkpoint, names = find(args.checkpoint), args.names or "huggingface"
+    made = export_foreign(checkpoint, args.to, args.format, names=names, weights_only=args.weights_only)
+    state = "weights" if args.weights_only else "weights and AdamW's state"
+    data = {
+        "folder": str(made.folder), "step": checkpoint.manifest.step, "format": args.format, "names": names,
+        "weights_only": args.weights_only, "tensors": made.tensors, "bytes": made.nbytes,
+    }  # fmt: skip
+    line = f"wrote {made.folder}: {state} of step {checkpoint.manifest.step}, {made.tensors} tensors"
+    return print_result(args, data, [f"{line}, {format_bytes(made.nbytes)}"])
 
 
 def _differences(differences: list[TensorDifference], a: Checkpoint, b: Checkpoint) -> Iterator[Renderable]:

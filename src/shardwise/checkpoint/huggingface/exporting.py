@@ -14,24 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from shardwise.checkpoint.dtypes import bits, numpy_dtype, raw
-from shardwise.checkpoint.geometry import Piece
+from shardwise.checkpoint.dtypes import raw
+from shardwise.checkpoint.huggingface.bands import ExportTensor, bands, export_tensors
 from shardwise.checkpoint.huggingface.weights import INDEX, SINGLE
-from shardwise.checkpoint.manifest import TensorSpec
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.resharding import model_of
 from shardwise.checkpoint.writer import safetensors_header, sync_folder
 from shardwise.data.tokenizer import KNOWN_ENDS
 from shardwise.errors import UserError
-from shardwise.model.blueprint import ForeignSlice
-from shardwise.model.config import ModelConfig
 from shardwise.model.huggingface import to_huggingface
-from shardwise.model.parameters import parameters
-
-BAND = 64 << 20
-"""Bytes of a tensor that are in memory at once. A transposed tensor is read again for each band of it."""
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one file, as transformers writes them."""
@@ -45,16 +36,6 @@ class Exported:
     files: tuple[str, ...]
     tensors: int
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor to write."""
-
-    name: str
-    spec: TensorSpec
-    parts: list[tuple[str, int, int, ForeignSlice]]
-    """(stored name, first row, rows, their slice of the tensor) of the parameters that it consists of."""
 
 
 def export(
@@ -83,7 +64,7 @@ def export(
     config = to_huggingface(model) | {"torch_dtype": dtype} | ends
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not empty; nothing was overwritten: choose another folder")
-    shards = _shards(_tensors(model, dtype), max_shard_bytes)
+    shards = _shards(export_tensors(model, dtype), max_shard_bytes)
     output = _Output(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,21 +133,8 @@ def _end_of_text(tokenizer: Path) -> tuple[str, int] | tuple[None, None]:
         return None, None
 
 
-def _tensors(model: ModelConfig, dtype: str) -> list[_Tensor]:
-    """Tensors to write, in the model's order."""
-    found: dict[str, _Tensor] = {}
-    for p in parameters(model):
-        assert p.foreign
-        rows = p.shape[0] // p.foreign.tensors
-        for first, place in p.foreign.each(p.shape[0]):
-            spec = TensorSpec(place.shape, "float32" if place.wide else dtype)
-            tensor = found.setdefault(place.tensor, _Tensor(place.tensor, spec, []))
-            tensor.parts.append((f"model/{p.name}", first, rows, place))
-    return list(found.values())
-
-
-def _shards(tensors: list[_Tensor], limit: int) -> list[list[_Tensor]]:
-    shards: list[list[_Tensor]] = [[]]
+def _shards(tensors: list[ExportTensor], limit: int) -> list[list[ExportTensor]]:
+    shards: list[list[ExportTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if shards[-1] and size + tensor.spec.nbytes > limit:
@@ -177,17 +145,17 @@ def _shards(tensors: list[_Tensor], limit: int) -> list[list[_Tensor]]:
     return shards
 
 
-def _nbytes(shards: list[list[_Tensor]]) -> int:
+def _nbytes(shards: list[list[ExportTensor]]) -> int:
     return sum(tensor.spec.nbytes for shard in shards for tensor in shard)
 
 
-def _write_shards(output: _Output, checkpoint: Checkpoint, shards: list[list[_Tensor]]) -> None:
+def _write_shards(output: _Output, checkpoint: Checkpoint, shards: list[list[ExportTensor]]) -> None:
     count = len(shards)
 
-    def contents(tensors: list[_Tensor]) -> Iterator[bytes | memoryview]:
+    def contents(tensors: list[ExportTensor]) -> Iterator[bytes | memoryview]:
         yield safetensors_header({"format": "pt"}, [(tensor.name, tensor.spec) for tensor in tensors])
         for tensor in tensors:
-            yield from map(raw, _bands(checkpoint, tensor))
+            yield from map(raw, bands(checkpoint, tensor))
 
     owners: dict[str, str] = {}
     for i, tensors in enumerate(shards):
@@ -197,27 +165,3 @@ def _write_shards(output: _Output, checkpoint: Checkpoint, shards: list[list[_Te
     if count > 1:
         content = {"metadata": {"total_size": _nbytes(shards)}, "weight_map": dict(sorted(owners.items()))}
         output.write_json(INDEX, content)
-
-
-def _bands(checkpoint: Checkpoint, tensor: _Tensor) -> Iterator[np.ndarray]:
-    """A tensor's elements in order, some rows at a time."""
-    rows, *columns = tensor.spec.shape
-    width = columns[0] if columns else 1
-    band = max(1, BAND // (width * tensor.spec.itemsize))
-    for start in range(0, rows, band):
-        stop = min(start + band, rows)
-        values = np.empty((stop - start, width), numpy_dtype(tensor.spec.dtype))
-        for stored, first, count, place in tensor.parts:
-            runs = list(place.held(*((0, width) if place.transposed else (start, stop)), count))
-            if not runs:
-                continue
-            # One read for all of them: each reads whole blocks.
-            top, bottom = min(row for row, *_ in runs), max(row + run for row, _, run, _ in runs)
-            box = ((first + top, first + bottom), (start, stop) if place.transposed else (0, width))
-            piece = Piece.whole(box[: len(tensor.spec.shape)])
-            read = bits(checkpoint.read(stored, piece, tensor.spec.dtype)).reshape(bottom - top, -1)
-            target = bits(values).T if place.transposed else bits(values)
-            base = 0 if place.transposed else start
-            for row, theirs, run, step in runs:
-                target[theirs - base : theirs - base + (run - 1) * step + 1 : step] = read[row - top : row - top + run]
-        yield values
