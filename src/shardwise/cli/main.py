@@ -37,6 +37,7 @@ COMMANDS = {
     "calibrate": "a cluster file for predictions: this host measured, or nvidia-smi's table read",
     "validate": "predicted against published measurements, source by source",
     "explain": "what a configuration of vLLM, DeepSpeed, Megatron-LM, torchtitan and others is and does",
+    "launch": "a training as a job of SLURM, Kubernetes, or of hosts over ssh",
     "emit": "a layout as the configuration of another engine: a file or a command",
     "list": "models, devices, engines, schedules, algorithms and layout keys",
     "studio": "the page: watch what happens inside the devices, in a browser, offline",

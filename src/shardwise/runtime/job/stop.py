@@ -41,8 +41,9 @@ class StopRequest:
                 signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted:
-            raise KeyboardInterrupt  # a second signal means it
+        # A second Ctrl-C means it. SIGTERM may come twice: from a cluster to every process, and passed on by torchrun.
+        if self._noted and number == signal.SIGINT:
+            raise KeyboardInterrupt
         self._noted = True
 
     @property

@@ -1,0 +1,9 @@
+"""A training as a cluster's job: a SLURM script, Kubernetes objects, or a script that starts it over ssh.
+
+The texts are templates in `templates/`; each module fills one.
+"""
+
+from shardwise.interop.jobs.job import ClusterJob, JobFile, JobOptions
+from shardwise.interop.jobs.writers import SYSTEMS, write_job
+
+__all__ = ["SYSTEMS", "ClusterJob", "JobFile", "JobOptions", "write_job"]

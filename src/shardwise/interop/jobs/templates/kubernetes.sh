@@ -1,0 +1,4 @@
+set -u
+mkdir -p {{logs}}
+{{setup}}
+exec {{launcher}}
