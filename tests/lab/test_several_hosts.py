@@ -1,26 +1,34 @@
-"""Training and generation on two hosts: results as on one, bytes as predicted, and one host killed."""
+"""Training, generation and a server on two hosts: results as on one, bytes as predicted, and one host killed."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import openai
 import pytest
 
 from harness import forked
 from harness.hosts import hosts, namespaces
+from harness.today import of_some
 from shardwise.api import TrainResult
+from shardwise.checkpoint import diff, find
 from shardwise.lab.network import LabNetwork
 from shardwise.runtime.job.hosts import LaunchHost, Placement
 
 pytestmark = pytest.mark.usefixtures("several_hosts", "leftovers")
 LIMIT = 120
 STEPS = 4
+LONG = ("server", "restart")
+"""Tests of which one runs each day."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +67,7 @@ def test_two_hosts_train_as_one_and_send_what_is_predicted(runs: Path, tmp_path:
         first, second = network.traffic()
     here = trained(runs, f"here-{layout}", layout, dict(os.environ), "--transport", "gloo")
     assert there.losses == here.losses
+    assert diff(find(runs / f"there-{layout}"), find(runs / f"here-{layout}")) == []
     assert there.report.cluster == f"2x{2 if 'pp' in layout else 1}xCPU"
     assert first.sent == pytest.approx(second.received, rel=0.01)
     if layout == "dp=2":
@@ -91,27 +100,80 @@ def test_generation_on_two_hosts_gives_the_tokens_of_one(runs: Path, tmp_path: P
     assert texts(there.stdout) == texts(here.stdout) != []
 
 
+@of_some("server", LONG, 1)
+def test_a_server_on_two_hosts_answers_the_official_client(runs: Path, tmp_path: Path) -> None:
+    trained(runs, "served", "dp=1", dict(os.environ))
+    words = ["serve", str(runs / "served"), "--port", "0", "--json", "--layout"]
+    here = answer(words, "dp=1", dict(os.environ), [])
+    with two_hosts(tmp_path) as (network, environment):
+        there = answer(words, "pp=2", environment, [host.name for host in network.hosts])
+        assert network.traffic()[1].received > 10_000
+        assert [pid for host in network.hosts for pid in processes(host.name)] == []
+    assert there == here != ""
+
+
+def answer(words: list[str], layout: str, environment: dict[str, str], namespaces: list[str]) -> str:
+    """The text with which a server continues a prompt; each namespace then has one rank."""
+    with tempfile.TemporaryFile("w+") as out:
+        command = [sys.executable, "-m", "shardwise", *words, layout]
+        server = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + LIMIT
+            while not (said := os.pread(out.fileno(), 1 << 16, 0).decode()).endswith("\n"):
+                assert server.poll() is None and time.monotonic() < deadline, said
+                time.sleep(0.05)
+            told = json.loads(said)
+            assert [len(processes(name)) for name in namespaces] == [1] * len(namespaces)
+            with openai.OpenAI(base_url=told["url"], api_key="any", max_retries=0, timeout=LIMIT) as client:
+                made = client.completions.create(model=told["model"], prompt="12 is one", max_tokens=12, temperature=0)
+            server.send_signal(signal.SIGTERM)
+            server.wait(LIMIT)
+        finally:
+            server.kill()
+            server.wait()
+    return made.choices[0].text
+
+
 def texts(out: str) -> list[str]:
     return [line for line in out.splitlines() if '"text"' in line]
 
 
-def test_a_killed_host_ends_the_run_in_one_line(runs: Path, tmp_path: Path) -> None:
-    with two_hosts(tmp_path) as (network, environment):
-        words = arguments(runs, "killed", "dp=2,tp=2", "--steps", "100000")
-        training = forked.Started(words, environment)
-        events, deadline = runs / "killed" / "events.jsonl", time.monotonic() + LIMIT
-        while not (events.exists() and '"loss"' in events.read_text()):
+@contextmanager
+def losing_a_host(runs: Path, folder: Path, name: str, *more: str) -> Iterator[forked.Started]:
+    """A run on two hosts after its second host has been killed. Nothing is left of it afterwards."""
+    with two_hosts(folder) as (network, environment):
+        training = forked.Started(arguments(runs, name, "dp=2,tp=2", *more), environment)
+        events, deadline = runs / name / "events.jsonl", time.monotonic() + LIMIT
+        while not (events.exists() and events.read_text().count('"loss"') > 4):
             assert training.poll() is None and time.monotonic() < deadline, training.communicate()
             time.sleep(0.02)
         victims = processes(network.hosts[1].name)
         assert len(victims) == 2
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
+        yield training
+        assert [pid for host in network.hosts for pid in processes(host.name)] == []
+
+
+def test_a_killed_host_ends_the_run_in_one_line(runs: Path, tmp_path: Path) -> None:
+    with losing_a_host(runs, tmp_path, "killed", "--steps", "100000") as training:
         _, err = training.communicate(timeout=LIMIT)
         assert training.returncode == 1
         last = err.strip().splitlines()[-1]
         assert last.startswith("shardwise: error: rank ") and "was killed by SIGKILL" in last and "Traceback" not in err
-        assert [pid for host in network.hosts for pid in processes(host.name)] == []
+
+
+@of_some("restart", LONG, 1)
+def test_a_run_that_lost_a_host_resumes_and_ends_as_one_that_did_not(runs: Path, tmp_path: Path) -> None:
+    more = ("--steps", "60", "--save-every", "3", "--restarts", "1")
+    with losing_a_host(runs, tmp_path, "restarted", *more) as training:
+        _, err = training.communicate(timeout=LIMIT)
+        assert training.returncode == 0 and "restart 1 of 1 from " in err, err
+    done = forked.shardwise(
+        *arguments(runs, "whole", "dp=2,tp=2", *more, "--transport", "gloo"), environment=os.environ, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    assert diff(find(runs / "restarted"), find(runs / "whole")) == []
 
 
 def processes(namespace: str) -> list[int]:
