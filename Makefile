@@ -4,6 +4,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+ENGINES := $(VENV)/engines
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 # The layouts that `make test` samples rotate with the date; give SHARDWISE_SEED to repeat another day's.
@@ -19,7 +20,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation baseline lint docs lessons figures screenshots snapshots fit bench bench-scaling bench-gpu clean
+.PHONY: help demo test test-all mutation baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +47,9 @@ lint: $(VENV)/.test  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+parsers: $(ENGINES)/.made  ## emitted files in the parsers of DeepSpeed, accelerate and transformers
+	@PYTHONPATH=src:tests $(ENGINES)/bin/python docs/emit_parsers.py deepspeed accelerate transformers
 
 figures: $(VENV)/.test  ## make docs/claims.md and the output that the README quotes again
 	@$(BIN)/python docs/claims.py
@@ -98,6 +102,15 @@ $(VENV)/.train $(VENV)/.test $(VENV)/.docs: $(VENV)/.%: pyproject.toml constrain
 	@echo "installing shardwise[$*] into $(VENV)"
 	@$(PIP) install --no-compile -c constraints.txt --editable '.[$*]'
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores, where pip takes one; templates do not compile
+	@touch $@
+
+# Engines have an environment of their own, which sees the other one's packages.
+$(ENGINES)/.made: $(VENV)/.test
+	@$(BIN)/python -m venv $(ENGINES)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	@DS_BUILD_OPS=0 $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check install \
+		deepspeed==0.19.8 accelerate==1.15.0
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test

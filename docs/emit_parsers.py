@@ -1,6 +1,9 @@
-"""Files of `shardwise emit` in the engines' own parsers: by hand, in an environment that has the engine.
+"""Files of `shardwise emit` in the engines' own parsers, in an environment that has the engine: by hand, and three of
+them by `make parsers`.
 
 PYTHONPATH=src:tests python docs/emit_parsers.py ENGINE[:VERSION] ...   prints a row of docs/emit_parsers.md for each
+
+The exit code is 1 where a parser rejects a file, or accepts a broken one.
 
 Every parser gets `COUNT` random layouts, brought to the nearest that the engine expresses, and as many files with an
 unknown option. megatron needs its source on PYTHONPATH; nothing needs a GPU.
@@ -184,9 +187,12 @@ def row(engine: str, version: str) -> dict[str, Any]:
 if __name__ == "__main__":
     if not sys.argv[1:] or {word.partition(":")[0] for word in sys.argv[1:]} - set(PARSERS):
         sys.exit(__doc__)
+    failed = False
     for word in sys.argv[1:]:
         engine, _, asked = word.partition(":")
         one = row(engine, asked)
         counts = (f"{one[name]} of {COUNT}" for name in ("accepted", "rejected"))
         print(f"| {engine} {one['version']} |", " | ".join(counts), "|", flush=True)
-        print(*one["wrong"][:8], sep="\n", file=sys.stderr)
+        print(*one["wrong"][:8], sep="\n", end="\n" * bool(one["wrong"]), file=sys.stderr)
+        failed |= not one["accepted"] == one["rejected"] == COUNT
+    sys.exit(failed)
