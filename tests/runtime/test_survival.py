@@ -330,6 +330,25 @@ def test_all_ranks_end_before_the_same_step_whenever_they_look(
             signal.signal(number, handler)
 
 
+def test_a_second_sigterm_lets_a_rank_save_and_a_second_ctrl_c_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster sends SIGTERM to every process, and torchrun passes it on to the same ranks."""
+    from torch.distributed import HashStore
+
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", HashStore)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        told = StopRequest(Rounds(1, 100))
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert told.noted
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.getsignal(signal.SIGINT)  # handlers run between two instructions
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", some_of([signal.SIGINT, signal.SIGTERM], 1, "signals"))
 def test_a_signal_saves_and_says_how_to_go_on(runs: Path, number: signal.Signals) -> None:
     out = runs / f"stopped by {number.name}"
