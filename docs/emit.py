@@ -17,6 +17,7 @@ from shardwise.model.catalog import get
 
 PAGE = Path(__file__).with_name("emit.md")
 PARSERS = Path(__file__).with_name("emit_parsers.md")
+RUNS = Path(__file__).with_name("emit_runs.md")
 
 VALUES = {
     "zero": ("0", "1", "2", "3"),
@@ -82,6 +83,7 @@ def page() -> str:
             *limits,
             "",
             PARSERS.read_text(encoding="utf-8"),
+            RUNS.read_text(encoding="utf-8"),
         ]
     )
 

@@ -160,7 +160,7 @@ def test_srun_gives_ranks_what_torchrun_would(folder: Path) -> None:
     done = subprocess.run(["bash", script], env=environment(folder), timeout=LIMIT)
     assert done.returncode == 0
     ranks = [line.split(maxsplit=7) for line in sorted((folder / "ranks").read_text().splitlines())]
-    assert [line[:7] for line in ranks] == [[str(rank), "0", "2", "n1", "20056", "slurm-7", "0"] for rank in (0, 1)]
+    assert [line[:7] for line in ranks] == [[str(rank), "0", "2", "n1", "10056", "slurm-7", "0"] for rank in (0, 1)]
     assert ranks[0][7].startswith("-m shardwise train tiny-llama --layout dp=2 --data text.txt")
 
 

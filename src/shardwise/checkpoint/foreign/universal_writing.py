@@ -58,12 +58,15 @@ def _step(state: WrittenState) -> Any:
 
 
 def _optimizer(state: WrittenState) -> dict[str, Any]:
-    """AdamW's groups for stages 1 and 2, and its first group's settings and step for stage 3."""
+    """AdamW's groups for stages 1 and 2, and its first group's settings and step for stage 3.
+
+    Stage 3 gives all its groups this one step, which a tensor would let each of them count up.
+    """
     groups = [group | {"params": [index]} for index, group in enumerate(state.groups())]
     return {
         "ds_version": VERSION,
         "param_groups": groups,
-        "optimizer_state_dict": {"state": {0: {"step": _step(state)}}, "param_groups": groups},
+        "optimizer_state_dict": {"state": {0: {"step": state.updates}}, "param_groups": groups},
     }
 
 

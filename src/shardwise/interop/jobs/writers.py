@@ -83,8 +83,8 @@ def _slurm(job: ClusterJob) -> JobFile:
         "directives": "\n".join(f"#SBATCH {item}" for item in [*directives, *options.sbatch]),
         "signal": options.signal,
         "head": head,
-        # Jobs that share a node need ports of their own.
-        "port": options.port or "$((20000 + (SLURM_JOB_ID * 8 + TORCHELASTIC_RESTART_COUNT) % 10000))",
+        # Jobs that share a node need ports of their own, below those that the system gives to connections.
+        "port": options.port or "$((10000 + (SLURM_JOB_ID * 8 + TORCHELASTIC_RESTART_COUNT) % 5000))",
         "requeue": "yes" if options.requeue else "",
     }
     file = f"{options.name}.sbatch"
