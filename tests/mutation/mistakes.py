@@ -36,6 +36,7 @@ TESTS = (
     "tests/runtime/test_module_split.py",
     "tests/runtime/test_module_verify.py",
     "tests/serving/test_generation_engine.py",
+    "tests/checkpoint/test_foreign_export.py",
 )
 
 ENGINE, UNITS, STEP, LOSS = (
@@ -563,4 +564,12 @@ MISTAKES = (
             "place.add_nothing()", "pass", "trap_33"),
     Mistake(33, "a gradient that nothing has written is what lies in its memory", "runtime/module/parts.py",
             "self.engine.units[unit.name].empty_rest()", "pass", "trap_33"),
+    Mistake(34, "exported moments change places", "checkpoint/foreign/dcp_writing.py",
+            '{"first": "exp_avg", "second": "exp_avg_sq"}', '{"first": "exp_avg_sq", "second": "exp_avg"}', "trap_34"),
+    Mistake(34, "AdamW counts its updates anew after an export", "checkpoint/foreign/dcp_writing.py",
+            "torch.tensor(float(state.updates))", "torch.tensor(0.0)", "trap_34"),
+    Mistake(34, "exported norms and biases decay", "checkpoint/foreign/written.py",
+            '({} if decay else {"weight_decay": 0.0})', "{}", "trap_34"),
+    Mistake(34, "DeepSpeed gets the moments in each other's files", "checkpoint/foreign/universal_writing.py",
+            '"first": "exp_avg", "second": "exp_avg_sq"}', '"first": "exp_avg_sq", "second": "exp_avg"}', "trap_34"),
 )  # fmt: skip
