@@ -51,7 +51,7 @@ def test_every_expressed_key_comes_back(engine, tmp_path):
         if request.layout.precision == "bf16":  # Weights in 32 bits are not quantized.
             assert reading.served == request.served
         seen |= {(key, getattr(request.layout, key)) for key in writer.keys}
-    assert len(seen) > 2 * len(writer.keys), "hardly any layout says anything"
+    assert 2 * len(seen) > 3 * len(writer.keys), "hardly any layout says anything"
 
 
 def test_what_is_not_written_is_commented(tmp_path):
