@@ -107,7 +107,7 @@ def train(rank: int, asked: Training) -> RankOutcome:
 
     def keep_gradients(lr: float) -> float:
         if not outcome.losses:
-            for flat in program.engine.units.values():
+            for flat in program.engine.trained:
                 outcome.grad_errors |= _errors(flat, flat.grads_interval, reference.first_grads)
         return plain_step(lr)
 
@@ -134,6 +134,10 @@ def train(rank: int, asked: Training) -> RankOutcome:
     for state in program.optimizer.states:
         outcome.final_errors |= _errors(state.flat, state.master, reference.final)
         outcome.pieces |= _pieces(state.flat, state.master)
+    for flat in program.engine.units.values():
+        if flat.unit.frozen:
+            outcome.final_errors |= _errors(flat, flat.interval, reference.final)
+            outcome.pieces |= _pieces(flat, flat.interval)
     outcome.routed = program.expert_loads.routed
     dist.barrier()
     program.close(remove=True)

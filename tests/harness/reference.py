@@ -140,14 +140,16 @@ class OneDevice:
         for name, tensor in self.named.items():
             spec = table[name]
             tensor.data = values(spec, torch.arange(spec.numel)).view(spec.shape).to(self.dtype)
+            tensor.requires_grad_(not spec.frozen)
         for block in self.decoder.blocks:
             block.attention.core.kind = case.attention
+        self.trained = trained = {name: p for name, p in self.named.items() if not table[name].frozen}
         narrow = case.precision == "bf16"
         self.master = {n: p.detach().float().clone() for n, p in self.named.items()} if narrow else self.named
         config = case.optimizer
         groups = [
-            {"params": [self.master[n] for n in self.named if table[n].decay], "weight_decay": config.weight_decay},
-            {"params": [self.master[n] for n in self.named if not table[n].decay], "weight_decay": 0.0},
+            {"params": [self.master[n] for n in trained if table[n].decay], "weight_decay": config.weight_decay},
+            {"params": [self.master[n] for n in trained if not table[n].decay], "weight_decay": 0.0},
         ]
         self._decayed = groups[0]["params"]
         self.optimizer = _optimizer(case, groups)
@@ -169,11 +171,11 @@ class OneDevice:
             if tensor.grad is None and name.endswith("router.bias"):
                 tensor.grad = torch.zeros_like(tensor)
         if not self.grads:
-            self.grads = {n: p.grad.double().clone() for n, p in self.named.items()}
+            self.grads = {n: p.grad.double().clone() for n, p in self.trained.items()}
         if self.master is not self.named:
-            for name, tensor in self.named.items():
+            for name, tensor in self.trained.items():
                 self.master[name].grad = tensor.grad.float()
-        norm = torch.nn.utils.clip_grad_norm_(list(self.master.values()), config.clip or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_([self.master[n] for n in self.trained], config.clip or float("inf"))
         lr = learning_rate(config, step, case.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from shardwise.decoder.adapters import adapt
 from shardwise.decoder.gemma2 import Gemma2Block
 from shardwise.decoder.gpt import GPTBlock
 from shardwise.decoder.llama import LlamaBlock
@@ -79,6 +80,8 @@ class Decoder(nn.Module):
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(block(config, f"blocks.{i}", i) for i in range(config.layers))
         self.head = Head(config, self.embedding.tokens)
+        if config.lora:
+            adapt(self, config.lora, blueprint(config))
 
     def parts(self) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) in the order in which tokens pass through them."""

@@ -180,4 +180,4 @@ def is_master(plan: UnitPlan) -> bool:
 
 def on_device(plan: UnitPlan, unit: Unit) -> int:
     """Elements of a unit's interval whose optimizer state stays on the device."""
-    return unit.shard_numel - plan.offloaded(unit)
+    return 0 if unit.frozen else unit.shard_numel - plan.offloaded(unit)

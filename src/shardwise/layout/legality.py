@@ -67,6 +67,8 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
         raise LayoutError(f"etp={layout.etp} splits experts: {model.name} is a model without experts; leave it out")
     if model.experts and layout.tpkind == "gathered":
         raise LayoutError(f"tpkind=gathered has no form for the experts of {model.name}: choose tpkind=megatron")
+    if model.lora:
+        _check_adapters(layout, model, workload)
     if model.attention_dropout and layout.attention == "sdpa":
         raise LayoutError(
             f"{model.name} drops attention probabilities, which needs attention=math (the fused kernel's mask cannot "
@@ -80,6 +82,18 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
     if workload is not None and workload.batch:
         workload.micro_batches(layout)
         _check_sequence(layout, model, workload)
+
+
+def _check_adapters(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:
+    """Layouts that cannot have frozen weights yet."""
+    usual = Layout()
+    for key in ("tpkind", "sync", "compile", "offload_params", "qgz"):
+        if workload is not None and (value := getattr(layout, key)) != getattr(usual, key):
+            raise LayoutError(f"{key}={value} does not go with the adapters of {model.name} yet: leave it out")
+    if layout.pp > 1 and pipeline.splits_backward(layout.schedule):
+        raise LayoutError(
+            f"schedule={layout.schedule} computes gradients of weights apart, of which adapters have few: choose 1f1b"
+        )
 
 
 def _check_pipeline(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:

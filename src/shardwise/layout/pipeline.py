@@ -71,13 +71,13 @@ def objection(layout: Layout, micro_batches: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def training(layout: Layout, tied: bool, micro_batches: int) -> PipelineSchedule:
-    """Actions of every pipeline rank in one training step. Raises `LayoutError` for numbers that the schedule does not
-    support, with legal ones."""
+def training(layout: Layout, tied: bool, micro_batches: int, early: bool) -> PipelineSchedule:
+    """Actions of every pipeline rank in one training step. early: as of `build`. Raises `LayoutError` for numbers that
+    the schedule does not support, with legal ones."""
     try:
         numbers = layout.schedule, layout.pp, micro_batches, layout.virtual
         # Stages 0 and 1 have one order of a rank's work.
-        return _training(*numbers, max(1, layout.stage), tied, releases_early(layout))
+        return _training(*numbers, max(1, layout.stage), tied, early)
     except UserError as error:
         raise LayoutError(f"layout {layout}: {error}") from None
 

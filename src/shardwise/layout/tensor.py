@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.layout.layout import Layout
 from shardwise.model.blueprint import Parameter
-from shardwise.model.operations import Operation
+from shardwise.model.operations import LinearOp, Operation
 
 Redistribution = Literal[
     "none", "copy", "sum", "gather sequence", "scatter sequence", "gather outputs", "split inputs"
@@ -90,15 +90,17 @@ def collectives(
     found = []
     if enter == "copy":
         found = [MapCollective("backward", "all_reduce", inputs)]
-    elif enter == "gather sequence":  # gathered again for the gradient of the weight
-        gather = [MapCollective(phase, "all_gather_into", inputs) for phase in ("forward", "backward")]
-        found = [*gather, MapCollective("backward", "reduce_scatter", inputs)]
+    elif enter == "gather sequence":
+        found = [MapCollective("forward", "all_gather_into", inputs), MapCollective("backward", "reduce_scatter", inputs)]
+        if isinstance(operation, LinearOp) and operation.trains:  # gathered again for the gradient of the weight
+            found.append(MapCollective("backward", "all_gather_into", inputs))
     for width in outputs:
         if leave == "sum":
             found.append(MapCollective("forward", "all_reduce", width))
         elif leave == "scatter sequence":
             found.append(MapCollective("forward", "reduce_scatter", width))
-            found.append(MapCollective("backward", "all_gather_into", width))
+            if operation.kind != "lookup" or not operation.frozen:
+                found.append(MapCollective("backward", "all_gather_into", width))
         elif leave == "copy":
             found.append(MapCollective("backward", "all_reduce", width))
         elif leave == "gather sequence":

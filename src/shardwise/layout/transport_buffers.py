@@ -58,11 +58,11 @@ def transport_buffers(plan: UnitPlan) -> TransportBuffers:
         for turn, part in enumerate(turns):
             staged |= {
                 unit.name: ("even", "odd")[turn % 2] + unit.name.removeprefix(part)
-                for unit in plan.units_of(part)
+                for unit in plan.trained_units(part)
                 if unit.name != "tied"
             }
     else:
-        staged = {unit.name: unit.name for unit in plan.units} if plan.stages_gradients else {}
+        staged = {u.name: u.name for u in plan.units if not u.frozen} if plan.stages_gradients else {}
     sizes = dict.fromkeys(staged.values(), 0)
     for name, buffer in staged.items():
         sizes[buffer] = max(sizes[buffer], plan.by_name[name].padded)

@@ -5,6 +5,9 @@ parameters are ordered by what must happen to their gradients, so that each trea
 
     [ split over tp | gradient summed over kv replicas | gradient summed over tp | replicated ]
 
+Parameters that are frozen are units of their own beside those that are trained: they have no gradients and no optimizer
+state, and below stage 3 every rank has them whole.
+
 A ZeRO shard is interval `r` of the flat buffer cut into `shard_ranks` equal pieces, the last ones padded.
 
 At stage 3 units live in *slots*, two buffers that they take in turn, so at most two are resident: the one in use and
@@ -29,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from shardwise.cluster import Cluster
 from shardwise.layout import pipeline
 from shardwise.layout.algorithms import Schedules
-from shardwise.layout.axes import CP, EDP, EP, HPZ, HPZ_ACROSS, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
+from shardwise.layout.axes import CP, DATA, EDP, EP, HPZ, HPZ_ACROSS, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.layout.context import SequenceCut
 from shardwise.layout.experts import RoutedRows, gathers_sequences, slice_of
 from shardwise.layout.homes import offloaded_elements
@@ -121,6 +124,8 @@ class Unit:
     """From the full gradients of one rank to the sum of its interval; none without a training step."""
     copies: int = 1
     """Ranks of the norm's group, beside tensor-parallel ones, that hold the same interval."""
+    frozen: bool = False
+    """Whether its parameters stay as they are."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -188,6 +193,8 @@ class Unit:
     @cached_property
     def partial_sums(self) -> tuple[tuple[int, int, Axes], ...]:
         """(start, stop, axes) of gradients that are partial on each rank along `axes`."""
+        if self.frozen:
+            return ()
         runs = ((axes, list(run)) for axes, run in groupby(self.spans, lambda span: span.sum_over) if axes)
         return tuple((run[0].start, run[-1].stop, axes) for axes, run in runs)
 
@@ -266,7 +273,13 @@ class UnitPlan:
         """Actions of all pipeline ranks in one step; None without a pipeline."""
         if self.layout.pp == 1:
             return None
-        return pipeline.training(self.layout, self.model.tied, self.micro_batches)
+        return pipeline.training(self.layout, self.sums_table, self.micro_batches, self.releases_early)
+
+    @cached_property
+    def releases_early(self) -> bool:
+        """Whether gradients of inputs leave before those of weights are computed, which are few where weights are
+        frozen."""
+        return pipeline.releases_early(self.layout) and not self.blueprint.freezes
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -282,7 +295,8 @@ class UnitPlan:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """Embedding, each block and then its experts, final norm + head; a tied embedding comes first, alone."""
+        """Embedding, each block and then its experts, final norm + head; a tied embedding comes first, alone. What is
+        frozen of each comes behind it."""
         return tuple(unit for part in self.parts for unit in self._units_in(part))
 
     def _units_in(self, part: str) -> list[Unit]:
@@ -295,10 +309,10 @@ class UnitPlan:
         if self.blueprint.part(part).reads and self.copies_table:
             # the last pipeline stage holds a copy of the table for its head
             tied = [place(self.blueprint.table, self.layout, self.tp_rank)]
-        if tied:
-            found.append(self._unit("tied", tied, "tied"))
-        if rest:
-            found.append(self._unit(part, rest, self._slot(part)))
+        for name, of, slot in (("tied", tied, "tied"), (part, rest, self._slot(part))):
+            trained, frozen = ([p for p in of if p.parameter.frozen == still] for still in (False, True))
+            found += [self._unit(name, trained, slot)] if trained else []
+            found += [self._frozen_unit(frozen_of(name), frozen, f"{slot} frozen")] if frozen else []
         if experts:
             found.append(self._experts_unit(part, experts))
         return found
@@ -312,12 +326,21 @@ class UnitPlan:
         return "inner" if part == blocks[-1] or blocks.index(part) % 2 == 0 else "outer"
 
     def _unit(self, name: str, placed: list[Placed], slot: str) -> Unit:
+        copies = self.mesh.size(REPLICATE) if self.routes else 1
+        return self._sharded(name, self._ordered(placed), slot, SHARD, REPLICATE, copies)
+
+    def _frozen_unit(self, name: str, placed: list[Placed], slot: str) -> Unit:
+        shard, replicate = (SHARD, REPLICATE) if self.layout.stage == 3 else ((), DATA)
+        return replace(self._sharded(name, self._ordered(placed), slot, shard, replicate, 1), reduce=(), frozen=True)
+
+    def _ordered(self, placed: list[Placed]) -> tuple[Placed, ...]:
+        """Parameters in flat order."""
+
         def order(p: Placed) -> tuple[int, int, bool]:
             replicated_alone = p.replicas == self.layout.tp > 1 and not p.sum_over
             return (3 if replicated_alone else ((), KV, TP).index(p.sum_over), p.replicas, not p.parameter.decay)
 
-        copies = self.mesh.size(REPLICATE) if self.routes else 1
-        return self._sharded(name, tuple(sorted(placed, key=order)), slot, SHARD, REPLICATE, copies)
+        return tuple(sorted(placed, key=order))
 
     def _experts_unit(self, part: str, placed: list[Placed]) -> Unit:
         """The experts of a block, whose replicas are other ranks than those of all else."""
@@ -418,10 +441,14 @@ class UnitPlan:
 
     def units_of(self, part: str) -> list[Unit]:
         """The units whose weights `part` reads."""
-        names = [part, experts_of(part)]
+        names = [part, frozen_of(part), experts_of(part)]
         if part in self.blueprint.sharing:
-            names.insert(0, "tied")
+            names = ["tied", frozen_of("tied"), *names]
         return [self.by_name[name] for name in names if name in self.by_name]
+
+    def trained_units(self, part: str) -> list[Unit]:
+        """Those of them that have gradients."""
+        return [unit for unit in self.units_of(part) if not unit.frozen]
 
     @cached_property
     def stage_units(self) -> dict[int, list[Unit]]:
@@ -441,6 +468,7 @@ class UnitPlan:
         names = [part, experts_of(part)]
         if part == self._last_to_share:
             names.append("tied")
+        # A frozen unit has another name.
         return [self.by_name[name] for name in names if name in self.by_name]
 
     @property
@@ -504,6 +532,8 @@ class UnitPlan:
             return None  # no fused form gathers outputs
         if isinstance(self.subject, Blueprint):
             return None  # its blocks compute as they are written
+        if self.blueprint.freezes:
+            return None  # a fused form computes the gradients of all its weights
         names = [placed.name.removeprefix(f"{blocks[0]}.") for placed in self.by_name[blocks[0]].placed]
         return fused_form(self.model, self.blueprint.part(blocks[0]).module, self.layout.attention, names)
 
@@ -517,6 +547,16 @@ class UnitPlan:
         """Whether the head's tied table is a copy of one that another rank of the pipeline has for its embedding."""
         reads = any(self.blueprint.part(name).reads for name in self.parts)
         return reads and self.blueprint.table.part not in self.parts
+
+    def trains_in(self, part: str, module: str = "") -> bool:
+        """Whether a part, or a module inside, computes gradients of weights that it reads."""
+        of = self.blueprint.part(part)
+        return of.trains(module) or (bool(of.reads) and not self.blueprint.table.frozen)
+
+    @property
+    def sums_table(self) -> bool:
+        """Whether the table's gradient is a sum over two ends of the model."""
+        return self.model.tied and not self.blueprint.table.frozen
 
     @cached_property
     def windows(self) -> frozenset[int]:
@@ -549,9 +589,13 @@ class UnitPlan:
         masters = self.trains and self.layout.stage == 3 and self.layout.offload_home == "none"
         return self.master_dtype if masters else self.layout.dtype
 
+    def dtype_of(self, unit: Unit) -> str:
+        """dtype of a rank's interval of a unit."""
+        return self.layout.dtype if unit.frozen else self.interval_dtype
+
     def offloaded(self, unit: Unit) -> int:
         """Elements of a unit's interval, its last ones, whose optimizer state is not on the device."""
-        return offloaded_elements(self.layout, unit.shard_numel) if self.trains else 0
+        return offloaded_elements(self.layout, unit.shard_numel) if self.trains and not unit.frozen else 0
 
     @cached_property
     def grad_dtype(self) -> str:
@@ -682,7 +726,8 @@ class UnitPlan:
 
     def _gathers_one_by_one(self) -> Counter[tuple[str, Gather]]:
         if self.layout.stage < 3:
-            return Counter(("optimizer", self.gather(unit)) for unit in self.units if self.layout.stage)
+            trained = [unit for unit in self.units if self.layout.stage and not unit.frozen]
+            return Counter(("optimizer", self.gather(unit)) for unit in trained)
         if self.layout.pp == 1:
             uses = chain.from_iterable(self.gathering_uses())
             return Counter((use.phase, gather) for use in uses for gather in use.gathers)
@@ -699,6 +744,11 @@ class UnitPlan:
 def experts_of(part: str) -> str:
     """Name of the unit of a part's experts."""
     return f"{part}.experts"
+
+
+def frozen_of(name: str) -> str:
+    """Name of the unit of what is frozen, beside the unit of this name."""
+    return f"{name}.frozen"
 
 
 class StepGathers:

@@ -117,6 +117,8 @@ class Parameter:
     """Whether a matrix is [inputs, outputs]: its rows and columns change places in `cut` (GPT-2's Conv1D)."""
     absorbed: bool = False
     """Whether generation multiplies single heads of it, in the layout's precision, with queries and with outputs."""
+    frozen: bool = False
+    """Whether training leaves it as it is: it has no gradient and no optimizer state."""
 
     @property
     def numel(self) -> int:
@@ -136,7 +138,7 @@ class Parameter:
         name = f"{part}.{self.name}"
         return Parameter(
             name, self.shape, part, self.init, self.std, self.decay, self.cut, self.heads, self.partial, foreign,
-            self.transposed, self.absorbed,
+            self.transposed, self.absorbed, self.frozen,
         )  # fmt: skip
 
 
@@ -179,6 +181,11 @@ class Part:
     def numel(self) -> int:
         """Elements of the parameters of one of them."""
         return sum(p.numel for p in self.parameters)
+
+    def trains(self, module: str = "") -> bool:
+        """Whether any parameter of a module inside, or of the part, is trained."""
+        prefix = f"{module}." if module else ""
+        return any(not p.frozen for p in self.parameters if p.name.startswith(prefix))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Part:
@@ -256,6 +263,11 @@ class Blueprint:
         """All parameters, part by part. A tied head has none of its own (`Part.reads`)."""
         for name in self._by_name:
             yield from self.parameters_of(name)
+
+    @cached_property
+    def freezes(self) -> bool:
+        """Whether some of its parameters are frozen."""
+        return any(p.frozen for part in self.parts for p in part.parameters)
 
     @cached_property
     def routes(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from shardwise.errors import UserError
+from shardwise.model.lora import Lora
 
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "both"]
@@ -32,6 +33,7 @@ _LATER = frozenset(
         "window",
         "full_attention_every",
         "scaled_embedding",
+        "lora",
     ]
 )
 """Fields of `ModelConfig` that earlier versions lack."""
@@ -221,6 +223,8 @@ class ModelConfig:
     attention_dropout: float = 0.0
     experts: Experts | None = None
     latent_attention: LatentAttention | None = None
+    lora: Lora | None = None
+    """Low-rank adapters, beside which all other parameters are frozen; None trains these."""
     published_params: float | None = None
     """The parameter count that the model's authors state, for comparison only."""
 
@@ -259,6 +263,9 @@ class ModelConfig:
                 raise UserError(f"model {self.name!r}: {field} must be an integer of at least 0, not {value!r}")
         if not 0.0 <= self.rotary_fraction <= 1.0:
             raise UserError(f"model {self.name!r}: rotary_fraction must lie in [0, 1], not {self.rotary_fraction!r}")
+        if self.lora and (self.experts or self.latent_attention):
+            what = "experts" if self.experts else "latent attention"
+            raise UserError(f"model {self.name!r}: there are no adapters for {what} yet; leave lora out")
         if self.rotated % 2:
             raise UserError(f"model {self.name!r}: the rotated part of head_dim={self.head_dim} must be even")
 
@@ -356,6 +363,7 @@ class ModelConfig:
         """The inverse of `to_json`. Raises `UserError` on unknown or missing fields."""
         scaling = YarnScaling if "mscale" in (data.get("rope_scaling") or {}) else RopeScaling
         nested: dict[str, Any] = {"rope_scaling": scaling, "experts": Experts, "latent_attention": LatentAttention}
+        nested["lora"] = Lora
         try:
             given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
             return cls(**given)

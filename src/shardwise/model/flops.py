@@ -50,11 +50,15 @@ def forward_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) 
 def training_flops_per_token(config: ModelConfig, seq: int, causal: bool = True) -> int:
     """Model FLOPs of a forward and a backward pass, for one token of a sequence of `seq`. For MFU.
 
-    Backward costs twice the forward: a gradient of inputs and one of weights. Recomputation is not counted. Without
+    Backward costs twice the forward: a gradient of inputs and one of weights, but none of weights that are frozen.
+    Recomputation is not counted. Without
     `causal` this is 6N + 12LHQT of PaLM (Chowdhery et al. 2022, appendix B), N the matrices of `matmul_parameters`, and
     72 B s l h² (1 + s / 6h + V / 12lh) of Megatron-LM (Narayanan et al. 2021, section 5.1, without recomputation).
     """
-    return 3 * forward_flops_per_token(config, seq, causal)
+    parts = blueprint(config).parts
+    maps = ((part.count, op) for part in parts for op in part.operations if isinstance(op, LinearOp))
+    frozen = sum(count * (op.elements + op.adapter_elements - op.trained_elements) for count, op in maps)
+    return 3 * forward_flops_per_token(config, seq, causal) - 2 * frozen
 
 
 def hardware_flops_per_token(config: ModelConfig, seq: int, recompute: Recompute = "none", causal: bool = True) -> int:

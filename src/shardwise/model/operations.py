@@ -43,15 +43,35 @@ class LinearOp:
     """Such products, each with matrices of its own: experts."""
     active: int = 1
     """Those of them that a token goes through."""
+    frozen: bool = False
+    """Whether no gradients of the matrices are computed."""
+    adapters: tuple[int, ...] = ()
+    """Rank of the adapter beside each output, 0 for none; empty where there are none."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients of any of its weights are computed, for which its input is needed again."""
+        return not self.frozen or any(self.adapters)
+
+    @property
+    def adapter_elements(self) -> int:
+        """Elements of the adapters' matrices."""
+        pairs = zip(self.adapters, self.outputs, strict=False)
+        return sum(rank * (self.inputs.size + out.size) for rank, out in pairs)
 
     @property
     def elements(self) -> int:
-        """Elements of the matrices that one token is multiplied with."""
+        """Elements of the matrices that one token is multiplied with, without adapters."""
         return self.active * self.inputs.size * sum(out.size for out in self.outputs)
+
+    @property
+    def trained_elements(self) -> int:
+        """Those of them, and of adapters, of which gradients are computed."""
+        return self.adapter_elements + (0 if self.frozen else self.elements)
 
     def flops_per_token(self, seq: int, causal: bool = True) -> int:
         """Forward FLOPs for one token."""
-        return 2 * self.elements
+        return 2 * (self.elements + self.adapter_elements)
 
 
 @dataclass(frozen=True)
@@ -102,6 +122,8 @@ class Elementwise:
     count: int = 1
     active: int = 1
     """As of `LinearOp`."""
+    frozen: bool = False
+    """Whether a lookup's table is, so that nothing goes backward through it."""
 
     def flops_per_token(self, seq: int, causal: bool = True) -> int:
         """None are counted."""
@@ -117,5 +139,5 @@ def operation_from_json(data: dict[str, Any]) -> Operation:
         return AttentionCore(**data)
     if data["kind"] in ("linear", "router", "logits"):
         widths = {"inputs": Width(**data["inputs"]), "outputs": tuple(Width(**out) for out in data["outputs"])}
-        return LinearOp(**data | widths)
+        return LinearOp(**data | widths | {"adapters": tuple(data["adapters"])})
     return Elementwise(**data | {"widths": tuple(Width(**width) for width in data["widths"])})

@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from shardwise.model import mechanisms
+from shardwise.model.adapters import with_adapters
 from shardwise.model.blueprint import Blueprint, ForeignSlice, Parameter, Part, PartKind
 from shardwise.model.config import ModelConfig
 from shardwise.model.families import family_of
@@ -50,7 +51,8 @@ def _blueprint(config: ModelConfig) -> Blueprint:
     embedding = part("embedding", "embedding", mechanisms.embedding(config), 0, 1)
     table = (f"embedding.{embedding.parameters[0].name}",) if config.tied else ()
     head = part("head", "head", mechanisms.head(config), 1, 0, reads=table)
-    return Blueprint(config.name, config.hidden, (embedding, *blocks, head))
+    whole = Blueprint(config.name, config.hidden, (embedding, *blocks, head))
+    return with_adapters(whole, config.lora) if config.lora else whole
 
 
 def parameters(model: Model) -> list[Parameter]:

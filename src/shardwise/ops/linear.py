@@ -2,6 +2,10 @@
 
 One function serves every cut: what is communicated before and after the product is the map's `Around`. Under sequence
 parallelism an input is gathered again in backward, so that only the shard is saved.
+
+A low-rank adapter is part of its map: it reads the same input and adds to the output before that is communicated, so
+that it needs no communication of its own. Its inner product is computed again in backward. A map without trained
+weights saves no input.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.decoder.adapters import AdaptedLinear
 from shardwise.decoder.latent_attention import SharedKey
 from shardwise.decoder.modules import Linear, Linears, Lookup, TiedLinear
 from shardwise.ops.context import Around, OpContext
@@ -36,32 +41,57 @@ class _Maps:
         self.leaves = [around.leave for around in arounds]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        out: tuple[Tensor, ...] = _Linear.apply(self, x, *(m.weight for m in self.modules))  # type: ignore[no-untyped-call]
+        weights = (*(m.weight for m in self.modules), *(factor for m in self.adapted for factor in m.factors))
+        out: tuple[Tensor, ...] = _Linear.apply(self, x, *weights)  # type: ignore[no-untyped-call]
         return out
+
+    @property
+    def adapted(self) -> list[AdaptedLinear]:
+        """The maps with adapters."""
+        return [module for module in self.modules if isinstance(module, AdaptedLinear)]
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients of weights are computed."""
+        return any(module.weight.requires_grad or isinstance(module, AdaptedLinear) for module in self.modules)
 
     def matrix(self, weight: Tensor) -> Tensor:
         """A weight as [outputs, inputs]."""
         return weight.t() if self.transposed else weight
 
+    def product(self, module: Map, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Outputs [..., out] of a map."""
+        y = F.linear(x, self.matrix(weight), bias)
+        if isinstance(module, AdaptedLinear):
+            a, b = module.factors
+            as_rows(y).addmm_(as_rows(x) @ a.t(), b.t(), alpha=module.scale)
+        return y
+
     def add_product(self, module: Map, dy: Tensor, columns: Tensor) -> None:
-        """Add a weight's gradient from those of its outputs [T, out] and from its inputs [T, in]."""
-        pair = (columns, dy) if self.transposed else (dy, columns)
-        grad_slot(module.weight).add_product(pair[0].t(), pair[1])
+        """Add the gradients of a map's weights from those of its outputs [T, out] and from its inputs [T, in]."""
+        if module.weight.requires_grad:
+            pair = (columns, dy) if self.transposed else (dy, columns)
+            grad_slot(module.weight).add_product(pair[0].t(), pair[1])
+        if isinstance(module, AdaptedLinear):
+            a, b = module.factors
+            grad_slot(b).add_product(dy.t(), (columns @ a.t()).mul_(module.scale))
+            grad_slot(a).add_product((dy @ b).mul_(module.scale).t(), columns)
 
 
 class _Linear(torch.autograd.Function):
-    """(y_1, y_2, ...) = x (W_1, W_2, ...)^T for the local part of each W. Saves the local x."""
+    """(y_1, y_2, ...) = x (W_1, W_2, ...)^T for the local part of each W. Saves the local x where gradients of weights
+    need it."""
 
     @staticmethod
     def forward(ctx: Any, maps: _Maps, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         full = maps.enter.forward(x)
         ctx.maps = maps
-        ctx.save_for_backward(x, *weights)
-        parts = zip(maps.modules, maps.leaves, weights, strict=True)
+        ctx.save_for_backward(x if maps.trains else None, *weights)
+        parts = zip(maps.modules, maps.leaves, weights, strict=False)  # factors of adapters follow
         if maps.late_bias:
-            ys = ((m.bias, leave.forward(F.linear(full, maps.matrix(w)))) for m, leave, w in parts)
+            ys = ((m.bias, leave.forward(maps.product(m, full, w, None))) for m, leave, w in parts)
             return tuple(y if bias is None else y.add_(bias) for bias, y in ys)
-        return tuple(leave.forward(F.linear(full, maps.matrix(w), m.bias)) for m, leave, w in parts)
+        return tuple(leave.forward(maps.product(m, full, w, m.bias)) for m, leave, w in parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -70,18 +100,23 @@ class _Linear(torch.autograd.Function):
         local = [leave.backward(dy)[0] for leave, dy in zip(maps.leaves, grads, strict=True)]
         dys = [as_rows(dy) for dy in local]
         dx = dys[0] @ maps.matrix(weights[0])
-        for dy, weight in zip(dys[1:], weights[1:], strict=True):
+        for dy, weight in zip(dys[1:], weights[1 : len(dys)], strict=True):
             dx.addmm_(dy, maps.matrix(weight))
+        for module, dy in zip(maps.modules, dys, strict=True):
+            if isinstance(module, AdaptedLinear):
+                a, b = module.factors
+                dx.addmm_(dy @ b, a, alpha=module.scale)
         dx, pending = maps.enter.backward(dx.view(*local[0].shape[:-1], -1))
         del local
-        x = x.detach()  # without the graph that made it, which would outlive its backward
+        if x is not None:
+            inputs = x.detach()  # without the graph that made it, which would outlive its backward
 
-        def products() -> None:
-            columns = as_rows(maps.enter.forward(x))
-            for module, dy in zip(maps.modules, dys, strict=True):
-                maps.add_product(module, dy, columns)
+            def products() -> None:
+                columns = as_rows(maps.enter.forward(inputs))
+                for module, dy in zip(maps.modules, dys, strict=True):
+                    maps.add_product(module, dy, columns)
 
-        maps.later.add(maps.unit, products, x, *dys)
+            maps.later.add(maps.unit, products, inputs, *dys)
         for module, dy in zip(maps.modules, grads if maps.late_bias else dys, strict=True):
             add_bias(module, as_rows(dy))
         pending.wait()
@@ -90,7 +125,7 @@ class _Linear(torch.autograd.Function):
 
 def add_bias(module: Map, dy: Tensor) -> None:
     """dy: [T, out]."""
-    if module.bias is not None:
+    if module.bias is not None and module.bias.requires_grad:
         grad_slot(module.bias).add_sum(dy)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from shardwise.decoder.adapters import AdaptedLinear
 from shardwise.decoder.attention import Attention, CoreAttention
 from shardwise.decoder.decoder import Head
 from shardwise.decoder.experts import Mixture
@@ -87,6 +88,7 @@ def _halves(block: LlamaBlock) -> Iterable[nn.Module]:
 TABLE = (
     Row("train", Linears, linear.linears, when=_by_hand, writes=True, covers=_maps),
     Row("train", Linear, linear.linear, when=_by_hand, writes=True),
+    Row("train", AdaptedLinear, linear.linear, when=_by_hand, writes=True),
     Row("train", TiedLinear, linear.tied_linear, writes=True),
     Row("train", Lookup, linear.lookup, writes=True),
     Row("train", SharedKey, linear.shared_key, when=_splits),
@@ -99,6 +101,7 @@ TABLE = (
     Row("train", LlamaBlock, llama_halves, when=lambda o: o.fused is LLAMA_HALVES, writes=True, covers=_halves),
     Row("compiled", Linears, compiled.leave_eager, when=_splits, covers=_maps, breaks=True),
     Row("compiled", Linear, compiled.leave_eager, when=_splits, breaks=True),
+    Row("compiled", AdaptedLinear, compiled.leave_eager, when=_splits, breaks=True),
     Row("compiled", SharedKey, compiled.leave_eager, when=_splits, breaks=True),
     Row("train", JointNorm, joint_norm, when=_splits),
     Row("train", Head, uncapped_head),

@@ -8,6 +8,7 @@ unfused GPT layer in fp16 (34 sbh + 5 a s^2 b); here attention is fused unless `
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.layout.units import UnitPlan
@@ -80,10 +81,36 @@ def cuts_attention(plan: UnitPlan) -> bool:
 Items = dict[str, int]
 
 
+class MapInputs(NamedTuple):
+    """The maps of a block that save their input, since gradients of their weights are computed."""
+
+    attention: bool
+    """Queries, keys and values."""
+    output: bool
+    """The map of attention's output."""
+    feed_forward: bool
+    """The first maps of the feed-forward part."""
+    down: bool
+    """Its last one."""
+
+    @classmethod
+    def of(cls, plan: UnitPlan, part: str) -> MapInputs:
+        if not plan.blueprint.freezes:
+            return cls(True, True, True, True)
+        first = "mlp.gate_up" if plan.model.gated else "mlp.up"
+        return cls(*(plan.trains_in(part, name) for name in ("attention.qkv", "attention.out", first, "mlp.down")))
+
+
+def core_saves_output(plan: UnitPlan) -> bool:
+    """Whether attention's core itself saves its output."""
+    return (plan.layout.attention == "sdpa" and plan.layout.recompute != "selective") or cuts_attention(plan)
+
+
 def block_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """Everything that one block saves without recomputing the whole block, its input included: name -> bytes."""
-    items = {"input": s.stream * s.hidden * s.element}
-    items |= _branch_input(plan, s, "attention")
+    reads, pre = MapInputs.of(plan, part), plan.model.norm_placement != "post"
+    items = {"input": s.stream * s.hidden * s.element} if pre or reads.attention else {}
+    items |= _branch_input(plan, s, "attention", reads.attention)
     if plan.model.qk_norm:
         items["queries and keys before their norm"] = s.tokens * (s.q + s.k) * s.element
         items["statistics of query and key norms"] = sum(rows for rows, _ in query_norms(plan, s)) * s.statistic
@@ -94,13 +121,16 @@ def block_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     items |= _attention_core(plan, core)
     if core is not s and plan.layout.attention == "sdpa":
         items["output of some heads"] = core.tokens * core.attended * s.element
-    items["attention output"] = s.tokens * s.attended * s.element
+    if reads.output or (core is s and core_saves_output(plan)):
+        items["attention output"] = s.tokens * s.attended * s.element
     items |= _branch_output(plan, s, "attention")
-    if not plan.model.parallel_residual:
+    if not plan.model.parallel_residual and (pre or reads.feed_forward):
         items["residual"] = s.stream * s.hidden * s.element
-    items |= _branch_input(plan, s, "feed-forward")
+    items |= _branch_input(plan, s, "feed-forward", reads.feed_forward)
     inner = s.tokens * s.ffn * s.element
-    names = ("gate", "up", "activation", "product") if plan.model.gated else ("up", "activation")
+    names = ["gate", "up", "activation", "product"] if plan.model.gated else ["up", "activation"]
+    if not reads.down:
+        names.pop()
     if plan.routes_in(part):
         items |= MixtureTensors.of(plan, s, part).saved()
         inner = s.tokens * shared_width(plan) * s.element
@@ -133,8 +163,9 @@ def query_norms(plan: UnitPlan, s: Sizes) -> tuple[tuple[int, int], ...]:
     return (s.tokens * s.heads, plan.model.head_dim), (s.tokens * s.kv_heads, plan.model.head_dim)
 
 
-def _branch_input(plan: UnitPlan, s: Sizes, branch: str) -> Items:
-    return {} if plan.model.norm_placement == "post" else _norm(plan, s, f"{branch} norm")
+def _branch_input(plan: UnitPlan, s: Sizes, branch: str, read: bool) -> Items:
+    """The norm before a branch. read: whether its output is saved, too."""
+    return {} if plan.model.norm_placement == "post" else _norm(plan, s, f"{branch} norm", read)
 
 
 def _branch_output(plan: UnitPlan, s: Sizes, branch: str) -> Items:
@@ -145,10 +176,11 @@ def _branch_output(plan: UnitPlan, s: Sizes, branch: str) -> Items:
     return rows | {f"{branch} post norm statistics": s.stream * s.statistic}
 
 
-def _norm(plan: UnitPlan, s: Sizes, name: str) -> Items:
+def _norm(plan: UnitPlan, s: Sizes, name: str, read: bool = True) -> Items:
     # RMSNorm keeps one number a token in fp32; LayerNorm keeps two, in the precision of its weights.
     statistics = s.statistic if plan.model.norm == "rmsnorm" else 2 * s.element
-    return {f"{name} statistics": s.stream * statistics, f"{name} output": s.stream * s.hidden * s.element}
+    output = s.stream * s.hidden * s.element if read else 0
+    return {f"{name} statistics": s.stream * statistics, f"{name} output": output}
 
 
 def _attention_core(plan: UnitPlan, s: Sizes) -> Items:
@@ -196,13 +228,15 @@ def stored_bytes(plan: UnitPlan, s: Sizes, part: str | None) -> int:
 def made_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """Tensors of `part` that its forward pass saves, wherever they go."""
     if plan.kind(part) == "embedding":
+        if not plan.trains_in(part):
+            return {}
         positions = {"position ids": s.stream * 8} if plan.model.positions == "learned" else {}
         norm = {"norm": (s.hidden + 2) * s.stream * s.element} if plan.model.embedding_norm else {}
         return {"token ids": s.tokens * 8} | positions | norm
     if plan.kind(part) == "head":
         return {
             "input": s.stream * s.hidden * s.element,
-            **_norm(plan, s, "final norm"),
+            **_norm(plan, s, "final norm", plan.trains_in(part)),
             "logits": s.tokens * s.vocab * s.element,
             # of the columns at hand, too, where others have the rest
             "log-sum-exp of the loss": s.tokens * s.statistic * (2 if plan.layout.tp > 1 else 1),

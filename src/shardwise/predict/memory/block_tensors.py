@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.memory.activations import Sizes, query_norms, shared_width
+from shardwise.predict.memory.activations import MapInputs, Sizes, query_norms, shared_width
 from shardwise.predict.memory.context_tensors import attention_tensors
 from shardwise.predict.memory.expert_tensors import MixtureTensors
 from shardwise.predict.memory.transients import (
@@ -41,6 +41,10 @@ class BlockTensors:
         # A row's statistics: one number in fp32, or two in the precision of the weights.
         self.statistics = s.statistic if plan.model.norm == "rmsnorm" else 2 * s.element
         self.rolled = plan.model.rotated / plan.model.head_dim
+        self.reads = MapInputs.of(plan, part)
+        lora = plan.model.lora
+        self.low = s.tokens * lora.rank * s.element if lora else 0
+        """Bytes between the two factors of an adapter."""
 
     # -- forward
 
@@ -76,7 +80,7 @@ class BlockTensors:
         if self.pre:
             self._norm()
         self._attend(saves)
-        if not saves and self.pre:
+        if self.pre and not (saves and self.reads.attention):
             live.free(stream)
         self._post_norm(saves)
         self._add()
@@ -88,6 +92,8 @@ class BlockTensors:
             live.free(routed)  # its sum with the output of shared experts takes no more than these
         if not saves:
             live.free(self.pre * stream + (3 if self.gated else 2) * self.inner)
+        else:
+            live.free(self.pre * (not self.reads.feed_forward) * stream + (not self.reads.down) * self.inner)
         self._post_norm(saves)
         live.free(stream)  # attention's output, whose name is taken now
         self._add()
@@ -123,7 +129,8 @@ class BlockTensors:
             live.allocate(attention.out)  # heads side by side
             live.free(attention.out)
         self._row()
-        live.free(attention.unsaved if saves else live.now - before - self.stream)
+        unread = 0 if self.reads.output or attention.shares_output else attention.out
+        live.free(attention.unsaved + unread if saves else live.now - before - self.stream)
 
     def _project(self, saves: bool) -> None:
         """Queries, keys and values."""
@@ -196,6 +203,7 @@ class BlockTensors:
         if self.pieces > 1:
             self.live.transient(2 * nbytes + nbytes // self.pieces)
         self.live.allocate(nbytes)
+        self.live.transient(self.low)
 
     # -- backward
 
@@ -251,7 +259,7 @@ class BlockTensors:
         if parallel or kept:
             live.allocate(stream)  # one of the two stays
         own = self._branch_backward()
-        self._row_backward(self.attention.out, self.s.attended, self._output)
+        self._row_backward(self.attention.out, self.s.attended, self._output * self.reads.output)
         live.free(own + (stream if parallel and not kept else 0))
         self._queries_backward()
         if self.pre:
@@ -262,7 +270,7 @@ class BlockTensors:
     def _feed_forward_backward(self) -> None:
         live, inner = self.live, self.inner
         own = self._branch_backward()
-        self._row_backward(inner, self.ffn, inner)
+        self._row_backward(inner, self.ffn, inner * self.reads.down)
         live.free(own)
         if self.gated:
             live.allocate(2 * inner)
@@ -270,7 +278,7 @@ class BlockTensors:
         live.allocate(inner)
         live.free(2 * inner)  # its gradient; gate, or up
         branches = 1 + self.gated
-        self._column_backward([self.ffn] * branches, branches * inner)
+        self._column_backward([self.ffn] * branches, branches * inner, reads=self.reads.feed_forward)
 
     def _sum(self) -> None:
         """The sum of two gradients of the residual stream, in a tensor of its own."""
@@ -298,7 +306,7 @@ class BlockTensors:
             copies = (self.q if s.heads > 1 else 0) + self.k * (2 if s.kv_heads > 1 else 1)
         live.allocate(copies)
         given = 0 if self.pre else self.stream  # the block's own input, which others hold
-        self._column_backward([s.q, s.k, s.v], grads + copies - given)
+        self._column_backward([s.q, s.k, s.v], grads + copies - given, reads=self.reads.attention)
         live.free(copies if self.apart else 0)  # of what they were made of
 
     @property
@@ -327,22 +335,26 @@ class BlockTensors:
             live.transient(piece)
         live.allocate(gradient)
         if not fused:
-            live.transient(piece)
+            live.transient(max(piece, self.low))
         if not self.apart:
             live.free(gathered + saved)
 
-    def _column_backward(self, rows: list[int], grads: int, width: int = 0) -> None:
-        """grads: bytes of the gradients of the outputs. The input, of a width, goes with them, unless they are kept."""
+    def _column_backward(self, rows: list[int], grads: int, width: int = 0, reads: bool = True) -> None:
+        """grads: bytes of the gradients of the outputs. The input, of a width, goes with them, unless they are kept.
+        reads: whether it is there, for gradients of weights."""
         live, s, deep = self.live, self.s, width or self.s.hidden
         live.allocate(s.tokens * deep * s.element)
+        live.transient(self.low)
         self._scattered(width)
-        if not self.apart:
+        if not reads:
+            live.free(grads + (0 if self.pre else s.stream * deep * s.element))
+        elif not self.apart:
             gathered = self._gathered(width)
-            live.transient(self._piece(rows, deep))
+            live.transient(max(self._piece(rows, deep), self.low))
             live.free(gathered + grads + s.stream * deep * s.element)
 
     def _piece(self, rows: list[int], columns: int) -> int:
-        if self.apart or not self.adds:
+        if self.apart or not self.adds or self.plan.blueprint.freezes:
             return 0
         return max(weight_gradient(self.plan, self.s, width_held(count, self.pieces), columns) for count in rows)
 

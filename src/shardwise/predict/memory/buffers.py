@@ -67,7 +67,7 @@ class MemoryTrace:
 
     def write(self, part: str) -> bool:
         """The gradients of `part`'s weights are computed; whether they are added to those of an earlier micro-batch."""
-        names = {unit.name for unit in self.plan.units_of(part)}
+        names = {unit.name for unit in self.plan.trained_units(part)}
         adds = names <= self.written
         if not self.lasting:
             self.written |= names
@@ -85,7 +85,7 @@ class MemoryTrace:
 
     def begin(self, part: str) -> Iterator[MemoryByClass]:
         """The engine makes room for the gradients of `part`."""
-        for unit in self.plan.units_of(part):
+        for unit in self.plan.trained_units(part):
             if not self.plan.stages_gradients:
                 self.accumulate(unit)
                 continue

@@ -113,7 +113,9 @@ def backwards(
         saved += sum(saved_items(plan, s, part).values())
         here = stored_bytes(plan, s, part)
         moments["begin", part] = saved + stream + (here if part in ends and part != ends[-1] else 0)
-        if plan.kind(part) == "embedding":
+        if plan.kind(part) == "embedding" and not plan.trains_in(part):
+            moments["backward", part] = stream
+        elif plan.kind(part) == "embedding":
             moments["backward", part] = stream + max(stream_dropout(plan, s), _positions(plan, s), scaled)
             if not apart:
                 moments["backward", part] = max(moments["backward", part], _looked_up(plan, s))
@@ -157,6 +159,8 @@ def saved_inputs(plan: UnitPlan, s: Sizes, part: str) -> int:
     if plan.kind(part) == "head":
         return s.tokens * 8
     if plan.kind(part) == "embedding":
+        if not plan.trains_in(part):
+            return 0
         ids = 0 if plan.layout.tp > 1 else s.tokens * 8
         return ids + (s.stream * 8 if plan.model.positions == "learned" else 0)
     return 0
@@ -187,8 +191,7 @@ def loss(plan: UnitPlan, s: Sizes) -> int:
 
 def _head_forward(plan: UnitPlan, s: Sizes) -> int:
     """The final norm, and the logits, for which its output is gathered."""
-    items = saved_items(plan, s, "head")
-    norm = items["final norm output"]
+    items, norm = saved_items(plan, s, "head"), s.stream * s.hidden * s.element
     gathered = (gather(plan, s), s.tokens * s.hidden * s.element) if plan.layout.sp else (0, 0)
     return norm + max(norm_forward(plan, s, s.stream * s.hidden), gathered[0], gathered[1] + items["logits"])
 
@@ -196,9 +199,12 @@ def _head_forward(plan: UnitPlan, s: Sizes) -> int:
 def _projection_backward(plan: UnitPlan, s: Sizes, adds: bool) -> int:
     """The gradient of the projection's input; under sp it is scattered first, and the input gathered again for the
     weight's."""
-    full, piece = s.tokens * s.hidden * s.element, weight_gradient(plan, s, s.vocab, s.hidden) if adds else 0
+    trains = plan.trains_in("head")
+    full, piece = s.tokens * s.hidden * s.element, weight_gradient(plan, s, s.vocab, s.hidden) if adds and trains else 0
     if not plan.layout.sp:
         return full + piece
+    if not trains:
+        return scatter(plan, s)
     return max(scatter(plan, s), s.stream * s.hidden * s.element + max(gather(plan, s), full + piece))
 
 

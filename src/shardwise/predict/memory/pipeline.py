@@ -165,7 +165,9 @@ class _Rank:
         """(peer, kind): the last message there is kept until the next one leaves, where another has to take it."""
         self.attending: Counter[int] = Counter()
         """Micro-batch -> its stages with attention between forward and backward: they share mask and tables."""
-        self.names = {stage: tuple(unit.name for unit in units) for stage, units in plan.stage_units.items()}
+        self.names = {
+            stage: tuple(unit.name for unit in units if not unit.frozen) for stage, units in plan.stage_units.items()
+        }
         self.like = _like(plan)
         self.bytes_of = {stage: StageBytes.of(plan, self.s, stage) for stage in set(self.like.values())}
         self.outcomes: dict[Any, _Outcome] = {}

@@ -57,12 +57,13 @@ def _without_workspace(plan: UnitPlan) -> Bytes:
 
 def parameter_bytes(plan: UnitPlan) -> int:
     """Weights: whole, in compute precision; at stage 3 one interval of each unit in the optimizer's precision, which is
-    what gathers of bf16 weights are rounded from, and its part of the second copy under hpz. With offloaded state the
+    what gathers of bf16 weights are rounded from, and its part of the second copy under hpz. Frozen weights are in compute
+    precision at every stage. With offloaded state the
     interval is in compute precision, and it may be off the device, too."""
     if plan.layout.stage == 3:
         copies = sum(unit.copy_numel for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
         here = plan.layout.offload_params == "none"
-        return here * sum(unit.shard_numel for unit in plan.units) * DTYPE_BYTES[plan.interval_dtype] + copies
+        return here * sum(unit.shard_numel * DTYPE_BYTES[plan.dtype_of(unit)] for unit in plan.units) + copies
     return sum(unit.padded for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
 
 
@@ -72,7 +73,7 @@ def gradient_bytes(plan: UnitPlan) -> int:
     if accumulates_on_host(plan):
         return 0
     sharded = plan.layout.stage >= 2
-    elements = sum(unit.shard_numel if sharded else unit.padded for unit in plan.units)
+    elements = sum(unit.shard_numel if sharded else unit.padded for unit in plan.units if not unit.frozen)
     return elements * DTYPE_BYTES[plan.grad_dtype]
 
 

@@ -17,7 +17,8 @@ def home_rows(plan: UnitPlan) -> list[LedgerRow]:
     rows: Counter[tuple[Phase, tuple[str, str], str, str, int]] = Counter()
     if plan.layout.offload_home != "none":
         for unit in plan.units:
-            _update(rows, plan, unit)
+            if not unit.frozen:
+                _update(rows, plan, unit)
     if plan.layout.offload_params != "none":
         for (phase, unit), times in _fetches(plan).items():
             moved = unit.name, plan.layout.dtype, unit.shard_numel

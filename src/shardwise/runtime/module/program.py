@@ -117,7 +117,7 @@ class ModuleProgram(PartRunner):
 
     def _rescale(self, assumed: int, tokens: int) -> None:
         if assumed != tokens:
-            for flat in self.engine.units.values():
+            for flat in self.engine.trained:
                 flat.grads_interval.mul_(assumed / tokens)
 
 

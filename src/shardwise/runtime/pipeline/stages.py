@@ -178,6 +178,10 @@ class StageRunner:
                 y = part(x, batch)
         if saved is not None:
             saved.saved()
+        if not y.requires_grad:
+            # A frozen embedding: its backward, in which nothing is computed, comes with the gradient of its output.
+            y.requires_grad_().register_hook(lambda grad: begin())
+            return y
         assert y.grad_fn is not None
         y.grad_fn.register_prehook(lambda grads: begin())
         return y

@@ -19,6 +19,9 @@ the collective that fills a slot is issued one use ahead when nothing in use lie
 a slot of its own, and the schedule's actions say when it is filled (`unshard`) and emptied (`reshard`), and when the
 gradients of a stage are reduced (`reduce`).
 
+Frozen parameters have neither gradients nor optimizer state. Their units are whole below stage 3 and never gathered;
+at stage 3 they are gathered for each use, as all others.
+
 Nothing is held before it is needed: an accumulator comes with its unit's first gradient of a step and goes when the
 optimizer has read it; full gradients on their way go when the sum is in, unless the transport has lasting buffers for
 them (`UnitPlan.transport_buffers`).
@@ -37,7 +40,7 @@ from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
 from shardwise.layout.axes import Axes
 from shardwise.layout.homes import TO_HOST, accumulates_on_host
-from shardwise.layout.pipeline import releases_early, splits_backward
+from shardwise.layout.pipeline import splits_backward
 from shardwise.layout.placement import Placed
 from shardwise.layout.units import Gather, Hop, Phase, Residency, StepGathers, UnitPlan, Use
 from shardwise.layout.wire import WIRE_DTYPE
@@ -74,9 +77,9 @@ class Engine:
         weights: WeightGradients,
         file: OffloadFile | None = None,
     ) -> None:
-        self.module, self.plan, self.comms = module, plan, comms
+        self.module, self.plan, self.comms, self.device = module, plan, comms, device
         self._weights = weights
-        self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, releases_early(plan.layout))
+        self._splits = plan.layout.pp > 1 and splits_backward(plan.layout.schedule, plan.releases_early)
         self.stage = plan.layout.stage
         self.tally = tally = ByteCounter()
         self.host = host = ByteCounter()
@@ -185,7 +188,7 @@ class Engine:
 
         for flat in self.units.values():
             grad_slots: Sequence[GradSlot | None] = [None] * len(flat.unit.placed)
-            if self.plan.trains:
+            if flat.trains:
                 grad_slots = flat.make_grad_slots(
                     lambda placed: all(module in overwriting for module, _ in owners[placed.name])
                 )
@@ -198,6 +201,11 @@ class Engine:
                     # A second leaf on the same memory: the head adds its gradient as soon as it has it.
                     assert isinstance(self.module, Decoder) and isinstance(self.module.head.out, TiedLinear)
                     self.module.head.out.use(_leaf(weight, grad_slot))
+
+    @property
+    def trained(self) -> list[FlatUnit]:
+        """The units with gradients."""
+        return [flat for flat in self.units.values() if flat.trains]
 
     def _placed(self) -> list[Placed]:
         return [placed for flat in self.units.values() for placed in flat.unit.placed]
@@ -312,7 +320,7 @@ class Engine:
             slot.take().zero_()
         self._allocate_grads(part)
         yield
-        for flat in self._flats(part):
+        for flat in self._trained(part):
             flat.full_grads.free()
         for slot in slots:
             slot.free()
@@ -321,10 +329,14 @@ class Engine:
         """The units whose weights `part` reads."""
         return [self.units[unit.name] for unit in self.plan.units_of(part)]
 
+    def _trained(self, part: str) -> list[FlatUnit]:
+        """Those of them that have gradients."""
+        return [self.units[unit.name] for unit in self.plan.trained_units(part)]
+
     def _allocate_grads(self, part: str) -> None:
         """Memory for the full gradients that `part`'s backward adds up, where there is none yet."""
         staged = self.plan.transport_buffers.staged
-        for flat in self._flats(part):
+        for flat in self._trained(part):
             for name, pending in self._reductions.items():
                 if flat.staging is not None and staged[name] == staged[flat.unit.name]:
                     pending.wait()
@@ -466,7 +478,7 @@ class Engine:
         self._gathers_of_step = StepGathers(self.plan)
         if self.stage in (1, 2):
             with self.comms.in_phase("optimizer"):
-                pendings = [self._start(self.plan.gather(unit)) for unit in self.plan.units]
+                pendings = [self._start(self.plan.gather(flat.unit)) for flat in self.trained]
             for pending in pendings:
                 pending.wait()
 
@@ -489,7 +501,7 @@ class Engine:
         buffers = [*self._slots.values(), *self._wires.values(), *staging]
         return {
             "parameters": weights,
-            "gradients": [flat.grads.tensor for flat in flats] if self.plan.trains else [],
+            "gradients": [flat.grads.tensor for flat in self.trained],
             "offloaded": [*(flat.interval for flat in flats if self._source is not None), *self._buffers_on_host()],
             "comm": [*(buffer.tensor for buffer in buffers), *self._reserved, self._room.tensor, *packed],
         }

@@ -43,7 +43,7 @@ class FlatUnit:
     wire: where packed weights come together under qwz.
     copy: this rank's part of the second copy under hpz. residuals: errors of packed gradients, where they are fed back.
     staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
-    A plan without a training step has no gradients.
+    A plan without a training step has no gradients, and neither has a frozen unit, whose interval is in compute precision.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class FlatUnit:
             self.copy = torch.zeros(unit.copy_numel, dtype=self.whole.dtype, device=device)
             at = index(unit.again) * unit.copy_numel
             self._copied = self.whole[at : at + unit.copy_numel]
-        if plan.trains:
+        self.trains = plan.trains and not unit.frozen
+        if self.trains:
             elements = n if plan.layout.stage >= 2 else unit.padded
             if accumulates_on_host(plan):
                 self.grads = Buffer("gradients", elements, torch_dtype(plan.grad_dtype), HOST, host)
@@ -95,7 +96,7 @@ class FlatUnit:
         home = self.plan.layout.offload_params
         elements = 0 if home == "nvme" else self.unit.shard_numel
         at = device if home == "none" else HOST
-        interval = torch.zeros(elements, dtype=torch_dtype(self.plan.interval_dtype), device=at)
+        interval = torch.zeros(elements, dtype=torch_dtype(self.plan.dtype_of(self.unit)), device=at)
         if home != "none":
             host.add("parameters", interval.nbytes)
         return interval

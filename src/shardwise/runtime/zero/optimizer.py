@@ -105,13 +105,16 @@ class Optimizer:
     def __init__(self, engine: Engine, comms: Comms, config: OptimizerConfig, values: Values) -> None:
         self.engine, self.comms, self.config = engine, comms, config
         self.kind = engine.plan.workload.optimizer
-        self.states = [UnitState(flat, values, engine.file) for flat in engine.units.values()]
+        self.states = [UnitState(flat, values, engine.file) for flat in engine.trained]
+        for flat in engine.units.values():
+            if flat.unit.frozen:
+                flat.fill(values)
         self._by_unit = {state.flat.unit.name: state for state in self.states}
         self.about: dict[str, Any] = {}
         """What a later run must know of the step under way, beside the number of updates."""
         self.looks_at_norm = True
         self.steps = 0
-        self._device = self.states[0].flat.whole.device
+        self._device = engine.device
         self._steps = {device: torch.zeros((), device=device) for device in {self._device, HOST}}
         """Number of the update, on each device that updates."""
         self._gradient = torch.empty(gradient_chunk(engine.plan), dtype=torch_dtype(engine.plan.master_dtype))
@@ -263,7 +266,7 @@ class HasGradient(Protocol):
 def gradient_norm(engine: Engine, comms: Comms, states: Sequence[HasGradient]) -> float:
     """Norm of all gradients (L2). Each value counts once: replicas over tp share it, intervals over the shard group and
     stages of the pipeline add up, and of a tied table at both ends the embedding's counts."""
-    total = torch.zeros(1, dtype=torch.float64, device=states[0].flat.whole.device)
+    total = torch.zeros(1, dtype=torch.float64, device=engine.device)
     copied = "tied" if engine.plan.copies_table else None
     for state in states:
         if state.flat.unit.name == copied:

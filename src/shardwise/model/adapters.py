@@ -1,0 +1,100 @@
+"""A blueprint with low-rank adapters: all else in it is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardwise.errors import UserError, did_you_mean
+from shardwise.model.blueprint import Blueprint, Cut, ForeignSlice, Parameter, Part
+from shardwise.model.lora import Lora
+from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation
+
+A, B = "lora_a", "lora_b"
+"""Last names of an adapter's parameters: [rank, inputs] and [outputs, rank]."""
+PEFT_NAMES = {A: "lora_A.weight", B: "lora_B.weight"}
+"""Their last names in `peft`'s files."""
+PEFT_TRUNK = "base_model.model."
+"""Prefix of every name in `peft`'s files."""
+
+
+def with_adapters(whole: Blueprint, lora: Lora) -> Blueprint:
+    """The blueprint with adapters beside the linear maps that `lora` names. Raises `UserError` for an unknown name."""
+    names = [name for part in whole.of_kind("block") for p in _maps(part) for name in names_of_map(p)]
+    for target in lora.targets:
+        if target not in names:
+            raise UserError(
+                f"lora: {whole.name} has no linear map {target!r}; {did_you_mean(target, sorted(set(names)), 'maps:')}"
+            )
+    return replace(whole, parts=tuple(_adapted(part, lora) for part in whole.parts))
+
+
+def names_of_map(weight: Parameter) -> list[str]:
+    """Names by which a map can be a target: ours, and that of Hugging Face's module."""
+    theirs = [weight.foreign.tensor.split(".")[-2]] if weight.foreign else []
+    return [weight.name.split(".")[-2], *theirs]
+
+
+def _maps(part: Part) -> list[Parameter]:
+    """The weights of the linear maps of a block, in the order of its operations."""
+    return [p for p in part.parameters if len(p.shape) == 2 and p.name.endswith(".weight")]
+
+
+def _adapted(part: Part, lora: Lora) -> Part:
+    maps = _maps(part) if part.kind == "block" else []
+    ranks = {p.name: lora.rank for p in maps if not lora.targets or {*lora.targets} & {*names_of_map(p)}}
+    weights: list[Parameter] = []
+    for p in part.parameters:
+        weights.append(replace(p, frozen=True))
+        if p.name in ranks:
+            weights += _factors(p, lora.rank)
+    operations = tuple(_operations(part, [ranks.get(p.name, 0) for p in maps]))
+    return replace(part, parameters=tuple(weights), operations=operations)
+
+
+def _operations(part: Part, ranks: list[int]) -> Iterator[Operation]:
+    """A part's operations. ranks: of the adapters of its maps, 0 for none."""
+    rest = iter(ranks)
+    for operation in part.operations:
+        if isinstance(operation, AttentionCore) or (isinstance(operation, Elementwise) and operation.kind != "lookup"):
+            yield operation
+        elif isinstance(operation, Elementwise):
+            yield replace(operation, frozen=True)
+        elif ranks:
+            yield replace(operation, frozen=True, adapters=tuple(next(rest) for _ in operation.outputs))
+        else:
+            yield replace(operation, frozen=True)
+    assert next(rest, None) is None, f"{part.name}: more maps than its operations have"
+
+
+def _factors(weight: Parameter, rank: int) -> Iterator[Parameter]:
+    """A and B of a map. The factor at the side that tensor parallelism cuts is cut with it; of the other one each rank
+    has a part of the gradient, since it sees its own outputs, or inputs, alone.
+
+    As in `peft`, B starts at zero; A has the variance of its default, uniform within ± 1 / sqrt(inputs).
+    """
+    outputs, inputs = weight.shape
+    row, replicated = weight.cut == "row", weight.cut == "replicated"
+    cuts: dict[str, Cut] = {A: "row" if row else "replicated", B: "replicated" if row else weight.cut}
+    for name, shape in ((A, (rank, inputs)), (B, (outputs, rank))):
+        whole = cuts[name] == "replicated"
+        yield Parameter(
+            f"{weight.name.removesuffix('weight')}{name}",
+            shape,
+            init="normal" if name == A else "zeros",
+            std=(3 * inputs) ** -0.5,
+            cut=cuts[name],
+            heads=0 if whole else weight.heads,
+            partial=whole and not replicated,
+            foreign=_place_in_peft(weight, name, shape),
+        )
+
+
+def _place_in_peft(weight: Parameter, name: str, shape: tuple[int, int]) -> ForeignSlice | None:
+    """Where `peft` stores a factor; None where Hugging Face's map is not this one alone, so that its adapter is shared
+    with other maps."""
+    theirs = weight.foreign
+    if theirs is None or theirs.shape != weight.shape or theirs.transposed or theirs.tensors > 1 or theirs.paired:
+        return None
+    tensor = f"{PEFT_TRUNK}{theirs.tensor.removesuffix('weight')}{PEFT_NAMES[name]}"
+    return ForeignSlice(tensor, shape, 0, shape[0], shape[0])
