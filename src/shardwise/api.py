@@ -217,6 +217,11 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
     check_type("workload", workload, Workload)
     if not workload.batch:
         raise UserError("training needs a sequence length and a batch (--seq and --batch)")
+    if values.get("adapters") is not None and values.get("resume") is None:
+        from shardwise.checkpoint.huggingface import PeftAdapters
+
+        model = values["model"] = PeftAdapters.open(Path(values["adapters"]), model.replace(lora=None)).model
+        values["adapters"] = str(values["adapters"])
     check_runnable(layout, model, workload)
     values = {name: value for name, value in values.items() if (name, value) != ("optimizer", None)}
     if values.get("weights") is not None and values.get("resume") is None:

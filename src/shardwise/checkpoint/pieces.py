@@ -51,23 +51,25 @@ class LocalInterval:
         return out
 
 
-def needs(model: Model, layout: Layout, rank: int) -> tuple[LocalInterval, ...]:
-    """All that `rank` must load: its ZeRO interval of every unit, which at stage 0 is the whole unit."""
+def needs(model: Model, layout: Layout, rank: int, frozen: bool = False) -> tuple[LocalInterval, ...]:
+    """All that `rank` must load: its ZeRO interval of every unit, which at stage 0 is the whole unit. frozen: of frozen
+    parameters, which are in no checkpoint, in place of the trained ones."""
     plan, mesh = _plan(model, layout, rank)
     found: list[LocalInterval] = []
-    for unit in plan.units:
+    for unit in (unit for unit in plan.units if unit.frozen == frozen):
         start = mesh.index(unit.shard, rank) * unit.shard_numel
         found += _held(unit, start, start + unit.shard_numel)
     return tuple(found)
 
 
 def writes(model: Model, layout: Layout, rank: int) -> tuple[LocalInterval, ...]:
-    """Pieces that `rank` writes: over all ranks, every element of every parameter once. The first replica writes."""
+    """Pieces that `rank` writes: over all ranks, every element of every trained parameter once. The first replica
+    writes."""
     plan, mesh = _plan(model, layout, rank)
     found: list[LocalInterval] = []
     if rank >= layout.training_ranks or mesh.index(REPLICA, rank):
         return ()
-    for unit in plan.units:
+    for unit in (unit for unit in plan.units if not unit.frozen):
         share = -(-unit.shard_numel // mesh.size(unit.replicate))
         end = (mesh.index(unit.shard, rank) + 1) * unit.shard_numel
         start = mesh.index(unit.shard, rank) * unit.shard_numel + mesh.index(unit.replicate, rank) * share

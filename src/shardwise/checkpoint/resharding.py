@@ -73,9 +73,10 @@ def model_of(checkpoint: Checkpoint) -> ModelConfig:
     return model
 
 
-def shapes(model: Model, kinds: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Stored name -> shape of every tensor that a checkpoint of `model` with these kinds holds."""
-    return {f"{kind}/{p.name}": p.shape for kind in kinds for p in parameters(model)}
+def shapes(model: Model, kinds: Iterable[str], frozen: bool = False) -> dict[str, tuple[int, ...]]:
+    """Stored name -> shape of every tensor that a checkpoint of `model` with these kinds holds: of parameters that are
+    trained. frozen: of the others, which the weights hold that a run starts from."""
+    return {f"{kind}/{p.name}": p.shape for kind in kinds for p in parameters(model) if p.frozen == frozen}
 
 
 def _entries(source: Checkpoint, model: ModelConfig, layout: Layout, rank: int) -> list[PartEntry]:

@@ -1,4 +1,4 @@
-"""Inspect, verify, reshard, compare, export and import checkpoints.
+"""Inspect, verify, reshard, compare, export, merge and import checkpoints.
 
 A checkpoint is a folder with a manifest.json. A run directory, or its folder of checkpoints, stands for its newest one.
 """
@@ -11,10 +11,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint import Checkpoint, DamagedError, TensorDifference, diff, find, reshard, with_older
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.resharding import model_of as model_in
 from shardwise.cli.actions import actions
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_result
@@ -23,6 +24,9 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.report.terminal import Renderable, plain_table
 from shardwise.report.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.huggingface import Exported
 
 _SHOWN = 20
 """Lines of a table of differences; --json has them all."""
@@ -42,7 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare = action("diff", "compare two checkpoints by tensor; the exit code is 1 when they differ", _diff)
     compare.add_argument("a", metavar="A", type=Path)
     compare.add_argument("b", metavar="B", type=Path)
-    _export_arguments(action("export", "write weights for Hugging Face, or all state for FSDP2 or DeepSpeed", _export))
+    _export_arguments(action("export", "write weights for Hugging Face, adapters for peft, or all state for FSDP2 or "
+                             "DeepSpeed", _export))  # fmt: skip
+    merge = action("merge", "add low-rank adapters to their weights, as a Hugging Face folder", _merge)
+    merge.add_argument("adapters", metavar="ADAPTERS", type=Path, help="a run, a checkpoint, or a folder of peft's")
+    merge.add_argument("--base", type=Path, metavar="FOLDER", help="their weights, if these "
+                       "are elsewhere by now")  # fmt: skip
+    merge.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="the new folder")
+    merge.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of every tensor (bfloat16)"
+    )
     _import_arguments(action("import", "convert another trainer's checkpoint (FSDP2, DeepSpeed)", _import))
 
 
@@ -159,9 +172,11 @@ def _export(args: argparse.Namespace) -> int:
     if args.names or args.weights_only:
         raise UserError("a Hugging Face folder has weights by its own names: leave out --names and --weights-only")
 
-    from shardwise.checkpoint.huggingface import export
+    from shardwise.checkpoint.huggingface import export, export_adapters
 
     checkpoint, dtype = find(args.checkpoint), args.dtype or "bfloat16"
+    if model_in(checkpoint).lora:
+        return _export_adapters(args, checkpoint, export_adapters(checkpoint, args.to))
     made = export(checkpoint, args.to, dtype)
     what = f"{made.tensors} tensors in {dtype}, {format_bytes(made.nbytes)}"
     lines = [f"wrote {made.folder}: the weights of step {checkpoint.manifest.step}, {what}"]
@@ -188,6 +203,27 @@ def _export_foreign(args: argparse.Namespace) -> int:
     }  # fmt: skip
     line = f"wrote {made.folder}: {state} of step {checkpoint.manifest.step}, {made.tensors} tensors"
     return print_result(args, data, [f"{line}, {format_bytes(made.nbytes)}"])
+
+
+def _export_adapters(args: argparse.Namespace, checkpoint: Checkpoint, made: Exported) -> int:
+    step = checkpoint.manifest.step
+    line = f"wrote {made.folder}: peft's adapters of step {step}, {made.tensors} tensors, {format_bytes(made.nbytes)}"
+    data = {"folder": str(made.folder), "step": step, "dtype": "float32", "files": made.files,
+            "tensors": made.tensors, "bytes": made.nbytes}  # fmt: skip
+    return print_result(args, data, [line])
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint.huggingface import merge, merge_checkpoint
+
+    if (args.adapters / "adapter_config.json").exists():
+        made = merge(args.adapters, args.to, args.base, args.dtype)
+    else:
+        made = merge_checkpoint(find(args.adapters), args.to, args.base, args.dtype)
+    line = f"wrote {made.folder}: merged weights, {made.tensors} tensors in {args.dtype}, {format_bytes(made.nbytes)}"
+    data = {"folder": str(made.folder), "dtype": args.dtype, "files": made.files, "tensors": made.tensors,
+            "bytes": made.nbytes}  # fmt: skip
+    return print_result(args, data, [line])
 
 
 def _differences(differences: list[TensorDifference], a: Checkpoint, b: Checkpoint) -> Iterator[Renderable]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
-from shardwise.cli.models import add_model, model_of
+from shardwise.cli.models import add_lora, add_model, model_of
 from shardwise.cli.output import print_json, print_result, show
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", metavar="TEXT", help="how it is split, such as tp=8,dp=8,zero=1")
     add_cluster(parser)
     add_flags(parser, Workload, "seq", "batch", "isolate_documents", "optimizer")
+    add_lora(parser)
     add_flags(parser, TrainConfig, "slow", "emulate")
     parser.add_argument("--dry-run", action="store_true", help="run the runtime itself on fake tensors; needs torch")
     parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
@@ -107,7 +108,7 @@ def _zero_table(args: argparse.Namespace) -> int:
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
     single = ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "optimizer", "slow", "emulate")
-    for name in (*single, "dry_run"):
+    for name in (*single, "lora", "dry_run"):
         if getattr(args, name) not in (None, False):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} belongs to one step's estimate: leave it out with --zero-table")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
+from shardwise.model.lora import Lora
+from shardwise.model.parameters import blueprint
 
 
 def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -23,6 +26,31 @@ def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     )
 
 
+def add_lora(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --lora."""
+    group.add_argument(
+        "--lora",
+        metavar="TEXT",
+        help="train low-rank adapters alone: rank=16,alpha=32,targets=q_proj+v_proj (2 x rank; all linear maps), or a "
+        "folder of peft's",
+    )
+
+
 def model_of(args: argparse.Namespace) -> ModelConfig:
     """The model that the arguments describe. Raises `UserError`."""
-    return change(resolve(args.model), ",".join(args.set))
+    model = change(resolve(args.model), ",".join(args.set))
+    if getattr(args, "lora", None) is None:
+        return model
+    if (folder := adapters_of(args)) is not None:
+        from shardwise.checkpoint.huggingface import PeftAdapters
+
+        return PeftAdapters.open(folder, model).model
+    adapted = model.replace(lora=Lora.parse(args.lora))
+    blueprint(adapted)  # raises for targets that it has not
+    return adapted
+
+
+def adapters_of(args: argparse.Namespace) -> Path | None:
+    """The folder of adapters that --lora names."""
+    path = Path(args.lora) if args.lora is not None else None
+    return path if path is not None and "=" not in args.lora else None

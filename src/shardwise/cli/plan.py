@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
-from shardwise.cli.models import add_model, model_of
+from shardwise.cli.models import add_lora, add_model, model_of
 from shardwise.cli.output import print_result, progress
 from shardwise.cli.plan_emit import check_emit, emitted
 from shardwise.cli.quantities import bytes_of, length_of
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=length_of, metavar="N", help="tokens per sequence, such as 8192 or 8k")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences per step, over all devices")
     add_flags(parser, Workload, "optimizer")
+    add_lora(parser)
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
     parser.add_argument("--by", choices=BY, default="throughput", help="what the best is: throughput unless given")
     parser.add_argument("--fix", metavar="KEY=VALUE,...", help="what the layout must have: tp=8,zero=1")
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 TRAINING = (
     "seq", "batch", "fix", "reserve", "tokens", "price", "pue", "host_watts", "mtbf", "save", "restart", "find",
-    "deadline", "host_memory", "optimizer",
+    "deadline", "host_memory", "optimizer", "lora",
 )  # fmt: skip
 SERVING = ("prompt", "output", "concurrency")
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.interrupts import ended_as_interrupted
-from shardwise.cli.models import add_model, model_of
+from shardwise.cli.models import adapters_of, add_lora, add_model, model_of
 from shardwise.cli.output import print_json
 from shardwise.errors import UserError
 from shardwise.layout import Workload
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
     add_flags(group, TrainConfig, "out", "seed", "validate_every", "validate_batches", "save_every", "keep_last")
     add_flags(group, TrainConfig, "save_async", "offload_dir", "weights")
+    add_lora(group)
     group.add_argument("--resume", type=Path, metavar="DIR", help="resume a run or a checkpoint, with its settings "
                        "and its text (other text: --data)")  # fmt: skip
     add_flags(group, TrainConfig, "report", "tensorboard", "device", "threads", "matmul", "transport", "overlap")
@@ -104,7 +105,9 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError("--seq and --batch must be positive integers")
     vocab = {} if args.vocab is None else {"vocab": args.vocab}
     workload, optimizer = Workload(**given(args, Workload)), OptimizerConfig(**given(args, OptimizerConfig))
-    whole = {"model": model_of(args), "workload": workload, "optimizer": optimizer}
+    whole: dict[str, Any] = {"model": model_of(args), "workload": workload, "optimizer": optimizer}
+    if (folder := adapters_of(args)) is not None:
+        whole["adapters"] = str(folder)
     return {"layout": "dp=1", **given(args, TrainConfig), **vocab, **whole}
 
 
@@ -115,6 +118,7 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
         for name in ("vocab", "seq", "batch", "optimizer", *_OPTIMIZER)
         if getattr(args, name) is not None
     ]
+    fixed += ["--lora"] * (args.lora is not None)
     if args.model is not None or args.set or fixed or args.isolate_documents:
         named = ", ".join(["MODEL"] * (args.model is not None) + ["--set"] * bool(args.set) + fixed)
         raise UserError(f"a resumed run keeps its model and settings: leave out {named or '--isolate-documents'}")

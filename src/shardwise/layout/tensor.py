@@ -91,7 +91,10 @@ def collectives(
     if enter == "copy":
         found = [MapCollective("backward", "all_reduce", inputs)]
     elif enter == "gather sequence":
-        found = [MapCollective("forward", "all_gather_into", inputs), MapCollective("backward", "reduce_scatter", inputs)]
+        found = [
+            MapCollective("forward", "all_gather_into", inputs),
+            MapCollective("backward", "reduce_scatter", inputs),
+        ]
         if isinstance(operation, LinearOp) and operation.trains:  # gathered again for the gradient of the weight
             found.append(MapCollective("backward", "all_gather_into", inputs))
     for width in outputs:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardwise.errors import UserError, did_you_mean
 from shardwise.model.blueprint import Blueprint, Cut, ForeignSlice, Parameter, Part
 from shardwise.model.lora import Lora
-from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation
+from shardwise.model.operations import AttentionCore, Elementwise, Operation
 
 A, B = "lora_a", "lora_b"
 """Last names of an adapter's parameters: [rank, inputs] and [outputs, rank]."""
@@ -57,7 +57,8 @@ def _operations(part: Part, ranks: list[int]) -> Iterator[Operation]:
     rest = iter(ranks)
     for operation in part.operations:
         if isinstance(operation, AttentionCore) or (isinstance(operation, Elementwise) and operation.kind != "lookup"):
-            yield operation
+            if operation.kind != "bias gradients":
+                yield operation
         elif isinstance(operation, Elementwise):
             yield replace(operation, frozen=True)
         elif ranks:

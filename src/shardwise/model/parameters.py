@@ -70,6 +70,13 @@ def count(config: ModelConfig) -> int:
     return count_parts(config)[0]
 
 
+def count_trained(config: ModelConfig) -> tuple[int, int]:
+    """Number of parameters that are trained: (all, those of blocks)."""
+    counts = [(part.kind, part.count * sum(p.numel for p in part.parameters if not p.frozen))
+              for part in blueprint(config).parts]  # fmt: skip
+    return sum(n for _, n in counts), sum(n for kind, n in counts if kind == "block")
+
+
 def count_parts(config: ModelConfig) -> tuple[int, int, int]:
     """(all, blocks, active for one token): `blocks` leaves out embedding, final norm and head."""
     parts = blueprint(config).parts

@@ -13,7 +13,7 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.layout.optimizers import states_of
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import count
+from shardwise.model.parameters import count, count_trained
 from shardwise.planner.space import LayoutColumns
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -33,4 +33,5 @@ def host_bound(model: ModelConfig, frame: LayoutColumns, cluster: Cluster, optim
     parameters = WEIGHT * (homes.offload_params == "cpu")
     # Of experts, other ranks hold copies.
     copies = 1 if model.experts else frame.data / ranks
-    return (state + gradient + parameters) * count(model) * copies / cluster.nodes
+    held = (state + gradient) * count_trained(model)[0] + parameters * count(model)
+    return held * copies / cluster.nodes

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import releases_early
-from shardwise.layout.units import Backend, Unit
+from shardwise.layout.units import Backend, Unit, frozen_of
 from shardwise.model import ModelConfig
 from shardwise.planner.block_elements import BlockElements, block_elements
 from shardwise.planner.occupancy import FIRST, LAST, MIDDLE, WHOLE, moments
@@ -89,9 +89,11 @@ class RankBound:
         ranks: Any = np.array([s.ranks for s in frame.shardings])[:, None]
         first, last = place == 0, place == frame.pp - 1
         here = {"embedding": first, "tied": first or last, "blocks.0": True, "head": last}
-        cut = {name: replace(unit, shard_ranks=ranks) for name, unit in units.items() if here[name]}
-        self.padded: dict[str, Num] = {name: unit.padded for name, unit in cut.items()}
-        self.shard: dict[str, Num] = {name: unit.shard_numel for name, unit in cut.items()}
+        there = [unit for name, unit in units.items() if here[name.removesuffix(frozen_of(""))]]
+        cut = {unit.name: replace(unit, shard_ranks=ranks) for unit in there}
+        self.padded: dict[str, Num] = {name: unit.padded for name, unit in cut.items() if not unit.frozen}
+        self.shard: dict[str, Num] = {name: unit.shard_numel for name, unit in cut.items() if not unit.frozen}
+        self.frozen: dict[str, Unit] = {name: unit for name, unit in cut.items() if unit.frozen}
         self.mixture = bool(model.experts)
         self.lone: Num = 0
         self.mean = self.padded["blocks.0"], self.shard["blocks.0"]
@@ -116,7 +118,7 @@ class RankBound:
             for kind in self.kinds
         }
         delayed = np.array([order.schedule == "zb-h1" for order in frame.orders])
-        early = np.array([_early(row.recompute) for row in frame.rows])[:, None, None]
+        early = np.array([_early(row.recompute) and not self.frozen for row in frame.rows])[:, None, None]
         self.apart = {kind: delayed | (early & (frame.pp > 1) & (kind not in (FIRST, WHOLE))) for kind in self.kinds}
 
     def total(self) -> Num:
@@ -128,8 +130,16 @@ class RankBound:
         if self.offload_home == "none":
             optimizer = optimizer - np.where(gathered, shard * MASTER, 0)
         copies = np.array([[1 / s.hpz if s.hpz else 0.0] for s in self.frame.shardings]) * (not self.mixture)
-        lasting = parameters + optimizer + np.floor(padded * copies) * WEIGHT
+        lasting = parameters + optimizer + np.floor(padded * copies) * WEIGHT + self._frozen_bytes()
         return lasting + self.micro.inputs * self.counts + self._slots() + self._most()
+
+    def _frozen_bytes(self) -> Num:
+        """Bytes of frozen weights: whole, or at stage 3 an interval of them."""
+        total: Num = 0
+        for name, unit in self.frozen.items():
+            of_one = np.where(self.stage == 3, unit.shard_numel, unit.numel) * WEIGHT
+            total = total + of_one * (self.layers if name == frozen_of("blocks.0") else 1)
+        return total
 
     @property
     def _interval(self) -> int:
@@ -156,7 +166,7 @@ class RankBound:
         if self.frame.pp > 1:
             return 0
         edges = [self.padded[name] for name in ("embedding", "head") if name in self.padded]
-        outer = reduce(np.maximum, [*edges, self.padded["blocks.0"]] if self.layers > 2 else edges)
+        outer = reduce(np.maximum, [*edges, self.padded["blocks.0"]] if self.layers > 2 else edges, 0)
         return (self.padded["blocks.0"] + outer + self.padded.get("tied", 0)) * WEIGHT * (self.stage == 3)
 
     def _sum(self, of: Any, kind: int, names: str = "all") -> Num:

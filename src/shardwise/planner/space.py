@@ -17,6 +17,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.legality import valid_ep, valid_tp
+from shardwise.layout.pipeline import splits_backward
 from shardwise.model import ModelConfig
 from shardwise.predict.fixing import check_fixed, words_of
 from shardwise.predict.supported import check_size, in_closed_form, why_not_planned
@@ -143,6 +144,10 @@ def why_not_fixed(model: ModelConfig, fixed: Mapping[str, Any]) -> str:
     ep = fixed.get("ep", 1)
     if ep > 1 and not model.experts:
         return f"ep={ep} splits experts, and {model.name} is a model without experts; leave ep out"
+    if model.lora and fixed.get("offload_params", "none") != "none":
+        return (
+            f"offload_params={fixed['offload_params']} does not go with the adapters of {model.name} yet: leave it out"
+        )
     if model.experts and model.experts.count % ep:
         valid = ", ".join(map(str, divisors(model.experts.count)))
         return f"ep={ep} does not divide the {model.experts.count} experts of {model.name}; valid ep: {valid}"
@@ -282,6 +287,8 @@ class Space:
 
     def _orders(self, pp: int) -> Iterator[ScheduleChoice]:
         for schedule in self.features.schedules if pp > 1 else ("1f1b",):
+            if pp > 1 and self.model.lora and splits_backward(schedule):
+                continue
             for virtual in self._chunks(schedule, pp):
                 if self.allows("schedule", schedule) and self.allows("virtual", virtual):
                     yield ScheduleChoice(schedule, virtual)

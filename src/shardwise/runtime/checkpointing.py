@@ -34,7 +34,7 @@ from shardwise.checkpoint import (
     write_part,
     writes,
 )
-from shardwise.checkpoint.huggingface import HuggingFaceWeights
+from shardwise.checkpoint.huggingface import HuggingFaceWeights, PeftAdapters
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import reason
@@ -239,12 +239,31 @@ def restore(program: Trainable, checkpoint: Checkpoint) -> Position:
 
 
 def start_from(program: Trainable, weights: HuggingFaceWeights) -> None:
-    """Set the weights of a program that has made no step, reading only what this rank holds. Raises as `restore`."""
-    _fill(program, weights, ("model",))
+    """Set the weights of a program that has made no step, reading only what this rank holds: where some are frozen,
+    these alone. Raises as `restore`."""
+    plan = program.plan
+    if not plan.blueprint.freezes:
+        _fill(program, weights, ("model",))
+        return
+    weights.require(shapes(plan.subject, ("model",), frozen=True))
+    for held in needs(plan.subject, plan.layout, dist.get_rank(), frozen=True):
+        program.comms.pulse.work(f"the reading of {held.name}")
+        values = weights.read(f"model/{held.name}", held.local, plan.master_dtype)
+        flat = program.engine.units[held.unit]
+        flat.put(held.start - flat.start, torch.from_numpy(values))
+    program.engine.all_gather_params()
+
+
+def start_adapters(program: Trainable, adapters: PeftAdapters) -> None:
+    """Set the adapters of a program that has made no step. Raises as `restore`."""
+    _fill(program, adapters, ("model",))
 
 
 def _fill(
-    program: Trainable, source: Checkpoint | HuggingFaceWeights, kinds: Sequence[str], others: Sequence[str] = ()
+    program: Trainable,
+    source: Checkpoint | HuggingFaceWeights | PeftAdapters,
+    kinds: Sequence[str],
+    others: Sequence[str] = (),
 ) -> None:
     """Set weights and moments. kinds: the first of `UnitPlan.states`. others: stored tensors that are not read."""
     plan = program.plan

@@ -136,7 +136,12 @@ def weights_in(folder: Path | str) -> tuple[ModelConfig, Weights]:
         weights = HuggingFaceWeights.open(folder)
         return _without_dropout(weights.model), weights
     checkpoint: Checkpoint = find(folder)
-    return _without_dropout(model_of(checkpoint)), checkpoint
+    model = model_of(checkpoint)
+    if model.lora:
+        raise UserError(
+            f"{checkpoint.folder} has adapters alone: merge them first (checkpoint merge {folder} --to FOLDER)"
+        )
+    return _without_dropout(model), checkpoint
 
 
 def _without_dropout(model: ModelConfig) -> ModelConfig:

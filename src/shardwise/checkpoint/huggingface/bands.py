@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from shardwise.checkpoint.dtypes import bits, numpy_dtype
 from shardwise.checkpoint.geometry import Piece
 from shardwise.checkpoint.manifest import TensorSpec
-from shardwise.checkpoint.reader import Checkpoint
 from shardwise.model.blueprint import ForeignSlice
 from shardwise.model.config import ModelConfig
 from shardwise.model.parameters import parameters
 
 BAND = 64 << 20
 """Bytes of a tensor that are in memory at once. A transposed tensor is read again for each band of it."""
+
+
+class ReadsWeights(Protocol):
+    """A checkpoint, or other weights, as far as an export reads them."""
+
+    def read(self, tensor: str, piece: Piece, dtype: str) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ def export_tensors(model: ModelConfig, dtype: str) -> list[ExportTensor]:
     return list(found.values())
 
 
-def bands(checkpoint: Checkpoint, tensor: ExportTensor, kind: str = "model") -> Iterator[np.ndarray]:
+def bands(source: ReadsWeights, tensor: ExportTensor, kind: str = "model") -> Iterator[np.ndarray]:
     """A tensor's elements in order, some rows at a time. kind: its weights, or one of the optimizer's moments."""
     rows, *columns = tensor.spec.shape
     width = columns[0] if columns else 1
@@ -58,7 +64,7 @@ def bands(checkpoint: Checkpoint, tensor: ExportTensor, kind: str = "model") -> 
             top, bottom = min(row for row, *_ in runs), max(row + run for row, _, run, _ in runs)
             box = ((first + top, first + bottom), (start, stop) if place.transposed else (0, width))
             piece = Piece.whole(box[: len(tensor.spec.shape)])
-            read = bits(checkpoint.read(f"{kind}/{name}", piece, tensor.spec.dtype)).reshape(bottom - top, -1)
+            read = bits(source.read(f"{kind}/{name}", piece, tensor.spec.dtype)).reshape(bottom - top, -1)
             target = bits(values).T if place.transposed else bits(values)
             base = 0 if place.transposed else start
             for row, theirs, run, step in runs:

@@ -7,35 +7,23 @@ answers.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from shardwise.checkpoint.dtypes import raw
-from shardwise.checkpoint.huggingface.bands import ExportTensor, bands, export_tensors
+from shardwise.checkpoint.huggingface.bands import ExportTensor, ReadsWeights, bands, export_tensors
+from shardwise.checkpoint.huggingface.output import Exported, OutputFolder
 from shardwise.checkpoint.huggingface.weights import INDEX, SINGLE
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.resharding import model_of
-from shardwise.checkpoint.writer import safetensors_header, sync_folder
+from shardwise.checkpoint.writer import safetensors_header
 from shardwise.data.tokenizer import KNOWN_ENDS
 from shardwise.errors import UserError
+from shardwise.model.config import ModelConfig
 from shardwise.model.huggingface import to_huggingface
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one file, as transformers writes them."""
-
-
-@dataclass(frozen=True)
-class Exported:
-    """Result of an export: the folder, its files, tensors, and the bytes of all tensors."""
-
-    folder: Path
-    files: tuple[str, ...]
-    tensors: int
-    nbytes: int
 
 
 def export(
@@ -51,24 +39,32 @@ def export(
     larger tensor has one of its own. Raises `UserError` when no family of Hugging Face computes the model, the folder
     is in use or cannot be written, or the checkpoint is damaged; nothing of it is left.
     """
-    folder = Path(folder)
+    model = model_of(checkpoint)
+    if model.lora:
+        raise UserError(f"{checkpoint.folder} has adapters alone: merge them into their weights (checkpoint merge)")
+    return export_weights(checkpoint, model, Path(folder), dtype, _tokenizer(checkpoint), max_shard_bytes)
+
+
+def export_weights(
+    source: ReadsWeights,
+    model: ModelConfig,
+    folder: Path,
+    dtype: str,
+    tokenizer: Path | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Exported:
+    """`export` of the weights of `model` from any source. tokenizer: its tokenizer.json."""
     if dtype not in ("bfloat16", "float32"):
         raise UserError(f"dtype must be bfloat16 or float32, not {dtype!r}")
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes must be a positive integer, not {max_shard_bytes}")
-    model = model_of(checkpoint)
-    tokenizer = _tokenizer(checkpoint)
     end, number = _end_of_text(tokenizer) if tokenizer else (None, None)
     # Left out, they are the family's own in transformers: other tokens of this tokenizer.
     ends = {"bos_token_id": None, "eos_token_id": number}
     config = to_huggingface(model) | {"torch_dtype": dtype} | ends
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not empty; nothing was overwritten: choose another folder")
     shards = _shards(export_tensors(model, dtype), max_shard_bytes)
-    output = _Output(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_shards(output, checkpoint, shards)
+    with OutputFolder.new(folder) as output:
+        _write_shards(output, source, shards)
         if tokenizer:
             output.write("tokenizer.json", [tokenizer.read_bytes()])
             # Without it transformers takes the family's own class, which splits text in the family's own way.
@@ -76,39 +72,7 @@ def export(
             output.write_json("tokenizer_config.json", settings)
         output.write_json("generation_config.json", ends)
         output.write_json("config.json", config)
-        sync_folder(folder)
-    except BaseException as error:
-        output.remove()
-        if isinstance(error, OSError):
-            raise UserError(f"cannot write to {folder}: {error.strerror}") from None
-        raise
     return Exported(folder, tuple(output.files), sum(map(len, shards)), _nbytes(shards))
-
-
-class _Output:
-    """A folder that files are written to: `files` are those that were made here."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.files = folder, list[str]()
-
-    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Make a file, complete on the disk when this returns. One that is there already is an `OSError`."""
-        with (self.folder / name).open("xb") as file:
-            self.files.append(name)
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def write_json(self, name: str, content: dict[str, Any]) -> None:
-        self.write(name, [(json.dumps(content, indent=2) + "\n").encode()])
-
-    def remove(self) -> None:
-        for name in self.files:
-            with suppress(OSError):
-                (self.folder / name).unlink()
-        with suppress(OSError):
-            self.folder.rmdir()
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Path | None:
@@ -149,13 +113,13 @@ def _nbytes(shards: list[list[ExportTensor]]) -> int:
     return sum(tensor.spec.nbytes for shard in shards for tensor in shard)
 
 
-def _write_shards(output: _Output, checkpoint: Checkpoint, shards: list[list[ExportTensor]]) -> None:
+def _write_shards(output: OutputFolder, source: ReadsWeights, shards: list[list[ExportTensor]]) -> None:
     count = len(shards)
 
     def contents(tensors: list[ExportTensor]) -> Iterator[bytes | memoryview]:
         yield safetensors_header({"format": "pt"}, [(tensor.name, tensor.spec) for tensor in tensors])
         for tensor in tensors:
-            yield from map(raw, bands(checkpoint, tensor))
+            yield from map(raw, bands(source, tensor))
 
     owners: dict[str, str] = {}
     for i, tensors in enumerate(shards):

@@ -28,7 +28,7 @@ from shardwise.model.parameters import blueprint, foreign_slices, parameters
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_MAY_DIFFER = {"name", "published_params", "dropout", "attention_dropout"}
+_MAY_DIFFER = {"name", "published_params", "dropout", "attention_dropout", "lora"}
 """Fields of a model that say nothing about what its weights mean."""
 
 
@@ -91,14 +91,14 @@ class HuggingFaceWeights:
             for row, place in wanted[p.name].each(p.shape[0]):
                 if place.tensor not in found:
                     raise UserError(f"{_where(folder)} lacks {place.tensor}, which the model of its config.json has")
-                parts.append((row, place, _checked(found[place.tensor], place.shape)))
+                parts.append((row, place, checked(found[place.tensor], place.shape)))
                 known.add(place.tensor)
             stored[p.name] = _Stored(tuple(parts))
         for name, tensor in found.items():
             if name not in known and not names.ignored.fullmatch(name):
                 raise UserError(f"{tensor.path} has {tensor.name}, which the model of its config.json lacks")
         if twin is not None:
-            _checked(twin, wanted[blueprint(model).table.name].shape)
+            checked(twin, wanted[blueprint(model).table.name].shape)
         return cls(folder, model, stored, twin)
 
     @property
@@ -149,10 +149,10 @@ class HuggingFaceWeights:
         if out is None:
             out = np.zeros(piece.numel, numpy_dtype(dtype))
         assert out.dtype == numpy_dtype(dtype) and out.shape == (piece.numel,)
-        _read(stored.parts, shape, piece, dtype, out)
+        read_parts(stored.parts, shape, piece, dtype, out)
         if self._twin is not None and tensor == self._table:
             other = out.copy()
-            _read([(row, place, self._twin) for row, place, _ in stored.parts], shape, piece, dtype, other)
+            read_parts([(row, place, self._twin) for row, place, _ in stored.parts], shape, piece, dtype, other)
             if not np.array_equal(bits(out), bits(other)):
                 raise UserError(
                     f"{self._twin.path}: {self._twin.name} differs from {stored.file.name}, but config.json says "
@@ -169,7 +169,7 @@ def open_weights(folder: Path | str, model: ModelConfig) -> HuggingFaceWeights:
     return weights
 
 
-def _read(
+def read_parts(
     parts: Sequence[tuple[int, ForeignSlice, FileTensor]], shape: tuple[int, ...], piece: Piece, dtype: str,
     out: np.ndarray,
 ) -> None:  # fmt: skip
@@ -258,7 +258,7 @@ def _per_expert(found: dict[str, FileTensor], names: ForeignNames, model: ModelC
 
 def _matrices(tensor: FileTensor, experts: int, i: int, of: int) -> Iterator[FileTensor]:
     """Of every expert's matrix in a tensor [experts, rows, columns], the i-th of so many equal blocks of rows."""
-    shape, itemsize = tensor.spec.shape, numpy_dtype(_checked(tensor, tensor.spec.shape).spec.dtype).itemsize
+    shape, itemsize = tensor.spec.shape, numpy_dtype(checked(tensor, tensor.spec.shape).spec.dtype).itemsize
     if len(shape) != 3 or shape[0] != experts or shape[1] % of or not tensor.spec.numel:
         raise UserError(f"{tensor.path}: {tensor.name} has shape {shape}, not a matrix for each of {experts} experts")
     spec = TensorSpec((shape[1] // of, shape[2]), tensor.spec.dtype)
@@ -266,7 +266,8 @@ def _matrices(tensor: FileTensor, experts: int, i: int, of: int) -> Iterator[Fil
         yield FileTensor(tensor.path, tensor.name, spec, tensor.offset + (expert * of + i) * spec.numel * itemsize)
 
 
-def _checked(tensor: FileTensor, shape: tuple[int, ...]) -> FileTensor:
+def checked(tensor: FileTensor, shape: tuple[int, ...]) -> FileTensor:
+    """The tensor. Raises `UserError` when it has another shape, or a dtype that is not read here."""
     if tensor.spec.shape != shape:
         raise UserError(f"{tensor.path}: {tensor.name} has shape {tensor.spec.shape}, not the model's {shape}")
     try:

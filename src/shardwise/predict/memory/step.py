@@ -57,9 +57,9 @@ def _without_workspace(plan: UnitPlan) -> Bytes:
 
 def parameter_bytes(plan: UnitPlan) -> int:
     """Weights: whole, in compute precision; at stage 3 one interval of each unit in the optimizer's precision, which is
-    what gathers of bf16 weights are rounded from, and its part of the second copy under hpz. Frozen weights are in compute
-    precision at every stage. With offloaded state the
-    interval is in compute precision, and it may be off the device, too."""
+    what gathers of bf16 weights are rounded from, and its part of the second copy under hpz. With offloaded state the
+    interval is in compute precision, and it may be off the device, too. Frozen weights always are in compute
+    precision."""
     if plan.layout.stage == 3:
         copies = sum(unit.copy_numel for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
         here = plan.layout.offload_params == "none"

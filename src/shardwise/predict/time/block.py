@@ -114,23 +114,31 @@ class PartSeconds:
         batch: Num = 1.0,
         accumulate: float = 0.0,
         quantised: tuple[bool, bool] = (True, True),
+        trains: bool = True,
     ) -> None:
         """A linear layer [tokens, deep] -> [tokens, wide], its input's gradient, its weight's gradient.
 
         accumulate: bytes moved for each weight to add its gradient to what was there. quantised: whether its input, and
-        the gradient of its output, are quantised by kernels of their own where the type is narrow.
+        the gradient of its output, are quantised by kernels of their own where the type is narrow. trains: whether its
+        weight's gradient is computed.
         """
         mm, dtype = self.kernels.matmul, shape.dtype
         forward = mm(tokens, wide, deep, dtype, batch, "forward")
-        weights = mm(wide, deep, tokens, dtype, batch, "weight")
-        self.add("matmul", forward, mm(tokens, deep, wide, dtype, batch, "input") + weights, (1, 2))
+        weights = mm(wide, deep, tokens, dtype, batch, "weight") if trains else 0.0
+        self.add("matmul", forward, mm(tokens, deep, wide, dtype, batch, "input") + weights, (1, 1 + trains))
         self.weights = self.weights + weights
         if shape.narrow:
             # Quantised once for the forward and once, both ways, for the backward: 16 bits in, the narrow type out.
             inputs, gradients = deep * quantised[0], 2.0 * wide * quantised[1]
             self.memory(batch * tokens * inputs * 3.0, batch * tokens * (inputs + gradients) * 2.0, (1, 2))
-        if accumulate:
+        if accumulate and trains:
             self.memory(0.0, batch * wide * deep * accumulate * shape.width / 2, (0, 1))
+
+    def adapter(self, tokens: Num, wide: Num, deep: Num, rank: int, shape: Shape) -> None:
+        """A low-rank adapter of a linear layer, whose inner product is computed again in backward."""
+        self.linear(tokens, rank, deep, shape)
+        self.linear(tokens, wide, rank, shape)
+        self.add("matmul", 0.0, self.kernels.matmul(tokens, rank, deep, shape.dtype, 1.0, "forward"), (0, 1))
 
 
 def tally_part(part: Part, model: ModelConfig, shape: Shape, engine: EngineProfile, kernels: Kernels) -> PartSeconds:
@@ -206,7 +214,11 @@ def _linear(tally: PartSeconds, operation: LinearOp, shape: Shape, engine: Engin
     pieces = shape.pieces if cut else 1
     fused, first = engine.fused_experts and operation.rows == "routed", not operation.inputs.cut
     quantised = (first, not first) if fused else (True, True)
-    tally.linear(rows, wide / pieces, on_rank(operation.inputs, tp), shape, times, engine.accumulate_bytes, quantised)
+    deep, trains = on_rank(operation.inputs, tp), not operation.frozen
+    tally.linear(rows, wide / pieces, deep, shape, times, engine.accumulate_bytes, quantised, trains)
+    for rank, width in zip(operation.adapters, operation.outputs, strict=False):
+        if rank:
+            tally.adapter(rows, on_rank(width, tp), deep, rank, shape)
     gathered = 2 * shape.tokens * wide * shape.width * (np.asarray(pieces) > 1)
     if np.any(gathered):  # ranks' pieces, laid side by side
         tally.memory(gathered, 0.0, (len(operation.outputs), 0))
@@ -413,9 +425,9 @@ def _dispatch(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: 
 
 
 def _lookup(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
-    """Rows of the table, and their scattered addition backward."""
-    rows = _moved(operation, shape)
-    tally.memory(2 * rows, 3 * rows, (2, 3))
+    """Rows of the table, and, where that is trained, their scattered addition backward."""
+    rows, trains = _moved(operation, shape), not operation.frozen
+    tally.memory(2 * rows, 3 * rows * trains, (2, 3 * trains))
 
 
 def _dropout(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
@@ -427,7 +439,8 @@ def _dropout(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: E
 def _logits(tally: PartSeconds, operation: LinearOp, vocab: Num, shape: Shape, engine: EngineProfile) -> None:
     """The product with a rank's `vocab` rows of the vocabulary, the loss over it."""
     wide = Shape(shape.micro, shape.seq, shape.tp, shape.stream, shape.keys, dtype=shape.wide)
-    tally.linear(shape.tokens, vocab, operation.inputs.size, wide, accumulate=engine.accumulate_bytes)
+    deep, trains = operation.inputs.size, not operation.frozen
+    tally.linear(shape.tokens, vocab, deep, wide, accumulate=engine.accumulate_bytes, trains=trains)
     logits = shape.tokens * vocab * shape.width
     if engine.metric_losses:
         tally.memory(engine.metric_losses * METRIC_PASSES * logits, 0.0, (3 * engine.metric_losses, 0))

@@ -10,7 +10,7 @@ import numpy as np
 from shardwise.layout.units import GRADIENT_BITS, WEIGHT_BITS
 from shardwise.layout.wire import BLOCK, SCALE
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import count_parts
+from shardwise.model.parameters import blueprint, count_parts, count_trained
 from shardwise.predict.time.block import padded_vocab
 from shardwise.predict.time.cores import core_wait, leaves_node
 from shardwise.predict.time.pricing import Pricing
@@ -56,9 +56,10 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
     shards = dense * grad_bytes / owners
     replicas = price("all_reduce", shards, np.where(zero == 0, 1, data // owners), split.tp * owners)
     split_up = np.where(zero == 3, split.shard, 1)
-    unit = _parameters(model)[0] / model.layers / split.tp
+    unit = _block_parameters(model) / model.layers / split.tp
+    trained = _parameters(model)[0] / model.layers / split.tp
     unit_gather = _gathered(unit, split_up, split.tp, split, pricing)
-    unit_reduce = _reduced(unit, grad_bytes, split_up, split, pricing)
+    unit_reduce = _reduced(trained, grad_bytes, split_up, split, pricing)
     copied = np.asarray(split.hpz) > 0
 
     def again(elements: Num, first: Num) -> Num:
@@ -81,7 +82,7 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
         unit_reduce,
         unit_again,
         table_gather,
-        _reduced(table, grad_bytes, split_up, split, pricing),
+        _reduced(table * trains_tables(model), grad_bytes, split_up, split, pricing),
         again(table, table_gather),
         _tied(model, split, engine, pricing),
         _hop(model, split, engine, pricing),
@@ -155,7 +156,7 @@ def _converted(nbytes: Num, of: str, split: StepShape, pricing: Pricing) -> Num:
 
 
 def _tied(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
-    if not model.tied:
+    if not model.tied or not trains_tables(model):
         return 0.0
     table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
     ends, data = np.where(np.asarray(split.pp) > 1, 2, 1), split.dp * split.cp
@@ -176,7 +177,7 @@ def _hop(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: P
 
 
 def held_parameters(model: ModelConfig, split: StepShape, engine: EngineProfile) -> tuple[Num, Num]:
-    """Parameters of the busiest rank: (all but the experts', the experts')."""
+    """Trained parameters of the busiest rank: (all but the experts', the experts')."""
     others, routed = _parameters(model)
     blocks = others / (split.pp * split.tp)
     tables = table_parameters(model, split, engine)
@@ -184,17 +185,27 @@ def held_parameters(model: ModelConfig, split: StepShape, engine: EngineProfile)
 
 
 def table_parameters(model: ModelConfig, split: StepShape, engine: EngineProfile) -> Num:
-    """Parameters of the vocabulary's tables on the busiest rank."""
-    table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
+    """Trained parameters of the vocabulary's tables on the busiest rank."""
+    table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp * trains_tables(model)
     return table * np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
 
 
 @lru_cache
 def _parameters(model: ModelConfig) -> tuple[float, float]:
-    """Parameters of all blocks: (all but the experts', the experts' without shared ones)."""
-    blocks = count_parts(model)[1]
+    """Trained parameters of all blocks: (all but the experts', the experts' without shared ones)."""
+    blocks = count_trained(model)[1]
     if not model.experts:
         return float(blocks), 0.0
     layers = max(0, model.layers - model.experts.dense_layers)
     routed = layers * model.experts.count * (3 if model.gated else 2) * model.hidden * model.experts.ffn
     return float(blocks - routed), float(routed)
+
+
+def _block_parameters(model: ModelConfig) -> float:
+    """Parameters of all blocks but the experts', frozen ones included."""
+    return float(count_parts(model)[1]) - _parameters(model)[1]
+
+
+def trains_tables(model: ModelConfig) -> bool:
+    """Whether the vocabulary's tables are trained."""
+    return not blueprint(model).table.frozen

@@ -83,8 +83,10 @@ class TrainConfig:
         None, "folder of state that is offloaded to disk", metavar="DIR", shown="OUT/offload"
     )
     weights: str | None = option(None, "start from a Hugging Face folder's weights, and its tokenizer", metavar="DIR")
+    adapters: str | None = None
+    """Folder of `peft` adapters to start from, beside the weights."""
     resume: str | None = None
-    """The checkpoint, or the run, to resume from; `weights` then has no effect."""
+    """The checkpoint, or the run, to resume from; of `weights` only frozen ones are then read."""
     restart: int = 0
     """Number of restarts of the run after a failure, in its own directory."""
     tensorboard: bool = option(True, "write no TensorBoard files")

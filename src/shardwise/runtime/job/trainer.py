@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoint, DamagedError, with_older
-from shardwise.checkpoint.huggingface import HuggingFaceWeights, open_weights
+from shardwise.checkpoint.huggingface import HuggingFaceWeights, PeftAdapters, open_weights
 from shardwise.data import Corpus, Sampler
 from shardwise.decoder import Batch, random
 from shardwise.decoder.initial import initial_values
@@ -36,7 +36,7 @@ from shardwise.report.rank_timelines import Recorded, aligned, kept
 from shardwise.report.run_directory import OFFLOADED, RunDirectory
 from shardwise.report.step_report import Role, StepReport, merge_roles
 from shardwise.runtime.allocator import retain_freed_memory
-from shardwise.runtime.checkpointing import Position, Saver, restore, start_from
+from shardwise.runtime.checkpointing import Position, Saver, restore, start_adapters, start_from
 from shardwise.runtime.data.batches import Batches
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.config import TrainConfig
@@ -163,6 +163,9 @@ class TrainingRun:
         self.program = self._program(plan, folder, kept)
         self._say_compiling(f"compiled the blocks in {self.program.compile_seconds:.0f} s")
         self._open_corpus(plan)
+        # Frozen weights are in no checkpoint.
+        if config.weights and (config.model.lora or not (kept or config.resume)):
+            self._start_from(open_weights(config.weights, config.model))
         if kept is not None:
             self.at = Position(kept.about["step"], kept.about["samples"], kept.about["updates"])
             if self.rank == 0:
@@ -172,8 +175,8 @@ class TrainingRun:
             # A run that died after its last step has only its end to do again.
             if self.at.step > config.steps or (self.at.step == config.steps and not config.restart):
                 raise UserError(f"{config.resume} is at step {self.at.step} already: give a larger --steps")
-        elif config.weights:
-            self._start_from(open_weights(config.weights, config.model))
+        elif config.adapters:
+            start_adapters(self.program, PeftAdapters.open(Path(config.adapters), config.model))
         self._begin()
         # A run that one rank cannot begin leaves no directory, which a second attempt would find occupied.
         self.pulse.wait("the barrier before the run begins")

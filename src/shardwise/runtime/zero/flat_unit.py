@@ -43,7 +43,7 @@ class FlatUnit:
     wire: where packed weights come together under qwz.
     copy: this rank's part of the second copy under hpz. residuals: errors of packed gradients, where they are fed back.
     staging: the full gradient in compute precision that autograd adds into, where that is not the accumulator.
-    A plan without a training step has no gradients, and neither has a frozen unit, whose interval is in compute precision.
+    A plan without a training step has no gradients. Neither has a frozen unit, whose interval is in compute precision.
     """
 
     def __init__(
