@@ -139,12 +139,6 @@ def test_bf16_trains_near_float64_with_masters_in_float32():
 # -- bad input: one line says what is wrong, and what to do
 
 
-class Frozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = nn.Parameter(torch.ones(2), requires_grad=False)
-
-
 class Overlapping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +163,6 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(
     ("module", "layout", "options", "message"),
     [
-        (Frozen, "dp=1", {}, r"kept is frozen"),
         (Overlapping, "dp=1", {}, r"a and b are different parameters in one memory"),
         (nn.Identity, "dp=1", {}, r"has no parameters"),
         (lambda: 3, "dp=1", {}, r"not int"),

@@ -551,12 +551,13 @@ class UnitPlan:
     def trains_in(self, part: str, module: str = "") -> bool:
         """Whether a part, or a module inside, computes gradients of weights that it reads."""
         of = self.blueprint.part(part)
-        return of.trains(module) or (bool(of.reads) and not self.blueprint.table.frozen)
+        return of.trains(module) or (bool(of.reads) and self.sums_table)
 
-    @property
+    @cached_property
     def sums_table(self) -> bool:
-        """Whether the table's gradient is a sum over two ends of the model."""
-        return self.model.tied and not self.blueprint.table.frozen
+        """Whether there is a shared table whose gradient is a sum over two ends of the model."""
+        shared = self.blueprint.shared
+        return bool(shared) and any(p.name in shared and not p.frozen for p in self.blueprint.parameters())
 
     @cached_property
     def windows(self) -> frozenset[int]:

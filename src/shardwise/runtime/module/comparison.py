@@ -223,7 +223,7 @@ def _gradient_errors(program: ModuleProgram, gradients: Mapping[str, Tensor]) ->
     """Parameter -> norm of the error of its gradient over this rank's interval."""
     errors: dict[str, float] = {}
     values = values_of(gradients)
-    for flat in program.engine.units.values():
+    for flat in program.engine.trained:
         mine = flat.grads_interval
         for start, placed in zip(flat.unit.offsets, flat.unit.placed, strict=True):
             a, b = max(start, flat.start), min(start + placed.numel, flat.stop)

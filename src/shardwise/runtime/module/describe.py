@@ -109,6 +109,8 @@ def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
         names.setdefault(parameter, []).append(name)
     if not names:
         raise UserError(f"{type(module).__name__} has no parameters, so there is nothing to split")
+    if not any(parameter.requires_grad for parameter in names):
+        raise UserError(f"{type(module).__name__} has no parameter with requires_grad, so there is nothing to train")
     return names
 
 
@@ -117,10 +119,6 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         raise UserError(f"{name} has no shape yet: run the module once, then split it")
     if not parameter.is_floating_point():
         raise UserError(f"{name} is {str(parameter.dtype).removeprefix('torch.')}; split trains real numbers alone")
-    if not parameter.requires_grad:
-        raise UserError(
-            f"{name} is frozen (requires_grad=False); split trains every parameter so far: make it a buffer"
-        )
     if not parameter.numel():
         raise UserError(f"{name} has no elements; remove it")
 
@@ -225,7 +223,8 @@ def _parameter(
         raise UserError(f"plan: one parameter is cut in two ways: {both}; give its modules styles that agree")
     shape = tuple(parameter.shape)
     return Parameter(
-        name, shape, decay=len(shape) > 1, cut=next(iter(cuts)), partial=partial, transposed=transposed
+        name, shape, decay=len(shape) > 1, cut=next(iter(cuts)), partial=partial, transposed=transposed,
+        frozen=not parameter.requires_grad,
     )  # fmt: skip
 
 

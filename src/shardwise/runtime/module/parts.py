@@ -52,6 +52,12 @@ def _through(reached: Callable[[], None], tree: Any) -> tuple[Any, bool]:
     return _pytree.tree_unflatten(leaves, shape), bool(at)
 
 
+def _differentiable(value: Any) -> Any:
+    """A block's input as one that has a gradient: so each block has a backward pass, whatever is frozen before it."""
+    plain = isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
+    return value.detach().requires_grad_() if plain else value
+
+
 class PartRunner:
     """A user's module bound to its buffers. After `Engine.begin_micro_batch` comes one forward pass by `run`, then a
     backward pass between `begin_backward` and `end_backward`."""
@@ -70,6 +76,8 @@ class PartRunner:
         """The block whose backward pass has begun last."""
         for unit in plan.units:
             for placed in unit.placed:
+                if placed.parameter.frozen:
+                    continue
                 parameter = module.get_parameter(placed.name)
                 parameter.register_hook(partial(self._arrives, unit.name, grad_slot(parameter)))
         for name in plan.of_kind("block"):
@@ -108,6 +116,8 @@ class PartRunner:
             return forward(*args, **kwargs)
         if name == ROOT:
             return forward(*args, **kwargs)
+        if self.plan.blueprint.freezes:
+            args, kwargs = _pytree.tree_map(_differentiable, (args, kwargs))
         (args, kwargs), entered = _through(partial(self._finish, name), (args, kwargs))
         if self.plan.layout.recompute == "full":
             forward = partial(checkpoint, forward, use_reentrant=False)

@@ -1,0 +1,73 @@
+"""Adapters as text and in a blueprint."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardwise.errors import UserError
+from shardwise.model import ModelConfig
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.catalog import get
+from shardwise.model.flops import forward_flops_per_token, training_flops_per_token
+from shardwise.model.lora import Lora
+from shardwise.model.parameters import blueprint, count, count_trained
+
+
+def test_text_and_back() -> None:
+    lora = Lora.parse("rank=16, alpha=32, targets=q_proj+v_proj+q_proj")
+    assert lora == Lora(16, 32.0, ("q_proj", "v_proj")) == Lora.parse(str(lora))
+    assert lora.scale == 2.0
+    assert Lora.parse("rank=4") == Lora(4, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "rank is missing"),
+        ("alpha=3", "rank is missing"),
+        ("rank=0", "positive integer"),
+        ("rank=1.5", "not an integer"),
+        ("rank=4,alpha=-1", "positive number"),
+        ("rank=4,alpha=nan", "positive number"),
+        ("rank=4,rank=5", "one value"),
+        ("rank=", "one value"),
+        ("rang=4", "did you mean rank"),
+    ],
+)
+def test_mistakes(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Lora.parse(text)
+
+
+def test_the_blueprint_of_llama() -> None:
+    plain = get("llama-3-8b")
+    model = plain.replace(lora=Lora.parse("rank=16"))
+    # Seven maps of each block, each with A of its inputs and B of its outputs.
+    widths = (4096 + 4096) * 2 + (4096 + 1024) * 2 + (4096 + 14336) * 3
+    assert count_trained(model) == (32 * 16 * widths, 32 * 16 * widths)
+    assert count(model) == count(plain) + 32 * 16 * widths
+    assert count_trained(plain)[0] == count(plain)
+    assert all(p.frozen == (".lora_" not in p.name) for p in blueprint(model).parameters())
+    assert ModelConfig.from_json(json.loads(json.dumps(model.to_json()))) == model
+    assert Blueprint.from_json(json.loads(json.dumps(blueprint(model).to_json()))) == blueprint(model)
+    assert "lora" not in plain.to_json()
+
+
+def test_flops_leave_out_gradients_of_frozen_weights() -> None:
+    plain = get("llama-3-8b")
+    model = plain.replace(lora=Lora.parse("rank=16"))
+    low = 2 * count_trained(model)[0]
+    forward = forward_flops_per_token(plain, 4096)
+    assert forward_flops_per_token(model, 4096) == forward + low
+    frozen = 2 * (count(plain) - plain.vocab * plain.hidden - (2 * 32 + 1) * 4096)
+    assert training_flops_per_token(model, 4096) == 3 * (forward + low) - frozen
+
+
+def test_targets_by_either_name() -> None:
+    model = get("llama-3-8b")
+    ours, theirs = (blueprint(model.replace(lora=Lora(4, targets=(name,)))) for name in ("q", "q_proj"))
+    assert ours == theirs
+    with pytest.raises(UserError, match="did you mean q_proj"):
+        blueprint(model.replace(lora=Lora(4, targets=("q_prj",))))

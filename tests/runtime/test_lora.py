@@ -1,0 +1,129 @@
+"""Low-rank adapters under generated layouts: parity with one device in float64, equal ledgers, equal bytes.
+
+Layouts are those of `test_layouts.py` and `test_pipelines.py` that adapters can have, each with its own rank
+and targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from zlib import crc32
+
+import pytest
+
+from harness import pipelines, space
+from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
+from harness.reference import Case, reference
+from harness.space import MODELS, Point
+from harness.today import some_of
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout import Layout, Workload, check_runnable, unit_plan
+from shardwise.model.lora import Lora
+from shardwise.model.parameters import blueprint, parameters
+
+TARGETS = ((), (), ("q", "v"), ("down",), ("k", "up"), ("out",), ("q", "k", "v", "up"))
+PER_DAY = 8
+MOST_RANKS = 6
+
+
+def adapted(point: Point) -> Point | None:
+    """The point with adapters; None for a layout that they cannot have yet."""
+    number = crc32(point.id.encode())
+    lora = Lora(1 + number % 5, float(1 + number % 7), TARGETS[number % len(TARGETS)])
+    try:
+        model = point.case.model.replace(lora=lora)
+        check_runnable(point.layout, model, point.case.workload)
+    except UserError:
+        return None
+    return replace(point, id=f"{point.id}:{lora}", case=replace(point.case, model=model))
+
+
+@cache
+def points() -> tuple[Point, ...]:
+    every = (*space.all_cases(), *pipelines.pipeline_cases())
+    return tuple(filter(None, map(adapted, (point for point in every if point.layout.ranks <= MOST_RANKS))))
+
+
+@pytest.mark.parametrize("point", some_of(points(), PER_DAY, "adapters"), ids=lambda p: p.id)
+def test_layout(point: Point) -> None:
+    def trained(case: Case) -> list:
+        return train(case, point.layout)
+
+    ranks = trained(point.case)
+    assert_parity(point.case, point.layout, ranks, again=trained)
+    assert_replicas_equal(ranks)
+    assert_ledger(point.case, point.layout, ranks)
+    assert_memory(point.case, point.layout, ranks)
+
+
+OTHERS = (
+    "dp=2,zero=3,offload=cpu,precision=fp64",
+    "dp=2,zero=2,offload=cpu:0.5,precision=fp64",
+    "dp=4,shard=2,zero=3,precision=fp64",
+    "cp=2,tp=2,precision=fp64",
+    "cp=2,cpkind=ulysses,precision=fp64",
+    "dp=2,zero=3,offload_activations=cpu,precision=fp64",
+)
+"""Keys that the spaces above have not."""
+
+
+@pytest.mark.parametrize("text", some_of(OTHERS, 2, "adapters elsewhere"))
+def test_other_layouts(text: str) -> None:
+    layout = Layout.parse(text)
+    model = MODELS["llama"].replace(lora=Lora(3, targets=("q", "down")))
+    case = Case(model, Workload(12, 4 * layout.dp), "fp64")
+    ranks = train(case, layout)
+    assert_parity(case, layout, ranks)
+    assert_ledger(case, layout, ranks)
+    assert_memory(case, layout, ranks)
+
+
+def test_the_space_is_covered() -> None:
+    assert len(points()) >= 130
+    for key in ("dp", "tp", "pp"):
+        assert {getattr(p.layout, key) for p in points()} >= {1, 2}, key
+    assert {p.layout.zero for p in points()} == {0, 1, 2, 3}
+    assert {p.layout.recompute for p in points()} == {"none", "selective", "full", "input"}
+
+
+def test_the_reference_leaves_frozen_weights() -> None:
+    """What parity compares with: frozen weights as they were, adapters moved."""
+    model = MODELS["llama"].replace(lora=Lora(3))
+    case = Case(model, Workload(12, 2))
+    before, after = reference(replace(case, steps=0)).final, reference(case).final
+    for p in parameters(model):
+        assert (before[p.name] == after[p.name]).all() == p.frozen, p.name
+
+
+def test_frozen_units_have_no_state() -> None:
+    """The plan of an 8-fold split: what is frozen is whole below stage 3, and never reduced."""
+    model = MODELS["llama"].replace(lora=Lora(3, targets=("q",)))
+    for zero in (0, 1, 2, 3):
+        plan = unit_plan(model, Layout(dp=4, zero=zero), Workload(12, 8))
+        for unit in plan.units:
+            assert unit.frozen == unit.name.endswith(".frozen")
+            assert bool(unit.reduce) != unit.frozen
+            assert unit.shard_ranks == (4 if zero and (zero == 3 or not unit.frozen) else 1), (zero, unit.name)
+        assert {unit.name for unit in plan.units if not unit.frozen} == {"blocks.0", "blocks.1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tp=2,tpkind=gathered", "tpkind=gathered"),
+        ("dp=2,sync=local,every=2", "sync=local"),
+        ("pp=2,schedule=zb-h1", "choose 1f1b"),
+        ("compile=block", "compile=block"),
+    ],
+)
+def test_what_adapters_cannot_have_yet(text: str, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        check_runnable(Layout.parse(text), MODELS["llama"].replace(lora=Lora(3)), Workload(12, 8))
+
+
+def test_models_without_adapters_are_named() -> None:
+    with pytest.raises(UserError, match="latent attention"):
+        MODELS["latent"].replace(lora=Lora(3))
+    with pytest.raises(UserError, match="no linear map 'gate'"):
+        blueprint(MODELS["gpt2"].replace(lora=Lora(3, targets=("gate",))))
