@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear maps (Hu et al. 2021) in plain PyTorch."""
+"""Adapters of linear maps: two narrow factors beside a weight (LoRA, Hu et al. 2021), in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from torch import Tensor, nn
 from shardwise.decoder.modules import Linear
 from shardwise.model.adapters import A
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.lora import Lora
 
 
 class AdaptedLinear(Linear):
-    """y = x W^T + b + scale (x A^T) B^T. A: [rank, in]; B: [out, rank]."""
+    """y = x W^T + b + scale (x A^T) B^T. A: [inner, in]; B: [out, inner]."""
 
-    def __init__(self, base: Linear, lora: Lora) -> None:
+    def __init__(self, base: Linear, inner: int, scale: float) -> None:
         out, inp = base.weight.shape
         super().__init__(inp, out, base.bias is not None)
-        self.lora_a = nn.Parameter(torch.empty(lora.rank, inp))
-        self.lora_b = nn.Parameter(torch.empty(out, lora.rank))
-        self.scale = lora.scale
+        self.lora_a = nn.Parameter(torch.empty(inner, inp))
+        self.lora_b = nn.Parameter(torch.empty(out, inner))
+        self.scale = scale
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -31,10 +30,11 @@ class AdaptedLinear(Linear):
         return super().forward(x) + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
-def adapt(decoder: nn.Module, lora: Lora, whole: Blueprint) -> None:
+def adapt(decoder: nn.Module, scale: float, whole: Blueprint) -> None:
     """Replace the maps of a decoder that have adapters in its blueprint."""
     for parameter in whole.parameters():
         if parameter.name.endswith(f".{A}"):
             owner, _, leaf = parameter.name.removesuffix(f".{A}").rpartition(".")
             parent = decoder.get_submodule(owner)
-            setattr(parent, leaf, AdaptedLinear(parent.get_submodule(leaf), lora))  # type: ignore[arg-type]
+            base = parent.get_submodule(leaf)
+            setattr(parent, leaf, AdaptedLinear(base, parameter.shape[0], scale))  # type: ignore[arg-type]

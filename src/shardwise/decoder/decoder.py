@@ -81,7 +81,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(block(config, f"blocks.{i}", i) for i in range(config.layers))
         self.head = Head(config, self.embedding.tokens)
         if config.lora:
-            adapt(self, config.lora, blueprint(config))
+            adapt(self, config.lora.scale, blueprint(config))
 
     def parts(self) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) in the order in which tokens pass through them."""

@@ -53,7 +53,8 @@ def export_weights(
     tokenizer: Path | None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Exported:
-    """`export` of the weights of `model` from any source. tokenizer: its tokenizer.json."""
+    """`export` of the weights of `model` from any source. tokenizer: its tokenizer.json. Raises as `export`: a
+    `UserError`."""
     if dtype not in ("bfloat16", "float32"):
         raise UserError(f"dtype must be bfloat16 or float32, not {dtype!r}")
     if max_shard_bytes < 1:

@@ -69,7 +69,8 @@ def merge(adapters: Path, folder: Path, base: Path | None = None, dtype: str = "
 def merge_checkpoint(
     checkpoint: Checkpoint, folder: Path, base: Path | None = None, dtype: str = "bfloat16"
 ) -> Exported:
-    """`merge` of the adapters of a checkpoint. base: None for the weights that its run started from."""
+    """`merge` of the adapters of a checkpoint. base: None for the weights that its run started from. Raises `UserError`
+    as `merge`, and for a run without adapters."""
     model, named = model_of(checkpoint), checkpoint.manifest.about.get("weights")
     if model.lora is None:
         raise UserError(f"{checkpoint.folder} has no adapters: its run trained all weights (checkpoint export)")
