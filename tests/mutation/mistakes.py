@@ -37,6 +37,8 @@ TESTS = (
     "tests/runtime/test_module_verify.py",
     "tests/serving/test_generation_engine.py",
     "tests/checkpoint/test_foreign_export.py",
+    "tests/runtime/test_lora_traps.py",
+    "tests/cli/test_lora_commands.py",
 )
 
 ENGINE, UNITS, STEP, LOSS = (
@@ -58,6 +60,7 @@ OUTER, PACKED, STORED = (
 )
 SERVER, POLICY = "runtime/sync/server.py", "schedule/staleness.py"
 SERVED_WORKER = "runtime/sync/worker.py"
+ADAPTERS = "model/adapters.py"
 SLOW, STRAGGLERS, PULSE = "runtime/job/slow.py", "schedule/stragglers.py", "runtime/job/pulse.py"
 FILE, STAGES = "runtime/offload/file.py", "runtime/pipeline/stages.py"
 CACHE, ROWS = "runtime/context/cache.py", "serving/rows.py"
@@ -572,4 +575,20 @@ MISTAKES = (
             '({} if decay else {"weight_decay": 0.0})', "{}", "trap_34"),
     Mistake(34, "DeepSpeed gets the moments in each other's files", "checkpoint/foreign/universal_writing.py",
             '"first": "exp_avg", "second": "exp_avg_sq"}', '"first": "exp_avg_sq", "second": "exp_avg"}', "trap_34"),
+    Mistake(35, "gradients of an adapter's whole factor are not summed over tp", ADAPTERS,
+            "partial=whole and not replicated,", "partial=False,", "trap_35"),
+    Mistake(35, "norms are trained beside adapters", ADAPTERS,
+            "replace(p, frozen=True))", 'replace(p, frozen="norm" not in p.name))', "trap_35"),
+    Mistake(35, "an adapter is not scaled", LINEAR,
+            "as_rows(x) @ a.t(), b.t(), alpha=module.scale)", "as_rows(x) @ a.t(), b.t())", "trap_35"),
+    Mistake(35, "the gradient of B is not scaled", LINEAR,
+            "(columns @ a.t()).mul_(module.scale)", "columns @ a.t()", "trap_35"),
+    Mistake(35, "no gradient passes through an adapter to its input", LINEAR,
+            "dx.addmm_(dy @ b, a, alpha=module.scale)", "pass", "trap_35"),
+    Mistake(35, "a resumed run has random weights beside its adapters", "runtime/job/trainer.py",
+            "if config.weights and (config.model.lora or not", "if config.weights and (not", "trap_35"),
+    Mistake(35, "adapters are merged without their scale", "checkpoint/huggingface/merging.py",
+            "weight += np.float32(self._scale) * ", "weight += ", "trap_35"),
+    Mistake(35, "frozen weights of replicas are sharded below stage 3", UNITS,
+            "(SHARD, REPLICATE) if self.layout.stage == 3 else ((), DATA)", "(SHARD, REPLICATE)", "trap_35"),
 )  # fmt: skip
