@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardwise.errors import UserError
     from shardwise.layout import Layout, Workload
     from shardwise.model import ModelConfig
+    from shardwise.model.lora import Lora
     from shardwise.planner import plan
     from shardwise.predict import estimate
     from shardwise.report import StepReport, compare
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Cluster",
     "Layout",
+    "Lora",
     "ModelConfig",
     "StepReport",
     "TrainResult",
@@ -44,6 +46,7 @@ __all__ = [
 _HOMES = {
     "Cluster": "cluster",
     "Layout": "layout",
+    "Lora": "model.lora",
     "ModelConfig": "model",
     "StepReport": "report",
     "TrainResult": "api",

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.huggingface import BATCH, RankProgram, _logits
 from harness.jobs import _errors
+from harness.own_modules import llama
 from shardwise.checkpoint.huggingface import PeftAdapters
 from shardwise.layout import Layout
 from shardwise.runtime.checkpointing import Position, Saver, start_adapters
@@ -38,6 +39,18 @@ class LoraResult:
     before: Tensor | None = None
     after: Tensor | None = None
     vocabulary: tuple[int, int] = (0, 0)
+
+
+def wrapped_llama() -> nn.Module:
+    """A Llama of `transformers` that `peft` has given adapters, none of them zero."""
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "o_proj", "down_proj"])
+    model = peft.get_peft_model(llama(), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
 
 
 def train_adapters(rank: int, job: LoraJob) -> LoraResult:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from harness.huggingface import STEPS, pretrained, tokens
-from harness.lora_jobs import LoraJob, LoraResult
+from harness.lora_jobs import LoraJob, LoraResult, wrapped_llama
+from harness.own_modules import token_example
 from harness.pool import run_ranks
+from shardwise import verify
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.huggingface import PeftAdapters, export_adapters, merge, merge_checkpoint
 from shardwise.errors import UserError
@@ -115,6 +117,10 @@ def test_merging_is_pefts(tmp_path: Path) -> None:
     assert expected.keys() == mine.keys()
     for key, tensor in expected.items():
         assert np.allclose(tensor.numpy(), mine[key].numpy(), rtol=1e-6, atol=1e-6), key
+
+
+def test_a_wrapped_module_splits_as_it_is() -> None:
+    assert verify(wrapped_llama, "dp=2,zero=3", example=token_example())
 
 
 def test_settings_that_are_not_supported_are_named(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -119,21 +119,30 @@ class FlatUnit:
 
         Weights are those values rounded, as they will be after every update.
         """
-        own = torch.zeros(self.stop - self.start, dtype=torch.float64, device=self.whole.device)
-        for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
-            for first in range(0, placed.numel, FILLED):
-                last = min(first + FILLED, placed.numel)
-                a, b = max(start + first, self.start), min(start + last, self.stop)
-                if a < b:
-                    own[a - self.start : b - self.start] = local_values(
-                        placed, a - start, b - start, values, own.device
-                    )
-                if self.plan.layout.stage in (1, 2):
-                    every = local_values(placed, first, last, values, own.device)
-                    self.whole[start + first : start + last].copy_(every.to(torch_dtype(self.plan.master_dtype)))
-        own = own.to(torch_dtype(self.plan.master_dtype))
+        own = torch.zeros(self.stop - self.start, dtype=torch_dtype(self.plan.master_dtype), device=self.whole.device)
+        for start, placed, first, last in self._chunks():
+            a, b = max(start + first, self.start), min(start + last, self.stop)
+            if a < b:
+                own[a - self.start : b - self.start] = local_values(placed, a - start, b - start, values, own.device)
+            if self.plan.layout.stage in (1, 2):
+                every = local_values(placed, first, last, values, own.device)
+                self.whole[start + first : start + last].copy_(every.to(own.dtype))
         self.put(0, own)
         return own
+
+    def fill_frozen(self, values: Values) -> None:
+        """Set frozen parameters from global values, without a copy of the unit in another precision."""
+        for start, placed, first, last in self._chunks():
+            a, b = max(start + first, self.start), min(start + last, self.stop)
+            if a < b:
+                part = local_values(placed, a - start, b - start, values, self.whole.device)
+                self.put(a - self.start, part.to(torch_dtype(self.plan.master_dtype)))
+
+    def _chunks(self) -> Iterator[tuple[int, Placed, int, int]]:
+        """(start in the flat buffer, parameter, first and last + 1 of its local elements) of blocks to fill."""
+        for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
+            for first in range(0, placed.numel, FILLED):
+                yield start, placed, first, min(first + FILLED, placed.numel)
 
     def gathered(self) -> None:
         """A gather over all shards is over: weights that came packed are unpacked, and the second copy is kept."""

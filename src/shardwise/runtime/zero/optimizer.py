@@ -108,7 +108,7 @@ class Optimizer:
         self.states = [UnitState(flat, values, engine.file) for flat in engine.trained]
         for flat in engine.units.values():
             if flat.unit.frozen:
-                flat.fill(values)
+                flat.fill_frozen(values)
         self._by_unit = {state.flat.unit.name: state for state in self.states}
         self.about: dict[str, Any] = {}
         """What a later run must know of the step under way, beside the number of updates."""
