@@ -14,6 +14,7 @@ from shardwise.layout.optimizers import OPTIMIZERS
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, get
+from shardwise.model.lora import Lora
 from shardwise.planner import Space, price_one
 from shardwise.planner.bounds import MemoryBound
 from shardwise.planner.exact import ExactMemory
@@ -72,6 +73,18 @@ def test_a_plan_has_the_bytes_of_estimate(batch):
         assert report.roles[place].bytes == held, where
         assert held.total == max(role.bytes.total for role in report.roles), where
         assert bound <= held.total, where
+
+
+def test_the_bound_of_adapters():
+    """Of frozen weights a rank has no gradients and no optimizer state, which the bound must know."""
+    draw = random.Random(f"adapters {seed()}")
+    models = [m.replace(lora=Lora(16)) for m in DENSE if not (m.experts or m.latent_attention)]
+    ratios = []
+    for space, layout, bound in candidates(draw, 200 if EVERYTHING else 40, models):
+        held = ExactMemory(space.model, space.workload, space.cluster).total(layout)
+        assert bound <= held, (space.model.name, str(space.cluster), space.workload, str(layout))
+        ratios.append(bound / held)
+    assert sorted(ratios)[len(ratios) // 2] > 0.8
 
 
 def test_the_bound_is_near_the_bytes():

@@ -27,6 +27,8 @@ def check_emit(args: argparse.Namespace) -> None:
     if writer.serves != args.serve:
         instead = "add --serve" if writer.serves else "leave out --serve"
         raise UserError(f"--emit {args.emit}: {writer.title} {'serves' if writer.serves else 'trains'}; {instead}")
+    if args.lora is not None:
+        raise UserError("--emit writes layouts, and no engine's file here has adapters: leave out --lora")
     if args.set and writer.loads_model:
         raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
 

@@ -305,7 +305,8 @@ class BlockTensors:
             # with heads side by side
             copies = (self.q if s.heads > 1 else 0) + self.k * (2 if s.kv_heads > 1 else 1)
         live.allocate(copies)
-        given = 0 if self.pre else self.stream  # the block's own input, which others hold
+        # Without a norm before it that is the block's own input, which others hold.
+        given = 0 if self.pre or not self.reads.attention else self.stream
         self._column_backward([s.q, s.k, s.v], grads + copies - given, reads=self.reads.attention)
         live.free(copies if self.apart else 0)  # of what they were made of
 
@@ -347,7 +348,7 @@ class BlockTensors:
         live.transient(self.low)
         self._scattered(width)
         if not reads:
-            live.free(grads + (0 if self.pre else s.stream * deep * s.element))
+            live.free(grads)
         elif not self.apart:
             gathered = self._gathered(width)
             live.transient(max(self._piece(rows, deep), self.low))

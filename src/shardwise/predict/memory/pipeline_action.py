@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.memory.activations import Sizes, kept_items, saved_items, saved_mask, stored_bytes
+from shardwise.predict.memory.activations import Sizes, kept_items, made_items, saved_items, saved_mask, stored_bytes
 from shardwise.predict.memory.buffers import MemoryByClass, MemoryTrace, When
 from shardwise.predict.memory.peak import backwards, forward, loss, of_weights, saved_inputs, tables
 
@@ -32,6 +32,8 @@ class StageBytes:
     """The most in its forward, beyond what there is before."""
     known: int
     """Saved bytes that are inputs of the step."""
+    unsaved: int
+    """Its input, where no part saves it: its gradient's owner keeps it."""
     moments: Callable[[bool, bool], dict[tuple[When, str], int]]
     """(the gradients of weights come apart, they are added to others) -> `peak.backwards`."""
     attends: bool
@@ -49,6 +51,7 @@ class StageBytes:
             {part: sum(kept_items(plan, s, part).values()) for part in parts},
             forward(plan, s, parts),
             sum(saved_inputs(plan, s, part) for part in parts),
+            s.stream * s.hidden * s.element * (stage > 0 and "input" not in made_items(plan, s, parts[0])),
             cache(partial(backwards, plan, s, parts)),
             bool(plan.blocks(stage)),
             stage == 0,
@@ -136,7 +139,7 @@ class ActionMemory:
         self.note(now, self.shared + of.forward)
         self.saved, self.stored = of.saved + self.mask, of.stored
         # Its input, now among the saved tensors, came by a message or from a stage of this rank.
-        self.rest = of.saved - of.known + self.shared + ((not of.last) - (not of.first)) * self.message
+        self.rest = of.saved + of.unsaved - of.known + self.shared + ((not of.last) - (not of.first)) * self.message
         self.note(now, self.rest + (loss(self.plan, self.s) if of.last else 0))
         self.moment()
 
@@ -163,7 +166,9 @@ class ActionMemory:
         if apart and not of.last and self.keeps_messages:
             kept += self.message
         self.saved, self.stored = kept - of.saved - self.mask, -of.stored
-        self.rest = kept - of.saved + of.known - self.shared + ((not of.first) - (not of.last)) * self.message
+        self.rest = (
+            kept - of.saved - of.unsaved + of.known - self.shared + ((not of.first) - (not of.last)) * self.message
+        )
         self.moment()
 
     def weights(self) -> None:

@@ -42,6 +42,19 @@ class _BeforeForward(torch.autograd.Function):
         return grads[0], None
 
 
+class _WithGradient(torch.autograd.Function):
+    """Identity that gives a tensor without gradient a backward pass, in which nothing is computed. anchor: a number that
+    requires a gradient, and gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 class _RecomputeFromInput(torch.autograd.Function):
     """All blocks of a stage, saving only the first one's input: each block's backward starts with a run up to it."""
 
@@ -100,6 +113,7 @@ class StageRunner:
         if plan.layout.offload_activations != "none":
             self.offloaded = OffloadedActivations(device, comms, self.engine.host, self.engine.lasting())
         self.vocabulary = vocabulary_range(plan)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.parts = {name: part for name, part in self.decoder.parts() if name in plan.parts}
         self.moment: Callable[[list[WeightGradient]], object] = no_moment
         """Told whenever all that backward will need is there, or some of it has gone: at the end of a forward pass, and
@@ -178,10 +192,8 @@ class StageRunner:
                 y = part(x, batch)
         if saved is not None:
             saved.saved()
-        if not y.requires_grad:
-            # A frozen embedding: its backward, in which nothing is computed, comes with the gradient of its output.
-            y.requires_grad_().register_hook(lambda grad: begin())
-            return y
+        if not y.requires_grad:  # a frozen embedding
+            y = _WithGradient.apply(self._anchor, y)  # type: ignore[no-untyped-call]
         assert y.grad_fn is not None
         y.grad_fn.register_prehook(lambda grads: begin())
         return y
