@@ -148,8 +148,8 @@ def _assert_bf16_parity(
 
     tpkind=gathered sums the gradient of every linear map's input over the ranks in bf16, Megatron-LM's form half as
     many: 2.1 times was measured at tp=6, for a layout that is exact in fp64. Latent attention under sp sums, in bf16,
-    also the gradients of its maps to low ranks: 2.4 times was measured at tp=2, exact in fp64. Adapters are added to the
-    parts of a row-parallel map's output, each rounded: 2.02 times was measured at tp=3, exact in fp64."""
+    also the gradients of its maps to low ranks: 2.4 times was measured at tp=2, exact in fp64. Adapters are added
+    to the parts of a row-parallel map's output, each rounded: 2.02 times was measured at tp=3, exact in fp64."""
     rounds = layout.tpkind == "gathered" or (layout.sp and case.model.latent_attention) or case.model.lora
     times = 2.5 if rounds else 2
     bounds = {name: times * error for name, error in _one_device_bf16(case).items()}

@@ -43,8 +43,8 @@ class _BeforeForward(torch.autograd.Function):
 
 
 class _WithGradient(torch.autograd.Function):
-    """Identity that gives a tensor without gradient a backward pass, in which nothing is computed. anchor: a number that
-    requires a gradient, and gets none."""
+    """Identity that gives a tensor without gradient a backward pass, in which nothing is computed. anchor: a number
+    that requires a gradient, and gets none."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
