@@ -14,17 +14,20 @@ from harness.module_jobs import LR, ROWS, SETTINGS, STEPS
 from harness.own_modules import OWN, PLANS, own_batch, summed_loss
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
+from shardwise.model.lora import Lora
 from shardwise.report.step_report import LedgerRow
+from shardwise.runtime.module.adapters import add_adapters
 from shardwise.runtime.module.split import split
 
 
 @dataclass(frozen=True)
 class FrozenTraining:
-    """frozen: beginnings of the names of parameters."""
+    """frozen: beginnings of the names of parameters. lora: adapters in place of that."""
 
     name: str
     layout: str
-    frozen: tuple[str, ...]
+    frozen: tuple[str, ...] = ()
+    lora: str = ""
     folder: str = ""
     """Folder for a checkpoint at the end."""
 
@@ -44,13 +47,16 @@ def build(job: FrozenTraining) -> nn.Module:
     torch.manual_seed(0)
     module = OWN[job.name]()
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(not name.startswith(job.frozen))
+        parameter.requires_grad_(not name.startswith(job.frozen or ("none",)))
     return module
 
 
 def one_device(job: FrozenTraining) -> tuple[FrozenOutcome, dict[str, Tensor]]:
     """Losses and norms, and the final parameters, in plain PyTorch."""
-    module, outcome = build(job).double(), FrozenOutcome()
+    module, outcome = build(job), FrozenOutcome()
+    if job.lora:
+        add_adapters(module, Lora.parse(job.lora))
+    module.double()
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": SETTINGS.weight_decay},
@@ -71,7 +77,8 @@ def train_frozen(rank: int, payload: tuple[FrozenTraining, dict[str, Tensor]]) -
     """Train as `one_device` does. The last step is measured."""
     job, reference = payload
     layout = Layout.parse(f"{job.layout},precision=fp64")
-    module = split(build(job), layout, PLANS[job.name] if layout.tp > 1 else None, optimizer=SETTINGS)
+    plan = PLANS[job.name] if layout.tp > 1 else None
+    module = split(build(job), layout, plan, lora=job.lora or None, optimizer=SETTINGS)
     outcome, comms, engine = FrozenOutcome(), module.program.comms, module.program.engine
     for step in range(STEPS):
         rows = tuple(part.chunk(comms.size(DATA))[comms.index(DATA)] for part in own_batch(job.name, ROWS, step))

@@ -38,6 +38,7 @@ TESTS = (
     "tests/serving/test_generation_engine.py",
     "tests/checkpoint/test_foreign_export.py",
     "tests/runtime/test_lora_traps.py",
+    "tests/runtime/test_module_frozen.py",
     "tests/cli/test_lora_commands.py",
 )
 
@@ -585,6 +586,8 @@ MISTAKES = (
             "(columns @ a.t()).mul_(module.scale)", "columns @ a.t()", "trap_35"),
     Mistake(35, "no gradient passes through an adapter to its input", LINEAR,
             "dx.addmm_(dy @ b, a, alpha=module.scale)", "pass", "trap_35"),
+    Mistake(35, "gradients of the whole factor beside a user's cut map are not summed", "runtime/module/describe.py",
+            "partial = partial or _sees_part(style, leaf)", "pass", "trap_35 and one_device"),
     Mistake(35, "a resumed run has random weights beside its adapters", "runtime/job/trainer.py",
             "if config.weights and (config.model.lora or not", "if config.weights and (not", "trap_35"),
     Mistake(35, "adapters are merged without their scale", "checkpoint/huggingface/merging.py",

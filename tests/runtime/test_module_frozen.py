@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 
 import pytest
+from torch import Tensor
 
 from harness.frozen_jobs import FrozenTraining, build, one_device, train_frozen
 from harness.own_modules import SkipMLP
 from harness.pool import run_ranks
 from shardwise import Layout, UserError
 from shardwise.checkpoint import find
+from shardwise.model.lora import Lora
+from shardwise.runtime.module.adapters import add_adapters
 from shardwise.runtime.module.describe import describe, find_blocks
+from shardwise.runtime.module.initial import MetaValues
 
 assert train_frozen
 FIRST = ("enter", "blocks.0", "blocks.1")
@@ -31,6 +35,50 @@ CASES = [
 @pytest.mark.parametrize(("name", "layout", "frozen"), CASES)
 def test_training_is_that_of_one_device(name: str, layout: str, frozen: tuple[str, ...]) -> None:
     job = FrozenTraining(name, layout, frozen)
+    final = trained_as_on_one_device(job)
+    before = {key: p.double() for key, p in build(job).named_parameters()}
+    for key, whole in final.items():
+        assert (before[key] == whole).all() == key.startswith(frozen), key
+
+
+ADAPTED = [
+    ("skips", "tp=2", "rank=3,alpha=4"),
+    ("skips", "dp=2,tp=2,zero=3,recompute=full", "rank=3,targets=up+down"),
+    ("skips", "dp=2,zero=2", "rank=2,targets=head"),
+    ("states", "tp=2", "rank=2"),
+    ("states", "dp=4,zero=3,shard=2", "rank=2,targets=enter"),
+    ("shared", "dp=2,tp=2,zero=1", "rank=3,targets=up+down"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "lora"), ADAPTED)
+def test_trap_35_adapters_are_those_of_one_device(name: str, layout: str, lora: str) -> None:
+    """Column and row maps, gathered and split ones, a map that two blocks share."""
+    job = FrozenTraining(name, layout, lora=lora)
+    final = trained_as_on_one_device(job)
+    before = {key.replace(".weight", ""): p for key, p in build(job).named_parameters()}
+    moved = [key for key, whole in final.items() if ".lora_" in key and whole.abs().max() > 0]
+    assert moved and len(moved) == sum(".lora_" in key for key in final)
+    for key, whole in final.items():
+        if ".lora_" not in key:
+            assert (before[key.replace(".weight", "")].double() == whole).all(), key
+
+
+def test_adapters_of_a_module_on_the_meta_device() -> None:
+    module = SkipMLP(device="meta")
+    add_adapters(module, Lora(2))
+    values = MetaValues(module).made("blocks.0.up")
+    assert values.lora_a.std() > 0 and (values.lora_b == 0).all() and not values.weight.isnan().any()
+
+
+def test_maps_that_are_not_there_are_named() -> None:
+    with pytest.raises(UserError, match=r"no nn\.Linear named 'q_proj'; maps: down, enter, head, up"):
+        add_adapters(SkipMLP(), Lora(2, targets=("q_proj",)))
+
+
+def trained_as_on_one_device(job: FrozenTraining) -> dict[str, Tensor]:
+    """Train in processes, and compare with one device; its final parameters."""
+    layout = job.layout
     expected, final = one_device(job)
     outcomes = run_ranks("harness.frozen_jobs:train_frozen", Layout.parse(layout).ranks, (job, final))
     for outcome in outcomes:
@@ -42,13 +90,11 @@ def test_training_is_that_of_one_device(name: str, layout: str, frozen: tuple[st
     for key, whole in final.items():
         error = math.sqrt(sum(outcome.errors.get(key, 0.0) for outcome in outcomes))
         assert error <= 1e-9 * float(whole.norm()), key
-    before = {key: p.double() for key, p in build(job).named_parameters()}
-    for key, whole in final.items():
-        assert (before[key] == whole).all() == key.startswith(frozen), key
+    return final
 
 
 def test_a_checkpoint_has_what_is_trained(tmp_path) -> None:
-    job = FrozenTraining("skips", "dp=2,zero=3", FIRST, str(tmp_path))
+    job = FrozenTraining("skips", "dp=2,zero=3", FIRST, folder=str(tmp_path))
     (first, second) = run_ranks("harness.frozen_jobs:train_frozen", 2, (job, one_device(job)[1]))
     trained = {name for name, p in build(job).named_parameters() if p.requires_grad}
     assert {name.partition("/")[2] for name in find(tmp_path).tensors} == trained

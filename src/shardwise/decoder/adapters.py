@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,14 +10,17 @@ from shardwise.model.adapters import A
 from shardwise.model.blueprint import Blueprint
 
 
-class AdaptedLinear(Linear):
-    """y = x W^T + b + scale (x A^T) B^T. A: [inner, in]; B: [out, inner]."""
+class Adapted(nn.Module):
+    """What a linear map with an adapter has beside its weight and bias: A [inner, in], B [out, inner], their scale."""
 
-    def __init__(self, base: Linear, inner: int, scale: float) -> None:
-        out, inp = base.weight.shape
-        super().__init__(inp, out, base.bias is not None)
-        self.lora_a = nn.Parameter(torch.empty(inner, inp))
-        self.lora_b = nn.Parameter(torch.empty(out, inner))
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    scale: float
+
+    def _add_factors(self, base: nn.Module, inner: int, scale: float) -> None:
+        weight = base.get_parameter("weight")
+        self.lora_a = nn.Parameter(weight.new_empty(inner, weight.shape[1]))
+        self.lora_b = nn.Parameter(weight.new_empty(weight.shape[0], inner))
         self.scale = scale
 
     @property
@@ -26,8 +28,21 @@ class AdaptedLinear(Linear):
         """(A, B)."""
         return self.lora_a, self.lora_b
 
+    def low(self, x: Tensor) -> Tensor:
+        """scale (x A^T) B^T."""
+        return self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+class AdaptedLinear(Adapted, Linear):
+    """y = x W^T + b + scale (x A^T) B^T."""
+
+    def __init__(self, base: Linear, inner: int, scale: float) -> None:
+        out, inp = base.weight.shape
+        Linear.__init__(self, inp, out, base.bias is not None)
+        self._add_factors(base, inner, scale)
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+        return Linear.forward(self, x) + self.low(x)
 
 
 def adapt(decoder: nn.Module, scale: float, whole: Blueprint) -> None:
@@ -37,4 +52,5 @@ def adapt(decoder: nn.Module, scale: float, whole: Blueprint) -> None:
             owner, _, leaf = parameter.name.removesuffix(f".{A}").rpartition(".")
             parent = decoder.get_submodule(owner)
             base = parent.get_submodule(leaf)
-            setattr(parent, leaf, AdaptedLinear(base, parameter.shape[0], scale))  # type: ignore[arg-type]
+            assert isinstance(base, Linear)
+            setattr(parent, leaf, AdaptedLinear(base, parameter.shape[0], scale))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.decoder.adapters import AdaptedLinear
+from shardwise.decoder.adapters import Adapted
 from shardwise.decoder.latent_attention import SharedKey
 from shardwise.decoder.modules import Linear, Linears, Lookup, TiedLinear
 from shardwise.ops.context import Around, OpContext
@@ -46,14 +46,14 @@ class _Maps:
         return out
 
     @property
-    def adapted(self) -> list[AdaptedLinear]:
+    def adapted(self) -> list[Adapted]:
         """The maps with adapters."""
-        return [module for module in self.modules if isinstance(module, AdaptedLinear)]
+        return [module for module in self.modules if isinstance(module, Adapted)]
 
     @property
     def trains(self) -> bool:
         """Whether gradients of weights are computed."""
-        return any(module.weight.requires_grad or isinstance(module, AdaptedLinear) for module in self.modules)
+        return any(module.weight.requires_grad or isinstance(module, Adapted) for module in self.modules)
 
     def matrix(self, weight: Tensor) -> Tensor:
         """A weight as [outputs, inputs]."""
@@ -62,7 +62,7 @@ class _Maps:
     def product(self, module: Map, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Outputs [..., out] of a map."""
         y = F.linear(x, self.matrix(weight), bias)
-        if isinstance(module, AdaptedLinear):
+        if isinstance(module, Adapted):
             a, b = module.factors
             as_rows(y).addmm_(as_rows(x) @ a.t(), b.t(), alpha=module.scale)
         return y
@@ -72,7 +72,7 @@ class _Maps:
         if module.weight.requires_grad:
             pair = (columns, dy) if self.transposed else (dy, columns)
             grad_slot(module.weight).add_product(pair[0].t(), pair[1])
-        if isinstance(module, AdaptedLinear):
+        if isinstance(module, Adapted):
             a, b = module.factors
             grad_slot(b).add_product(dy.t(), (columns @ a.t()).mul_(module.scale))
             grad_slot(a).add_product((dy @ b).mul_(module.scale).t(), columns)
@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
         for dy, weight in zip(dys[1:], weights[1 : len(dys)], strict=True):
             dx.addmm_(dy, maps.matrix(weight))
         for module, dy in zip(maps.modules, dys, strict=True):
-            if isinstance(module, AdaptedLinear):
+            if isinstance(module, Adapted):
                 a, b = module.factors
                 dx.addmm_(dy @ b, a, alpha=module.scale)
         dx, pending = maps.enter.backward(dx.view(*local[0].shape[:-1], -1))

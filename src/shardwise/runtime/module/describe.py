@@ -13,7 +13,9 @@ from torch.utils import _pytree
 from shardwise.errors import LayoutError, UserError, did_you_mean
 from shardwise.layout import Layout
 from shardwise.layout.styles import GATHERED, LOOKUP, WHOLE, MapStyle, matched
+from shardwise.model.adapters import A, B
 from shardwise.model.blueprint import Blueprint, Cut, Parameter, Part
+from shardwise.runtime.module.adapters import AdaptedMap
 from shardwise.runtime.module.initial import is_meta
 
 ROOT = "root"
@@ -133,7 +135,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_plain_map(module: nn.Module) -> bool:
     """Whether it is a linear map with the usual forward."""
-    return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return is_conv1d(module) or plain or isinstance(module, AdaptedMap)
 
 
 def _styles(module: nn.Module, layout: Layout, plan: Mapping[str, str] | None) -> dict[str, MapStyle]:
@@ -214,9 +217,10 @@ def _parameter(
         cut = _cut(style, leaf)
         transposed = is_conv1d(module.get_submodule(owner)) and leaf == "weight"
         partial = partial or style.partial
+        partial = partial or _sees_part(style, leaf)
         cuts.setdefault("column" if cut == "vocab" else cut, alias)
         if cut in ("column", "row") and "none" in style.edges:  # what gathers or splits itself may pad
-            dim = (cut == "row") != transposed if leaf == "weight" else 0
+            dim = (cut == "row") != transposed if parameter.dim() > 1 else 0
             _check_divides(alias, cut, parameter.shape[dim], layout)
     if len(cuts) > 1:
         both = ", ".join(f"{alias} by {cut}" for cut, alias in cuts.items())
@@ -229,10 +233,22 @@ def _parameter(
 
 
 def _cut(style: MapStyle, leaf: str) -> Cut:
-    """A bias is cut with column-parallel outputs that stay apart, and added whole to outputs that come together."""
+    """A bias is cut with column-parallel outputs that stay apart, and added whole to outputs that come together. Of an
+    adapter, the factor at the side that is cut is cut with it."""
     if leaf == "weight":
         return style.cut
+    if leaf in _SIDES:
+        return style.cut if style.cut == _SIDES[leaf] else "replicated"
     return "column" if style.cut == "column" and style.edges.leave == "none" else "replicated"
+
+
+_SIDES: dict[str, Cut] = {A: "row", B: "column"}
+"""Factor of an adapter -> the cut of a map that it is cut by."""
+
+
+def _sees_part(style: MapStyle, leaf: str) -> bool:
+    """Whether a rank has a part of the gradient of an adapter's factor: the one that is whole beside a cut weight."""
+    return leaf in _SIDES and style.cut in _SIDES.values() and style.cut != _SIDES[leaf]
 
 
 def _check_divides(name: str, cut: Cut, size: int, layout: Layout) -> None:

@@ -17,11 +17,13 @@ from shardwise.checkpoint import find
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.lora import Lora
 from shardwise.report.step_report import StepReport, merge_roles
 from shardwise.runtime.checkpointing import Position, Saver, restore
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
+from shardwise.runtime.module.adapters import add_adapters
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.initial import MetaValues, is_meta, values_of
 from shardwise.runtime.module.legality import check_module_layout
@@ -40,6 +42,7 @@ def split(
     *,
     blocks: Sequence[str] | None = None,
     accumulate: int = 1,
+    lora: Lora | str | None = None,
     optimizer: OptimizerConfig | None = None,
     device: torch.device | str | None = None,
     transport: str = "auto",
@@ -52,7 +55,8 @@ def split(
     plan: {pattern: style} of tensor parallelism (`layout.styles`); None for the one that a `transformers` model has.
     example: inputs of one forward pass, to find the order in which blocks run; None where it is that of registration.
     blocks: classes or paths of the modules that are gathered, reduced and recomputed alone; None to find them.
-    accumulate: micro-batches per step. optimizer: AdamW's settings; `lr` is constant but for `train_step(lr=)`.
+    accumulate: micro-batches per step. lora: low-rank adapters beside its linear maps, all else being frozen, such as
+    "rank=16,targets=q_proj+v_proj". optimizer: AdamW's settings; `lr` is constant but for `train_step(lr=)`.
     transport: as of `make_comms`. Without a process group one is made, with torchrun's ranks or for this process alone.
     Raises `UserError` for a module, a plan or a layout that cannot be split.
     """
@@ -63,6 +67,8 @@ def split(
     module = model if isinstance(model, nn.Module) else model()
     if not isinstance(module, nn.Module):
         raise UserError(f"split takes an nn.Module or a function that builds one, not {type(module).__name__}")
+    if lora is not None:
+        add_adapters(module, Lora.parse(lora) if isinstance(lora, str) else lora)
     found = find_blocks(module, blocks)
     if example is not None:
         found = run_order(module, found, example)
