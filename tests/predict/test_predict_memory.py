@@ -226,9 +226,9 @@ def test_a_million_micro_batches_are_not_gone_through_one_by_one(
 ) -> None:
     made: list[int] = []
 
-    def training(split: Layout, tied: bool, count: int) -> object:
+    def training(split: Layout, tied: bool, count: int, early: bool) -> object:
         made.append(count)
-        return build(split, tied, count)
+        return build(split, tied, count, early)
 
     build = pipeline.training
     monkeypatch.setattr(pipeline, "training", training)
