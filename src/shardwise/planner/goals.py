@@ -161,7 +161,7 @@ def largest_model(space: Space, usable: float) -> ModelConfig:
     for model in sorted(members, key=count, reverse=True):
         if why_not_planned(model) or why_not_fixed(model, space.fixed):
             continue
-        if fits(replace(space, model=model), usable):
+        if fits(replace(space, model=model.replace(lora=space.model.lora)), usable):
             return model
     raise UserError(f"no model of the family {family} fits {space.cluster}")
 
