@@ -19,6 +19,7 @@ from harness.huggingface import STEPS, pretrained, tokens
 from harness.lora_jobs import LoraJob, LoraResult, wrapped_llama
 from harness.own_modules import token_example
 from harness.pool import run_ranks
+from harness.today import some_of
 from shardwise import verify
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.huggingface import PeftAdapters, export_adapters, merge, merge_checkpoint
@@ -84,7 +85,7 @@ def names(weights: Path, adapters: Path) -> dict[str, str]:
     return {p.name: p.foreign.tensor for p in parameters(model) if not p.frozen and p.foreign}
 
 
-@pytest.mark.parametrize("text", CASES)
+@pytest.mark.parametrize("text", some_of(CASES, 3, "peft"))
 def test_gradients_and_files_are_pefts(text: str, tmp_path: Path) -> None:
     name, targets = CASES[text]
     theirs, layout = adapted(name, targets, tmp_path), Layout.parse(text)

@@ -10,6 +10,7 @@ from torch import Tensor
 from harness.frozen_jobs import FrozenTraining, build, one_device, train_frozen
 from harness.own_modules import SkipMLP
 from harness.pool import run_ranks
+from harness.today import some_of
 from shardwise import Layout, UserError
 from shardwise.checkpoint import find
 from shardwise.model.lora import Lora
@@ -32,7 +33,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "frozen"), CASES)
+@pytest.mark.parametrize(("name", "layout", "frozen"), some_of(CASES, 4, "frozen modules"))
 def test_training_is_that_of_one_device(name: str, layout: str, frozen: tuple[str, ...]) -> None:
     job = FrozenTraining(name, layout, frozen)
     final = trained_as_on_one_device(job)
@@ -51,7 +52,7 @@ ADAPTED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "lora"), ADAPTED)
+@pytest.mark.parametrize(("name", "layout", "lora"), some_of(ADAPTED, 3, "adapted modules"))
 def test_trap_35_adapters_are_those_of_one_device(name: str, layout: str, lora: str) -> None:
     """Column and row maps, gathered and split ones, a map that two blocks share."""
     job = FrozenTraining(name, layout, lora=lora)
