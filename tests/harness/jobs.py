@@ -136,8 +136,10 @@ def train(rank: int, asked: Training) -> RankOutcome:
         outcome.pieces |= _pieces(state.flat, state.master)
     for flat in program.engine.units.values():
         if flat.unit.frozen:
-            outcome.final_errors |= _errors(flat, flat.interval, reference.final)
-            outcome.pieces |= _pieces(flat, flat.interval)
+            source = program.engine.stored
+            held = flat.interval if source is None else source.fetch(flat, program.comms)
+            outcome.final_errors |= _errors(flat, held, reference.final)
+            outcome.pieces |= _pieces(flat, held)
     outcome.routed = program.expert_loads.routed
     dist.barrier()
     program.close(remove=True)

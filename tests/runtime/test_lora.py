@@ -67,6 +67,9 @@ OTHERS = (
     "cp=2,tp=2,precision=fp64",
     "cp=2,cpkind=ulysses,precision=fp64",
     "dp=2,zero=3,offload_activations=cpu,precision=fp64",
+    "dp=2,zero=3,offload=cpu,offload_params=cpu,precision=fp64",
+    "dp=2,zero=3,offload=nvme,offload_params=nvme,precision=fp64",
+    "dp=2,zero=1,offload=nvme:0.5,precision=fp64",
 )
 """Keys that the spaces above have not."""
 

@@ -87,7 +87,7 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
 def _check_adapters(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:
     """Raise `LayoutError` for what frozen weights cannot have yet. Without a workload, any layout may store them."""
     usual = Layout()
-    for key in ("tpkind", "sync", "compile", "offload_params", "qgz") if workload is not None else ():
+    for key in ("tpkind", "sync", "compile") if workload is not None else ():
         if (value := getattr(layout, key)) != getattr(usual, key):
             raise LayoutError(f"{key}={value} does not go with the adapters of {model.name} yet: leave it out")
     if layout.pp > 1 and pipeline.splits_backward(layout.schedule):

@@ -145,9 +145,7 @@ def why_not_fixed(model: ModelConfig, fixed: Mapping[str, Any]) -> str:
     if ep > 1 and not model.experts:
         return f"ep={ep} splits experts, and {model.name} is a model without experts; leave ep out"
     if model.lora and fixed.get("offload_params", "none") != "none":
-        return (
-            f"offload_params={fixed['offload_params']} does not go with the adapters of {model.name} yet: leave it out"
-        )
+        return f"offload_params={fixed['offload_params']} is not priced beside adapters yet: leave it out"
     if model.experts and model.experts.count % ep:
         valid = ", ".join(map(str, divisors(model.experts.count)))
         return f"ep={ep} does not divide the {model.experts.count} experts of {model.name}; valid ep: {valid}"

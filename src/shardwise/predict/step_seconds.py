@@ -77,6 +77,8 @@ def step_seconds(
     for key in UNPRICED:
         if (value := getattr(layout, key)) != getattr(usual, key):
             raise UserError(f"the time of {key}={value} is not modelled")
+    if model.lora and layout.offload_params != "none":
+        raise UserError(f"the time of frozen weights with offload_params={layout.offload_params} is not modelled")
     if layout.ranks > MOST_DEVICES:
         raise UserError(f"time is predicted for up to {MOST_DEVICES:,} devices")
     count = workload.micro_batches(layout)

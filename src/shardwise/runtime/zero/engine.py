@@ -102,9 +102,10 @@ class Engine:
             )
             for u in plan.units
         }  # fmt: skip
-        self._source: StoredIntervals | None = None
+        self.stored: StoredIntervals | None = None
+        """Intervals of parameters that are off the device."""
         if plan.layout.offload_params != "none" and plan.trains:
-            self._source = StoredIntervals(plan, file, host)
+            self.stored = StoredIntervals(plan, file, host)
         for buffer in file.buffers if file is not None else []:
             host.add("comm", buffer.nbytes)
         self._gathers: dict[str, Work] = {}
@@ -275,18 +276,18 @@ class Engine:
             if not in_use & {self.units[gather.unit].unit.slot for gather in following.gathers}:
                 with self.comms.in_phase(following.phase):
                     self._gather(following)
-        if self._source is not None and self._at + 1 < len(self._uses):
+        if self.stored is not None and self._at + 1 < len(self._uses):
             self._read_ahead(self._uses[self._at + 1])
 
     def _read_ahead(self, use: Use) -> None:
         """Read what the gathers after the next ones will need."""
-        assert self._source is not None
+        assert self.stored is not None
         pending = {self.units[name].unit.slot for name in self._gathers}
         for gather in use.gathers:
             flat = self.units[gather.unit]
             copied = flat.copy is not None and gather.axes == flat.unit.again
             if flat.unit.slot not in pending and not copied and gather.unit not in self._packed:
-                self._source.prefetch(flat)
+                self.stored.prefetch(flat)
 
     def _gather(self, use: Use) -> None:
         for gather in use.gathers:
@@ -310,7 +311,7 @@ class Engine:
 
     def _interval(self, flat: FlatUnit) -> Tensor:
         """This rank's interval of a unit, on the device."""
-        return flat.interval if self._source is None else self._source.fetch(flat, self.comms)
+        return flat.interval if self.stored is None else self.stored.fetch(flat, self.comms)
 
     @contextmanager
     def compile_guard(self, part: str) -> Iterator[None]:
@@ -395,7 +396,7 @@ class Engine:
             assert flat.slot is not None
             flat.slot.take()
             self._gathers[unit.name] = self._start(self._gathers_of_step.next(unit))
-            if self._source is not None:
+            if self.stored is not None:
                 self._gathers[unit.name].wait()  # its buffer is the next one's
 
     def reshard(self, stage: int) -> None:
@@ -492,7 +493,7 @@ class Engine:
         """Class of bytes -> the tensors whose storages belong to it, for the memory report; "offloaded": those in the
         host's memory, beside gradients that are."""
         flats = list(self.units.values())
-        weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats if self._source is None]
+        weights = [flat.interval if self.stage == 3 else flat.whole for flat in flats if self.stored is None]
         weights += [flat.copy for flat in flats if flat.copy is not None]
         packed = [flat.packed.own for flat in flats if flat.packed is not None]
         for errors in (flat.residuals for flat in flats if flat.residuals is not None):
@@ -502,14 +503,14 @@ class Engine:
         return {
             "parameters": weights,
             "gradients": [flat.grads.tensor for flat in self.trained],
-            "offloaded": [*(flat.interval for flat in flats if self._source is not None), *self._buffers_on_host()],
+            "offloaded": [*(flat.interval for flat in flats if self.stored is not None), *self._buffers_on_host()],
             "comm": [*(buffer.tensor for buffer in buffers), *self._reserved, self._room.tensor, *packed],
         }
 
     def _buffers_on_host(self) -> list[Tensor]:
         return [
             *(self.file.buffers if self.file is not None else []),
-            *(self._source.buffers.values() if self._source is not None else []),
+            *(self.stored.buffers.values() if self.stored is not None else []),
         ]
 
 
