@@ -94,6 +94,7 @@ def test_trap_35_pefts_folder_and_back(root: Path) -> None:
     [
         (("generate", "lora", "--prompt", "a"), "merge them first"),
         (("checkpoint", "merge", "whole", "--to", "x"), "has no adapters"),
+        (("checkpoint", "export", "lora", "--to", "x", "--format", "dcp"), "exported for peft"),
         (("checkpoint", "merge", "base", "--to", "x"), "no checkpoint"),
         (("train", "--resume", "lora", "--lora", "rank=3"), "leave out --lora"),
         (("train", "tiny-llama", *TEXT, "--lora", "nowhere"), "no adapter_config.json"),

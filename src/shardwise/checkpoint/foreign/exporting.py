@@ -92,6 +92,8 @@ def _clear(folder: Path, new: bool) -> None:
 def written_state(checkpoint: Checkpoint, names: str, weights_only: bool) -> WrittenState:
     """A checkpoint as other trainers' formats need it; tensors are read when they are asked for. Raises `UserError`."""
     model = model_of(checkpoint)
+    if model.lora:
+        raise UserError(f"{checkpoint.folder} has adapters alone, which are exported for peft: leave out --format")
     held = {name.partition("/")[0] for name in checkpoint.tensors}
     moments = () if weights_only else MOMENTS
     if held - {"model", *MOMENTS} or not {*moments} <= held:
