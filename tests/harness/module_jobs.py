@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from harness.jobs import _errors
 from harness.own_modules import OWN, PLANS, llama, own_batch, summed_loss, token_example
+from harness.pool import run_ranks
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
 from shardwise.report.step_report import LedgerRow, StepReport
@@ -76,7 +80,7 @@ def one_device(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
 def own_split(job: OwnTraining) -> SplitModule:
     torch.manual_seed(0)
     layout = Layout.parse(f"{job.layout},precision=fp64")
-    plan = PLANS[job.name] if layout.tp > 1 else None
+    plan = PLANS[job.name] if layout.tp > 1 or layout.ep > 1 else None
     return split(
         OWN[job.name](), layout, plan, accumulate=job.accumulate, optimizer=SETTINGS, transport=job.transport
     )  # fmt: skip
@@ -146,3 +150,25 @@ def mixed(rank: int, payload: tuple[str, str]) -> tuple[list[float], set[str], s
 def compare(rank: int, request: VerifyRequest) -> RankDifference:
     """What one rank finds."""
     return compare_split(request)
+
+
+@cache
+def reference(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
+    return one_device(name)
+
+
+def trained(job: OwnTraining) -> list[OwnOutcome]:
+    """Train in processes, and compare with one device."""
+    expected, final = reference(job.name)
+    outcomes = run_ranks("harness.module_jobs:train_own", Layout.parse(job.layout).ranks, (job, final))
+    for outcome in outcomes:
+        steps = len(outcome.losses)
+        assert outcome.tokens == expected.tokens[-steps:]
+        assert outcome.losses == pytest.approx(expected.losses[-steps:], rel=1e-9)
+        assert outcome.evaluation < 1e-9
+        assert outcome.norms == pytest.approx(expected.norms[-steps:], rel=1e-9)
+    for name, whole in final.items():
+        error = math.sqrt(sum(outcome.errors.get(name, 0.0) for outcome in outcomes))
+        assert error <= 1e-9 * float(whole.norm()), name
+    assert {name for outcome in outcomes for name in outcome.errors} == set(final)
+    return outcomes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -114,7 +117,63 @@ class SharedWeights(nn.Module):
         return self.head(x)
 
 
-OWN: dict[str, type[nn.Module]] = {"skips": SkipMLP, "states": StateSpace, "shared": SharedWeights}
+class StackedExperts(nn.Module):
+    """Gated experts, stacked in two parameters."""
+
+    def __init__(self, experts: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, 2 * inner, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, width, inner) / inner**0.5)
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            token, slot = torch.where(chosen == number)
+            gate, value = F.linear(tokens[token], up).chunk(2, -1)
+            rows = F.linear(F.silu(gate) * value, down) * weights[token, slot, None]
+            out = out.index_add(0, token, rows)
+        return out
+
+
+class RoutedBlock(nn.Module):
+    """x plus its chosen experts of `norm(x)`."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, experts)
+        self.experts = StackedExperts(experts, width, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(y).softmax(-1).topk(2, -1)
+        return x + self.experts(y, chosen, weights).view_as(x)
+
+
+class RoutedModel(nn.Module):
+    """Token table, blocks of experts, a head. The last expert of the second block has no token. ids: [batch, seq]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(RoutedBlock(WIDTH, 4) for _ in range(2))
+        nn.init.constant_(self.blocks[1].router.bias[3:], -100.0)
+        self.register_buffer("shift", torch.linspace(0, 1, WIDTH))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+OWN: dict[str, type[nn.Module]] = {
+    "skips": SkipMLP,
+    "states": StateSpace,
+    "shared": SharedWeights,
+    "routed": RoutedModel,
+}
 PLANS: dict[str, dict[str, str]] = {
     "skips": {"blocks.*.up": "column", "blocks.*.down": "row", "head": "colwise_gather_output"},
     "states": {
@@ -124,6 +183,12 @@ PLANS: dict[str, dict[str, str]] = {
         "head": "vocab",
     },
     "shared": {"table": "vocab", "blocks.*.up": "column", "blocks.*.down": "row"},
+    "routed": {
+        "table": "vocab",
+        "blocks.*.experts": "experts",
+        "blocks.*.experts.up": "packed_column",
+        "blocks.*.experts.down": "row",
+    },
 }
 
 
@@ -204,11 +269,53 @@ def vit(**changes: object) -> nn.Module:
     return ViTForImageClassification(ViTConfig(**sizes | {"image_size": 16, "patch_size": 4} | changes))
 
 
+def mixtral(**changes: object) -> nn.Module:
+    """Stacked experts, of which grouped products have no float64."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**_SMALL | {"num_local_experts": 4} | changes))
+
+
+def deepseek(**changes: object) -> nn.Module:
+    """Latent attention, a dense block, then shared experts beside routed ones in groups."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {
+        "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_key_value_heads": 4, "n_routed_experts": 8,
+        "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 16,
+        "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    }  # fmt: skip
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**_SMALL | sizes | changes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):
+            nn.init.normal_(parameter)
+    return model
+
+
 _SMALL = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
 FAMILIES = {"llama": llama, "qwen3": qwen3, "phi3": phi3, "gemma3": gemma3, "gpt2": gpt2}
+MIXTURES = {"mixtral": mixtral, "deepseek": deepseek}
+
+
+def four_layers(family: Callable[..., nn.Module], changes: dict[str, object]) -> nn.Module:
+    """A model with blocks for four stages."""
+    return family(**{"num_hidden_layers": 4} | changes)
+
+
+PIPED = {
+    "llama": partial(four_layers, llama, {}),
+    "qwen3": partial(four_layers, qwen3, {"tie_word_embeddings": True}),
+    "gpt2": partial(gpt2, n_layer=4),
+    "gpt2 apart": partial(gpt2, n_layer=4, tie_word_embeddings=False),
+    "mixtral": partial(four_layers, mixtral, {}),
+    "deepseek": partial(four_layers, deepseek, {}),
+}
+"""Families with four blocks; the tables of two are tied."""
+GPT2_PARTS = ["transformer.wte", "transformer.wpe", "transformer.h.*", "transformer.ln_f", "lm_head"]
+PARTS = {"states": ["table", "blocks.*", "head"], "routed": ["table", "blocks.*", "head"]}
 GPT2_PLAN = {
     "transformer.h.*.attn.c_attn": "colwise_gather_output",
     "transformer.h.*.attn.c_proj": "rowwise_split_input",

@@ -283,9 +283,9 @@ MISTAKES = (
             "[:, c - left : d - left]", "[:, : d - c]", "trap_21"),
     Mistake(21, "every tp rank saves its rows as the first ones", "checkpoint/pieces.py",
             "yield LocalInterval(unit.name, a, b, placed.name, placed.parameter.shape, local, "
-            "local.inside(placed.box))",
-            "first = tuple((0, bottom - top) for top, bottom in placed.box)\n"
-            "            local = Piece(tuple((0, size) for size in placed.shape), a - offset, b - offset)\n"
+            "local.inside(box))",
+            "first = tuple((0, bottom - top) for top, bottom in box)\n"
+            "            local = Piece(tuple((0, size) for size in shape), a - offset, b - offset)\n"
             "            yield LocalInterval(\n"
             "                unit.name, a, b, placed.name, placed.parameter.shape, local, local.inside(first))",
             "trap_21"),
@@ -552,7 +552,7 @@ MISTAKES = (
             "if part in plan.by_name and part not in around]", "if part in plan.by_name]", "trap_33"),
     Mistake(33, "the blocks take the root's slot", UNITS,
             'if self.layout.pp > 1 or self.kind(part) == "root":', "if self.layout.pp > 1:", "trap_33"),
-    Mistake(33, "each data rank divides a user's loss by its own tokens", "runtime/module/program.py",
+    Mistake(33, "each data rank divides a user's loss by its own tokens", "runtime/module/parts.py",
             'self.comms.all_reduce(count, DATA, "valid tokens")', "pass", "trap_33"),
     Mistake(33, "later micro-batches count as many tokens as the first", "runtime/module/program.py",
             "flat.grads_interval.mul_(assumed / tokens)", "pass", "trap_33"),

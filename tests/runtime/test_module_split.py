@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from functools import cache
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.module_jobs import ROWS, STEPS, OwnOutcome, OwnTraining, one_device
+from harness.module_jobs import ROWS, STEPS, OwnTraining, reference, trained
 from harness.own_modules import OWN, SkipMLP, own_batch
 from harness.pool import run_ranks
 from shardwise import Layout, StepReport, UserError, split
@@ -28,28 +25,6 @@ LAYOUTS = [
     "dp=2,tp=2,zero=3",
     "tp=4,recompute=full",
 ]
-
-
-@cache
-def reference(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
-    return one_device(name)
-
-
-def trained(job: OwnTraining) -> list[OwnOutcome]:
-    """Train in processes, and compare with one device."""
-    expected, final = reference(job.name)
-    outcomes = run_ranks("harness.module_jobs:train_own", Layout.parse(job.layout).ranks, (job, final))
-    for outcome in outcomes:
-        steps = len(outcome.losses)
-        assert outcome.tokens == expected.tokens[-steps:]
-        assert outcome.losses == pytest.approx(expected.losses[-steps:], rel=1e-9)
-        assert outcome.evaluation < 1e-9
-        assert outcome.norms == pytest.approx(expected.norms[-steps:], rel=1e-9)
-    for name, whole in final.items():
-        error = math.sqrt(sum(outcome.errors.get(name, 0.0) for outcome in outcomes))
-        assert error <= 1e-9 * float(whole.norm()), name
-    assert {name for outcome in outcomes for name in outcome.errors} == set(final)
-    return outcomes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -175,7 +150,6 @@ class Twice(nn.Module):
         (lambda: 3, "dp=1", {}, r"not int"),
         (SkipMLP(device="meta"), "dp=1", {}, r"scale is on the meta device, and SkipMLP has no .* give a function"),
         (OWN["skips"], "dp=2", {}, r"needs 2 ranks, but there are 1: .*torchrun --nproc-per-node 2"),
-        (OWN["skips"], "pp=2", {}, r"pp=2 .* not there yet for a user's module"),
         (OWN["skips"], "tp=2,sp", {}, r"sp .* not there yet"),
         (OWN["skips"], "zero=1,offload=cpu", {}, r"offload=cpu .* not there yet"),
         (OWN["skips"], "recompute=selective", {}, r"choose recompute=full"),

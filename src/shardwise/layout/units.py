@@ -243,7 +243,7 @@ class UnitPlan:
         """Stage -> its parts, for the stages of the pipeline that this rank has; all in one without a pipeline."""
         if self.layout.pp == 1:
             return {0: self.blueprint.names}
-        cut = pipeline.stages(self.model, self.layout)
+        cut = pipeline.stages(self.subject, self.layout)
         where = pipeline.placement(self.layout)
         parts = self.blueprint.stages(cut.layers)
         return {stage: parts[stage] for stage, rank in enumerate(where) if rank == self.pp_rank}
@@ -266,7 +266,7 @@ class UnitPlan:
         """Actions of all pipeline ranks in one step; None without a pipeline."""
         if self.layout.pp == 1:
             return None
-        return pipeline.training(self.layout, self.model.tied, self.micro_batches)
+        return pipeline.training(self.layout, bool(self.blueprint.shared), self.micro_batches)
 
     @property
     def actions(self) -> tuple[Action, ...]:

@@ -22,9 +22,11 @@ from shardwise.runtime.checkpointing import Position, Saver, restore
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
+from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
+from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import MetaValues, is_meta, values_of
-from shardwise.runtime.module.legality import check_module_layout
+from shardwise.runtime.module.legality import check_module_layout, check_pipeline
 from shardwise.runtime.module.program import ModuleProgram, StepOutcome
 from shardwise.runtime.zero.flat_unit import Values
 
@@ -39,6 +41,7 @@ def split(
     example: Any = None,
     *,
     blocks: Sequence[str] | None = None,
+    parts: Sequence[str | nn.Module] | None = None,
     accumulate: int = 1,
     optimizer: OptimizerConfig | None = None,
     device: torch.device | str | None = None,
@@ -52,6 +55,9 @@ def split(
     plan: {pattern: style} of tensor parallelism (`layout.styles`); None for the one that a `transformers` model has.
     example: inputs of one forward pass, to find the order in which blocks run; None where it is that of registration.
     blocks: classes or paths of the modules that are gathered, reduced and recomputed alone; None to find them.
+    parts: under a pipeline, all modules with parameters in the order in which a micro-batch passes through them, or
+    patterns of their paths; None for the plan of a `transformers` model. What comes before the blocks is on the first
+    stage, what comes after them on the last.
     accumulate: micro-batches per step. optimizer: AdamW's settings; `lr` is constant but for `train_step(lr=)`.
     transport: as of `make_comms`. Without a process group one is made, with torchrun's ranks or for this process alone.
     Raises `UserError` for a module, a plan or a layout that cannot be split.
@@ -63,17 +69,21 @@ def split(
     module = model if isinstance(model, nn.Module) else model()
     if not isinstance(module, nn.Module):
         raise UserError(f"split takes an nn.Module or a function that builds one, not {type(module).__name__}")
+    if layout.precision == "fp64":
+        use_exact_products(module)
     found = find_blocks(module, blocks)
-    if example is not None:
+    chain = find_chain(module, parts, found) if layout.pp > 1 else None
+    if example is not None and chain is None:
         found = run_order(module, found, example)
-    described = describe(module, layout, plan, found)
+    described = describe(module, layout, plan, found, chain)
+    workload = Workload(seq=1, batch=layout.dp * accumulate)
+    check_pipeline(described.blueprint, layout, accumulate)
     at = torch.device(device) if device is not None else _device_of(module)
     if at.type == "cuda" and dist.get_backend() == "gloo":
         raise UserError("a module on a GPU needs NCCL: call torch.distributed.init_process_group('nccl') before split")
     values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
     _place_buffers(module, layout, values, at)
-    comms = make_comms(layout, None, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
-    workload = Workload(seq=1, batch=layout.dp * accumulate)
+    comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
     return SplitModule(ModuleProgram(module, described, units, comms, optimizer or OptimizerConfig(), values, at))
 
@@ -136,7 +146,7 @@ class SplitModule(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass."""
+        """The module's forward pass. Under a pipeline, and outside of a step, it is None but on the last stage."""
         return (self.program.run if self._trains else self.program.infer)(*args, **kwargs)
 
     def train_step(
@@ -146,7 +156,8 @@ class SplitModule(nn.Module):
 
         loss_fn: (this module, micro-batch) -> (summed loss, number of tokens), of this rank. Losses are divided by the
         tokens of all ranks, however many each has. A mean loss alone counts once per rank and micro-batch.
-        batch: this rank's rows, handed to `loss_fn` as they are; a list has `accumulate` micro-batches.
+        batch: this rank's rows, handed to `loss_fn` as they are; a list has `accumulate` micro-batches. Every rank of a
+        pipeline has the same, and `loss_fn` computes the loss on the last stage alone.
         measure: whether `report` will be this step's, which follows every tensor and takes longer.
         """
         micro_batches = batch if isinstance(batch, list) else [batch]
@@ -155,6 +166,7 @@ class SplitModule(nn.Module):
         try:
             if not measure:
                 return self.program.step(lambda run, rows: loss_fn(self, rows), micro_batches, lr)
+            self.program.learn_shapes(lambda run, rows: loss_fn(self, rows), micro_batches)
             with StepMeasurement(self.program) as measurement:
                 outcome = self.program.step(lambda run, rows: loss_fn(self, rows), micro_batches, lr)
         finally:
