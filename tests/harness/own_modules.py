@@ -46,6 +46,39 @@ class SkipMLP(nn.Module):
         return self.head(x + 0.5 * changes)
 
 
+class PlainBlock(nn.Module):
+    """x + down(gelu(up(norm(x)))), one tensor. runs: a buffer that counts its forward passes in training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+        self.register_buffer("scale", torch.full((width,), 0.5))
+        self.register_buffer("runs", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.runs += 1
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class PlainMLP(nn.Module):
+    """A map, four blocks with a function between them, a map. x: [batch, width]."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.enter = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(PlainBlock(width) for _ in range(4))
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
 class StateSpaceBlock(nn.Module):
     """A diagonal state-space layer, token by token, between two maps."""
 
@@ -173,6 +206,7 @@ OWN: dict[str, type[nn.Module]] = {
     "states": StateSpace,
     "shared": SharedWeights,
     "routed": RoutedModel,
+    "plain": PlainMLP,
 }
 PLANS: dict[str, dict[str, str]] = {
     "skips": {"blocks.*.up": "column", "blocks.*.down": "row", "head": "colwise_gather_output"},
@@ -189,13 +223,14 @@ PLANS: dict[str, dict[str, str]] = {
         "blocks.*.experts.up": "packed_column",
         "blocks.*.experts.down": "row",
     },
+    "plain": {"blocks.*.up": "column", "blocks.*.down": "row"},
 }
 
 
 def own_batch(name: str, rows: int, seed: int) -> tuple[Tensor, Tensor]:
     """(inputs, targets with -100 for what does not count, of different numbers in the rows)."""
     generator = torch.Generator().manual_seed(seed)
-    if name == "skips":
+    if name in ("skips", "plain"):
         targets = torch.randint(VOCAB, (rows,), generator=generator)
         targets[: rows // 4] = -100
         return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64), targets
@@ -315,7 +350,11 @@ PIPED = {
 }
 """Families with four blocks; the tables of two are tied."""
 GPT2_PARTS = ["transformer.wte", "transformer.wpe", "transformer.h.*", "transformer.ln_f", "lm_head"]
-PARTS = {"states": ["table", "blocks.*", "head"], "routed": ["table", "blocks.*", "head"]}
+PARTS = {
+    "states": ["table", "blocks.*", "head"],
+    "routed": ["table", "blocks.*", "head"],
+    "plain": ["enter", "blocks.*", "head"],
+}
 GPT2_PLAN = {
     "transformer.h.*.attn.c_attn": "colwise_gather_output",
     "transformer.h.*.attn.c_proj": "rowwise_split_input",

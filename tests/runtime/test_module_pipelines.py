@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
-from harness.own_modules import GPT2_PARTS, GPT2_PLAN, PIPED, token_example
+from harness.module_jobs import OwnTraining, trained
+from harness.own_modules import GPT2_PARTS, GPT2_PLAN, OWN, PIPED, token_example
 from harness.pool import run_ranks
-from shardwise import Layout
+from shardwise import Layout, UserError
+from shardwise.runtime.module.chain import Chain, find_chain
 from shardwise.runtime.module.comparison import first_difference
+from shardwise.runtime.module.describe import describe, find_blocks
 from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
 
 pytestmark = pytest.mark.usefixtures("leftovers")
@@ -41,3 +45,69 @@ def test_transformers_classes_are_split_right(family, layout):
     result = verdict(PIPED[family], layout, plan, parts, tolerance)
     assert result, str(result)
     assert result.parameters >= 15
+
+
+TRAINED = [
+    ("plain", "pp=2", 1),
+    ("plain", "pp=2", 4),
+    ("plain", "pp=4", 4),
+    ("plain", "pp=2,schedule=gpipe,dp=2,zero=2", 2),
+    ("plain", "pp=2,virtual=2,schedule=interleaved,dp=2,zero=3", 2),
+    ("plain", "pp=2,dp=2,zero=3,recompute=full", 2),
+    ("plain", "pp=2,tp=2,dp=2,zero=1", 2),
+    ("plain", "pp=2,stages=0/4", 2),
+    ("plain", "pp=2,stages=4/0", 2),
+    ("plain", "pp=2,schedule=zb-h1", 4),
+    ("states", "pp=2,dp=2,zero=1", 2),
+    ("states", "pp=2,tp=2", 2),
+    ("routed", "pp=2,dp=2,ep=2,zero=1", 2),
+    ("routed", "pp=2,tp=2,ep=2", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "accumulate"), TRAINED)
+def test_training_is_that_of_one_device(name, layout, accumulate):
+    """Three steps with clipping; tokens differ over ranks and micro-batches."""
+    trained(OwnTraining(name, layout, accumulate))
+
+
+def test_gloo_gives_the_same_as_shared_memory():
+    trained(OwnTraining("plain", "pp=2,dp=2,zero=3", 2, transport="gloo"))
+
+
+@pytest.mark.parametrize("after", ["pp=2,virtual=2,schedule=interleaved", "dp=2,zero=3", "tp=2"])
+def test_a_checkpoint_of_stages_is_continued_under_any_layout(after, tmp_path):
+    saved = OwnTraining("plain", "pp=2,dp=2,zero=1", 2, save=str(tmp_path))
+    run_ranks("harness.module_jobs:train_own", 4, (saved, {}))
+    trained(OwnTraining("plain", after, 2, load=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (None, r"pp needs an ordered list of parts, and PlainMLP publishes none: give parts=\['table'"),
+        (["enter", "block.*", "head"], r"no module is named 'block.\*'; did you mean blocks"),
+        (["enter", "blocks.*", "enter"], r"parts: enter is named twice"),
+        (["enter", "blocks.0", "head"], r"parts: blocks.1.\S+ is in none of them"),
+        ([], r"none of them has parameters"),
+    ],
+)
+def test_a_bad_list_of_parts_is_one_line(parts, message):
+    module = OWN["plain"]()
+    with pytest.raises(UserError, match=message) as caught:
+        describe(module, Layout(pp=2), None, [], find_chain(module, parts, find_blocks(module, None)))
+    assert "\n" not in str(caught.value)
+
+
+def test_parts_are_paths_or_modules():
+    module = OWN["plain"]()
+    expected = Chain(("enter",), tuple(f"blocks.{n}" for n in range(4)), ("head",))
+    blocks = find_blocks(module, None)
+    for parts in (
+        ["enter", "blocks.*", "head"],
+        ["enter", "blocks", "head"],
+        [module.enter, module.blocks, module.head],
+    ):
+        assert find_chain(module, parts, blocks) == expected
+    rows = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    assert find_chain(rows, ["*"], []) == Chain((), ("0", "2"), ())

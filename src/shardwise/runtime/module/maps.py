@@ -42,12 +42,14 @@ def lower_maps(
         if not is_plain_map(child) and style.cut == "replicated":
             continue
         weight = parameters[id(child.weight)]
+        # Under a pipeline a tied head computes on another stage than the part of its weight.
+        part = weight.part if described.chain is None else described.chain.home(f"{name}.")
         outputs, inputs = reversed(weight.shape) if weight.transposed else weight.shape
-        around = around_map(style.cut, style.edges, comms, weight.part, (inputs, outputs))
+        around = around_map(style.cut, style.edges, comms, part, (inputs, outputs))
         if isinstance(child, nn.Embedding):
             form = _lookup(child, place(weight, plan.layout, plan.tp_rank).box[0], around)
         else:
-            at = OpContext(weight.part, Options("train", split=True), name, {f"{name}.weight": around}, weights)
+            at = OpContext(part, Options("train", split=True), name, {f"{name}.weight": around}, weights)
             form = linear(child, at, is_conv1d(child))  # type: ignore[arg-type]
             writing.add(child)
         child.forward = form  # type: ignore[assignment]

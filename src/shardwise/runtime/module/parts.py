@@ -62,7 +62,7 @@ class PartRunner:
         self, module: nn.Module, described: DescribedModule, plan: UnitPlan, comms: Comms, device: torch.device
     ) -> None:
         self.module, self.plan, self.comms, self.device = module, plan, comms, device
-        self.weights = WeightGradients()
+        self.weights = WeightGradients(at_once=plan.of_kind("exit"))
         writing = lower_maps(module, plan, comms, described, self.weights)
         self.engine = Engine(module, plan, comms, device, writing, self.weights)
         self.moment: Callable[[list[WeightGradient]], object] = no_moment

@@ -165,6 +165,7 @@ class StepWorker:
     def backward_of_weights(self, stage: int, micro: int) -> None:
         """As of `Worker`."""
         products = self._kept.pop((stage, micro))
+        assert {product.part for product in products} <= set(self.runner.plan.stages[stage])
         for part in reversed(self.runner.plan.stages[stage]):
             self.engine.use_unit("weights", part)
             for product in [each for each in products if each.part == part]:

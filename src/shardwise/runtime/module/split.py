@@ -6,6 +6,7 @@ import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardwise.runtime.checkpointing import Position, Saver, restore
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
+from shardwise.runtime.module.buffers import restore_buffers, stored_shapes, written
 from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.experts import use_exact_products
@@ -195,20 +197,27 @@ class SplitModule(nn.Module):
         return self._report
 
     def save(self, folder: Path | str) -> Path:
-        """Write weights, moments and step to `folder`/step-N, under the module's own names, for any layout. All ranks
-        call it together. Buffers are not in it. Returns the checkpoint's folder."""
+        """Write weights, moments, persistent buffers and step to `folder`/step-N, under the module's own names, for any
+        layout. All ranks call it together. Returns the checkpoint's folder."""
         folder, program = Path(folder), self.program
         if folder not in self._savers:
             about = {"module": program.plan.blueprint.name, "layout": str(program.plan.layout)}
-            self._savers[folder] = Saver(program, folder, seed=0, about=about, keep=0, later=False, timeout=TIMEOUT)
+            self._savers[folder] = Saver(
+                program, folder, seed=0, about=about, keep=0, later=False, timeout=TIMEOUT,
+                others=partial(written, program),
+            )  # fmt: skip
         steps = program.optimizer.steps
         self._savers[folder].save(Position(steps, 0, steps))
         return folder / f"step-{steps}"
 
     def load(self, folder: Path | str) -> int:
-        """Set weights, moments and step from a checkpoint of any layout, or from a folder's newest one. All ranks call
-        it together. Returns the steps that were done. Raises `UserError` when it is of another module, or damaged."""
-        return restore(self.program, find(Path(folder))).step
+        """Set weights, moments, buffers and step from a checkpoint of any layout, or from a folder's newest one. All
+        ranks call it together. Returns the steps that were done. Raises `UserError` when it is of another module, or
+        damaged."""
+        checkpoint, module = find(Path(folder)), self.program.module
+        position = restore(self.program, checkpoint, stored_shapes(module))
+        restore_buffers(module, checkpoint)
+        return position.step
 
     @property
     def blueprint(self) -> Blueprint:

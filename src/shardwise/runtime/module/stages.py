@@ -70,9 +70,10 @@ class ModuleStages:
         return result
 
     def computes(self, path: str) -> bool:
-        """Whether a module's output is that of the whole model now: it is in no part, or in one of this stage."""
+        """Whether a module's output is that of the whole model now: it is in a part of this stage, or, on the first
+        one, in none."""
         home = self.chain.home(f"{path}.")
-        return not home or home in self.plan.stages[self._stage]
+        return home in self.plan.stages[self._stage] if home else self._stage == 0
 
     def _before(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs) if self._stage == 0 else self._nothing()
