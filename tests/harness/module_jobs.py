@@ -150,6 +150,22 @@ def mixed(rank: int, payload: tuple[str, str]) -> tuple[list[float], set[str], s
     return losses, dtypes, {str(state.master.dtype) for state in module.program.optimizer.states}
 
 
+def buffers_of(rank: int, payload: tuple[str, str, str]) -> dict[str, Tensor]:
+    """Persistent buffers of the plain module: those of a checkpoint, or, where that is empty, new ones, saved there."""
+    layout, folder, checkpoint = payload
+    module = own_split(OwnTraining("plain", layout, accumulate=2))
+    if checkpoint:
+        module.load(Path(checkpoint))
+    else:
+        stages = module.program.stages
+        for number, (name, buffer) in enumerate(module.module.named_buffers()):
+            # What a rank does not compute with is not the whole model's.
+            here = stages is None or stages.chain.home(name) in module.program.plan.parts
+            buffer.fill_(number + 1 if here else -1)
+        module.save(Path(folder))
+    return {name: buffer.clone() for name, buffer in module.module.named_buffers()}
+
+
 def compare(rank: int, request: VerifyRequest) -> RankDifference:
     """What one rank finds."""
     return compare_split(request)

@@ -35,6 +35,9 @@ TESTS = (
     "tests/schedule/test_slow_ranks.py",
     "tests/runtime/test_module_split.py",
     "tests/runtime/test_module_verify.py",
+    "tests/runtime/test_module_experts.py",
+    "tests/runtime/test_module_pipelines.py",
+    "tests/runtime/test_module_buffers.py",
     "tests/serving/test_generation_engine.py",
     "tests/checkpoint/test_foreign_export.py",
 )
@@ -62,6 +65,7 @@ SLOW, STRAGGLERS, PULSE = "runtime/job/slow.py", "schedule/stragglers.py", "runt
 FILE, STAGES = "runtime/offload/file.py", "runtime/pipeline/stages.py"
 CACHE, ROWS = "runtime/context/cache.py", "serving/rows.py"
 RING, VIEW, BLOCKWISE = "runtime/context/ring.py", "runtime/context/view.py", "ops/blockwise.py"
+MODULE_EXPERTS, PIPELINED = "runtime/module/experts.py", "runtime/module/pipelined.py"
 ROUTED, EXCHANGE, LOADS = "ops/experts.py", "runtime/expert/exchange.py", "runtime/expert/loads.py"
 CUT, CORES, ULYSSES = "layout/context.py", "runtime/context/cores.py", "runtime/context/ulysses.py"
 PIPELINE, SCHEDULE, LISTS = (
@@ -572,4 +576,31 @@ MISTAKES = (
             '({} if decay else {"weight_decay": 0.0})', "{}", "trap_34"),
     Mistake(34, "DeepSpeed gets the moments in each other's files", "checkpoint/foreign/universal_writing.py",
             '"first": "exp_avg", "second": "exp_avg_sq"}', '"first": "exp_avg_sq", "second": "exp_avg"}', "trap_34"),
+    Mistake(34, "ranks with parts of experts keep the gradients of their own parts", MODULE_EXPERTS,
+            "grad, pending = ctx.exchange.enter_backward(grad.contiguous(), like)\n        pending.wait()",
+            "grad = grad.reshape(ctx.shape)", "trap_34_experts"),
+    Mistake(34, "a router gets no gradient from a user's experts", MODULE_EXPERTS,
+            "for x in (tokens, weights))", "for x in (tokens, weights.detach()))", "trap_34_experts"),
+    Mistake(34, "the gradients of rows that travelled stay with the experts", MODULE_EXPERTS,
+            "None, None, ctx.exchange.to_tokens(grads[0], ctx.route.sent, ctx.route.received), None",
+            "None, None, ctx.exchange.to_tokens(0 * grads[0], ctx.route.sent, ctx.route.received), None",
+            "trap_34_experts"),
+    Mistake(34, "gate and up of an expert are cut as one map", PLACEMENT,
+            "each = rows // (parameter.heads * parameter.packed)", "each = rows // parameter.heads", "trap_34_experts"),
+    Mistake(34, "a user's experts are whole weights to the sum of gradients", "runtime/module/expert_plan.py",
+            'cut="expert"', 'cut="replicated"', "trap_34_experts"),
+    Mistake(34, "the gradient of a stage's input is dropped", PIPELINED,
+            "return None if x is None else x.grad", "return None if x is None else torch.zeros_like(x)",
+            "trap_34_stages"),
+    Mistake(34, "a pipeline's later micro-batches count as many tokens as the first", PIPELINED,
+            "numbers[0], numbers[1] = self.assumed, self.first + self.runner.over_data(self.later)",
+            "numbers[0] = numbers[1] = self.assumed", "trap_34_stages"),
+    Mistake(34, "a stage's weight gradients that come later are lost", PIPELINED,
+            "                product.add()\n", "                pass\n", "trap_34_stages"),
+    Mistake(34, "a tied head's gradients are looked for on the first stage", "runtime/module/maps.py",
+            'weight.part if described.chain is None else described.chain.home(f"{name}.")', "weight.part",
+            "trap_34_tied"),
+    Mistake(34, "the first stage saves the buffers of all", "runtime/module/buffers.py",
+            "return home in program.plan.parts if home else comms.index(PP) == 0", "return comms.index(PP) == 0",
+            "trap_34_buffers"),
 )  # fmt: skip

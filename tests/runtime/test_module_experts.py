@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from harness.module_jobs import OwnTraining, trained
 from harness.own_modules import MIXTURES, OWN, PLANS, token_example
 from harness.pool import run_ranks
+from harness.today import some_of
 from shardwise import Layout, UserError
 from shardwise.runtime.module.comparison import first_difference
 from shardwise.runtime.module.describe import describe
@@ -50,12 +53,18 @@ SPREAD = [
 ]
 
 
-@pytest.mark.parametrize("layout", WHOLE + SPREAD)
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    ("family", "layout"), some_of(product(MIXTURES, WHOLE + SPREAD), 16, "mixtures of a user's module")
+)
 def test_mixtures_are_split_right(family, layout):
     result = verdict(MIXTURES[family], layout)
     assert result, str(result)
     assert result.modules >= 20 and result.parameters >= 18
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,ep=2,etp=2,zero=3", "dp=4,ep=2"])
+def test_trap_34_experts_and_their_router_get_all_gradients(layout):
+    trained(OwnTraining("routed", layout))
 
 
 @pytest.mark.parametrize("layout", SPREAD)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from torch import nn
 
 from harness.module_jobs import OwnTraining, trained
 from harness.own_modules import GPT2_PARTS, GPT2_PLAN, OWN, PIPED, token_example
 from harness.pool import run_ranks
+from harness.today import some_of
 from shardwise import Layout, UserError
 from shardwise.runtime.module.chain import Chain, find_chain
 from shardwise.runtime.module.comparison import first_difference
@@ -37,8 +40,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", PIPED)
+@pytest.mark.parametrize(("family", "layout"), some_of(product(PIPED, LAYOUTS), 14, "pipelines of a user's module"))
 def test_transformers_classes_are_split_right(family, layout):
     tolerance = 1e-6 if family in ("mixtral", "deepseek") else TOLERANCE
     plan, parts = (GPT2_PLAN, GPT2_PARTS) if family.startswith("gpt2") else (None, None)
@@ -63,6 +65,18 @@ TRAINED = [
     ("routed", "pp=2,dp=2,ep=2,zero=1", 2),
     ("routed", "pp=2,tp=2,ep=2", 2),
 ]
+
+
+def test_trap_34_stages_get_all_gradients():
+    """Tokens differ over micro-batches."""
+    trained(OwnTraining("plain", "pp=2,dp=2", 2))
+    trained(OwnTraining("states", "pp=2", 4))
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "pp=2,dp=2,zero=3"])
+def test_trap_34_tied_tables_of_both_ends_are_one(layout):
+    result = verdict(PIPED["gpt2"], layout, GPT2_PLAN, GPT2_PARTS)
+    assert result, str(result)
 
 
 @pytest.mark.parametrize(("name", "layout", "accumulate"), TRAINED)

@@ -89,10 +89,12 @@ def test_bytes_by_class_are_those_of_the_units():
 
 
 @pytest.mark.parametrize("after", ["dp=2,tp=2,zero=3", "tp=2", "dp=2,zero=1"])
-def test_a_checkpoint_is_continued_under_any_layout(after, tmp_path):
-    saved = OwnTraining("shared", "dp=2,zero=3", save=str(tmp_path))
+@pytest.mark.parametrize("name", ["shared", "states"])
+def test_a_checkpoint_is_continued_under_any_layout(name, after, tmp_path):
+    """The second one has parameters of three dims."""
+    saved = OwnTraining(name, "dp=2,zero=3", save=str(tmp_path))
     run_ranks("harness.module_jobs:train_own", 2, (saved, {}))
-    trained(OwnTraining("shared", after, load=str(tmp_path)))
+    trained(OwnTraining(name, after, load=str(tmp_path)))
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2", "dp=2,tp=2,zero=1"])

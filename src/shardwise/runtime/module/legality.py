@@ -8,7 +8,7 @@ from shardwise.model.blueprint import Blueprint
 
 LATER = {
     "cp": "cuts sequences inside attention",
-    "sp": "needs the residual stream",
+    "sp": "cuts the residual stream, which no plan of a module describes",
     "offload": "keeps optimizer state off the device",
     "offload_params": "keeps parameters off the device",
     "offload_activations": "keeps saved activations off the device",
