@@ -141,12 +141,13 @@ def mixed(rank: int, payload: tuple[str, str]) -> tuple[list[float], set[str], s
     """(losses, dtypes of parameters, dtypes of optimizer state) in bf16."""
     name, layout = payload
     torch.manual_seed(0)
-    module = split(OWN[name](), layout, PLANS[name] if "tp" in layout else None, optimizer=SETTINGS)
+    plan = PLANS[name] if "tp" in layout or "ep" in layout else None
+    module = split(OWN[name](), layout, plan, parts=PARTS.get(name), optimizer=SETTINGS)
     comms, losses = module.program.comms, []
     for step in range(STEPS):
         rows = tuple(part.chunk(comms.size(DATA))[comms.index(DATA)] for part in own_batch(name, ROWS, step))
         losses.append(module.train_step(summed_loss, rows, lr=LR).loss)
-    dtypes = {str(p.dtype) for p in module.parameters()}
+    dtypes = {str(p.dtype) for p in module.parameters() if not p.is_meta}
     return losses, dtypes, {str(state.master.dtype) for state in module.program.optimizer.states}
 
 

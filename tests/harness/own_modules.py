@@ -60,7 +60,7 @@ class PlainBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.runs += 1
-        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.scale.to(x.dtype) * self.down(F.gelu(self.up(self.norm(x))))
 
 
 class PlainMLP(nn.Module):
@@ -195,7 +195,8 @@ class RoutedModel(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids) + self.shift
+        x = self.table(ids)
+        x = x + self.shift.to(x.dtype)
         for block in self.blocks:
             x = block(x)
         return self.head(x)

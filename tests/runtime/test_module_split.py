@@ -104,11 +104,19 @@ def test_a_module_on_the_meta_device_starts_with_the_same_weights_under_any_layo
         assert weights == 0 and logits < 1e-5
 
 
-def test_bf16_trains_near_float64_with_masters_in_float32():
-    expected, _ = reference("skips")
-    for layout in ("dp=2,zero=1", "dp=2,tp=2,zero=3"):
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("skips", ["dp=2,zero=1", "dp=2,tp=2,zero=3"]),
+        ("plain", ["pp=2,dp=2,zero=2"]),
+        ("routed", ["dp=2,ep=2,zero=3", "dp=2,tp=2,etp=2,ep=2"]),
+    ],
+)
+def test_bf16_trains_near_float64_with_masters_in_float32(name, layouts):
+    expected, _ = reference(name)
+    for layout in layouts:
         ranks = Layout.parse(layout).ranks
-        for losses, dtypes, states in run_ranks("harness.module_jobs:mixed", ranks, ("skips", layout)):
+        for losses, dtypes, states in run_ranks("harness.module_jobs:mixed", ranks, (name, layout)):
             assert losses == pytest.approx(expected.losses, rel=0.02)
             assert (dtypes, states) == ({"torch.bfloat16"}, {"torch.float32"})
 

@@ -54,7 +54,7 @@ class ModuleStages:
 
     def run(self, stage: int, x: Tensor | None, forward: Callable[[], Any]) -> Any:
         """The result of a stage: a tensor, and of the last stage what `forward` returns. x: what has arrived; None on
-        the first stage."""
+        the first stage. Raises `UserError` when it ends before the stage's last block."""
         self._stage = stage
         if x is not None:
             self._arrived = x
