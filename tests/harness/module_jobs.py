@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.jobs import _errors
-from harness.own_modules import OWN, PARTS, PLANS, llama, own_batch, summed_loss, token_example
+from harness.own_modules import OWN, PARTS, PLANS, llama, mixtral, own_batch, summed_loss, token_example
 from harness.pool import run_ranks
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
@@ -149,6 +149,28 @@ def mixed(rank: int, payload: tuple[str, str]) -> tuple[list[float], set[str], s
         losses.append(module.train_step(summed_loss, rows, lr=LR).loss)
     dtypes = {str(p.dtype) for p in module.parameters() if not p.is_meta}
     return losses, dtypes, {str(state.master.dtype) for state in module.program.optimizer.states}
+
+
+def implemented(rank: int, name: str) -> tuple[float, float, float]:
+    """(largest error of Mixtral's logits over two ranks' experts in fp32, gradient norm, one device's), with one of
+    `transformers`' implementations of experts."""
+
+    def loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, int]:
+        logits = model(input_ids=ids, use_cache=False).logits
+        return logits.square().sum(), logits[..., 0].numel()
+
+    ids = token_example()["input_ids"]
+    torch.manual_seed(0)
+    plain = mixtral(experts_implementation="eager")
+    total, count = loss(plain, ids)
+    (total / count).backward()
+    torch.manual_seed(0)
+    module = split(mixtral(experts_implementation=name), "dp=2,ep=2,precision=fp32")
+    mine = ids.chunk(2)[rank]
+    with torch.no_grad():
+        error = (module(input_ids=mine, use_cache=False).logits - plain(input_ids=mine).logits).abs().max()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    return float(error), module.train_step(loss, mine).grad_norm, float(norm)
 
 
 def buffers_of(rank: int, payload: tuple[str, str, str]) -> dict[str, Tensor]:

@@ -79,6 +79,30 @@ class PlainMLP(nn.Module):
         return self.head(x)
 
 
+class ScaledMap(nn.Linear):
+    """A map with a forward of its own: autograd adds up its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+class TiedModel(nn.Module):
+    """A table that is the head's weight, with blocks between. ids: [batch, seq]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(PlainBlock(WIDTH) for _ in range(4))
+        self.head = ScaledMap(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class StateSpaceBlock(nn.Module):
     """A diagonal state-space layer, token by token, between two maps."""
 
@@ -208,6 +232,7 @@ OWN: dict[str, type[nn.Module]] = {
     "shared": SharedWeights,
     "routed": RoutedModel,
     "plain": PlainMLP,
+    "tied": TiedModel,
 }
 PLANS: dict[str, dict[str, str]] = {
     "skips": {"blocks.*.up": "column", "blocks.*.down": "row", "head": "colwise_gather_output"},
@@ -225,6 +250,7 @@ PLANS: dict[str, dict[str, str]] = {
         "blocks.*.experts.down": "row",
     },
     "plain": {"blocks.*.up": "column", "blocks.*.down": "row"},
+    "tied": {"blocks.*.up": "column", "blocks.*.down": "row"},
 }
 
 
@@ -355,6 +381,7 @@ PARTS = {
     "states": ["table", "blocks.*", "head"],
     "routed": ["table", "blocks.*", "head"],
     "plain": ["enter", "blocks.*", "head"],
+    "tied": ["table", "blocks.*", "head"],
 }
 GPT2_PLAN = {
     "transformer.h.*.attn.c_attn": "colwise_gather_output",

@@ -17,7 +17,6 @@ from shardwise.runtime.module.verify import Verification, VerifyRequest
 
 TOLERANCE = 1e-6
 """The routers of `transformers` compute in fp32."""
-pytestmark = pytest.mark.usefixtures("leftovers")
 
 
 def verdict(model, layout: str, plan=None, tolerance=TOLERANCE) -> Verification:
@@ -71,6 +70,12 @@ def test_trap_34_experts_and_their_router_get_all_gradients(layout):
 def test_training_is_that_of_one_device(layout):
     """Three steps with clipping: losses, norms and parameters."""
     trained(OwnTraining("routed", layout))
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
+def test_other_implementations_of_experts_compute_the_same(name):
+    for error, norm, expected in run_ranks("harness.module_jobs:implemented", 2, name):
+        assert error < 1e-5 and norm == pytest.approx(expected, rel=1e-4)
 
 
 def test_gloo_gives_the_same_as_shared_memory():

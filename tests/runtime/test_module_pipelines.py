@@ -17,8 +17,6 @@ from shardwise.runtime.module.comparison import first_difference
 from shardwise.runtime.module.describe import describe, find_blocks
 from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
 
-pytestmark = pytest.mark.usefixtures("leftovers")
-
 
 def verdict(model, layout: str, plan=None, parts=None, tolerance=TOLERANCE) -> Verification:
     """`verify` in the tests' own ranks."""
@@ -60,6 +58,9 @@ TRAINED = [
     ("plain", "pp=2,stages=0/4", 2),
     ("plain", "pp=2,stages=4/0", 2),
     ("plain", "pp=2,schedule=zb-h1", 4),
+    ("plain", "pp=2,schedule=zb-v,virtual=2,dp=2,zero=2", 4),
+    ("tied", "pp=2,dp=2,zero=1", 2),
+    ("tied", "pp=2,schedule=zb-v,virtual=2", 4),
     ("states", "pp=2,dp=2,zero=1", 2),
     ("states", "pp=2,tp=2", 2),
     ("routed", "pp=2,dp=2,ep=2,zero=1", 2),

@@ -28,7 +28,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", ["skips", "states", "shared"])
 def test_training_is_that_of_one_device(name, layout):
     trained(OwnTraining(name, layout))
 

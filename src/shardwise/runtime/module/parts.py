@@ -20,6 +20,7 @@ from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.gradients import GradSlot, WeightGradient, WeightGradients, grad_slot
+from shardwise.runtime.module.chain import ENTRY, EXIT
 from shardwise.runtime.module.describe import ROOT, DescribedModule
 from shardwise.runtime.module.maps import lower_maps
 from shardwise.runtime.module.stages import ModuleStages, free_others
@@ -112,7 +113,7 @@ class PartRunner:
 
     def open_parts(self, parts: Sequence[str]) -> None:
         """The backward pass of a stage with these parts begins."""
-        self._open = set(parts)
+        self._open = set(parts) | ({ENTRY} if EXIT in parts else set())  # they may share a table
         for part in parts:
             self.engine.use_unit("backward", part)
 

@@ -56,6 +56,7 @@ def split(
     layout: a `Layout` or its text: dp, tp, zero, shard, hpz, qwz, qgz, recompute=full, precision, grads.
     plan: {pattern: style} of tensor parallelism (`layout.styles`); None for the one that a `transformers` model has.
     example: inputs of one forward pass, to find the order in which blocks run; None where it is that of registration.
+    Under a pipeline `parts` has the order.
     blocks: classes or paths of the modules that are gathered, reduced and recomputed alone; None to find them.
     parts: under a pipeline, all modules with parameters in the order in which a micro-batch passes through them, or
     patterns of their paths; None for the plan of a `transformers` model. What comes before the blocks is on the first
