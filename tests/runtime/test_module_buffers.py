@@ -28,6 +28,13 @@ def test_trap_34_buffers_are_continued_under_any_layout(before, after, tmp_path)
             assert buffer.dtype == (torch.int64 if name.endswith("runs") else torch.float64)
 
 
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2,dp=2"])
+def test_each_micro_batch_passes_once(layout):
+    """A pass that finds the shapes of messages leaves no trace: two micro-batches are counted twice."""
+    for runs in run_ranks("harness.module_jobs:passes", Layout.parse(layout).ranks, layout):
+        assert set(runs) == {2}
+
+
 class Buffers(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ def test_a_checkpoint_is_continued_under_any_layout(name, after, tmp_path):
     trained(OwnTraining(name, after, load=str(tmp_path)))
 
 
-@pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2", "dp=2,tp=2,zero=1"])
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2", "dp=2,tp=2,zero=1", "pp=2"])
 def test_a_module_on_the_meta_device_starts_with_the_same_weights_under_any_layout(layout):
     errors = run_ranks("harness.module_jobs:from_meta", Layout.parse(layout).ranks, layout)
     for weights, logits in errors:

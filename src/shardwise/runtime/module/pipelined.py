@@ -48,12 +48,18 @@ class Messages:
         return torch.empty_like(self._outputs[kind_of(batch)][stage], device=self.runner.device)
 
     def learn(self, loss: Loss, batches: Sequence[Any]) -> None:
-        """Know the shapes for these batches."""
+        """Know the shapes for these batches. Buffers and random numbers are afterwards as they were."""
         for batch in batches:
-            if (kind := kind_of(batch)) not in self._outputs:
-                outputs: dict[int, Tensor] = {}
-                self._outputs[kind] = outputs
+            if (kind := kind_of(batch)) in self._outputs:
+                continue
+            outputs: dict[int, Tensor] = {}
+            buffers = [(buffer, buffer.clone()) for buffer in self.runner.module.buffers()]
+            devices = [self.runner.device] if self.runner.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
                 self.pass_through(lambda batch=batch: loss(batch), outputs, ends=False)  # type: ignore[misc]
+            for buffer, before in buffers:
+                buffer.copy_(before)
+            self._outputs[kind] = outputs
 
     def pass_through(self, forward: Callable[[], Any], outputs: dict[int, Tensor], ends: bool = True) -> Any:
         """One forward pass over all stages without gradients; its result on ranks with the last one, else None. ends:
