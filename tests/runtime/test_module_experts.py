@@ -53,7 +53,7 @@ SPREAD = [
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), some_of(product(MIXTURES, WHOLE + SPREAD), 16, "mixtures of a user's module")
+    ("family", "layout"), some_of(product(MIXTURES, WHOLE + SPREAD), 10, "mixtures of a user's module")
 )
 def test_mixtures_are_split_right(family, layout):
     result = verdict(MIXTURES[family], layout)
@@ -66,7 +66,7 @@ def test_trap_34_experts_and_their_router_get_all_gradients(layout):
     trained(OwnTraining("routed", layout))
 
 
-@pytest.mark.parametrize("layout", SPREAD)
+@pytest.mark.parametrize("layout", some_of(SPREAD, 5, "trained experts"))
 def test_training_is_that_of_one_device(layout):
     """Three steps with clipping: losses, norms and parameters."""
     trained(OwnTraining("routed", layout))
@@ -76,6 +76,15 @@ def test_training_is_that_of_one_device(layout):
 def test_other_implementations_of_experts_compute_the_same(name):
     for error, norm, expected in run_ranks("harness.module_jobs:implemented", 2, name):
         assert error < 1e-5 and norm == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_ledger_has_the_way_of_tokens():
+    """Per block the numbers of rows, the way to the experts and back, and that of the gradients."""
+    for outcome in trained(OwnTraining("routed", "dp=2,ep=2")):
+        for block in ("blocks.0", "blocks.1"):
+            rows = [row for row in outcome.ledger if (row.op, row.unit) == ("all_to_all", block)]
+            assert sum(row.count for row in rows) == 5
+            assert {row.axes for row in rows} == {"ep"}
 
 
 def test_gloo_gives_the_same_as_shared_memory():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -30,7 +30,7 @@ class DescribedModule:
     blueprint: Blueprint
     styles: Mapping[str, MapStyle]
     """Module whose weights are cut, or see partial gradients -> its style."""
-    experts: ExpertPlan
+    experts: ExpertPlan = field(default_factory=ExpertPlan)
     """Its modules of experts that the plan splits."""
     chain: Chain | None = None
     """Order of its parts, under a pipeline."""
