@@ -79,6 +79,16 @@ class PlainMLP(nn.Module):
         return self.head(x)
 
 
+class PastStages(PlainMLP):
+    """Its head also reads what the first stage has made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + first)
+
+
 class ScaledMap(nn.Linear):
     """A map with a forward of its own: autograd adds up its gradient."""
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from harness.module_jobs import OwnTraining, trained
-from harness.own_modules import GPT2_PARTS, GPT2_PLAN, OWN, PIPED, token_example
+from harness.own_modules import GPT2_PARTS, GPT2_PLAN, OWN, PARTS, PIPED, PastStages, own_batch, token_example
 from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, UserError
@@ -18,10 +18,10 @@ from shardwise.runtime.module.describe import describe, find_blocks
 from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
 
 
-def verdict(model, layout: str, plan=None, parts=None, tolerance=TOLERANCE) -> Verification:
+def verdict(model, layout: str, plan=None, parts=None, tolerance=TOLERANCE, example=None) -> Verification:
     """`verify` in the tests' own ranks."""
     exact = Layout.parse(f"{layout},precision=fp64")
-    request = VerifyRequest(model, exact, token_example(), plan, None, tolerance, parts)
+    request = VerifyRequest(model, exact, example or token_example(), plan, None, tolerance, parts)
     return first_difference(run_ranks("harness.module_jobs:compare", exact.ranks, request))
 
 
@@ -88,6 +88,12 @@ def test_trap_34_tied_tables_of_both_ends_are_one(layout):
 def test_training_is_that_of_one_device(name, layout, accumulate):
     """Three steps with clipping; tokens differ over ranks and micro-batches."""
     trained(OwnTraining(name, layout, accumulate))
+
+
+def test_a_connection_past_a_stage_is_noticed():
+    """It would be wrong without a word if what is skipped were zero, or the tensor that travels."""
+    result = verdict(PastStages, "pp=2", None, PARTS["plain"], example=(own_batch("plain", 4, 0)[0],))
+    assert not result and result.module == "head"
 
 
 def test_the_ledger_has_a_message_per_micro_batch_and_way():

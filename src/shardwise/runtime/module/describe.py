@@ -234,11 +234,11 @@ def _of_shared(module: nn.Module, styles: Mapping[str, MapStyle]) -> dict[str, M
 
 def _check_heads(module: nn.Module, layout: Layout) -> None:
     config = getattr(module, "config", None)
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, field, None)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % layout.tp:
             raise LayoutError(
-                f"tp={layout.tp} does not divide the {heads} of {field} of {type(module).__name__}; "
+                f"tp={layout.tp} does not divide the {heads} of {name} of {type(module).__name__}; "
                 f"valid tp: {_divisors(heads)}"
             )
 
