@@ -18,7 +18,7 @@ from shardwise.runtime.module.buffers import KIND, persistent, restore_buffers, 
     ("before", "after"),
     [("dp=2,zero=3", "pp=2"), ("pp=2", "tp=2"), ("pp=2,virtual=2,schedule=interleaved", "pp=2,dp=2,zero=1")],
 )
-def test_trap_34_buffers_are_continued_under_any_layout(before, after, tmp_path):
+def test_trap_36_buffers_are_continued_under_any_layout(before, after, tmp_path):
     run_ranks("harness.module_jobs:buffers_of", Layout.parse(before).ranks, (before, str(tmp_path), ""))
     tensors = Checkpoint.open(tmp_path / "step-0").tensors
     names = [f"blocks.{block}.{leaf}" for block in range(4) for leaf in ("scale", "runs")]

@@ -62,7 +62,7 @@ def test_mixtures_are_split_right(family, layout):
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,ep=2,etp=2,zero=3", "dp=4,ep=2"])
-def test_trap_34_experts_and_their_router_get_all_gradients(layout):
+def test_trap_36_experts_and_their_router_get_all_gradients(layout):
     trained(OwnTraining("routed", layout))
 
 

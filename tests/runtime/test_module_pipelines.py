@@ -72,14 +72,14 @@ TRAINED = [
 ]
 
 
-def test_trap_34_stages_get_all_gradients():
+def test_trap_36_stages_get_all_gradients():
     """Tokens differ over micro-batches."""
     trained(OwnTraining("plain", "pp=2,dp=2", 2))
     trained(OwnTraining("states", "pp=2", 4))
 
 
 @pytest.mark.parametrize("layout", ["pp=2", "pp=2,dp=2,zero=3"])
-def test_trap_34_tied_tables_of_both_ends_are_one(layout):
+def test_trap_36_tied_tables_of_both_ends_are_one(layout):
     result = verdict(PIPED["gpt2"], layout, GPT2_PLAN, GPT2_PARTS)
     assert result, str(result)
 
