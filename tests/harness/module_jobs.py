@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.jobs import _errors
-from harness.own_modules import OWN, PLANS, llama, own_batch, summed_loss, token_example
+from harness.own_modules import OWN, PARTS, PLANS, llama, mixtral, own_batch, summed_loss, token_example
+from harness.pool import run_ranks
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
 from shardwise.report.step_report import LedgerRow, StepReport
@@ -76,9 +80,10 @@ def one_device(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
 def own_split(job: OwnTraining) -> SplitModule:
     torch.manual_seed(0)
     layout = Layout.parse(f"{job.layout},precision=fp64")
-    plan = PLANS[job.name] if layout.tp > 1 else None
+    plan = PLANS[job.name] if layout.tp > 1 or layout.ep > 1 else None
     return split(
-        OWN[job.name](), layout, plan, accumulate=job.accumulate, optimizer=SETTINGS, transport=job.transport
+        OWN[job.name](), layout, plan, parts=PARTS.get(job.name), accumulate=job.accumulate, optimizer=SETTINGS,
+        transport=job.transport,
     )  # fmt: skip
 
 
@@ -105,7 +110,9 @@ def train_own(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) -> OwnO
     plain = OWN[job.name]().double()
     plain.load_state_dict(reference, strict=False)
     inputs = own_batch(job.name, 2, comms.index(DATA))[0]
-    outcome.evaluation = float((module(inputs) - plain(inputs)).abs().max())
+    logits = module(inputs)
+    # Only the last stage of a pipeline has them.
+    outcome.evaluation = float((logits - plain(inputs)).abs().max()) if logits is not None else 0.0
     dist.barrier()
     comms.close()
     return outcome
@@ -125,8 +132,11 @@ def from_meta(rank: int, layout: str) -> tuple[float, float]:
     plain = llama()
     plain.load_state_dict(whole)
     example = token_example()
+    out = module(**example)
+    if out is None:  # only the last stage of a pipeline has them
+        return sum(errors), 0.0
     with torch.no_grad():
-        difference = module(**example).logits - plain(**example).logits
+        difference = out.logits - plain(**example).logits
     return sum(errors), float(difference.abs().max())
 
 
@@ -134,15 +144,85 @@ def mixed(rank: int, payload: tuple[str, str]) -> tuple[list[float], set[str], s
     """(losses, dtypes of parameters, dtypes of optimizer state) in bf16."""
     name, layout = payload
     torch.manual_seed(0)
-    module = split(OWN[name](), layout, PLANS[name] if "tp" in layout else None, optimizer=SETTINGS)
+    plan = PLANS[name] if "tp" in layout or "ep" in layout else None
+    module = split(OWN[name](), layout, plan, parts=PARTS.get(name), optimizer=SETTINGS)
     comms, losses = module.program.comms, []
     for step in range(STEPS):
         rows = tuple(part.chunk(comms.size(DATA))[comms.index(DATA)] for part in own_batch(name, ROWS, step))
         losses.append(module.train_step(summed_loss, rows, lr=LR).loss)
-    dtypes = {str(p.dtype) for p in module.parameters()}
+    dtypes = {str(p.dtype) for p in module.parameters() if not p.is_meta}
     return losses, dtypes, {str(state.master.dtype) for state in module.program.optimizer.states}
+
+
+def implemented(rank: int, name: str) -> tuple[float, float, float]:
+    """(largest error of Mixtral's logits over two ranks' experts in fp32, gradient norm, one device's), with one of
+    `transformers`' implementations of experts."""
+
+    def loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, int]:
+        logits = model(input_ids=ids, use_cache=False).logits
+        return logits.square().sum(), logits[..., 0].numel()
+
+    ids = token_example()["input_ids"]
+    torch.manual_seed(0)
+    plain = mixtral(experts_implementation="eager")
+    total, count = loss(plain, ids)
+    (total / count).backward()
+    torch.manual_seed(0)
+    module = split(mixtral(experts_implementation=name), "dp=2,ep=2,precision=fp32")
+    mine = ids.chunk(2)[rank]
+    with torch.no_grad():
+        error = (module(input_ids=mine, use_cache=False).logits - plain(input_ids=mine).logits).abs().max()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    return float(error), module.train_step(loss, mine).grad_norm, float(norm)
+
+
+def buffers_of(rank: int, payload: tuple[str, str, str]) -> dict[str, Tensor]:
+    """Persistent buffers of the plain module: those of a checkpoint, or, where that is empty, new ones, saved there."""
+    layout, folder, checkpoint = payload
+    module = own_split(OwnTraining("plain", layout, accumulate=2))
+    if checkpoint:
+        module.load(Path(checkpoint))
+    else:
+        stages = module.program.stages
+        for number, (name, buffer) in enumerate(module.module.named_buffers()):
+            # What a rank does not compute with is not the whole model's.
+            here = stages is None or stages.chain.home(name) in module.program.plan.parts
+            buffer.fill_(number + 1 if here else -1)
+        module.save(Path(folder))
+    return {name: buffer.clone() for name, buffer in module.module.named_buffers()}
+
+
+def passes(rank: int, layout: str) -> list[float]:
+    """Forward passes of each block on this rank, after a step of two micro-batches."""
+    module = own_split(OwnTraining("plain", layout, accumulate=2))
+    rows = own_batch("plain", 4, 0)
+    module.train_step(summed_loss, list(zip(*(part.chunk(2) for part in rows), strict=True)))
+    parts = module.program.plan.parts
+    return [float(b) for name, b in module.module.named_buffers() if name.endswith("runs") and name[:8] in parts]
 
 
 def compare(rank: int, request: VerifyRequest) -> RankDifference:
     """What one rank finds."""
     return compare_split(request)
+
+
+@cache
+def reference(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
+    return one_device(name)
+
+
+def trained(job: OwnTraining) -> list[OwnOutcome]:
+    """Train in processes, and compare with one device."""
+    expected, final = reference(job.name)
+    outcomes = run_ranks("harness.module_jobs:train_own", Layout.parse(job.layout).ranks, (job, final))
+    for outcome in outcomes:
+        steps = len(outcome.losses)
+        assert outcome.tokens == expected.tokens[-steps:]
+        assert outcome.losses == pytest.approx(expected.losses[-steps:], rel=1e-9)
+        assert outcome.evaluation < 1e-9
+        assert outcome.norms == pytest.approx(expected.norms[-steps:], rel=1e-9)
+    for name, whole in final.items():
+        error = math.sqrt(sum(outcome.errors.get(name, 0.0) for outcome in outcomes))
+        assert error <= 1e-9 * float(whole.norm()), name
+    assert {name for outcome in outcomes for name in outcome.errors} == set(final)
+    return outcomes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,6 +44,73 @@ class SkipMLP(nn.Module):
             x, others = block(x, scale=self.scale)
             changes = changes + others["change"]
         return self.head(x + 0.5 * changes)
+
+
+class PlainBlock(nn.Module):
+    """x + down(gelu(up(norm(x)))), one tensor. runs: a buffer that counts its forward passes in training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+        self.register_buffer("scale", torch.full((width,), 0.5))
+        self.register_buffer("runs", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.runs += 1
+        return x + self.scale.to(x.dtype) * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class PlainMLP(nn.Module):
+    """A map, four blocks with a function between them, a map. x: [batch, width]."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.enter = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(PlainBlock(width) for _ in range(4))
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+class PastStages(PlainMLP):
+    """Its head also reads what the first stage has made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + first)
+
+
+class ScaledMap(nn.Linear):
+    """A map with a forward of its own: autograd adds up its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+class TiedModel(nn.Module):
+    """A table that is the head's weight, with blocks between. ids: [batch, seq]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(PlainBlock(WIDTH) for _ in range(4))
+        self.head = ScaledMap(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 class StateSpaceBlock(nn.Module):
@@ -114,7 +184,66 @@ class SharedWeights(nn.Module):
         return self.head(x)
 
 
-OWN: dict[str, type[nn.Module]] = {"skips": SkipMLP, "states": StateSpace, "shared": SharedWeights}
+class StackedExperts(nn.Module):
+    """Gated experts, stacked in two parameters."""
+
+    def __init__(self, experts: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, 2 * inner, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, width, inner) / inner**0.5)
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            token, slot = torch.where(chosen == number)
+            gate, value = F.linear(tokens[token], up).chunk(2, -1)
+            rows = F.linear(F.silu(gate) * value, down) * weights[token, slot, None]
+            out = out.index_add(0, token, rows)
+        return out
+
+
+class RoutedBlock(nn.Module):
+    """x plus its chosen experts of `norm(x)`."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, experts)
+        self.experts = StackedExperts(experts, width, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(y).softmax(-1).topk(2, -1)
+        return x + self.experts(y, chosen, weights).view_as(x)
+
+
+class RoutedModel(nn.Module):
+    """Token table, blocks of experts, a head. The last expert of the second block has no token. ids: [batch, seq]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(RoutedBlock(WIDTH, 4) for _ in range(2))
+        nn.init.constant_(self.blocks[1].router.bias[3:], -100.0)
+        self.register_buffer("shift", torch.linspace(0, 1, WIDTH))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + self.shift.to(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+OWN: dict[str, type[nn.Module]] = {
+    "skips": SkipMLP,
+    "states": StateSpace,
+    "shared": SharedWeights,
+    "routed": RoutedModel,
+    "plain": PlainMLP,
+    "tied": TiedModel,
+}
 PLANS: dict[str, dict[str, str]] = {
     "skips": {"blocks.*.up": "column", "blocks.*.down": "row", "head": "colwise_gather_output"},
     "states": {
@@ -124,13 +253,21 @@ PLANS: dict[str, dict[str, str]] = {
         "head": "vocab",
     },
     "shared": {"table": "vocab", "blocks.*.up": "column", "blocks.*.down": "row"},
+    "routed": {
+        "table": "vocab",
+        "blocks.*.experts": "experts",
+        "blocks.*.experts.up": "packed_column",
+        "blocks.*.experts.down": "row",
+    },
+    "plain": {"blocks.*.up": "column", "blocks.*.down": "row"},
+    "tied": {"blocks.*.up": "column", "blocks.*.down": "row"},
 }
 
 
 def own_batch(name: str, rows: int, seed: int) -> tuple[Tensor, Tensor]:
     """(inputs, targets with -100 for what does not count, of different numbers in the rows)."""
     generator = torch.Generator().manual_seed(seed)
-    if name == "skips":
+    if name in ("skips", "plain"):
         targets = torch.randint(VOCAB, (rows,), generator=generator)
         targets[: rows // 4] = -100
         return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64), targets
@@ -204,11 +341,58 @@ def vit(**changes: object) -> nn.Module:
     return ViTForImageClassification(ViTConfig(**sizes | {"image_size": 16, "patch_size": 4} | changes))
 
 
+def mixtral(**changes: object) -> nn.Module:
+    """Stacked experts, of which grouped products have no float64."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**_SMALL | {"num_local_experts": 4} | changes))
+
+
+def deepseek(**changes: object) -> nn.Module:
+    """Latent attention, a dense block, then shared experts beside routed ones in groups."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {
+        "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_key_value_heads": 4, "n_routed_experts": 8,
+        "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 16,
+        "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    }  # fmt: skip
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**_SMALL | sizes | changes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):
+            nn.init.normal_(parameter)
+    return model
+
+
 _SMALL = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
 FAMILIES = {"llama": llama, "qwen3": qwen3, "phi3": phi3, "gemma3": gemma3, "gpt2": gpt2}
+MIXTURES = {"mixtral": mixtral, "deepseek": deepseek}
+
+
+def four_layers(family: Callable[..., nn.Module], changes: dict[str, object]) -> nn.Module:
+    """A model with blocks for four stages."""
+    return family(**{"num_hidden_layers": 4} | changes)
+
+
+PIPED = {
+    "llama": partial(four_layers, llama, {}),
+    "qwen3": partial(four_layers, qwen3, {"tie_word_embeddings": True}),
+    "gpt2": partial(gpt2, n_layer=4),
+    "gpt2 apart": partial(gpt2, n_layer=4, tie_word_embeddings=False),
+    "mixtral": partial(four_layers, mixtral, {}),
+    "deepseek": partial(four_layers, deepseek, {}),
+}
+"""Families with four blocks; the tables of two are tied."""
+GPT2_PARTS = ["transformer.wte", "transformer.wpe", "transformer.h.*", "transformer.ln_f", "lm_head"]
+PARTS = {
+    "states": ["table", "blocks.*", "head"],
+    "routed": ["table", "blocks.*", "head"],
+    "plain": ["enter", "blocks.*", "head"],
+    "tied": ["table", "blocks.*", "head"],
+}
 GPT2_PLAN = {
     "transformer.h.*.attn.c_attn": "colwise_gather_output",
     "transformer.h.*.attn.c_proj": "rowwise_split_input",

@@ -35,6 +35,9 @@ TESTS = (
     "tests/schedule/test_slow_ranks.py",
     "tests/runtime/test_module_split.py",
     "tests/runtime/test_module_verify.py",
+    "tests/runtime/test_module_experts.py",
+    "tests/runtime/test_module_pipelines.py",
+    "tests/runtime/test_module_buffers.py",
     "tests/serving/test_generation_engine.py",
     "tests/checkpoint/test_foreign_export.py",
     "tests/runtime/test_lora_traps.py",
@@ -66,6 +69,7 @@ SLOW, STRAGGLERS, PULSE = "runtime/job/slow.py", "schedule/stragglers.py", "runt
 FILE, STAGES = "runtime/offload/file.py", "runtime/pipeline/stages.py"
 CACHE, ROWS = "runtime/context/cache.py", "serving/rows.py"
 RING, VIEW, BLOCKWISE = "runtime/context/ring.py", "runtime/context/view.py", "ops/blockwise.py"
+MODULE_EXPERTS, PIPELINED = "runtime/module/experts.py", "runtime/module/pipelined.py"
 ROUTED, EXCHANGE, LOADS = "ops/experts.py", "runtime/expert/exchange.py", "runtime/expert/loads.py"
 CUT, CORES, ULYSSES = "layout/context.py", "runtime/context/cores.py", "runtime/context/ulysses.py"
 PIPELINE, SCHEDULE, LISTS = (
@@ -287,9 +291,9 @@ MISTAKES = (
             "[:, c - left : d - left]", "[:, : d - c]", "trap_21"),
     Mistake(21, "every tp rank saves its rows as the first ones", "checkpoint/pieces.py",
             "yield LocalInterval(unit.name, a, b, placed.name, placed.parameter.shape, local, "
-            "local.inside(placed.box))",
-            "first = tuple((0, bottom - top) for top, bottom in placed.box)\n"
-            "            local = Piece(tuple((0, size) for size in placed.shape), a - offset, b - offset)\n"
+            "local.inside(box))",
+            "first = tuple((0, bottom - top) for top, bottom in box)\n"
+            "            local = Piece(tuple((0, size) for size in shape), a - offset, b - offset)\n"
             "            yield LocalInterval(\n"
             "                unit.name, a, b, placed.name, placed.parameter.shape, local, local.inside(first))",
             "trap_21"),
@@ -556,7 +560,7 @@ MISTAKES = (
             "if part in plan.by_name and part not in around]", "if part in plan.by_name]", "trap_33"),
     Mistake(33, "the blocks take the root's slot", UNITS,
             'if self.layout.pp > 1 or self.kind(part) == "root":', "if self.layout.pp > 1:", "trap_33"),
-    Mistake(33, "each data rank divides a user's loss by its own tokens", "runtime/module/program.py",
+    Mistake(33, "each data rank divides a user's loss by its own tokens", "runtime/module/parts.py",
             'self.comms.all_reduce(count, DATA, "valid tokens")', "pass", "trap_33"),
     Mistake(33, "later micro-batches count as many tokens as the first", "runtime/module/program.py",
             "flat.grads_interval.mul_(assumed / tokens)", "pass", "trap_33"),
@@ -594,4 +598,31 @@ MISTAKES = (
             "weight += np.float32(self._scale) * ", "weight += ", "trap_35"),
     Mistake(35, "frozen weights of replicas are sharded below stage 3", UNITS,
             "(SHARD, REPLICATE) if self.layout.stage == 3 else ((), DATA)", "(SHARD, REPLICATE)", "trap_35"),
+    Mistake(36, "ranks with parts of experts keep the gradients of their own parts", MODULE_EXPERTS,
+            "grad, pending = ctx.exchange.enter_backward(grad.contiguous(), like)\n        pending.wait()",
+            "grad = grad.reshape(ctx.shape)", "trap_36_experts"),
+    Mistake(36, "a router gets no gradient from a user's experts", MODULE_EXPERTS,
+            "for x in (tokens, weights))", "for x in (tokens, weights.detach()))", "trap_36_experts"),
+    Mistake(36, "the gradients of rows that travelled stay with the experts", MODULE_EXPERTS,
+            "None, None, ctx.exchange.to_tokens(grads[0], ctx.route.sent, ctx.route.received), None",
+            "None, None, ctx.exchange.to_tokens(0 * grads[0], ctx.route.sent, ctx.route.received), None",
+            "trap_36_experts"),
+    Mistake(36, "gate and up of an expert are cut as one map", PLACEMENT,
+            "each = rows // (parameter.heads * parameter.packed)", "each = rows // parameter.heads", "trap_36_experts"),
+    Mistake(36, "a user's experts are whole weights to the sum of gradients", "runtime/module/expert_plan.py",
+            'cut="expert"', 'cut="replicated"', "trap_36_experts"),
+    Mistake(36, "the gradient of a stage's input is dropped", PIPELINED,
+            "return None if x is None else x.grad", "return None if x is None else torch.zeros_like(x)",
+            "trap_36_stages"),
+    Mistake(36, "a pipeline's later micro-batches count as many tokens as the first", PIPELINED,
+            "numbers[0], numbers[1] = self.assumed, self.first + self.runner.over_data(self.later)",
+            "numbers[0] = numbers[1] = self.assumed", "trap_36_stages"),
+    Mistake(36, "a stage's weight gradients that come later are lost", PIPELINED,
+            "                product.add()\n", "                pass\n", "trap_36_stages"),
+    Mistake(36, "a tied head's gradients are looked for on the first stage", "runtime/module/maps.py",
+            'weight.part if described.chain is None else described.chain.home(f"{name}.")', "weight.part",
+            "trap_36_tied"),
+    Mistake(36, "the first stage saves the buffers of all", "runtime/module/buffers.py",
+            "return home in program.plan.parts if home else comms.index(PP) == 0", "return comms.index(PP) == 0",
+            "trap_36_buffers"),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -90,9 +91,14 @@ def _held(
     unit: Unit, start: int, stop: int, wanted: Callable[[Placed], bool] = lambda p: True
 ) -> Iterator[LocalInterval]:
     """The runs of the `wanted` parameters within [start, stop) of the unit's flat buffer."""
-    for offset, placed in zip(unit.offsets, unit.placed, strict=True):
-        a, b = max(start, offset), min(stop, offset + placed.numel)
+    boxes = (
+        (placed, offset + first, shape, box)
+        for offset, placed in zip(unit.offsets, unit.placed, strict=True)
+        for first, shape, box in placed.pieces
+    )
+    for placed, offset, shape, box in boxes:
+        a, b = max(start, offset), min(stop, offset + prod(shape))
         if a < b and wanted(placed):
-            padded = tuple((start, start + size) for (start, _), size in zip(placed.box, placed.shape, strict=True))
+            padded = tuple((start, start + size) for (start, _), size in zip(box, shape, strict=True))
             local = Piece(padded, a - offset, b - offset)
-            yield LocalInterval(unit.name, a, b, placed.name, placed.parameter.shape, local, local.inside(placed.box))
+            yield LocalInterval(unit.name, a, b, placed.name, placed.parameter.shape, local, local.inside(box))

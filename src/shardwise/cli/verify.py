@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--example", default="example", metavar="NAME", help="inputs, in the same file (example)")
     parser.add_argument("--plan", metavar="TEXT", help="PATTERN=STYLE,... of tensor parallelism (the model's own)")
     parser.add_argument("--blocks", metavar="NAMES", help="classes or paths, by commas, of what is gathered alone")
+    parser.add_argument("--parts", metavar="PATTERNS", help="all modules in order, by commas, for pp (the model's own)")
     parser.add_argument("--tolerance", type=float, metavar="X", help="largest error as a share of a norm (1e-9)")
 
 
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
         FromFile(model.path, args.example),
         plan=plan_of(args.plan) if args.plan else None,
         blocks=args.blocks.split(",") if args.blocks else None,
+        parts=args.parts.split(",") if args.parts else None,
         tolerance=TOLERANCE if args.tolerance is None else args.tolerance,
     )
     if args.json:

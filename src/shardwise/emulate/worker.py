@@ -115,7 +115,7 @@ class TimedWorker:
 
     # -- messages
 
-    def buffer(self) -> Tensor:
+    def buffer(self, way: str, stage: int, micro: int) -> Tensor:
         free = torch.empty(self.words, dtype=torch.int64)
         self.buffers.add(free.data_ptr())
         self.most_buffers = max(self.most_buffers, len(self.buffers))

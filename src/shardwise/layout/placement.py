@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 from shardwise.layout.axes import KV, TP, Axes
 from shardwise.layout.layout import Layout
@@ -15,6 +16,9 @@ from shardwise.layout.tensor import split_dim
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Cut, Parameter
 from shardwise.ops.cache_shape import CacheShape
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) of each dim."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Placed:
     kind: Cut
     shape: tuple[int, ...]
     """Local shape, padding included."""
-    box: tuple[tuple[int, int], ...]
+    box: Box
     """(start, stop) of each dim of the global tensor that the rank holds, padding excluded."""
     dims: tuple[int, ...]
     """Dims that are split; none where every rank holds the whole tensor."""
@@ -33,6 +37,11 @@ class Placed:
     """Tensor-parallel ranks that hold the same values."""
     sum_over: Axes
     """Axes over which its gradient must be summed beside the data axes."""
+    boxes: tuple[Box, ...] = ()
+    """Boxes whose elements follow each other in the local tensor, where one box does not hold them: outputs of packed
+    maps. `box` then holds them all, and others. There is no padding then."""
+    module_shape: tuple[int, ...] = ()
+    """Local shape in its module; empty where it is `shape`."""
 
     @property
     def name(self) -> str:
@@ -41,6 +50,20 @@ class Placed:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, tuple[int, ...], Box], ...]:
+        """(start, local shape, box) of the boxes that follow each other in the local tensor."""
+        if not self.boxes:
+            return ((0, self.shape, self.box),)
+        shapes = [tuple(stop - start for start, stop in box) for box in self.boxes]
+        starts = accumulate(map(math.prod, shapes), initial=0)
+        return tuple(zip(starts, shapes, self.boxes, strict=False))
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """Local shape in its module."""
+        return self.module_shape or self.shape
 
 
 def place(parameter: Parameter, layout: Layout, tp_rank: int, ep_rank: int = 0) -> Placed:
@@ -57,7 +80,8 @@ def place(parameter: Parameter, layout: Layout, tp_rank: int, ep_rank: int = 0) 
     if dim is None:
         partial = layout.sp or (parameter.partial and layout.inner_ranks > 1)
         kind = "replicated" if tp > 1 else kind
-        return Placed(parameter, kind, parameter.shape, whole, (), tp, TP if tp > 1 and partial else ())
+        over = TP if tp > 1 and partial else ()
+        return Placed(parameter, kind, parameter.shape, whole, (), tp, over, (), parameter.module_shape)
     size, pieces, index, replicas = parameter.shape[dim], tp, tp_rank, 1
     if kind == "kv heads" and layout.inner_ranks > parameter.heads:
         replicas = tp // parameter.heads
@@ -69,12 +93,29 @@ def place(parameter: Parameter, layout: Layout, tp_rank: int, ep_rank: int = 0) 
 
 
 def _place_experts(parameter: Parameter, layout: Layout, tp_rank: int, ep_rank: int) -> Placed:
-    """Stacked experts: some of them, which are rows, and a part of their width, which is columns."""
+    """Stacked experts: some of them, which are rows, and a part of their width, which is columns, or rows of each map
+    that is packed in them."""
     rows, columns = parameter.shape
-    parts = layout.ep, layout.expert_tp
+    parts = (layout.ep, 1) if parameter.packed else (layout.ep, layout.expert_tp)
     box = interval(rows, parts[0], ep_rank), interval(columns, parts[1], tp_rank % parts[1])
     shape = rows // parts[0], width_held(columns, parts[1])
-    return Placed(parameter, "expert", shape, box, tuple(d for d in (0, 1) if parts[d] > 1), 1, ())
+    boxes: tuple[Box, ...] = ()
+    if parameter.packed and layout.expert_tp > 1:
+        each = rows // (parameter.heads * parameter.packed)
+        start, stop = interval(each, layout.expert_tp, tp_rank % layout.expert_tp)
+        boxes = tuple(((first + start, first + stop), box[1]) for first in range(*box[0], each))
+        shape = shape[0] // layout.expert_tp, columns
+    split = layout.ep > 1 or bool(boxes), parts[1] > 1
+    dims = tuple(d for d in (0, 1) if split[d])
+    return Placed(parameter, "expert", shape, box, dims, 1, (), boxes, _stacked(parameter, shape, layout.ep))
+
+
+def _stacked(parameter: Parameter, shape: tuple[int, int], ep: int) -> tuple[int, ...]:
+    """Local shape of stacked experts in their module."""
+    if len(parameter.module_shape) != 3:
+        return ()
+    experts = parameter.heads // ep
+    return experts, shape[0] // experts, shape[1]
 
 
 def interval(size: int, pieces: int, index: int) -> tuple[int, int]:

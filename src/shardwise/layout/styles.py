@@ -30,6 +30,8 @@ GATHERED = MapStyle("column", EDGES["gathered"]["column"])
 """Column-parallel, and every rank has all outputs."""
 LOOKUP = MapStyle("vocab", EDGES["megatron"]["lookup"])
 """A table, some rows on each rank."""
+EXPERTS = MapStyle("expert")
+"""A module that stacks the weights of experts: the layout says how these are split and what tokens travel."""
 WHOLE = "replicate"
 """Style of a map that every rank has whole."""
 STYLES: dict[str, MapStyle] = {
@@ -45,8 +47,16 @@ STYLES: dict[str, MapStyle] = {
     "rowwise_rep": MapStyle("row", Edges("split inputs", "sum")),
     "embedding_rowwise": LOOKUP,
     "replicated_with_grad_allreduce": MapStyle(partial=True),
+    "experts": EXPERTS,
+    "moe_tp_experts": EXPERTS,
+    "ep_dispatch_experts": EXPERTS,
 }
-"""Name in a plan -> style. The last eight are those of `transformers`."""
+"""Name in a plan -> style. All from `colwise` to the end but `experts` are those of `transformers`."""
+WIDTHS: dict[str, int | None] = {
+    "column": 1, "row": 0, "packed_column": 2, "colwise": 1, "rowwise": 0, "packed_colwise": 2, "grouped_gemm": None
+}  # fmt: skip
+"""Style of stacked weights [experts, outputs, inputs] inside experts -> maps whose outputs tensor parallelism splits, 0
+where it splits inputs (`Parameter.packed`), or None where it splits none."""
 
 
 def style_of(name: str, pattern: str) -> MapStyle:
@@ -54,6 +64,11 @@ def style_of(name: str, pattern: str) -> MapStyle:
     if name not in STYLES:
         raise UserError(f"plan: {pattern!r} has style {name!r}, which split does not have; it has {', '.join(STYLES)}")
     return STYLES[name]
+
+
+def path_of(pattern: str) -> re.Pattern[str]:
+    """The paths that a pattern of a plan matches."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
 
 
 def matched(plan: Mapping[str, str], names: Iterable[str], published: bool) -> dict[str, MapStyle]:
@@ -66,7 +81,7 @@ def matched(plan: Mapping[str, str], names: Iterable[str], published: bool) -> d
     styles: dict[str, MapStyle] = {}
     for pattern, name in plan.items():
         style = style_of(name, pattern)
-        path = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        path = path_of(pattern)
         hits = [each for each in names if path.fullmatch(each)]
         if not hits and not published:
             raise UserError(f"plan: no map is named {pattern!r}; {did_you_mean(pattern, names, 'there are')}")

@@ -250,7 +250,7 @@ class UnitPlan:
         """Stage -> its parts, for the stages of the pipeline that this rank has; all in one without a pipeline."""
         if self.layout.pp == 1:
             return {0: self.blueprint.names}
-        cut = pipeline.stages(self.model, self.layout)
+        cut = pipeline.stages(self.subject, self.layout)
         where = pipeline.placement(self.layout)
         parts = self.blueprint.stages(cut.layers)
         return {stage: parts[stage] for stage, rank in enumerate(where) if rank == self.pp_rank}

@@ -21,8 +21,9 @@ Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
 head; row: its columns, which are inputs; vocab: its rows, which are tokens; expert: its rows by expert, which expert
 parallelism splits, and its columns, the experts' width, which tensor parallelism inside experts splits."""
 
-PartKind = Literal["embedding", "block", "head", "root"]
-"""root: everything of a user's module that is in none of its blocks. It computes around all of them."""
+PartKind = Literal["embedding", "block", "head", "root", "entry", "exit"]
+"""root: everything of a user's module that is in none of its blocks. It computes around all of them. entry, exit: under
+a pipeline, where that is what comes before and after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,11 @@ class Parameter:
     """Whether generation multiplies single heads of it, in the layout's precision, with queries and with outputs."""
     frozen: bool = False
     """Whether training leaves it as it is: it has no gradient and no optimizer state."""
+    module_shape: tuple[int, ...] = ()
+    """Shape in its module, of which all dims but the last are the rows of `shape`; empty where it is `shape`."""
+    packed: int = 0
+    """Of stacked experts: maps whose outputs each expert's rows are, end to end. The width is split in each of them; it
+    is columns where this is 0."""
 
     @property
     def numel(self) -> int:
@@ -130,7 +136,8 @@ class Parameter:
         foreign = data["foreign"]
         if foreign is not None:
             foreign = ForeignSlice(**foreign | {"shape": tuple(foreign["shape"])})
-        return cls(**data | {"shape": tuple(data["shape"]), "foreign": foreign})
+        lists = {key: tuple(data.get(key, ())) for key in ("shape", "module_shape")}
+        return cls(**data | lists | {"foreign": foreign})
 
     def at(self, part: str, number: int) -> Parameter:
         """The parameter of one part."""
@@ -138,7 +145,7 @@ class Parameter:
         name = f"{part}.{self.name}"
         return Parameter(
             name, self.shape, part, self.init, self.std, self.decay, self.cut, self.heads, self.partial, foreign,
-            self.transposed, self.absorbed, self.frozen,
+            self.transposed, self.absorbed, self.frozen, self.module_shape, self.packed,
         )  # fmt: skip
 
 
@@ -196,8 +203,8 @@ class Part:
         return cls(**data | lists)
 
     def at(self, name: str) -> list[Parameter]:
-        """The parameters of the single part of this name. Those of a root have their global names already."""
-        if self.kind == "root":
+        """The parameters of the single part of this name. What is in no block has its global names already."""
+        if self.kind in ("root", "entry", "exit"):
             return [replace(p, part=name) for p in self.parameters]
         number = 0 if self.first is None else int(name.rpartition(".")[2])
         return [p.at(name, number) for p in self.parameters]
@@ -276,7 +283,9 @@ class Blueprint:
 
     @cached_property
     def table(self) -> Parameter:
-        """The table of tokens that the embedding looks up."""
+        """The table of tokens that the embedding looks up; of a user's module, what its entry shares."""
+        if self.of_kind("entry"):
+            return next(p for p in self.parameters() if p.name in self.shared)
         (first, *_) = self.of_kind("embedding")
         return next(p for p in first.at(first.name) if p.cut == "vocab")
 

@@ -6,11 +6,12 @@ asynchronous save never meets the training's collectives; rank 0 writes the mani
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from shardwise.checkpoint import (
     write_part,
     writes,
 )
+from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.huggingface import HuggingFaceWeights, PeftAdapters
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
@@ -61,7 +63,8 @@ class Saver:
 
     keep: whole checkpoints to keep, 0 for all. later: training goes on while a copy of the state is being written; at
     most one save is under way. seed, about: as in `Manifest`. timeout: seconds that ranks wait for each other. pulse:
-    where a save under way gives signs of life. Errors of a save under way are raised by the next `save` or by `finish`,
+    where a save under way gives signs of life. others: whole tensors that this rank writes besides, by stored name.
+    Errors of a save under way are raised by the next `save` or by `finish`,
     on every rank alike: `UserError` for what the disk refuses, and nothing is left of that checkpoint then.
     """
 
@@ -76,7 +79,10 @@ class Saver:
         later: bool,
         timeout: float,
         pulse: Pulse | None = None,
+        others: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
+        assert not later or others is dict, "others are written at once"
+        self._others = others
         self.program, self.folder, self.seed, self.about = program, folder, seed, about
         self.keep, self.later = keep, later
         self.pulse = (pulse or Pulse()) if later else program.comms.pulse
@@ -104,7 +110,10 @@ class Saver:
         others[RESIDUAL] = folded_residuals(self.program) if self.program.plan.feeds_back else {}
         entries, tensors = self._entries(), self._tensors(others)
         if not self.later:
-            self._write(position, entries, map(_array, self._each(), tensors))
+            whole = {name: tensor.detach().cpu() for name, tensor in self._others().items()}
+            entries += [_whole_entry(name, tensor) for name, tensor in whole.items()]
+            arrays = chain(map(_array, self._each(), tensors), map(_bits_of, whole.values()))
+            self._write(position, entries, arrays)
             return
         # Kept from save to save: memory that is new costs more than what is copied into it.
         self._image = self._image or PartImage(entries)
@@ -174,6 +183,7 @@ class Saver:
         for held in self._each():
             self.pulse.work(f"the save of {held.name}")
             yield next(found)
+        yield from found
 
     def _together(self, words: str, collective: Callable[..., object], *args: Any) -> None:
         """A collective of the saving ranks. Raises `RuntimeError` in words when a peer is lost in it."""
@@ -217,20 +227,36 @@ class Saver:
         return None
 
 
+def _whole_entry(name: str, tensor: Tensor) -> PartEntry:
+    shape = tuple(tensor.shape)
+    return PartEntry(name, TensorSpec(shape, str(tensor.dtype).removeprefix("torch.")), Piece.whole(full(shape)))
+
+
+def _bits_of(tensor: Tensor) -> np.ndarray:
+    """Elements as a checkpoint stores them."""
+    plain = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    array = plain.contiguous().reshape(-1).numpy()
+    return array.view(np.uint16) if tensor.dtype == torch.bfloat16 else array
+
+
 def _array(held: LocalInterval, tensor: Tensor) -> np.ndarray:
     return np.ascontiguousarray(held.without_padding(tensor.detach().cpu().numpy()))
 
 
-def restore(program: Trainable, checkpoint: Checkpoint) -> Position:
-    """Set weights, moments and the update count from a checkpoint, reading only what this rank holds.
+def restore(
+    program: Trainable, checkpoint: Checkpoint, others: Mapping[str, tuple[int, ...]] | None = None
+) -> Position:
+    """Set weights, moments and the update count from a checkpoint, reading only what this rank holds. others: stored
+    name -> shape of tensors that it may have besides, which are not read.
 
     Moments that the optimizer does not have are dropped. Residuals of error feedback and outer momentum are zero where
     it has none, and are dropped where the layout has no use for them. Raises `UserError` when it is of another model,
     damaged, or without the optimizer's moments.
     """
     stored = {name.partition("/")[0] for name in checkpoint.tensors}
-    others = checkpoint.unused_states(program.plan.workload.optimizer)
-    _fill(program, checkpoint, program.plan.states, [*others, *(kind for kind in OTHERS if kind in stored)])
+    unused = [*checkpoint.unused_states(program.plan.workload.optimizer), *(kind for kind in OTHERS if kind in stored)]
+    besides = {name: shape for name, shape in (others or {}).items() if name in checkpoint.tensors}
+    _fill(program, checkpoint, program.plan.states, unused, besides)
     restore_residuals(program, checkpoint if RESIDUAL in stored else None)
     restore_outer(program, checkpoint, stored)
     manifest = checkpoint.manifest
@@ -260,14 +286,13 @@ def start_adapters(program: Trainable, adapters: PeftAdapters) -> None:
 
 
 def _fill(
-    program: Trainable,
-    source: Checkpoint | HuggingFaceWeights | PeftAdapters,
-    kinds: Sequence[str],
-    others: Sequence[str] = (),
-) -> None:
-    """Set weights and moments. kinds: the first of `UnitPlan.states`. others: stored tensors that are not read."""
+    program: Trainable, source: Checkpoint | HuggingFaceWeights | PeftAdapters, kinds: Sequence[str],
+    unused: Sequence[str] = (), besides: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:  # fmt: skip
+    """Set weights and moments. kinds: the first of `UnitPlan.states`. unused: stored kinds that are not read; besides:
+    stored tensors that are not."""
     plan = program.plan
-    source.require(shapes(plan.subject, (*kinds, *others)))
+    source.require(shapes(plan.subject, (*kinds, *unused)) | dict(besides or {}))
     states = {state.flat.unit.name: state for state in program.optimizer.states}
     for held in needs(plan.subject, plan.layout, dist.get_rank()):
         state = states[held.unit]

@@ -31,7 +31,7 @@ from shardwise.layout.axes import (
     Axes,
 )
 from shardwise.layout.units import UnitPlan
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model, blueprint
 from shardwise.runtime.context.view import cut_sequences
 from shardwise.runtime.transport.comms import Comms
 
@@ -43,13 +43,13 @@ OF_EXPERTS = (EP, EDP, STAGE, STAGE + PP, EP_ACROSS, EP + ETP)
 """The groups of models with experts besides."""
 
 
-def axes_of(model: ModelConfig | None) -> tuple[Axes, ...]:
+def axes_of(model: Model | None) -> tuple[Axes, ...]:
     """The groups over which a model's ranks communicate."""
-    return AXES + (OF_EXPERTS if model and model.experts else ())
+    return AXES + (OF_EXPERTS if model and blueprint(model).routes else ())
 
 
 def make_comms(
-    layout: Layout, model: ModelConfig | None, rank: int, *, transport: str = "auto",
+    layout: Layout, model: Model | None, rank: int, *, transport: str = "auto",
     axes: tuple[Axes, ...] | None = None, quiet: bool = False, **options: Any,
 ) -> Comms:  # fmt: skip
     """The process groups of `rank`; every rank of the job must call this. model: None where no heads are split.

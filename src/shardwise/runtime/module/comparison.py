@@ -9,6 +9,7 @@ import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch.utils import _pytree
 from shardwise.errors import UserError
 from shardwise.layout.axes import DP, TP
 from shardwise.runtime.module.describe import call
+from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import is_meta, values_of
+from shardwise.runtime.module.legality import fewest_micro_batches
 from shardwise.runtime.module.program import ModuleProgram
 from shardwise.runtime.module.split import split
 from shardwise.runtime.module.verify import Verification, VerifyRequest
@@ -47,14 +50,23 @@ class _Outputs:
         """(module, number of its run) -> its floating-point outputs."""
         self.running: list[str] = []
         self.on = True
+        self.computes: Callable[[str], bool] = lambda name: True
+        """Whether a module's output is that of the whole model now."""
         self._runs: dict[str, int] = {}
         for name, child in module.named_modules():
             child.register_forward_pre_hook(lambda child, args, name=name: self.running.append(name))
             child.register_forward_hook(lambda child, args, out, name=name: self._keep(name, out))
 
+    def restart(self) -> None:
+        """Forget what has come."""
+        self.on = True
+        for kept in (self.found, self.running, self._runs):
+            kept.clear()
+
     def _keep(self, name: str, out: Any) -> None:
-        self.running.pop()
-        if self.on:
+        while self.running and self.running.pop() != name:
+            pass  # a stage of a pipeline leaves the forward passes around its last block
+        if self.on and self.computes(name):
             number = self._runs[name] = self._runs.get(name, -1) + 1
             self.found[name, number] = [tensor.detach().clone() for tensor in _floating(out)]
 
@@ -90,9 +102,13 @@ def compare_split(request: VerifyRequest) -> RankDifference:
     module = (request.model if isinstance(request.model, nn.Module) else request.model()).eval()
     if is_meta(module):
         raise UserError("the module is on the meta device and has no values to compare: give a function that builds it")
-    rows = _rows(example, request.layout.dp)
+    use_exact_products(module)
+    micro_batches = fewest_micro_batches(request.layout)
+    rows = _rows(example, request.layout.dp, micro_batches)
     expected, gradients = _one_device(copy.deepcopy(module).double(), example, rows)
-    program = split(module, request.layout, request.plan, blocks=request.blocks).program
+    program = split(
+        module, request.layout, request.plan, blocks=request.blocks, parts=request.parts, accumulate=micro_batches
+    ).program
     place, outputs = _Place(program, rows), _Outputs(module)
     failure = _split_pass(program, outputs, example, place)
     result, order = _compare_outputs(outputs, expected, place, request.tolerance)
@@ -117,12 +133,15 @@ def _wide(example: Any) -> Any:
     return _pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
 
 
-def _rows(example: Any, dp: int) -> int:
+def _rows(example: Any, dp: int, micro_batches: int) -> int:
     first = next((x for x in _pytree.tree_leaves(example) if isinstance(x, Tensor) and x.dim()), None)
     if first is None:
         raise UserError("example has no tensor with rows: give the inputs of one forward pass")
-    if len(first) % dp:
-        raise UserError(f"the example's {len(first)} rows cannot be divided among dp = {dp}: give a multiple of {dp}")
+    if len(first) % (dp * micro_batches):
+        over = f"dp = {dp}" + (f" and {micro_batches} micro-batches" if micro_batches > 1 else "")
+        raise UserError(
+            f"the example's {len(first)} rows cannot be divided among {over}: give a multiple of {dp * micro_batches}"
+        )
     return len(first)
 
 
@@ -130,17 +149,17 @@ def _name(name: str, module: nn.Module) -> str:
     return name or type(module).__name__
 
 
-def _loss(out: Any, place: _Place | None, rows: int) -> Tensor:
-    """A random linear function of every output that has the batch's rows. place: None on one device."""
+def _loss(out: Any, rows: int, own: Callable[[Tensor], Tensor], local: int) -> Tensor:
+    """A random linear function of every output that has the rows of a batch, `local` of the `rows` of the whole one.
+    own: those of a tensor over the whole batch."""
     total = torch.zeros((), dtype=torch.float64)
-    local = rows if place is None else rows // place.dp[0]
     used = [x for x in _floating(out) if x.requires_grad and x.dim() and x.shape[0] == local]
     if not used:
         raise UserError("no output depends on the parameters and has the example's rows, so there is no gradient")
     for number, x in enumerate(used):
         generator = torch.Generator().manual_seed(SEED + number)
         factors = torch.randn(rows, *x.shape[1:], generator=generator, dtype=torch.float64)
-        total = total + (x.double() * (factors if place is None else place.rows_of(factors))).sum()
+        total = total + (x.double() * own(factors)).sum()
     return total
 
 
@@ -149,7 +168,7 @@ def _one_device(module: nn.Module, example: Any, rows: int) -> tuple[_Outputs, d
     outputs = _Outputs(module)
     out = call(module, example)
     outputs.on = False
-    _loss(out, None, rows).backward()
+    _loss(out, rows, lambda factors: factors, rows).backward()
     return outputs, {
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in module.named_parameters()
@@ -158,15 +177,26 @@ def _one_device(module: nn.Module, example: Any, rows: int) -> tuple[_Outputs, d
 
 def _split_pass(program: ModuleProgram, outputs: _Outputs, example: Any, place: _Place) -> str:
     """Forward and backward of the split module; what failed in it, empty where nothing did."""
-    mine = _pytree.tree_map(place.rows_of, example)
+    count = program.plan.micro_batches
+    local = place.whole // (place.dp[0] * count)
 
-    def loss(run: Callable[..., Any], batch: Any) -> tuple[Tensor, int]:
-        out = call(run, batch)
+    def rows_of(number: int, x: Any) -> Any:
+        return place.rows_of(x).chunk(count)[number] if place.has_rows(x) else x
+
+    def loss(run: Callable[..., Any], batch: tuple[int, Any]) -> tuple[Tensor, int]:
+        number, rows = batch
+        out = call(run, rows)
         outputs.on = False
-        return _loss(out, place, place.whole), int(place.dp[1] == 0)
+        own = partial(rows_of, number)
+        return _loss(out, place.whole, own, local), int(place.dp[1] == number == 0)
 
     try:
-        program.gradients(loss, [mine])
+        micro_batches = [(n, _pytree.tree_map(partial(rows_of, n), example)) for n in range(count)]
+        program.learn_shapes(loss, micro_batches)
+        if program.stages is not None:
+            outputs.computes = program.stages.computes
+        outputs.restart()
+        program.gradients(loss, micro_batches)
     except UserError:
         raise
     except Exception as error:
@@ -178,9 +208,13 @@ def _compare_outputs(
     outputs: _Outputs, expected: _Outputs, place: _Place, tolerance: float
 ) -> tuple[Verification, int]:
     """(the first module whose output differs, its place in the forward pass). Outputs without a counterpart of their
-    shape, which tensor-parallel ranks have parts of in another way, are left out."""
+    shape, which tensor-parallel ranks have parts of in another way, are left out, and so is what is inside of experts:
+    each rank's have other tokens."""
     result, compared = Verification(""), set()
+    inside = tuple(f"{name}." for name, child in expected.module.named_modules() if _stacks_experts(child))
     for order, ((name, number), whole) in enumerate(expected.found.items()):
+        if name.startswith(inside):
+            continue
         own = outputs.found.get((name, number), [])
         for x, reference in zip(own, whole, strict=False):
             part = place.like(reference, x.shape)
@@ -193,6 +227,10 @@ def _compare_outputs(
                 reason = f"its output differs by {error:.1e} of its norm"
                 return replace(result, module=_name(name, outputs.module), reason=reason), order
     return result, len(expected.found)
+
+
+def _stacks_experts(module: nn.Module) -> bool:
+    return any(p.dim() == 3 for p in module.parameters(recurse=False)) and any(True for _ in module.children())
 
 
 def _error(x: Tensor, expected: Tensor) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from shardwise.errors import LayoutError, UserError, did_you_mean
 from shardwise.layout import Layout
 from shardwise.layout.styles import GATHERED, LOOKUP, WHOLE, MapStyle, matched
 from shardwise.model.adapters import A, B
-from shardwise.model.blueprint import Blueprint, Cut, Parameter, Part
+from shardwise.model.blueprint import Blueprint, Cut, Parameter, Part, PartKind
 from shardwise.runtime.module.adapters import AdaptedMap
+from shardwise.runtime.module.chain import ENTRY, EXIT, Chain
+from shardwise.runtime.module.expert_plan import ExpertPlan, expert_plan, published_plan, stacked
 from shardwise.runtime.module.initial import is_meta
 
 ROOT = "root"
@@ -29,30 +32,77 @@ class DescribedModule:
     blueprint: Blueprint
     styles: Mapping[str, MapStyle]
     """Module whose weights are cut, or see partial gradients -> its style."""
+    experts: ExpertPlan = field(default_factory=ExpertPlan)
+    """Its modules of experts that the plan splits."""
+    chain: Chain | None = None
+    """Order of its parts, under a pipeline."""
 
 
 def describe(
-    module: nn.Module, layout: Layout, plan: Mapping[str, str] | None, blocks: Sequence[str]
+    module: nn.Module, layout: Layout, plan: Mapping[str, str] | None, blocks: Sequence[str], chain: Chain | None = None
 ) -> DescribedModule:
     """Describe a module. plan: {pattern: style}; None for the module's own. blocks: paths, in order of their forward
-    passes.
+    passes. chain: the order of all parts, under a pipeline.
 
     A parameter that several parts share belongs to the root. Raises `UserError` for parameters that cannot be split,
     and `LayoutError` for a degree that does not divide.
     """
     names = _names(module)
-    styles = _styles(module, layout, plan) if layout.tp > 1 else {}
-    parts: dict[str, list[Parameter]] = {ROOT: [], **{block: [] for block in blocks}}
+    styles: dict[str, MapStyle] = {}
+    experts = ExpertPlan()
+    if layout.tp > 1 or layout.ep > 1:
+        published = plan is None
+        plan = published_plan(module, layout) if plan is None else plan
+        experts = expert_plan(module, layout, plan, published)
+        styles = _styles(module, layout, experts.others, published) if layout.tp > 1 else {}
+    parts: dict[str, list[Parameter]] = {name: [] for name in _part_names(blocks, chain)}
+    reads: list[str] = []
     for parameter, aliases in names.items():
-        homes = {_home(alias, blocks) for alias in aliases}
-        part = homes.pop() if len(homes) == 1 else ROOT
-        full, prefix = aliases[0], "" if part == ROOT else f"{part}."
-        parts[part].append(_parameter(module, full.removeprefix(prefix), aliases, parameter, styles, layout))
+        part = _root_or_block(aliases, blocks) if chain is None else _in_chain(aliases, chain, reads)
+        full, prefix = aliases[0], "" if part in _KINDS else f"{part}."
+        name = full.removeprefix(prefix)
+        if any(alias.rpartition(".")[0] in experts.modules for alias in aliases):
+            _check_apart(aliases, experts)
+            parts[part].append(stacked(name, tuple(parameter.shape), experts.widths.get(full, 0)))
+        else:
+            parts[part].append(_parameter(module, name, aliases, parameter, styles, layout))
     made = [
-        Part(name, "root" if name == ROOT else "block", _class_of(module, name), tuple(held), (), 0, 0)
+        Part(
+            name, _KINDS.get(name, "block"), _class_of(module, name), tuple(held), (), 0, 0,
+            reads=tuple(reads) if name == EXIT else (),
+        )
         for name, held in parts.items()
-    ]
-    return DescribedModule(Blueprint(type(module).__name__, 0, tuple(made)), styles)
+    ]  # fmt: skip
+    return DescribedModule(Blueprint(type(module).__name__, 0, tuple(made)), styles, experts, chain)
+
+
+_KINDS: dict[str, PartKind] = {ROOT: "root", ENTRY: "entry", EXIT: "exit"}
+
+
+def _part_names(blocks: Sequence[str], chain: Chain | None) -> list[str]:
+    return [ROOT, *blocks] if chain is None else [ENTRY, *chain.blocks, EXIT]
+
+
+def _root_or_block(aliases: Sequence[str], blocks: Sequence[str]) -> str:
+    homes = {_home(alias, blocks) for alias in aliases}
+    return homes.pop() if len(homes) == 1 else ROOT
+
+
+def _in_chain(aliases: Sequence[str], chain: Chain, reads: list[str]) -> str:
+    """The part of a parameter under a pipeline. reads: takes the one that entry and exit share, a tied table."""
+    homes = {chain.home(alias) for alias in aliases}
+    if "" in homes:
+        raise UserError(f"parts: {aliases[0]} is in none of them; name every module with parameters, in order")
+    if homes == {ENTRY, EXIT}:
+        reads.append(aliases[0])
+        if len(reads) > 1:
+            raise UserError(f"parts: {' and '.join(reads)} are shared by the first and the last stage; one can be")
+        return ENTRY
+    if len(homes) > 1:
+        raise UserError(
+            f"parts: {' and '.join(aliases)} are one parameter of several parts: one stage cannot have them"
+        )
+    return homes.pop()
 
 
 def find_blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[str]:
@@ -89,7 +139,7 @@ def _alike(child: nn.Module) -> list[str]:
 
 
 def _class_of(module: nn.Module, name: str) -> str:
-    return type(module if name == ROOT else module.get_submodule(name)).__name__
+    return type(module if name in _KINDS else module.get_submodule(name)).__name__
 
 
 def _home(name: str, blocks: Collection[str]) -> str:
@@ -139,15 +189,13 @@ def is_plain_map(module: nn.Module) -> bool:
     return is_conv1d(module) or plain or isinstance(module, AdaptedMap)
 
 
-def _styles(module: nn.Module, layout: Layout, plan: Mapping[str, str] | None) -> dict[str, MapStyle]:
-    published = plan is None
-    if plan is None:
-        plan = getattr(module, "_tp_plan", None)
-        if not plan:
-            raise UserError(
-                f"tp={layout.tp} needs a plan, and {type(module).__name__} publishes none: give "
-                "plan={'blocks.*.up': 'column', 'blocks.*.down': 'row'}"
-            )
+def _check_apart(aliases: Sequence[str], experts: ExpertPlan) -> None:
+    if len({alias.rpartition(".")[0] for alias in aliases}) > 1:
+        raise UserError(f"plan: {' and '.join(aliases)} are one parameter; experts share none with other modules")
+
+
+def _styles(module: nn.Module, layout: Layout, plan: Mapping[str, str], published: bool) -> dict[str, MapStyle]:
+    if published:
         _check_heads(module, layout)
     held = [name for name, child in module.named_modules() if child._parameters]
     styles = matched(plan, held, published)
@@ -187,11 +235,11 @@ def _of_shared(module: nn.Module, styles: Mapping[str, MapStyle]) -> dict[str, M
 
 def _check_heads(module: nn.Module, layout: Layout) -> None:
     config = getattr(module, "config", None)
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, field, None)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % layout.tp:
             raise LayoutError(
-                f"tp={layout.tp} does not divide the {heads} of {field} of {type(module).__name__}; "
+                f"tp={layout.tp} does not divide the {heads} of {name} of {type(module).__name__}; "
                 f"valid tp: {_divisors(heads)}"
             )
 
@@ -225,10 +273,11 @@ def _parameter(
     if len(cuts) > 1:
         both = ", ".join(f"{alias} by {cut}" for cut, alias in cuts.items())
         raise UserError(f"plan: one parameter is cut in two ways: {both}; give its modules styles that agree")
-    shape = tuple(parameter.shape)
+    full = tuple(parameter.shape)
+    shape = full if len(full) < 3 else (prod(full[:-1]), full[-1])
     return Parameter(
-        name, shape, decay=len(shape) > 1, cut=next(iter(cuts)), partial=partial, transposed=transposed,
-        frozen=not parameter.requires_grad,
+        name, shape, decay=len(full) > 1, cut=next(iter(cuts)), partial=partial, transposed=transposed,
+        frozen=not parameter.requires_grad, module_shape=() if shape == full else full,
     )  # fmt: skip
 
 

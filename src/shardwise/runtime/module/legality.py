@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, pipeline
+from shardwise.model.blueprint import Blueprint
 
 LATER = {
-    "pp": "needs an ordered list of parts",
     "cp": "cuts sequences inside attention",
-    "ep": "needs experts that are known as such",
-    "etp": "needs experts that are known as such",
-    "sp": "needs the residual stream",
+    "sp": "cuts the residual stream, which no plan of a module describes",
     "offload": "keeps optimizer state off the device",
     "offload_params": "keeps parameters off the device",
     "offload_activations": "keeps saved activations off the device",
@@ -38,3 +36,23 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
             f"layout {layout} needs {layout.ranks} ranks, but there are {ranks}: start it with torchrun "
             f"--nproc-per-node {layout.ranks}"
         )
+
+
+def check_pipeline(blueprint: Blueprint, layout: Layout, micro_batches: int) -> None:
+    """Raise `LayoutError` for a pipeline that has no schedule for these blocks and micro-batches."""
+    if layout.pp == 1:
+        return
+    pipeline.stages(blueprint, layout)
+    if legal := pipeline.objection(layout, micro_batches):
+        raise LayoutError(
+            f"schedule={layout.schedule} cannot have pp={layout.pp}, virtual={layout.virtual} and {micro_batches} "
+            f"micro-batches a step: {legal}; accumulate= gives their number"
+        )
+
+
+def fewest_micro_batches(layout: Layout) -> int:
+    """The smallest number of micro-batches that the layout's schedule supports."""
+    if layout.pp == 1:
+        return 1
+    counts = range(1, 4 * layout.pp * layout.virtual + 1)
+    return next((count for count in counts if not pipeline.objection(layout, count)), layout.pp)

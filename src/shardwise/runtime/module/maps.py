@@ -5,7 +5,7 @@ Linear maps write the gradients of their weights where these stay, whether they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,28 +15,41 @@ from shardwise.layout.placement import place
 from shardwise.layout.styles import MapStyle
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.context import Around, OpContext, Options, Redistribute
+from shardwise.ops.gradients import WeightGradients
 from shardwise.ops.linear import linear
-from shardwise.runtime.module.describe import is_conv1d, is_plain_map
+from shardwise.runtime.expert.exchange import RankExchange
+from shardwise.runtime.module.describe import DescribedModule, is_conv1d, is_plain_map
+from shardwise.runtime.module.experts import lower_experts
 from shardwise.runtime.tensor.redistribute import around_map
 from shardwise.runtime.transport.comms import Comms
 
 
-def lower_maps(module: nn.Module, plan: UnitPlan, comms: Comms, styles: Mapping[str, MapStyle]) -> set[nn.Module]:
-    """Give every linear map, and every table that is cut, its form. Weights are cut elsewhere (`engine.py`). Returns
-    the maps whose gradients do not pass through autograd's accumulation."""
+def lower_maps(
+    module: nn.Module, plan: UnitPlan, comms: Comms, described: DescribedModule, weights: WeightGradients
+) -> set[nn.Module]:
+    """Give every linear map, and every table or experts that are cut, its form. Weights are cut elsewhere
+    (`engine.py`). weights: when their gradients are computed. Returns the maps whose gradients do not pass through
+    autograd's accumulation."""
+    styles = described.styles
     parameters = {id(module.get_parameter(p.name)): p for p in plan.blueprint.parameters()}
     writing: set[nn.Module] = set()
     for name, child in module.named_modules():
         style = styles.get(name, MapStyle())
+        if name in described.experts.modules:
+            leaf = next(child.parameters(recurse=False))
+            lower_experts(child, plan, RankExchange(plan, comms, parameters[id(leaf)].part))
+            continue
         if not is_plain_map(child) and style.cut == "replicated":
             continue
         weight = parameters[id(child.weight)]
+        # Under a pipeline a tied head computes on another stage than the part of its weight.
+        part = weight.part if described.chain is None else described.chain.home(f"{name}.")
         outputs, inputs = reversed(weight.shape) if weight.transposed else weight.shape
-        around = around_map(style.cut, style.edges, comms, weight.part, (inputs, outputs))
+        around = around_map(style.cut, style.edges, comms, part, (inputs, outputs))
         if isinstance(child, nn.Embedding):
             form = _lookup(child, place(weight, plan.layout, plan.tp_rank).box[0], around)
         else:
-            at = OpContext(weight.part, Options("train", split=True), name, {f"{name}.weight": around})
+            at = OpContext(part, Options("train", split=True), name, {f"{name}.weight": around}, weights)
             form = linear(child, at, is_conv1d(child))  # type: ignore[arg-type]
             writing.add(child)
         child.forward = form  # type: ignore[assignment]

@@ -7,7 +7,7 @@ first. Arguments and results may be nested in tuples, lists and dictionaries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,13 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import UserError
+from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.gradients import GradSlot, WeightGradient, WeightGradients, grad_slot
+from shardwise.runtime.module.chain import ENTRY, EXIT
 from shardwise.runtime.module.describe import ROOT, DescribedModule
 from shardwise.runtime.module.maps import lower_maps
+from shardwise.runtime.module.stages import ModuleStages, free_others
 from shardwise.runtime.pipeline.stages import no_moment
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
@@ -66,20 +69,26 @@ class PartRunner:
         self, module: nn.Module, described: DescribedModule, plan: UnitPlan, comms: Comms, device: torch.device
     ) -> None:
         self.module, self.plan, self.comms, self.device = module, plan, comms, device
-        writing = lower_maps(module, plan, comms, described.styles)
-        self.engine = Engine(module, plan, comms, device, writing, WeightGradients())
+        self.weights = WeightGradients(at_once=plan.of_kind("exit"))
+        writing = lower_maps(module, plan, comms, described, self.weights)
+        self.engine = Engine(module, plan, comms, device, writing, self.weights)
         self.moment: Callable[[list[WeightGradient]], object] = no_moment
         """As of `StageRunner`."""
         self._unfinished: list[str] = []
         """Parts whose inputs have no gradient: their backward passes are over when the next one begins."""
-        self._begun = ""
-        """The block whose backward pass has begun last."""
+        self._open: set[str] = {ROOT}
+        """The root, and the block whose backward pass has begun last; under a pipeline the parts of that stage."""
         for unit in plan.units:
             for placed in unit.placed:
                 if placed.parameter.frozen:
                     continue
                 parameter = module.get_parameter(placed.name)
-                parameter.register_hook(partial(self._arrives, unit.name, grad_slot(parameter)))
+                parameter.register_hook(partial(self._arrives, placed.parameter.part, grad_slot(parameter)))
+        self.stages: ModuleStages | None = None
+        if described.chain is not None:
+            free_others(module, [placed.name for unit in plan.units for placed in unit.placed])
+            self.stages = ModuleStages(module, described.chain, plan)
+            return
         for name in plan.of_kind("block"):
             block = module.get_submodule(name)
             block.forward = partial(self._part, name, block.forward)  # type: ignore[method-assign]
@@ -87,7 +96,34 @@ class PartRunner:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with floating-point inputs in the layout's precision."""
         args, kwargs = _pytree.tree_map(self._prepared, (args, kwargs))
+        if self.stages is not None:
+            return self.module(*args, **kwargs)
         return self._part(ROOT, self.module, *args, **kwargs)
+
+    def run_stage(self, stage: int, x: Tensor | None, forward: Callable[[], Any]) -> Any:
+        """A stage of a pipeline, as of `ModuleStages.run`. Without gradients its parameters are gathered for it."""
+        assert self.stages is not None
+        gathers = self.plan.layout.stage == 3 and not torch.is_grad_enabled()
+        if gathers:
+            self.engine.unshard(stage)
+        for part in self.plan.stages[stage]:
+            self.engine.use_unit("forward", part)
+        result = self.stages.run(stage, x, forward)
+        if gathers:
+            self.engine.reshard(stage)
+        return result
+
+    def over_data(self, count: Tensor) -> int:
+        """The sum of a number over the data ranks."""
+        with self.comms.in_phase("loss"):
+            self.comms.all_reduce(count, DATA, "valid tokens")
+        return int(self.comms.read(count))
+
+    def open_parts(self, parts: Sequence[str]) -> None:
+        """The backward pass of a stage with these parts begins."""
+        self._open = set(parts) | ({ENTRY} if EXIT in parts else set())  # they may share a table
+        for part in parts:
+            self.engine.use_unit("backward", part)
 
     def _prepared(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -97,13 +133,13 @@ class PartRunner:
 
     def begin_backward(self) -> None:
         """The loss is there, and its backward pass is next."""
-        self._begun = ""
+        self._open = {ROOT}
         self._use("backward", ROOT)
 
     def end_backward(self) -> None:
         """The whole backward pass is over. Raises `UserError` when it left out a part."""
         self._finish_rest()
-        self._finish(ROOT)
+        self.finish_part(ROOT)
         if (use := self.engine.following) is not None:
             raise UserError(
                 f"no gradient reached {use.part}: the loss must depend on every block; leave it out of blocks= to have "
@@ -118,7 +154,7 @@ class PartRunner:
             return forward(*args, **kwargs)
         if self.plan.blueprint.freezes:
             args, kwargs = _pytree.tree_map(_differentiable, (args, kwargs))
-        (args, kwargs), entered = _through(partial(self._finish, name), (args, kwargs))
+        (args, kwargs), entered = _through(partial(self.finish_part, name), (args, kwargs))
         if self.plan.layout.recompute == "full":
             forward = partial(checkpoint, forward, use_reentrant=False)
         out = forward(*args, **kwargs)
@@ -128,7 +164,7 @@ class PartRunner:
         """A block's backward pass begins. finishes: whether its end will be seen."""
         self._finish_rest()
         self._use("backward", name)
-        self._begun = name
+        self._open = {ROOT, name}
         if not finishes:
             self._unfinished.append(name)
 
@@ -137,14 +173,14 @@ class PartRunner:
         block's gradients during its backward pass alone."""
         if grad is None:
             return
-        if name not in (ROOT, self._begun):
+        if name not in self._open:
             raise UserError(
                 f"a parameter of {name} was used outside of its forward pass: leave {name} out of blocks=, since the "
                 "root's parameters may be used anywhere"
             )
         place.add_nothing()
 
-    def _finish(self, name: str) -> None:
+    def finish_part(self, name: str) -> None:
         """A part's backward pass is over: where nothing has come, the gradient is zero."""
         for unit in self.plan.finished_after(name):
             self.engine.units[unit.name].empty_rest()
@@ -152,7 +188,7 @@ class PartRunner:
 
     def _finish_rest(self) -> None:
         for name in self._unfinished:
-            self._finish(name)
+            self.finish_part(name)
         self._unfinished.clear()
 
     def _use(self, kind: str, name: str) -> None:

@@ -16,6 +16,7 @@ from shardwise.runtime.expert.loads import ExpertLoads
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import DescribedModule
 from shardwise.runtime.module.parts import PartRunner
+from shardwise.runtime.module.pipelined import Loss, Messages, gradients
 from shardwise.runtime.offload.activations import OffloadedActivations
 from shardwise.runtime.sync.outer_step import OuterStep
 from shardwise.runtime.transport.comms import Comms
@@ -58,11 +59,15 @@ class ModuleProgram(PartRunner):
         super().__init__(module, described, plan, comms, device)
         self.optimizer = Optimizer(self.engine, comms, optimizer, values)
         self.expert_loads = ExpertLoads({}, plan, comms, device)
+        self.messages = Messages(self, self.stages) if self.stages is not None else None
         with comms.in_phase("optimizer"):
             self.engine.all_gather_params()
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass without gradients. All ranks call it together."""
+        """A forward pass without gradients. All ranks call it together. Under a pipeline the last stage's ranks alone
+        have its result."""
+        if self.messages is not None:
+            return self.messages.pass_through(lambda: self.run(*args, **kwargs), {})
         with torch.no_grad():
             self.engine.begin_evaluation()
             return self.run(*args, **kwargs)
@@ -78,26 +83,33 @@ class ModuleProgram(PartRunner):
         norm = self.optimizer.step(lr)
         self.optimizer.commit()
         self.engine.all_gather_params()
-        with self.comms.in_phase("loss"):
-            self.comms.all_reduce(total, DATA, "loss")
+        if self.messages is None:
+            with self.comms.in_phase("loss"):
+                self.comms.all_reduce(total, DATA, "loss")
         return StepOutcome(self.comms.read(total) / max(1, tokens), norm, tokens)
 
     def gradients(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> tuple[Tensor, int]:
         """Compute the gradients of the mean loss over all ranks' tokens. Returns (this rank's summed loss, tokens of
-        all ranks).
+        all ranks); under a pipeline the loss is summed over all ranks.
 
         A micro-batch's tokens are known after its forward pass, those of later ones only then. So gradients are scaled
         by the first one's, as if the others had as many, and once more at the end where they had not.
         """
+        if self.messages is not None:
+            loss_of = self.loss_of(loss_fn)
+            self.messages.learn(loss_of, micro_batches)
+            worker, assumed, tokens = gradients(self, self.messages, loss_of, micro_batches)
+            self._rescale(assumed, max(1, tokens))
+            return worker.total, tokens
         self.engine.begin_step()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         later = torch.zeros((), dtype=torch.int64, device=self.device)
         first = 0
         for number, batch in enumerate(micro_batches):
             self.engine.begin_micro_batch()
-            loss, count = _loss_and_count(loss_fn(self.run, batch), self.device)
+            loss, count = self.loss_of(loss_fn)(batch)
             if number == 0:
-                first = self._over_data(count)
+                first = self.over_data(count)
             else:
                 later += count
             self.moment([])
@@ -106,14 +118,18 @@ class ModuleProgram(PartRunner):
             self.end_backward()
             total += loss.detach()
         self.engine.finish_step()
-        tokens = first + self._over_data(later) if len(micro_batches) > 1 else first
+        tokens = first + self.over_data(later) if len(micro_batches) > 1 else first
         self._rescale(max(1, first * len(micro_batches)), max(1, tokens))
         return total, tokens
 
-    def _over_data(self, count: Tensor) -> int:
-        with self.comms.in_phase("loss"):
-            self.comms.all_reduce(count, DATA, "valid tokens")
-        return int(self.comms.read(count))
+    def loss_of(self, loss_fn: LossFunction) -> Loss:
+        """(loss, tokens) of a micro-batch."""
+        return lambda batch: _loss_and_count(loss_fn(self.run, batch), self.device)
+
+    def learn_shapes(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> None:
+        """Know the shapes of a pipeline's messages for these batches."""
+        if self.messages is not None:
+            self.messages.learn(self.loss_of(loss_fn), micro_batches)
 
     def _rescale(self, assumed: int, tokens: int) -> None:
         if assumed != tokens:

@@ -6,6 +6,7 @@ import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.module.adapters import add_adapters
+from shardwise.runtime.module.buffers import restore_buffers, stored_shapes, written
+from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
+from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import MetaValues, is_meta, values_of
-from shardwise.runtime.module.legality import check_module_layout
+from shardwise.runtime.module.legality import check_module_layout, check_pipeline
 from shardwise.runtime.module.program import ModuleProgram, StepOutcome
 from shardwise.runtime.zero.flat_unit import Values
 
@@ -41,6 +45,7 @@ def split(
     example: Any = None,
     *,
     blocks: Sequence[str] | None = None,
+    parts: Sequence[str | nn.Module] | None = None,
     accumulate: int = 1,
     lora: Lora | str | None = None,
     optimizer: OptimizerConfig | None = None,
@@ -54,7 +59,11 @@ def split(
     layout: a `Layout` or its text: dp, tp, zero, shard, hpz, qwz, qgz, recompute=full, precision, grads.
     plan: {pattern: style} of tensor parallelism (`layout.styles`); None for the one that a `transformers` model has.
     example: inputs of one forward pass, to find the order in which blocks run; None where it is that of registration.
+    Under a pipeline `parts` has the order.
     blocks: classes or paths of the modules that are gathered, reduced and recomputed alone; None to find them.
+    parts: under a pipeline, all modules with parameters in the order in which a micro-batch passes through them, or
+    patterns of their paths; None for the plan of a `transformers` model. What comes before the blocks is on the first
+    stage, what comes after them on the last.
     accumulate: micro-batches per step. lora: low-rank adapters beside its linear maps, all else being frozen, such as
     "rank=16,targets=q_proj+v_proj". optimizer: AdamW's settings; `lr` is constant but for `train_step(lr=)`.
     transport: as of `make_comms`. Without a process group one is made, with torchrun's ranks or for this process alone.
@@ -69,17 +78,21 @@ def split(
         raise UserError(f"split takes an nn.Module or a function that builds one, not {type(module).__name__}")
     if lora is not None:
         add_adapters(module, Lora.parse(lora) if isinstance(lora, str) else lora)
+    if layout.precision == "fp64":
+        use_exact_products(module)
     found = find_blocks(module, blocks)
-    if example is not None:
+    chain = find_chain(module, parts, found) if layout.pp > 1 else None
+    if example is not None and chain is None:
         found = run_order(module, found, example)
-    described = describe(module, layout, plan, found)
+    described = describe(module, layout, plan, found, chain)
+    workload = Workload(seq=1, batch=layout.dp * accumulate)
+    check_pipeline(described.blueprint, layout, accumulate)
     at = torch.device(device) if device is not None else _device_of(module)
     if at.type == "cuda" and dist.get_backend() == "gloo":
         raise UserError("a module on a GPU needs NCCL: call torch.distributed.init_process_group('nccl') before split")
     values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
     _place_buffers(module, layout, values, at)
-    comms = make_comms(layout, None, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
-    workload = Workload(seq=1, batch=layout.dp * accumulate)
+    comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
     return SplitModule(ModuleProgram(module, described, units, comms, optimizer or OptimizerConfig(), values, at))
 
@@ -142,7 +155,7 @@ class SplitModule(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass."""
+        """The module's forward pass. Under a pipeline, and outside of a step, it is None but on the last stage."""
         return (self.program.run if self._trains else self.program.infer)(*args, **kwargs)
 
     def train_step(
@@ -152,7 +165,8 @@ class SplitModule(nn.Module):
 
         loss_fn: (this module, micro-batch) -> (summed loss, number of tokens), of this rank. Losses are divided by the
         tokens of all ranks, however many each has. A mean loss alone counts once per rank and micro-batch.
-        batch: this rank's rows, handed to `loss_fn` as they are; a list has `accumulate` micro-batches.
+        batch: this rank's rows, handed to `loss_fn` as they are; a list has `accumulate` micro-batches. Every rank of a
+        pipeline has the same, and `loss_fn` computes the loss on the last stage alone.
         measure: whether `report` will be this step's, which follows every tensor and takes longer.
         """
         micro_batches = batch if isinstance(batch, list) else [batch]
@@ -161,6 +175,7 @@ class SplitModule(nn.Module):
         try:
             if not measure:
                 return self.program.step(lambda run, rows: loss_fn(self, rows), micro_batches, lr)
+            self.program.learn_shapes(lambda run, rows: loss_fn(self, rows), micro_batches)
             with StepMeasurement(self.program) as measurement:
                 outcome = self.program.step(lambda run, rows: loss_fn(self, rows), micro_batches, lr)
         finally:
@@ -189,20 +204,27 @@ class SplitModule(nn.Module):
         return self._report
 
     def save(self, folder: Path | str) -> Path:
-        """Write weights, moments and step to `folder`/step-N, under the module's own names, for any layout. All ranks
-        call it together. Buffers are not in it. Returns the checkpoint's folder."""
+        """Write weights, moments, persistent buffers and step to `folder`/step-N, under the module's own names, for any
+        layout. All ranks call it together. Returns the checkpoint's folder."""
         folder, program = Path(folder), self.program
         if folder not in self._savers:
             about = {"module": program.plan.blueprint.name, "layout": str(program.plan.layout)}
-            self._savers[folder] = Saver(program, folder, seed=0, about=about, keep=0, later=False, timeout=TIMEOUT)
+            self._savers[folder] = Saver(
+                program, folder, seed=0, about=about, keep=0, later=False, timeout=TIMEOUT,
+                others=partial(written, program),
+            )  # fmt: skip
         steps = program.optimizer.steps
         self._savers[folder].save(Position(steps, 0, steps))
         return folder / f"step-{steps}"
 
     def load(self, folder: Path | str) -> int:
-        """Set weights, moments and step from a checkpoint of any layout, or from a folder's newest one. All ranks call
-        it together. Returns the steps that were done. Raises `UserError` when it is of another module, or damaged."""
-        return restore(self.program, find(Path(folder))).step
+        """Set weights, moments, buffers and step from a checkpoint of any layout, or from a folder's newest one. All
+        ranks call it together. Returns the steps that were done. Raises `UserError` when it is of another module, or
+        damaged."""
+        checkpoint, module = find(Path(folder)), self.program.module
+        position = restore(self.program, checkpoint, stored_shapes(module))
+        restore_buffers(module, checkpoint)
+        return position.step
 
     @property
     def blueprint(self) -> Blueprint:

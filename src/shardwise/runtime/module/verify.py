@@ -48,6 +48,7 @@ class VerifyRequest:
     plan: Mapping[str, str] | None
     blocks: Sequence[str] | None
     tolerance: float
+    parts: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def verify(
     *,
     plan: Mapping[str, str] | None = None,
     blocks: Sequence[str] | None = None,
+    parts: Sequence[str] | None = None,
     tolerance: float = TOLERANCE,
 ) -> Verification:
     """Compare a split module with the module on one device: the output of every submodule, and the gradient of every
@@ -129,14 +131,14 @@ def verify(
     model: the module, or a function that builds it, the same weights for the same seed of torch.
     layout: as for `split`; its precision and ZeRO++'s packing are left out. example: inputs of one forward pass: a
     dictionary of keyword arguments, a tuple, or one tensor, with the same number of rows in every tensor, which dp
-    divides; or a function that makes them. plan, blocks: as for `split`. tolerance: largest error, as a share of the
-    value's norm. Processes import the caller's main module, which must start nothing when it is imported.
+    divides; or a function that makes them. plan, blocks, parts: as for `split`. tolerance: largest error, as a share
+    of the value's norm. Processes import the caller's main module, which must start nothing when it is imported.
     Raises `UserError` for what `split` rejects, and `RunFailed` when a process dies.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_module_layout(layout)
     exact = replace(layout, precision="fp64", grads="bf16", qwz=False, qgz=False, feedback=False)
-    request = VerifyRequest(model, exact, example, plan, blocks, tolerance)
+    request = VerifyRequest(model, exact, example, plan, blocks, tolerance, parts)
     try:
         packed = pickle.dumps(request).hex()
     except (pickle.PicklingError, AttributeError, TypeError) as error:

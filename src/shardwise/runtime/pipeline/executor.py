@@ -26,8 +26,9 @@ from shardwise.schedule.pipeline import Action, PipelineSchedule
 class Worker(Protocol):
     """Computation of one rank's stages, and the collectives besides the messages."""
 
-    def buffer(self) -> Tensor:
-        """Memory for the message of one micro-batch: an activation, or its gradient."""
+    def buffer(self, way: str, stage: int, micro: int) -> Tensor:
+        """Memory for the message of one micro-batch that a stage takes: "F", its input, or "B", the gradient of its
+        output."""
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         """From the output of the stage before to one's own; the last stage keeps its loss and gives None."""
@@ -85,7 +86,7 @@ class _Execution:
                 self.comms.phase = pipeline.phase_of(part.kind)
                 self.do(part)
         elif kind in ("RECV_F", "RECV_B"):
-            buffer = self.worker.buffer()
+            buffer = self.worker.buffer(kind[-1], stage, micro)
             self.arriving[kind[-1], stage, micro] = buffer, self.comms.receive(buffer, PP, peer, f"stage {stage}")
         elif kind in ("SEND_F", "SEND_B"):
             self.send(kind[-1], stage, micro, peer)
@@ -176,7 +177,7 @@ class _Work:
         self.last = len(pipeline.placement(stages.plan.layout)) - 1
         self.total = torch.zeros((), dtype=torch.float64, device=stages.device)
 
-    def buffer(self) -> Tensor:
+    def buffer(self, way: str, stage: int, micro: int) -> Tensor:
         plan = self.stages.plan
         shape = plan.layout.micro, plan.stream_tokens // plan.layout.micro, plan.model.hidden
         return torch.empty(shape, dtype=getattr(torch, plan.layout.dtype), device=self.stages.device)

@@ -194,13 +194,13 @@ class Engine:
                     lambda placed: all(module in overwriting for module, _ in owners[placed.name])
                 )
             for start, placed, grad_slot in zip(flat.unit.offsets, flat.unit.placed, grad_slots, strict=True):
-                weight = flat.whole[start : start + placed.numel].view(placed.shape)
+                weight = flat.whole[start : start + placed.numel].view(placed.view)
                 parameter = _leaf(weight, grad_slot)
                 for module, leaf in owners[placed.name]:
                     setattr(module, leaf, parameter)
-                if flat.unit.name == "tied":
+                if flat.unit.name == "tied" and isinstance(self.module, Decoder):
                     # A second leaf on the same memory: the head adds its gradient as soon as it has it.
-                    assert isinstance(self.module, Decoder) and isinstance(self.module.head.out, TiedLinear)
+                    assert isinstance(self.module.head.out, TiedLinear)
                     self.module.head.out.use(_leaf(weight, grad_slot))
 
     @property

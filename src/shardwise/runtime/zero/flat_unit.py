@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 
 import torch
 from torch import Tensor
 
 from shardwise.layout.axes import Axes
 from shardwise.layout.homes import accumulates_on_host
-from shardwise.layout.placement import Placed
+from shardwise.layout.placement import Box, Placed
 from shardwise.layout.units import Unit, UnitPlan
 from shardwise.model.parameters import Parameter
 from shardwise.ops.gradients import GradSlot
@@ -170,7 +171,7 @@ class FlatUnit:
         at = 0  # start of the span of gradients that autograd adds to
         for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
             stop = start + placed.numel
-            self.grad_slots.append(GradSlot(grads[start:stop].view(placed.shape)))
+            self.grad_slots.append(GradSlot(grads[start:stop].view(placed.view)))
             self.grad_slots[-1].empty = overwrites(placed)
             if self.grad_slots[-1].empty:
                 self._overwritten.append(self.grad_slots[-1])
@@ -214,13 +215,25 @@ class FlatUnit:
 
 def local_values(placed: Placed, start: int, stop: int, values: Values, device: torch.device) -> Tensor:
     """Values of elements [start, stop) of a parameter's local flat tensor; zero where it is padding."""
-    local = torch.arange(start, stop, device=device)
     if not placed.dims:
-        return values(placed.parameter, local)
-    columns = placed.shape[1] if len(placed.shape) == 2 else 1
-    (top, bottom), (left, right) = (*placed.box, (0, 1))[:2]
+        return values(placed.parameter, torch.arange(start, stop, device=device))
+    runs = [
+        _values_in(placed, shape, box, max(start - first, 0), min(stop - first, prod(shape)), values, device)
+        for first, shape, box in placed.pieces
+        if first < stop and start < first + prod(shape)
+    ]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+
+def _values_in(
+    placed: Placed, shape: tuple[int, ...], box: Box, start: int, stop: int, values: Values, device: torch.device
+) -> Tensor:
+    """Values of elements [start, stop) of one box of a parameter, of this local shape."""
+    local = torch.arange(start, stop, device=device)
+    columns = shape[1] if len(shape) == 2 else 1
+    (top, bottom), (left, right) = (*box, (0, 1))[:2]
     row, column = local // columns + top, local % columns + left
     valid = (row < bottom) & (column < right)
-    global_columns = placed.parameter.shape[1] if len(placed.shape) == 2 else 1
+    global_columns = placed.parameter.shape[1] if len(shape) == 2 else 1
     index = (row * global_columns + column).clamp_(max=placed.parameter.numel - 1)
     return torch.where(valid, values(placed.parameter, index), 0.0)

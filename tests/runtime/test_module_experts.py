@@ -1,0 +1,126 @@
+"""Experts of a user's module: `verify` under every layout, with experts whole, split by width and over ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from harness.module_jobs import OwnTraining, trained
+from harness.own_modules import MIXTURES, OWN, PLANS, token_example
+from harness.pool import run_ranks
+from harness.today import some_of
+from shardwise import Layout, UserError
+from shardwise.runtime.module.comparison import first_difference
+from shardwise.runtime.module.describe import describe
+from shardwise.runtime.module.verify import Verification, VerifyRequest
+
+TOLERANCE = 1e-6
+"""The routers of `transformers` compute in fp32."""
+
+
+def verdict(model, layout: str, plan=None, tolerance=TOLERANCE) -> Verification:
+    """`verify` in the tests' own ranks."""
+    exact = Layout.parse(f"{layout},precision=fp64")
+    request = VerifyRequest(model, exact, token_example(), plan, None, tolerance)
+    return first_difference(run_ranks("harness.module_jobs:compare", exact.ranks, request))
+
+
+WHOLE = [
+    "dp=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=3,recompute=full",
+    "dp=4,zero=3,shard=2",
+    "tp=2",
+    "dp=2,tp=2,zero=1",
+    "dp=2,tp=2,zero=2",
+    "dp=2,tp=2,zero=3,recompute=full",
+]
+SPREAD = [
+    "dp=2,ep=2",
+    "dp=2,ep=2,zero=1",
+    "dp=2,ep=2,zero=3,recompute=full",
+    "dp=4,ep=2,zero=2",
+    "dp=4,ep=4,zero=3",
+    "dp=4,ep=2,zero=3,shard=2",
+    "tp=2,ep=2",
+    "dp=2,tp=2,ep=2,zero=1",
+    "dp=2,tp=2,ep=4,zero=3,recompute=full",
+    "dp=2,tp=2,ep=2,etp=2,zero=3",
+    "dp=2,tp=2,etp=1,zero=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), some_of(product(MIXTURES, WHOLE + SPREAD), 10, "mixtures of a user's module")
+)
+def test_mixtures_are_split_right(family, layout):
+    result = verdict(MIXTURES[family], layout)
+    assert result, str(result)
+    assert result.modules >= 20 and result.parameters >= 18
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2,tp=2,ep=2,etp=2,zero=3", "dp=4,ep=2"])
+def test_trap_36_experts_and_their_router_get_all_gradients(layout):
+    trained(OwnTraining("routed", layout))
+
+
+@pytest.mark.parametrize("layout", some_of(SPREAD, 5, "trained experts"))
+def test_training_is_that_of_one_device(layout):
+    """Three steps with clipping: losses, norms and parameters."""
+    trained(OwnTraining("routed", layout))
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
+def test_other_implementations_of_experts_compute_the_same(name):
+    for error, norm, expected in run_ranks("harness.module_jobs:implemented", 2, name):
+        assert error < 1e-5 and norm == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_ledger_has_the_way_of_tokens():
+    """Per block the numbers of rows, the way to the experts and back, and that of the gradients."""
+    for outcome in trained(OwnTraining("routed", "dp=2,ep=2")):
+        for block in ("blocks.0", "blocks.1"):
+            rows = [row for row in outcome.ledger if (row.op, row.unit) == ("all_to_all", block)]
+            assert sum(row.count for row in rows) == 5
+            assert {row.axes for row in rows} == {"ep"}
+
+
+def test_gloo_gives_the_same_as_shared_memory():
+    trained(OwnTraining("routed", "dp=2,tp=2,ep=2,zero=3", transport="gloo"))
+
+
+def test_micro_batches_are_one_batch():
+    trained(OwnTraining("routed", "dp=2,ep=2,zero=2", accumulate=2))
+
+
+@pytest.mark.parametrize("after", ["dp=2,tp=2,etp=2,zero=3", "tp=2,ep=2", "dp=2,zero=1"])
+def test_a_checkpoint_of_experts_is_continued_under_any_layout(after, tmp_path):
+    saved = OwnTraining("routed", "dp=2,ep=2,zero=3", save=str(tmp_path))
+    run_ranks("harness.module_jobs:train_own", 2, (saved, {}))
+    trained(OwnTraining("routed", after, load=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "layout", "message"),
+    [
+        (None, "ep=2,dp=2", r"ep=2 splits experts, and RoutedModel publishes no plan for any: give plan="),
+        ({"table": "vocab"}, "dp=2,ep=2", r"ep=2 splits experts, and the plan names none"),
+        (PLANS["routed"], "dp=3,ep=3", r"ep=3 does not divide the 4 experts of blocks.0.experts; valid ep: 1, 2, 4"),
+        ({"blocks.*.expert": "experts"}, "dp=2,ep=2", r"no module is named 'blocks.\*.expert'"),
+        ({"blocks.*.router": "experts"}, "dp=2,ep=2", r"blocks.0.router does not stack experts"),
+        ({"blocks.*": "experts"}, "dp=2,ep=2", r"blocks.0 has parameters in submodules; experts are stacked"),
+        ({"blocks.*.experts": "experts"}, "tp=2", r"tp=2 splits each expert, and blocks.0.experts.up has no style"),
+        (PLANS["routed"], "tp=8", r"tp=8 does not divide the width 24 of 2 maps of blocks.0.experts.up"),
+        (
+            PLANS["routed"] | {"blocks.*.experts.up": "packed_rowwise"},
+            "tp=2",
+            r"'blocks.\*.experts.up' has style 'packed_rowwise', which split does not have for weights of experts",
+        ),
+    ],
+)
+def test_a_bad_plan_for_experts_is_one_line(plan, layout, message):
+    with pytest.raises(UserError, match=message) as caught:
+        describe(OWN["routed"](), Layout.parse(layout), plan, [])
+    assert "\n" not in str(caught.value)

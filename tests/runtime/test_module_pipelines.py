@@ -1,0 +1,145 @@
+"""Pipelines of a user's module: `verify` and training under the schedules of the catalog's models."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from torch import nn
+
+from harness.module_jobs import OwnTraining, trained
+from harness.own_modules import GPT2_PARTS, GPT2_PLAN, OWN, PARTS, PIPED, PastStages, own_batch, token_example
+from harness.pool import run_ranks
+from harness.today import some_of
+from shardwise import Layout, UserError
+from shardwise.runtime.module.chain import Chain, find_chain
+from shardwise.runtime.module.comparison import first_difference
+from shardwise.runtime.module.describe import describe, find_blocks
+from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
+
+
+def verdict(model, layout: str, plan=None, parts=None, tolerance=TOLERANCE, example=None) -> Verification:
+    """`verify` in the tests' own ranks."""
+    exact = Layout.parse(f"{layout},precision=fp64")
+    request = VerifyRequest(model, exact, example or token_example(), plan, None, tolerance, parts)
+    return first_difference(run_ranks("harness.module_jobs:compare", exact.ranks, request))
+
+
+LAYOUTS = [
+    "pp=2",
+    "pp=2,schedule=gpipe",
+    "pp=2,virtual=2,schedule=interleaved",
+    "pp=2,dp=2,zero=1",
+    "pp=2,dp=2,zero=2",
+    "pp=2,dp=2,zero=3,recompute=full",
+    "pp=2,tp=2",
+    "pp=2,dp=2,tp=2,zero=1",
+    "pp=2,recompute=full",
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), some_of(product(PIPED, LAYOUTS), 8, "pipelines of a user's module"))
+def test_transformers_classes_are_split_right(family, layout):
+    tolerance = 1e-6 if family in ("mixtral", "deepseek") else TOLERANCE
+    plan, parts = (GPT2_PLAN, GPT2_PARTS) if family.startswith("gpt2") else (None, None)
+    result = verdict(PIPED[family], layout, plan, parts, tolerance)
+    assert result, str(result)
+    assert result.parameters >= 15
+
+
+TRAINED = [
+    ("plain", "pp=2", 1),
+    ("plain", "pp=2", 4),
+    ("plain", "pp=4", 4),
+    ("plain", "pp=2,schedule=gpipe,dp=2,zero=2", 2),
+    ("plain", "pp=2,virtual=2,schedule=interleaved,dp=2,zero=3", 2),
+    ("plain", "pp=2,dp=2,zero=3,recompute=full", 2),
+    ("plain", "pp=2,tp=2,dp=2,zero=1", 2),
+    ("plain", "pp=2,stages=0/4", 2),
+    ("plain", "pp=2,stages=4/0", 2),
+    ("plain", "pp=2,schedule=naive", 2),
+    ("plain", "pp=2,schedule=breadth-first,virtual=2,dp=2,zero=1", 4),
+    ("plain", "pp=2,schedule=zb-h1", 4),
+    ("plain", "pp=2,schedule=zb-h2", 4),
+    ("plain", "pp=2,schedule=dualpipe-v,virtual=2,dp=2,zero=1", 4),
+    ("plain", "pp=2,schedule=zb-v,virtual=2,dp=2,zero=2", 4),
+    ("tied", "pp=2,dp=2,zero=1", 2),
+    ("tied", "pp=2,schedule=zb-v,virtual=2", 4),
+    ("states", "pp=2,dp=2,zero=1", 2),
+    ("states", "pp=2,tp=2", 2),
+    ("routed", "pp=2,dp=2,ep=2,zero=1", 2),
+    ("routed", "pp=2,tp=2,ep=2", 2),
+]
+
+
+def test_trap_36_stages_get_all_gradients():
+    """Tokens differ over micro-batches."""
+    trained(OwnTraining("plain", "pp=2,dp=2", 2))
+    trained(OwnTraining("states", "pp=2", 4))
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "pp=2,dp=2,zero=3"])
+def test_trap_36_tied_tables_of_both_ends_are_one(layout):
+    result = verdict(PIPED["gpt2"], layout, GPT2_PLAN, GPT2_PARTS)
+    assert result, str(result)
+
+
+@pytest.mark.parametrize(("name", "layout", "accumulate"), some_of(TRAINED, 10, "trained pipelines"))
+def test_training_is_that_of_one_device(name, layout, accumulate):
+    """Three steps with clipping; tokens differ over ranks and micro-batches."""
+    trained(OwnTraining(name, layout, accumulate))
+
+
+def test_a_connection_past_a_stage_is_noticed():
+    """It would be wrong without a word if what is skipped were zero, or the tensor that travels."""
+    result = verdict(PastStages, "pp=2", None, PARTS["plain"], example=(own_batch("plain", 4, 0)[0],))
+    assert not result and result.module == "head"
+
+
+def test_the_ledger_has_a_message_per_micro_batch_and_way():
+    outcomes = trained(OwnTraining("plain", "pp=2", 4))
+    for outcome in outcomes:
+        messages = {op: sum(row.count for row in outcome.ledger if row.op == op) for op in ("send", "recv")}
+        assert messages == {"send": 4, "recv": 4}
+
+
+def test_gloo_gives_the_same_as_shared_memory():
+    trained(OwnTraining("plain", "pp=2,dp=2,zero=3", 2, transport="gloo"))
+
+
+@pytest.mark.parametrize("after", ["pp=2,virtual=2,schedule=interleaved", "dp=2,zero=3", "tp=2"])
+def test_a_checkpoint_of_stages_is_continued_under_any_layout(after, tmp_path):
+    saved = OwnTraining("plain", "pp=2,dp=2,zero=1", 2, save=str(tmp_path))
+    run_ranks("harness.module_jobs:train_own", 4, (saved, {}))
+    trained(OwnTraining("plain", after, 2, load=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (None, r"pp needs an ordered list of parts, and PlainMLP publishes none: give parts=\['table'"),
+        (["enter", "block.*", "head"], r"no module is named 'block.\*'; did you mean blocks"),
+        (["enter", "blocks.*", "enter"], r"parts: enter is named twice"),
+        (["enter", "blocks.0", "head"], r"parts: blocks.1.\S+ is in none of them"),
+        ([], r"none of them has parameters"),
+    ],
+)
+def test_a_bad_list_of_parts_is_one_line(parts, message):
+    module = OWN["plain"]()
+    with pytest.raises(UserError, match=message) as caught:
+        describe(module, Layout(pp=2), None, [], find_chain(module, parts, find_blocks(module, None)))
+    assert "\n" not in str(caught.value)
+
+
+def test_parts_are_paths_or_modules():
+    module = OWN["plain"]()
+    expected = Chain(("enter",), tuple(f"blocks.{n}" for n in range(4)), ("head",))
+    blocks = find_blocks(module, None)
+    for parts in (
+        ["enter", "blocks.*", "head"],
+        ["enter", "blocks", "head"],
+        [module.enter, module.blocks, module.head],
+    ):
+        assert find_chain(module, parts, blocks) == expected
+    rows = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    assert find_chain(rows, ["*"], []) == Chain((), ("0", "2"), ())
