@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.model.operations import Elementwise, Operation, operation_from_json
+from shardwise.model.trace import Trace
 
 Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
 """Cut of a parameter under tensor parallelism. column: its rows, which are outputs; kv heads: its rows, by key/value
@@ -211,6 +212,8 @@ class Blueprint:
     hidden: int
     """Width of the residual stream."""
     parts: tuple[Part, ...]
+    trace: Trace | None = None
+    """What its steps do, of a user's module that was traced."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that `from_json` reads back. A part that repeats is in it once."""
@@ -220,8 +223,9 @@ class Blueprint:
     def from_json(cls, data: dict[str, Any]) -> Blueprint:
         """The inverse of `to_json`. Raises `UserError` for what is no blueprint."""
         try:
-            return cls(**data | {"parts": tuple(Part.from_json(part) for part in data["parts"])})
-        except (TypeError, KeyError) as error:
+            trace = None if data.get("trace") is None else Trace.from_json(data["trace"])
+            return cls(**data | {"parts": tuple(Part.from_json(part) for part in data["parts"]), "trace": trace})
+        except (TypeError, KeyError, ValueError) as error:
             raise UserError(f"not a shardwise blueprint: {error}") from None
 
     @cached_property
