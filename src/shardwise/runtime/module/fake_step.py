@@ -45,22 +45,6 @@ def _blank(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
 
 
-def with_rows(example: Any, rows: int) -> Any:
-    """Inputs of other rows, without values. Call it on fake tensors. Raises `UserError` for different numbers of rows
-    in an example."""
-    leaves = [x for x in _pytree.tree_leaves(example) if isinstance(x, Tensor) and x.dim()]
-    if len({len(x) for x in leaves}) != 1:
-        sizes = ", ".join(str(list(x.shape)) for x in leaves) or "none"
-        raise UserError(f"the example's tensors must have the same number of rows, which dp divides: {sizes}")
-
-    def blank(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return torch.empty(rows, *x.shape[1:], dtype=x.dtype) if x.dim() else torch.empty((), dtype=x.dtype)
-
-    return _pytree.tree_map(blank, example)
-
-
 @contextmanager
 def fake_ranks(count: int) -> Iterator[None]:
     """A process group of so many ranks without peers. Raises `UserError` inside a job."""

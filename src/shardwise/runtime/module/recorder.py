@@ -1,4 +1,4 @@
-"""Recording one step of a user's module on fake tensors: its operations, what is alive when, and what autograd saves."""
+"""Recording one step of a user's module on fake tensors: operations, what is alive when, and what autograd saves."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.module.adapters import add_adapters
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.initial import MetaValues, is_meta, values_of
+from shardwise.runtime.module.inputs import row_length
 from shardwise.runtime.module.legality import check_module_layout
 from shardwise.runtime.module.program import ModuleProgram, StepOutcome
 from shardwise.runtime.zero.flat_unit import Values
@@ -51,7 +53,8 @@ def split(
 
     model: the module, which is taken over: its parameters become this rank's. Or a function that builds it. On the meta
     device its own classes' initial values are made submodule by submodule, and no rank has all of them.
-    layout: a `Layout` or its text: dp, tp, zero, shard, hpz, qwz, qgz, recompute=full, precision, grads.
+    layout: a `Layout` or its text: dp, tp, zero, shard, hpz, qwz, qgz, recompute=full, precision, grads;
+    micro is the number of rows of a micro-batch, which only predictions need to know.
     plan: {pattern: style} of tensor parallelism (`layout.styles`); None for the one that a `transformers` model has.
     example: inputs of one forward pass, to find the order in which blocks run; None where it is that of registration.
     blocks: classes or paths of the modules that are gathered, reduced and recomputed alone; None to find them.
@@ -79,7 +82,7 @@ def split(
     values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
     _place_buffers(module, layout, values, at)
     comms = make_comms(layout, None, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
-    workload = Workload(seq=1, batch=layout.dp * accumulate)
+    workload = Workload(seq=1, batch=layout.dp * layout.micro * accumulate)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
     return SplitModule(ModuleProgram(module, described, units, comms, optimizer or OptimizerConfig(), values, at))
 
@@ -165,11 +168,11 @@ class SplitModule(nn.Module):
                 outcome = self.program.step(lambda run, rows: loss_fn(self, rows), micro_batches, lr)
         finally:
             self._trains = False
-        self._report = self._gathered(measurement)
+        self._report = self._gathered(measurement, row_length(micro_batches[0]))
         return outcome
 
-    def _gathered(self, measurement: StepMeasurement) -> StepReport:
-        """The report of all ranks' roles."""
+    def _gathered(self, measurement: StepMeasurement, seq: int) -> StepReport:
+        """The report of all ranks' roles. seq: elements of a row."""
         roles: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(roles, measurement.role(self.program.comms.rank))
         plan, kind = self.program.plan, "CPU" if self.program.device.type == "cpu" else "GPU"
@@ -177,7 +180,7 @@ class SplitModule(nn.Module):
             source="measured",
             model={"name": plan.blueprint.name},
             layout=str(plan.layout),
-            workload=plan.workload.to_json(),
+            workload=replace(plan.workload, seq=seq).to_json(),
             cluster=f"{len(roles)}x{kind}",
             roles=merge_roles(dict(enumerate(roles))),
         )

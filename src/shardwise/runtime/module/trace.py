@@ -12,23 +12,24 @@ from dataclasses import astuple, replace
 from itertools import product
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.trace import Pair, Trace, TracedCollective, TracedMoment, TracedOp, TracedPart, TracedStep
+from shardwise.model.trace import Trace, TracedCollective, TracedMoment, TracedOp, TracedPart, TracedStep
 from shardwise.runtime.module.describe import DescribedModule, describe, find_blocks, run_order
-from shardwise.runtime.module.fake_step import MICRO_BATCHES, default_loss, fake_copy, fake_ranks, fake_step, with_rows
+from shardwise.runtime.module.fake_step import MICRO_BATCHES, default_loss, fake_copy, fake_ranks, fake_step
+from shardwise.runtime.module.inputs import row_count, row_length, with_rows
+from shardwise.runtime.module.masks import usual_masks
 from shardwise.runtime.module.program import LossFunction
 from shardwise.runtime.module.recorder import RawOp, RawStep
 
 DEGREES = (1, 2, 4, 8)
 """Tensor-parallel degrees that are traced where none are named, as far as they suit the module."""
-PRECISIONS = ("bf16", "fp32")
+PRECISIONS = ("bf16",)
 RECOMPUTE = ("none", "full")
 
 
@@ -47,7 +48,8 @@ def trace(
     model: the module, on any device, or a function that builds it. example: a micro-batch as `loss` takes it, or as the
     module does; its number of rows, and twice that, are traced, and other numbers follow from these.
     plan, blocks: as for `split`. loss: as for `train_step`; None is the sum of the outputs, or their `loss`.
-    tp: degrees; None is 1, 2, 4 and 8, as far as a plan allows. precisions: as of a layout.
+    tp: degrees; None is 1, 2, 4 and 8, as far as a plan allows. precisions: those of layouts; bf16, a layout's
+    default, alone.
     Raises `UserError` for a module that `split` rejects, that depends on values of tensors, or inside a job.
     """
     module = model if isinstance(model, nn.Module) else model()
@@ -66,10 +68,11 @@ class _Tracer:
     ) -> None:  # fmt: skip
         self.module, self.example, self.plan, self.loss = module, example, plan, loss
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.rows, self.seq = _shape_of(example)
+        rows = max(2, row_count(example))  # a single row needs fewer copies
+        self.rows, self.seq = (rows, 2 * rows), row_length(example)
         self.blocks = find_blocks(module, blocks)
         if loss is default_loss and self.blocks:
-            with _readable(module):
+            with _readable(module), usual_masks(example):
                 blank = fake_copy(module, self.fake)
                 with self.fake:
                     self.blocks = run_order(blank, self.blocks, with_rows(example, self.rows[0]))
@@ -102,7 +105,7 @@ class _Tracer:
 
     def _step(self, described: DescribedModule, layout: Layout) -> TracedStep:
         raws = []
-        with _readable(self.module), fake_ranks(layout.ranks):
+        with _readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
             for rows in self.rows:
                 blank = fake_copy(self.module, self.fake)
                 with self.fake:
@@ -131,15 +134,6 @@ class _readable:
                 f"{self.name} cannot be traced: it decides by the values of tensors ({what}); {still}"
             ) from None
         raise UserError(f"{self.name} cannot be traced: {type(error).__name__}: {what}; {still}") from None
-
-
-def _shape_of(example: Any) -> tuple[Pair, int]:
-    """(rows that are traced, elements of a row). Raises `UserError` for an example without rows."""
-    first = next((x for x in _pytree.tree_leaves(example) if isinstance(x, Tensor) and x.dim()), None)
-    if first is None or not len(first):
-        raise UserError("the example has no tensor with rows: give the inputs of one forward pass")
-    whole = not first.is_floating_point() and first.dim() == 2
-    return (len(first), 2 * len(first)), first.shape[1] if whole else 1
 
 
 def _joined(layout: Layout, plan: UnitPlan, one: RawStep, other: RawStep) -> TracedStep:
@@ -209,5 +203,3 @@ def _operations(one: RawStep, other: RawStep) -> tuple[TracedPart, ...]:
     for part, counts in by_part.items():
         equal.setdefault(tuple(replace(op, count=n) for op, n in counts.items()), []).append(part)
     return tuple(TracedPart(tuple(parts), operations) for operations, parts in equal.items())
-
-
