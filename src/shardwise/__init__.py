@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.predict import estimate
     from shardwise.report import StepReport, compare
     from shardwise.runtime.module.split import split
+    from shardwise.runtime.module.suggest import suggest
     from shardwise.runtime.module.trace import trace
     from shardwise.runtime.module.verify import verify
 
@@ -42,6 +43,7 @@ __all__ = [
     "estimate",
     "plan",
     "split",
+    "suggest",
     "trace",
     "train",
     "verify",
@@ -61,6 +63,7 @@ _HOMES = {
     "estimate": "predict",
     "plan": "planner",
     "split": "runtime.module.split",
+    "suggest": "runtime.module.suggest",
     "trace": "runtime.module.trace",
     "train": "api",
     "verify": "runtime.module.verify",

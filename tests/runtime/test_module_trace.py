@@ -36,6 +36,8 @@ def drawn(count: int) -> list[TracedCase]:
             continue
         words = [f"dp={dp}", f"tp={tp}", f"zero={zero}", f"micro={draw.randint(2, 5)}"]
         words += [f"precision={draw.choice(('bf16', 'bf16', 'fp32'))}", f"recompute={draw.choice(('none', 'full'))}"]
+        if NAMES[len(cases) % len(NAMES)] == "states":
+            words[-2] = "precision=fp32"  # its buffer is
         if dp == 4 and zero:
             words.append("hpz=2" if zero == 3 and draw.random() < 0.5 else "shard=2")
         case = TracedCase(NAMES[len(cases) % len(NAMES)], str(Layout.parse(",".join(words))), draw.choice((1, 1, 2)))

@@ -49,8 +49,9 @@ def _blank(x: Tensor) -> Tensor:
 def fake_ranks(count: int) -> Iterator[None]:
     """A process group of so many ranks without peers. Raises `UserError` inside a job."""
     if dist.is_initialized():
-        raise UserError("trace runs outside of a job: call it before torch.distributed.init_process_group, or in a "
-                        "process of its own")  # fmt: skip
+        raise UserError(
+            "a process of a job cannot trace: do it before torch.distributed.init_process_group, or in another process"
+        )
     know_fake_collectives()
     dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())  # type: ignore[no-untyped-call]
     try:

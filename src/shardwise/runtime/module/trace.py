@@ -31,6 +31,8 @@ DEGREES = (1, 2, 4, 8)
 """Tensor-parallel degrees that are traced where none are named, as far as they suit the module."""
 PRECISIONS = ("bf16",)
 RECOMPUTE = ("none", "full")
+STILL = "split and verify run it all the same, without a prediction"
+"""What works for a module that cannot be traced."""
 
 
 def trace(
@@ -72,7 +74,7 @@ class _Tracer:
         self.rows, self.seq = (rows, 2 * rows), row_length(example)
         self.blocks = find_blocks(module, blocks)
         if loss is default_loss and self.blocks:
-            with _readable(module), usual_masks(example):
+            with readable(module), usual_masks(example):
                 blank = fake_copy(module, self.fake)
                 with self.fake:
                     self.blocks = run_order(blank, self.blocks, with_rows(example, self.rows[0]))
@@ -105,7 +107,7 @@ class _Tracer:
 
     def _step(self, described: DescribedModule, layout: Layout) -> TracedStep:
         raws = []
-        with _readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
+        with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
             for rows in self.rows:
                 blank = fake_copy(self.module, self.fake)
                 with self.fake:
@@ -115,11 +117,11 @@ class _Tracer:
         return _joined(layout, units, *raws)
 
 
-class _readable:
-    """Context in which a failure of fake tensors is one line that says what to do."""
+class readable:
+    """Context in which a failure on fake tensors is one line. still: what works all the same."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.name = type(module).__name__
+    def __init__(self, module: nn.Module, still: str = STILL) -> None:
+        self.name, self.still = type(module).__name__, still
 
     def __enter__(self) -> None:
         pass
@@ -127,21 +129,19 @@ class _readable:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, stack: object) -> None:
         if error is None or isinstance(error, UserError) or not isinstance(error, Exception):
             return
-        still = "split and verify run it all the same, without a prediction"
         what = " ".join(str(error).split())[:160]
         if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
             raise UserError(
-                f"{self.name} cannot be traced: it decides by the values of tensors ({what}); {still}"
+                f"{self.name} cannot be traced: it decides by the values of tensors ({what}); {self.still}"
             ) from None
-        raise UserError(f"{self.name} cannot be traced: {type(error).__name__}: {what}; {still}") from None
+        raise UserError(f"{self.name} cannot be traced: {type(error).__name__}: {what}; {self.still}") from None
 
 
 def _joined(layout: Layout, plan: UnitPlan, one: RawStep, other: RawStep) -> TracedStep:
     """A traced step from what was recorded at both sizes. Raises `UserError` where these do different things."""
     if [_key(op) for op in one.operations] != [_key(op) for op in other.operations]:
         raise UserError(
-            f"{plan.blueprint.name} cannot be traced: it runs other operations for other numbers of rows; split and "
-            "verify run it all the same, without a prediction"
+            f"{plan.blueprint.name} cannot be traced: it runs other operations for other numbers of rows; {STILL}"
         )
     return TracedStep(
         layout.tp,
