@@ -29,7 +29,8 @@ class TracedOp:
     """Path of the submodule that ran it, inside the module; empty in a backward pass."""
     phase: Literal["forward", "backward"]
     sizes: tuple[Pair, ...]
-    """product: batch, m, n, k; attention: batch, queries, keys, heads, key/value heads, width of a head."""
+    """product: batch, m, n, k; attention: batch, queries, keys, heads, key/value heads, width of a head, 1
+    where it is causal."""
     flops: Pair
     nbytes: Pair
     """Bytes of the tensors that it reads and writes."""
@@ -38,8 +39,8 @@ class TracedOp:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TracedOp:
         """The inverse of `dataclasses.asdict`."""
-        pairs = {name: _pair(data[name]) for name in ("flops", "nbytes")}
-        return cls(**data | pairs | {"sizes": tuple(map(_pair, data["sizes"]))})
+        pairs: dict[str, Any] = {name: _pair(data[name]) for name in ("flops", "nbytes")}
+        return cls(**data | pairs | {"sizes": tuple(_pair(pair) for pair in data["sizes"])})
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Trace:
     def step(self, tp: int, precision: str, recompute: str) -> TracedStep:
         """The traced step of a layout's keys. Raises `LayoutError` for one that was not traced."""
         if not self.has(tp, precision, recompute):
-            there = {
+            there: dict[str, list[Any]] = {
                 "tp": sorted({step.tp for step in self.steps}),
                 "precision": sorted({step.precision for step in self.steps}),
                 "recompute": sorted({step.recompute for step in self.steps}),

@@ -113,6 +113,7 @@ class ServingPlan(Answer[Deployment]):
     that gather weights, None where none fits. crossover: ranks, and the tokens of one pass from which on gathering is
     faster there than tensor parallelism; None where tp cannot be split so."""
 
+    model: ModelConfig
     curve: tuple[Deployment, ...]
     quantised: tuple[Deployment, Deployment] | None
     gathering: Deployment | None

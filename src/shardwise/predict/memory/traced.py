@@ -36,8 +36,12 @@ def traced_moments(
     """As of `peak.moments`. optimizer: transient bytes of the update."""
     rows = plan.layout.micro
     earlier = (plan.micro_batches - 1) * trace.at(step.inputs, rows)
-    first = {(moment.when, moment.part): trace.at(moment.first, rows) for moment in step.moments}
-    later = {(moment.when, moment.part): trace.at(moment.later, rows) for moment in step.moments}
+    first: dict[tuple[str, str], int] = {
+        (moment.when, moment.part): trace.at(moment.first, rows) for moment in step.moments
+    }
+    later: dict[tuple[str, str], int] = {
+        (moment.when, moment.part): trace.at(moment.later, rows) for moment in step.moments
+    }
     (root,) = plan.of_kind("root")
     for held in held_through_step(plan):
         beside = later if held.adds else first

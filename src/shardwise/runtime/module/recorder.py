@@ -166,6 +166,7 @@ class _Operations(TorchDispatchMode):
         name, flops = func._overloadpacket.__name__, 0
         kind, sizes = _sizes(name, [x for x in args if isinstance(x, Tensor)])
         if kind == "attention":
+            sizes = *sizes, int(any(x is True for x in (*args, kwargs.get("is_causal"))))
             flops = _attention_flops(sizes, "backward" in name)
         elif counted := flop_registry.get(func._overloadpacket):
             flops = int(counted(*args, **kwargs, out_val=out))
@@ -195,6 +196,8 @@ def _sizes(name: str, tensors: list[Tensor]) -> tuple[Literal["product", "attent
 
 
 def _attention_flops(sizes: tuple[int, ...], backward: bool) -> int:
-    """FLOPs over the whole square of queries and keys; two products forward, five backward (Dao 2023)."""
-    batch, queries, keys, heads, _, width = sizes
-    return (10 if backward else 4) * batch * heads * queries * keys * width
+    """Two products forward, five backward (Dao 2023), over the whole square of queries and keys or, where attention is
+    causal, over the pairs of a token and those up to it."""
+    batch, queries, keys, heads, _, width, causal = sizes
+    pairs = queries * (keys + 1) // 2 if causal else queries * keys
+    return (10 if backward else 4) * batch * heads * pairs * width

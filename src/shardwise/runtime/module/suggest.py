@@ -183,7 +183,8 @@ class _Search:
                 styles[name] = style
                 if style in EXCHANGING:
                     exchanged[name] = why
-        return Suggestion(*map(self._patterns, (styles, whole, exchanged)), flow.units)
+        patterns = self._patterns
+        return Suggestion(patterns(styles), patterns(whole), patterns(exchanged), flow.units)
 
     def _style(self, name: str, child: nn.Module, flow: _Flow) -> tuple[str, str]:
         """(style, reason) of a submodule with parameters; empty where there is none."""
