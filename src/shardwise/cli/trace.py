@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--example", default="example", metavar="NAME", help="a micro-batch, in the same file (example)"
     )
     parser.add_argument("--loss", metavar="NAME", help="its loss, in the same file (the sum of the outputs)")
-    parser.add_argument("--plan", metavar="TEXT", help="PATTERN=STYLE,... of tensor parallelism, or suggest to find one "
-                        "(the model's own)")  # fmt: skip
+    parser.add_argument("--plan", metavar="TEXT", help="PATTERN=STYLE,... of tensor parallelism, or suggest for one "
+                        "that is found (the model's own)")  # fmt: skip
     parser.add_argument("--blocks", metavar="NAMES", help="classes or paths, by commas, of what is gathered alone")
     parser.add_argument("--tp", metavar="N,...", help="tensor-parallel degrees (those of 1, 2, 4, 8 that suit)")
     parser.add_argument("--precision", default="bf16", metavar="NAMES", help="of layouts, by commas (bf16)")
