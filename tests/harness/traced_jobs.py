@@ -13,6 +13,7 @@ from harness.own_modules import FAMILIES, GPT2_PLAN, OWN, PLANS, own_batch, summ
 from shardwise import StepReport, split
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
+from shardwise.report.compare import ReportComparison
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ def token_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.float(), batch["input_ids"][:, 1:].flatten(), reduction="sum"), logits.shape[0]
 
 
-def measured(rank: int, case: TracedCase) -> StepReport:
-    """The report of a second step, all ranks together."""
+def measured(rank: int, job: tuple[TracedCase, StepReport]) -> ReportComparison:
+    """The prediction's comparison with a second step, all ranks together."""
+    case, predicted = job
     layout = Layout.parse(case.layout)
     plan = case.plan if layout.tp > 1 else None
     model = split(case.build(), layout, plan, accumulate=case.accumulate)
@@ -67,4 +69,4 @@ def measured(rank: int, case: TracedCase) -> StepReport:
     for step in range(2):
         batches = [case.batch(layout.micro, place + step) for _ in range(case.accumulate)]
         model.train_step(case.loss(), batches, measure=step == 1)
-    return model.report()
+    return model.report(predicted)

@@ -14,7 +14,7 @@ from harness.own_modules import OWN, PLANS, own_batch, summed_loss
 from harness.pool import run_ranks
 from harness.today import some_of
 from harness.traced_jobs import TracedCase
-from shardwise import Blueprint, Layout, UserError, Workload, compare, estimate, trace
+from shardwise import Blueprint, Layout, UserError, Workload, estimate, trace
 from shardwise.errors import LayoutError
 from shardwise.runtime.module.legality import check_module_layout
 
@@ -51,8 +51,7 @@ def test_a_measured_step_is_that_of_the_trace(case):
     model = traced(case.name, layout.tp, layout.precision)
     workload = Workload(seq=model.trace.seq, batch=layout.dp * layout.micro * case.accumulate)
     predicted = estimate(model, layout, workload)
-    for report in run_ranks("harness.traced_jobs:measured", layout.ranks, case):
-        result = compare(predicted, report)
+    for result in run_ranks("harness.traced_jobs:measured", layout.ranks, (case, predicted)):
         assert result.equal_ledger, [row for row in result.rows if not row.equal]
         assert result.exact_classes_equal, [row for row in result.bytes if not row.equal]
         assert result.peak_error < 0.02, [row for row in result.bytes if not row.equal]

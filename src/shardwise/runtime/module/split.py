@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.lora import Lora
+from shardwise.report.compare import ReportComparison, compare
 from shardwise.report.step_report import StepReport, merge_roles
 from shardwise.runtime.checkpointing import Position, Saver, restore
 from shardwise.runtime.job.config import OptimizerConfig
@@ -185,11 +186,18 @@ class SplitModule(nn.Module):
             roles=merge_roles(dict(enumerate(roles))),
         )
 
-    def report(self) -> StepReport:
-        """Ledger, bytes by class and transport times of the last measured step. Raises `UserError` without one."""
+    @overload
+    def report(self) -> StepReport: ...
+
+    @overload
+    def report(self, predicted: StepReport) -> ReportComparison: ...
+
+    def report(self, predicted: StepReport | None = None) -> StepReport | ReportComparison:
+        """Ledger, bytes by class and transport times of the last measured step; its comparison with `predicted`, what
+        `estimate` gives for the traced module, where that is given. Raises `UserError` without a measured step."""
         if self._report is None:
             raise UserError("no step was measured: call train_step(..., measure=True) first")
-        return self._report
+        return self._report if predicted is None else compare(predicted, self._report)
 
     def save(self, folder: Path | str) -> Path:
         """Write weights, moments and step to `folder`/step-N, under the module's own names, for any layout. All ranks
