@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from harness import forked
 from harness.own_modules import OWN, PLANS, own_batch, summed_loss
 from harness.pool import run_ranks
 from harness.today import some_of
@@ -174,3 +178,95 @@ def test_a_module_on_the_meta_device_needs_no_memory():
     model = trace(module, torch.ones(2, 1 << 17, device="meta"), {"0": "column", "1": "row"}, tp=[2])
     report = estimate(model, "dp=2,tp=2,zero=3,micro=2", Workload(seq=1, batch=8))
     assert report.roles[0].bytes.parameters > 4e10
+
+
+class Overlapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.ones(6, 6)
+        self.a, self.b = nn.Parameter(both[:3]), nn.Parameter(both[3:])
+
+
+def test_parameters_in_one_memory_are_named():
+    with pytest.raises(UserError, match="a and b are different parameters in one memory"):
+        trace(Overlapping, (X,))
+
+
+def test_parameters_need_not_be_contiguous():
+    module = Uneven()
+    module.up.weight = nn.Parameter(torch.randn(6, 9).t())
+    plain, other = trace(Uneven, (X,)), trace(module, (X,))
+    workload = Workload(seq=1, batch=8)
+    assert estimate(plain, "dp=2,micro=4", workload).roles == estimate(other, "dp=2,micro=4", workload).roles
+
+
+def test_a_job_is_no_place_for_fake_ranks():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match="a process of a job cannot trace"):
+            trace(Uneven, (X,))
+    finally:
+        dist.destroy_process_group()
+
+
+NET = """
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def example():
+    return torch.zeros(4, 8)
+
+
+def loss(model, x):
+    return model(x).square().sum(), x.shape[0]
+
+
+def reading(model, x):
+    total = model(x).sum()
+    return total * total.item()
+"""
+
+
+def shardwise(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "net.py").write_text(NET)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    return forked.shardwise(*(word.format(folder) for word in words), environment=environment, timeout=120)
+
+
+def test_the_command_writes_what_other_commands_read(tmp_path):
+    words = ["trace", "{}/net.py:build", "--loss", "loss", "--plan", "suggest", "--tp", "1,2", "--json"]
+    done = shardwise(tmp_path, *words, "--out", "{}/net.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    data = json.loads(done.stdout)
+    assert data["suggestion"]["plan"] == {"0": "column", "2": "row"} and data["tp"] == [1, 2]
+    assert data["parameters"] == 8 * 32 + 32 + 32 * 8 + 8
+    (part,) = data["parts"]
+    assert part["flops"] == 2 * 4 * 8 * 32 * (2 + 4)
+    options = ["--layout", "dp=2,tp=2,zero=3,micro=4", "--cluster", "4xH100", "--batch", "16", "--json"]
+    done = shardwise(tmp_path, "estimate", "{}/net.json", *options)
+    assert done.returncode == 0 and json.loads(done.stdout)["time"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{}/no.py:build"], "names no object of a file"),
+        (["{}/net.py:build", "--tp", "1,x"], "--tp 1,x: give positive integers"),
+        (["{}/net.py:build", "--tp", "2"], "tp=2 needs a plan, and Sequential publishes none"),
+        (["{}/net.py:build", "--tp", "3", "--plan", "0=column,2=row"], "tp=3 does not divide the 32 outputs of 0"),
+        (["{}/net.py:build", "--precision", "fp8"], "fp8"),
+        (["{}/net.py:build", "--loss", "reading"], "it decides by the values of tensors"),
+        (["{}/net.py:build", "--loss", "none"], "has no none"),
+        (["{}/net.py:build", "--out", "{}/no/net.json"], "cannot write"),
+    ],
+)
+def test_bad_words_are_one_line_and_code_2(words, message, tmp_path):
+    done = shardwise(tmp_path, "trace", *words)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1

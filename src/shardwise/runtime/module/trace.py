@@ -96,14 +96,10 @@ class _Tracer:
             try:
                 described[tp] = describe(self.module, Layout(tp=tp), self.plan, self.blocks)
             except UserError as error:
-                if degrees or tp == 1 or not (isinstance(error, LayoutError) or self._unplanned):
+                # A plan that the module publishes may have styles that are not there yet, and there may be none.
+                if degrees or tp == 1 or (self.plan is not None and not isinstance(error, LayoutError)):
                     raise
         return described
-
-    @property
-    def _unplanned(self) -> bool:
-        """Whether nothing says how maps are cut."""
-        return self.plan is None and not getattr(self.module, "_tp_plan", None)
 
     def _step(self, described: DescribedModule, layout: Layout) -> TracedStep:
         raws = []
