@@ -22,7 +22,7 @@ from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import axes_of
 from shardwise.runtime.module.describe import DescribedModule, call
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
-from shardwise.runtime.module.recorder import RawStep, StepRecorder
+from shardwise.runtime.module.recorder import FakeStepRecorder, RawStep
 from shardwise.runtime.torch_versions import know_fake_collectives
 from shardwise.runtime.transport.comms import Comms
 
@@ -73,7 +73,7 @@ def fake_step(
     program = ModuleProgram(
         module, described, units, comms, OptimizerConfig(), lambda parameter, index: index.double(), torch.device("cpu")
     )
-    with StepRecorder(program) as recorder:
+    with FakeStepRecorder(program) as recorder:
         program.gradients(loss, batches)
     first = [x for x in _pytree.tree_leaves(batches[0]) if isinstance(x, Tensor)]
     recorder.raw.inputs = recorder.followed(first)
@@ -81,7 +81,7 @@ def fake_step(
 
 
 def default_loss(run: Callable[..., Any], batch: Any) -> tuple[Tensor, int]:
-    """The sum of a result's tensors; its `loss` where it has one."""
+    """The sum of a result's tensors; its `loss` where it has one. Raises `UserError` where none has a gradient."""
     out = call(run, batch)
     if isinstance(loss := getattr(out, "loss", None), Tensor):
         return loss, 1

@@ -48,7 +48,7 @@ class RawStep:
     """Of the first micro-batch."""
 
 
-class StepRecorder(StepMeasurement):
+class FakeStepRecorder(StepMeasurement):
     """Context manager around the forward and backward passes of a program on fake tensors."""
 
     def __init__(self, program: ModuleProgram) -> None:
@@ -71,7 +71,7 @@ class StepRecorder(StepMeasurement):
             return self._part
         return next((name for name in reversed(self.path) if name in self._blocks), self._root)
 
-    def __enter__(self) -> StepRecorder:
+    def __enter__(self) -> FakeStepRecorder:
         super().__enter__()
         engine = self.program.engine
         engine.tally.changed = None  # the engine's buffers are predicted
@@ -148,7 +148,7 @@ class StepRecorder(StepMeasurement):
 class _Operations(TorchDispatchMode):
     """Notes every operation that moves data; views, and what communication does, are left out."""
 
-    def __init__(self, recorder: StepRecorder) -> None:
+    def __init__(self, recorder: FakeStepRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
