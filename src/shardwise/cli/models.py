@@ -20,8 +20,8 @@ def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
         "model",
         metavar="MODEL",
         nargs="?" if optional else None,
-        help="a name of the catalog (llama-3-70b) or of Hugging Face's hub (Qwen/Qwen2.5-32B), a config.json, the folder "
-        "that holds one, or a file of `trace`",
+        help="a name of the catalog (llama-3-70b) or of Hugging Face's hub (Qwen/Qwen2.5-32B), a config.json, the "
+        "folder that holds one, or a file of `trace`",
     )
     parser.add_argument(
         "--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model, such as layers=2"

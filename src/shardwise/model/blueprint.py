@@ -19,6 +19,7 @@ from shardwise.model.trace import Trace
 
 if TYPE_CHECKING:
     from shardwise.model.config import Experts
+    from shardwise.model.lora import Lora
 
 Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
 """Cut of a parameter under tensor parallelism. column: its rows, which are outputs; kv heads: its rows, by key/value
@@ -286,6 +287,11 @@ class Blueprint:
     @property
     def experts(self) -> Experts | None:
         """None that a search would split."""
+        return None
+
+    @property
+    def lora(self) -> Lora | None:
+        """None that a search would price apart: a traced module's adapters are parameters like others."""
         return None
 
     @property

@@ -201,7 +201,8 @@ def _table(model: Model, split: StepShape, engine: EngineProfile) -> Num:
 
 def table_parameters(model: Model, split: StepShape, engine: EngineProfile) -> Num:
     """Trained parameters of the vocabulary's tables on the busiest rank."""
-    return _table(model, split, engine) * trains_tables(model) * np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
+    table = _table(model, split, engine) * trains_tables(model)
+    return table * np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
 
 
 @lru_cache
@@ -221,6 +222,8 @@ def _block_parameters(model: ModelConfig) -> float:
     return float(count_parts(model)[1]) - _parameters(model)[1]
 
 
-def trains_tables(model: ModelConfig) -> bool:
-    """Whether the vocabulary's tables are trained."""
+def trains_tables(model: Model) -> bool:
+    """Whether the vocabulary's tables are trained; of a traced module, anything in its root."""
+    if isinstance(model, Blueprint):
+        return any(not p.frozen for part in model.of_kind("root") for p in part.parameters)
     return not blueprint(model).table.frozen
