@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     from shardwise.errors import UserError
     from shardwise.layout import Layout, Workload
     from shardwise.model import ModelConfig
+    from shardwise.model.blueprint import Blueprint
     from shardwise.model.lora import Lora
     from shardwise.planner import plan
     from shardwise.predict import estimate
     from shardwise.report import StepReport, compare
     from shardwise.runtime.module.split import split
+    from shardwise.runtime.module.suggest import suggest
+    from shardwise.runtime.module.trace import trace
     from shardwise.runtime.module.verify import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Blueprint",
     "Cluster",
     "Layout",
     "Lora",
@@ -39,11 +43,14 @@ __all__ = [
     "estimate",
     "plan",
     "split",
+    "suggest",
+    "trace",
     "train",
     "verify",
 ]
 
 _HOMES = {
+    "Blueprint": "model.blueprint",
     "Cluster": "cluster",
     "Layout": "layout",
     "Lora": "model.lora",
@@ -56,6 +63,8 @@ _HOMES = {
     "estimate": "predict",
     "plan": "planner",
     "split": "runtime.module.split",
+    "suggest": "runtime.module.suggest",
+    "trace": "runtime.module.trace",
     "train": "api",
     "verify": "runtime.module.verify",
 }

@@ -16,7 +16,7 @@ from shardwise.model import ModelConfig
 from shardwise.ops.exchange import TokenExchange
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.job.setup import make_comms
-from shardwise.runtime.measure.memory import _Storages
+from shardwise.runtime.measure.memory import LiveStorages
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import ServingJob
 from shardwise.serving.lockstep import Lockstep
@@ -74,7 +74,7 @@ class Small:
         return out
 
 
-class Passing(_Storages):
+class Passing(LiveStorages):
     """Storages that come and go; matrices that oneDNN has laid out have none."""
 
     def _add(self, value: Any) -> None:

@@ -155,6 +155,9 @@ KEYS = {
     "layout/styles.py": "what plans call a map that every rank has whole",
     "runtime/module/legality.py": "keys of the layout text that a user's module does not have",
     "cli/serve.py": "JSON of valid degrees",
+    "cli/trace.py": "JSON of traced degrees",
+    "model/trace.py": "a key of the layout text that was traced",
+    "predict/traced_layout.py": "keys of the layout text that traces say nothing about",
 }
 """Where a word that is also an axis's name is something else."""
 

@@ -14,13 +14,14 @@ from typing import Any
 
 from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
-from shardwise.cli.models import add_lora, add_model, model_of
+from shardwise.cli.models import add_lora, add_model, model_of, subject_of
 from shardwise.cli.output import print_json, print_result, show
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import count
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.parameters import Model, count
 from shardwise.report import StepReport, tables
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_count
@@ -44,13 +45,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _step(args: argparse.Namespace) -> int:
+    model = subject_of(args) if args.model else None
     missing = [f"--{name}" for name in ("layout", "cluster", "seq", "batch") if getattr(args, name) is None]
-    if args.model is None or missing:
+    if model is None or missing:
         raise UserError(f"estimate needs {', '.join(missing if args.model else ['MODEL', *missing])}")
 
     from shardwise.predict import estimate
 
-    model, layout, cluster = model_of(args), Layout.parse(args.layout), cluster_of(args)
+    layout, cluster = Layout.parse(args.layout), cluster_of(args)
     if args.seq < 1 or args.batch < 1:
         raise UserError("--seq and --batch must be positive integers")
     workload = Workload(**given(args, Workload))
@@ -60,6 +62,8 @@ def _step(args: argparse.Namespace) -> int:
             raise UserError("--dry-run has no times: leave out --slow and --emulate")
         from shardwise.runtime.installed import require
 
+        if isinstance(model, Blueprint):
+            raise UserError("--dry-run needs a configuration, and a trace was observed already: leave it out")
         require("--dry-run", "torch")
         from shardwise.runtime.dryrun import dry_run
 
@@ -79,7 +83,7 @@ def _slowed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _lines(
-    report: StepReport, model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, observed: bool
+    report: StepReport, model: Model, layout: Layout, workload: Workload, cluster: Cluster, observed: bool
 ) -> Iterator[Renderable]:
     from shardwise.cli.show.estimate_table import balance_lines, kinds_table, node_line, timing_lines
     from shardwise.predict.memory.capacity import capacity_of, explained
@@ -95,7 +99,8 @@ def _lines(
     yield from (f"{line}\n" for line in (explained(cluster), *homes) if line)
     yield tables.ledger_table(report)
     yield from balance_lines(report)
-    if layout.inner_ranks != layout.tp and (kinds := tensor_kinds(model, layout, workload, cluster)):
+    gathered = layout.inner_ranks != layout.tp
+    if gathered and isinstance(model, ModelConfig) and (kinds := tensor_kinds(model, layout, workload, cluster)):
         yield kinds_table(kinds)
     if not observed:
         yield from timing_lines(report, cluster, workload.batch * workload.seq)

@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": "continue prompts with a model that is split over processes; what each token moved",
     "serve": "answer OpenAI's clients over HTTP with a model that is split over processes",
     "verify": "a module of your own, split, against the same module on one device",
+    "trace": "a module of your own, described for estimate and plan",
     "compare": "two step reports against each other, or one run's prediction against its measurement",
     "checkpoint": "inspect, verify, reshard, diff, export or import checkpoints",
     "collective": "algorithms of collectives: show, verify, price, measure",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shardwise.errors import UserError
 from shardwise.model import ModelConfig
+from shardwise.model.blueprint_file import read_blueprint
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
 from shardwise.model.lora import Lora
-from shardwise.model.parameters import blueprint
+from shardwise.model.parameters import Model, blueprint
 
 
 def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -18,8 +20,8 @@ def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
         "model",
         metavar="MODEL",
         nargs="?" if optional else None,
-        help="a name of the catalog (llama-3-70b) or of Hugging Face's hub (Qwen/Qwen2.5-32B), a config.json, or the "
-        "folder that holds one",
+        help="a name of the catalog (llama-3-70b) or of Hugging Face's hub (Qwen/Qwen2.5-32B), a config.json, the "
+        "folder that holds one, or a file of `trace`",
     )
     parser.add_argument(
         "--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model, such as layers=2"
@@ -54,3 +56,16 @@ def adapters_of(args: argparse.Namespace) -> Path | None:
     """The folder of adapters that --lora names."""
     path = Path(args.lora) if args.lora is not None else None
     return path if path is not None and "=" not in args.lora else None
+
+
+def subject_of(args: argparse.Namespace) -> Model:
+    """The model that the arguments describe, or the traced module of a file, whose rows are the usual --seq. Raises
+    `UserError`."""
+    traced = read_blueprint(args.model)
+    if traced is None:
+        return model_of(args)
+    if args.set:
+        raise UserError(f"--set changes a configuration, and {args.model} is a traced module: trace a changed one")
+    if args.seq is None and traced.trace is not None:
+        args.seq = traced.trace.seq
+    return traced

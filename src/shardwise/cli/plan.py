@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
-from shardwise.cli.models import add_lora, add_model, model_of
+from shardwise.cli.models import add_lora, add_model, subject_of
 from shardwise.cli.output import print_result, progress
 from shardwise.cli.plan_emit import check_emit, emitted
 from shardwise.cli.quantities import bytes_of, length_of
@@ -28,6 +28,7 @@ from shardwise.errors import UserError
 from shardwise.interop import WriteRequest
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 
 if TYPE_CHECKING:
     from shardwise.planner.goals import Power, Run, Size, SmallestCandidate
@@ -75,12 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _check_kind(args)
     check_emit(args)
     if args.serve:
         from shardwise.cli.plan_serving import run as serve
 
+        _check_kind(args)
         return serve(args)
+    model = subject_of(args)
+    _check_kind(args)
     if args.find == "sequence" and args.seq is None:
         args.seq = 1
     if args.seq < 1 or args.batch < 1:
@@ -99,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--deadline is for --find cluster, which needs it")
     if args.find:
         _check_find(args)
-    model, cluster = model_of(args), cluster_of(args)
+    cluster = cluster_of(args)
     workload = Workload(**given(args, Workload))
     return _find(args, model, cluster, workload) if args.find else _plan(args, model, cluster, workload)
 
@@ -135,14 +138,19 @@ def _check_find(args: argparse.Namespace) -> None:
         raise UserError(f"--{named[0]} does nothing with --find {args.find}: leave it out")
 
 
-def _plan(args: argparse.Namespace, model: ModelConfig, cluster: Cluster, workload: Workload) -> int:
+def _plan(args: argparse.Namespace, model: Model, cluster: Cluster, workload: Workload) -> int:
     from shardwise.cli.show.plan_table import campaign_lines, plan_tables
     from shardwise.planner import plan
 
     chosen = {"engine": args.engine, "by": args.by, "top": args.top}
     best = plan(model, cluster, workload, fixed=_fixed(args), reserved=_reserved(args), **chosen)
     campaign = _campaign(args, best)
-    file, lines = emitted(args, [WriteRequest(model, one.layout, workload, None, cluster) for one in best.ranked])
+    requests = []
+    if isinstance(model, ModelConfig):
+        requests = [WriteRequest(model, one.layout, workload, None, cluster) for one in best.ranked]
+    elif args.emit:
+        raise UserError("--emit writes configurations of models that have one; a traced module has split: leave it out")
+    file, lines = emitted(args, requests)
     data = best.to_json() | campaign | file
     return print_result(args, data, chain(plan_tables(best), campaign_lines(campaign), lines))
 
@@ -199,7 +207,7 @@ def _told(run: Run) -> dict[str, Any]:
     }
 
 
-def _find(args: argparse.Namespace, model: ModelConfig, cluster: Cluster, workload: Workload) -> int:
+def _find(args: argparse.Namespace, model: Model, cluster: Cluster, workload: Workload) -> int:
     from shardwise.cli.show.plan_table import answer_lines
     from shardwise.planner.runnable import space_for
     from shardwise.predict.memory.capacity import usable_bytes

@@ -74,14 +74,20 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
             f"{model.name} drops attention probabilities, which needs attention=math (the fused kernel's mask cannot "
             "be keyed by global index); add attention=math or set attention_dropout to 0"
         )
-    if ranks is not None and layout.ranks != ranks:
+    if ranks is not None:
+        check_ranks(layout, ranks)
+    if workload is not None and workload.batch:
+        workload.micro_batches(layout)
+        _check_sequence(layout, model, workload)
+
+
+def check_ranks(layout: Layout, ranks: int) -> None:
+    """Raise `LayoutError` when a layout has more or fewer ranks."""
+    if layout.ranks != ranks:
         raise LayoutError(
             f"layout {layout} needs {_ranks_in_words(layout)} = {layout.ranks} ranks, but there are {ranks}; "
             f"{_nearest(layout, ranks)}"
         )
-    if workload is not None and workload.batch:
-        workload.micro_batches(layout)
-        _check_sequence(layout, model, workload)
 
 
 def _check_adapters(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.model.operations import Elementwise, Operation, operation_from_json
+from shardwise.model.trace import Trace
+
+if TYPE_CHECKING:
+    from shardwise.model.config import Experts
+    from shardwise.model.lora import Lora
 
 Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
 """Cut of a parameter under tensor parallelism. column: its rows, which are outputs; kv heads: its rows, by key/value
@@ -218,6 +223,8 @@ class Blueprint:
     hidden: int
     """Width of the residual stream."""
     parts: tuple[Part, ...]
+    trace: Trace | None = field(default=None, hash=False)
+    """What its steps do, of a user's module that was traced."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that `from_json` reads back. A part that repeats is in it once."""
@@ -227,8 +234,9 @@ class Blueprint:
     def from_json(cls, data: dict[str, Any]) -> Blueprint:
         """The inverse of `to_json`. Raises `UserError` for what is no blueprint."""
         try:
-            return cls(**data | {"parts": tuple(Part.from_json(part) for part in data["parts"])})
-        except (TypeError, KeyError) as error:
+            trace = None if data.get("trace") is None else Trace.from_json(data["trace"])
+            return cls(**data | {"parts": tuple(Part.from_json(part) for part in data["parts"]), "trace": trace})
+        except (TypeError, KeyError, ValueError) as error:
             raise UserError(f"not a shardwise blueprint: {error}") from None
 
     @cached_property
@@ -270,6 +278,38 @@ class Blueprint:
         """All parameters, part by part. A tied head has none of its own (`Part.reads`)."""
         for name in self._by_name:
             yield from self.parameters_of(name)
+
+    # -- fields of a configuration, for searches over a module that has none
+
+    @cached_property
+    def layers(self) -> int:
+        """Its blocks, or one that is empty."""
+        return max(1, sum(part.count for part in self.of_kind("block")))
+
+    @property
+    def tied(self) -> bool:
+        """Both ends of a traced module are one root."""
+        return self.trace is not None
+
+    @property
+    def experts(self) -> Experts | None:
+        """None that a search would split."""
+        return None
+
+    @property
+    def lora(self) -> Lora | None:
+        """None that a search would price apart: a traced module's adapters are parameters like others."""
+        return None
+
+    @property
+    def attention_dropout(self) -> float:
+        """What it drops is in its trace."""
+        return 0.0
+
+    @property
+    def full_attention_every(self) -> int:
+        """Its blocks are as they were traced."""
+        return 0
 
     @cached_property
     def freezes(self) -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from shardwise.model.blueprint import Blueprint
 from shardwise.model.config import ModelConfig
 from shardwise.model.operations import LinearOp
-from shardwise.model.parameters import blueprint
+from shardwise.model.parameters import Model, blueprint
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -75,6 +76,20 @@ def hardware_flops_per_token(config: ModelConfig, seq: int, recompute: Recompute
     return training_flops_per_token(config, seq, causal) + again
 
 
-def training_flops_per_sequence(config: ModelConfig, seq: int, causal: bool = True) -> int:
-    """Model FLOPs of a forward and a backward pass over a sequence of `seq` tokens."""
+def training_flops_per_sequence(config: Model, seq: int, causal: bool = True) -> int:
+    """Model FLOPs of a forward and a backward pass over a sequence of `seq` tokens; of a traced module, those of its
+    operations for a row, whatever `causal` is."""
+    if isinstance(config, Blueprint):
+        return _traced_flops(config)
     return seq * training_flops_per_token(config, seq, causal)
+
+
+def _traced_flops(model: Blueprint) -> int:
+    """FLOPs that one more row of a micro-batch costs a traced module."""
+    assert model.trace is not None
+    first, second = model.trace.rows
+    step = next(step for step in model.trace.steps if step.tp == min(model.trace.degrees) and step.operations)
+    total = sum(
+        len(each.parts) * op.count * (op.flops[1] - op.flops[0]) for each in step.operations for op in each.operations
+    )
+    return total * step.tp // (second - first)

@@ -65,19 +65,19 @@ def foreign_slices(config: ModelConfig) -> dict[str, ForeignSlice]:
     return {p.name: p.foreign for p in blueprint(config).parameters() if p.foreign}
 
 
-def count(config: ModelConfig) -> int:
+def count(config: Model) -> int:
     """Number of parameters, tied ones once."""
     return count_parts(config)[0]
 
 
-def count_trained(config: ModelConfig) -> tuple[int, int]:
+def count_trained(config: Model) -> tuple[int, int]:
     """Number of parameters that are trained: (all, those of blocks)."""
     counts = [(part.kind, part.count * sum(p.numel for p in part.parameters if not p.frozen))
               for part in blueprint(config).parts]  # fmt: skip
     return sum(n for _, n in counts), sum(n for kind, n in counts if kind == "block")
 
 
-def count_parts(config: ModelConfig) -> tuple[int, int, int]:
+def count_parts(config: Model) -> tuple[int, int, int]:
     """(all, blocks, active for one token): `blocks` leaves out embedding, final norm and head."""
     parts = blueprint(config).parts
     everything = sum(part.count * part.numel for part in parts)

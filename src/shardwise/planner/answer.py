@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 
 One = TypeVar("One")
 
@@ -16,7 +16,7 @@ One = TypeVar("One")
 class Answer(Generic[One]):
     """The question of a search and its best answers."""
 
-    model: ModelConfig
+    model: Model
     cluster: Cluster
     workload: Workload
     engine: str

@@ -5,8 +5,10 @@ What may fit by the bound is followed event by event (`exact.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, cached_property, reduce
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.units import Backend, Unit
 from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.planner.rank_bound import MicroBatchBytes, Num, RankBound
 from shardwise.planner.space import BatchChoice, LayoutColumns
 from shardwise.predict.memory import peak
@@ -21,7 +24,7 @@ from shardwise.predict.memory.activations import Sizes, kept_items, saved_items
 from shardwise.predict.memory.latent_tensors import block_tensors
 
 
-def places(model: ModelConfig, pp: int, schedule: str = "") -> list[int]:
+def places(model: Model, pp: int, schedule: str = "") -> list[int]:
     """The ranks of a pipeline that can be the fullest under a schedule, "" for any.
 
     Of ranks between the ends with as many blocks, the first holds most micro-batches; only zb-h1 delays gradients of
@@ -38,6 +41,18 @@ def places(model: ModelConfig, pp: int, schedule: str = "") -> list[int]:
         starts = (1, rest - every, rest, last - every)
         found |= {min(max(start + offset, 0), last) for start in starts for offset in range(every)}
     return sorted(found)
+
+
+class ExactBound:
+    """Bytes of candidates of a traced module, followed one by one: there are few, without pipelines."""
+
+    def __init__(self, total: Callable[[Layout], float]) -> None:
+        self._total = total
+
+    def total(self, frame: LayoutColumns) -> Num:
+        """As of `MemoryBound`."""
+        candidates = product(frame.rows, frame.shardings, frame.orders)
+        return np.array([float(self._total(frame.layout(*each))) for each in candidates]).reshape(frame.shape)
 
 
 class MemoryBound:

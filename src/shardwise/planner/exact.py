@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.units import Backend, usual_backend
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.planner.bounds import places
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.node_bytes import NodeBytes, node_bytes
@@ -30,7 +30,7 @@ class FullestRank(NamedTuple):
 class ExactMemory:
     """Memory of layouts of one model and workload on a cluster; each layout is followed once."""
 
-    def __init__(self, model: ModelConfig, workload: Workload, cluster: Cluster) -> None:
+    def __init__(self, model: Model, workload: Workload, cluster: Cluster) -> None:
         self.model, self.workload, self.cluster = model, workload, cluster
         self.backend = usual_backend(cluster)
         self.node = cache(self._node)
@@ -73,6 +73,6 @@ class ExactMemory:
         return fullest
 
 
-def rank_plan(model: ModelConfig, layout: Layout, workload: Workload, place: int, backend: Backend) -> UnitPlan:
+def rank_plan(model: Model, layout: Layout, workload: Workload, place: int, backend: Backend) -> UnitPlan:
     """The plan of a rank at one place of the pipeline."""
     return unit_plan(model, layout, workload, rank=Mesh.of(layout, model).rank(pp=place), backend=backend)

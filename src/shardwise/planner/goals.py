@@ -14,6 +14,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
+from shardwise.model.blueprint import Blueprint
 from shardwise.model.catalog import catalog
 from shardwise.model.parameters import count
 from shardwise.planner.pricing import Priced
@@ -177,6 +178,9 @@ def longest_sequence(space: Space, usable: float) -> tuple[int, SmallestCandidat
     Sequences are tried that every cp divides, from 1024 times the odd part of the number of devices on; from 1024 on
     where that is too long.
     """
+    if isinstance(space.model, Blueprint):
+        raise UserError(f"{space.model.name} was traced with rows of one length; --find sequence needs a configuration")
+    positions = space.model.max_positions
     learned = space.model.positions == "learned"
 
     def of(seq: int) -> Space:
@@ -184,9 +188,9 @@ def longest_sequence(space: Space, usable: float) -> tuple[int, SmallestCandidat
 
     @cache
     def fitting(seq: int) -> SmallestCandidate | None:
-        return None if learned and seq > space.model.max_positions else fits(of(seq), usable)
+        return None if learned and seq > positions else fits(of(seq), usable)
 
-    shortest = min(1024, space.model.max_positions) if learned else 1024
+    shortest = min(1024, positions) if learned else 1024
     odd = _odd(space.cluster.devices)
     seq = next(filter(fitting, dict.fromkeys((shortest * odd, shortest))), 0)
     if not seq:

@@ -12,15 +12,14 @@ import numpy as np
 
 from shardwise.cluster import Cluster
 from shardwise.layout.optimizers import states_of
-from shardwise.model import ModelConfig
-from shardwise.model.parameters import count, count_trained
+from shardwise.model.parameters import Model, count, count_trained
 from shardwise.planner.space import LayoutColumns
 from shardwise.report.step_report import DTYPE_BYTES
 
 WEIGHT, MASTER = DTYPE_BYTES["bfloat16"], DTYPE_BYTES["float32"]
 
 
-def host_bound(model: ModelConfig, frame: LayoutColumns, cluster: Cluster, optimizer: str) -> Any:
+def host_bound(model: Model, frame: LayoutColumns, cluster: Cluster, optimizer: str) -> Any:
     """At least the bytes of the fullest node's host memory, an array that broadcasts to the frame's shape."""
     homes = frame.homes.layout
     if homes.offload_home == "none":

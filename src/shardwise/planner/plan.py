@@ -10,8 +10,8 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Workload
-from shardwise.model import ModelConfig
 from shardwise.model.flops import MFU, training_flops_per_sequence
+from shardwise.model.parameters import Model
 from shardwise.planner import shortfall
 from shardwise.planner.alternatives import Alternative
 from shardwise.planner.answer import Answer
@@ -110,7 +110,7 @@ class Plan(Answer[Priced]):
 
 
 def plan(
-    model: ModelConfig | str,
+    model: Model | str,
     cluster: Cluster | str,
     workload: Workload | None = None,
     *,

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.space import RECOMPUTE, BatchChoice, Homes, LayoutColumns, ScheduleChoice, ZeroChoice
 from shardwise.predict.node_bytes import NOTHING, NodeBytes
@@ -67,7 +67,7 @@ def _alone(engine: EngineProfile) -> EngineProfile:
 
 
 def price_one(
-    model: ModelConfig,
+    model: Model,
     layout: Layout,
     workload: Workload,
     engine: EngineProfile,
@@ -82,7 +82,7 @@ def price_one(
 
 
 def price_all(
-    model: ModelConfig,
+    model: Model,
     chosen: Sequence[tuple[Layout, EngineProfile]],
     workload: Workload,
     pricing: Pricing,
@@ -135,7 +135,7 @@ def _each(things: Sequence[T], alike: Callable[[T], Any], answer: Callable[[list
 
 
 def _parts(
-    model: ModelConfig, workload: Workload, pricing: Pricing, chosen: list[tuple[Layout, EngineProfile]]
+    model: Model, workload: Workload, pricing: Pricing, chosen: list[tuple[Layout, EngineProfile]]
 ) -> list[dict[str, float]]:
     """Seconds by part of layouts with one schedule and one engine."""
     splits = [StepShape.of(layout, workload) for layout, _ in chosen]
@@ -152,7 +152,7 @@ _COLUMNS = (
 """Fields of a split that may be arrays."""
 
 
-def frame_of(model: ModelConfig, layout: Layout, workload: Workload) -> LayoutColumns:
+def frame_of(model: Model, layout: Layout, workload: Workload) -> LayoutColumns:
     """The frame that has this layout alone. Raises `UserError` where the batch does not divide, and for a layout that
     is in no search space."""
     usual = Layout()
@@ -191,7 +191,7 @@ class Prices:
     """Seconds of the candidates of frames that are known beforehand."""
 
     def __init__(
-        self, model: ModelConfig, workload: Workload, attention: str, pricing: Pricing, frames: Iterable[LayoutColumns]
+        self, model: Model, workload: Workload, attention: str, pricing: Pricing, frames: Iterable[LayoutColumns]
     ) -> None:
         self.model, self.workload, self.attention, self.pricing = model, workload, attention, pricing
         rows = dict.fromkeys((f.tp, f.ep, *row) for f in frames for row in f.rows)

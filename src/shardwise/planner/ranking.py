@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from shardwise.layout import Layout
-from shardwise.planner.bounds import MemoryBound
+from shardwise.model import ModelConfig
+from shardwise.planner.bounds import ExactBound, MemoryBound
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.host_bound import host_bound
 from shardwise.planner.overlaps import distinct
@@ -127,7 +128,9 @@ def blocks(
 ) -> Iterator[tuple[int, Block]]:  # fmt: skip
     """(how many shardings count, the block) for all blocks of a space. pricing: None for bytes alone. frames: those of
     the space, or some of them."""
-    bound = MemoryBound(space.model, space.workload, space.attention, exact.backend)
+    bound: MemoryBound | ExactBound = ExactBound(exact.total)
+    if isinstance(space.model, ModelConfig):
+        bound = MemoryBound(space.model, space.workload, space.attention, exact.backend)
     prices = pricing and Prices(space.model, space.workload, space.attention, pricing, space.frames)
     for frame in space.frames if frames is None else frames:
         possible = np.array(frame.possible)[:, None, :]

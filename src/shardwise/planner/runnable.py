@@ -10,15 +10,23 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
-from shardwise.model import ModelConfig
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.parameters import Model
 from shardwise.planner.space import Space
 from shardwise.predict.step_seconds import own_engine
-from shardwise.predict.time.features import EVERYTHING
+from shardwise.predict.time.features import EVERYTHING, Features
 from shardwise.predict.time.profiles import ENGINES, EngineProfile
 from shardwise.predict.time.profiles import engine as engine_of
+from shardwise.predict.traced_layout import RECOMPUTE, check_traced
 
 OWN = ("shardwise", "shardwise-cpu")
 """The profiles of this project's runtime."""
+
+
+TRACED = Features(
+    sequence=False, context=(), schedules=(), copies=True, recompute=RECOMPUTE, bare_ends=False, uneven=False
+)
+"""Features that a search over a traced module uses, if the engine has them."""
 
 
 def widened(engine: EngineProfile) -> EngineProfile:
@@ -26,16 +34,23 @@ def widened(engine: EngineProfile) -> EngineProfile:
     return replace(engine, features=EVERYTHING)
 
 
-def why_none_runs(model: ModelConfig, fixed: Mapping[str, Any]) -> str:
+def why_none_runs(model: Model, fixed: Mapping[str, Any]) -> str:
     """Reason why `train` can run no layout of this model with these fixed keys; empty if it can run one."""
+    if isinstance(model, Blueprint):
+        return ""
     return re.sub(r" (is|are) counted but not runnable here( yet)?$", "", model.why_not_runnable() or "")
 
 
-def why_not_trained(layout: Layout, model: ModelConfig, workload: Workload) -> str | None:
+def why_not_trained(layout: Layout, model: Model, workload: Workload) -> str | None:
     """Reason why `train` rejects a layout, with the fix, worded to follow the layout; None if it runs."""
     try:
+        if isinstance(model, Blueprint):
+            check_traced(layout, model, workload)
+            return None
         check_runnable(layout, model, workload)
     except UserError as error:
+        if isinstance(model, Blueprint):
+            return f"not runnable by `split`: {error}"
         if reason := model.why_not_runnable():
             return f"not runnable by `train` yet: {reason}"
         return f"not runnable by `train`: {error}"
@@ -43,11 +58,13 @@ def why_not_trained(layout: Layout, model: ModelConfig, workload: Workload) -> s
 
 
 def space_for(
-    model: ModelConfig, cluster: Cluster, workload: Workload, engine: str | None, fixed: Mapping[str, Any]
+    model: Model, cluster: Cluster, workload: Workload, engine: str | None, fixed: Mapping[str, Any]
 ) -> tuple[Space, str]:
     """The candidates for an engine, this project's runtime if None; and why none of them runs here, empty where that is
     not known of all. Raises `UserError`."""
     profile = training_engine(engine or own_engine(cluster))
+    if isinstance(model, Blueprint):
+        profile = replace(profile, features=profile.features.common(TRACED))
     none_runs = why_none_runs(model, fixed) if profile.name in OWN else ""
     return Space(model, cluster, workload, widened(profile) if none_runs else profile, dict(fixed)), none_runs
 

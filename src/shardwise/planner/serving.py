@@ -37,7 +37,7 @@ from shardwise.model import ModelConfig
 from shardwise.planner.answer import Answer
 from shardwise.planner.space import powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
-from shardwise.predict.arguments import as_cluster, as_model
+from shardwise.predict.arguments import as_cluster, as_config
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.serving import (
     PAGE,
@@ -113,6 +113,7 @@ class ServingPlan(Answer[Deployment]):
     that gather weights, None where none fits. crossover: ranks, and the tokens of one pass from which on gathering is
     faster there than tensor parallelism; None where tp cannot be split so."""
 
+    model: ModelConfig
     curve: tuple[Deployment, ...]
     quantised: tuple[Deployment, Deployment] | None
     gathering: Deployment | None
@@ -162,7 +163,7 @@ def plan_serving(
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
     """
-    model, cluster = as_model(model), as_cluster(cluster)
+    model, cluster = as_config(model), as_cluster(cluster)
     _check(model, cluster, workload, top)
     engine = engine or usual_engine(cluster, ENGINE)
     room = usable_bytes(cluster)

@@ -9,6 +9,7 @@ from typing import Literal
 from shardwise.cluster import Cluster, catalog
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.model import ModelConfig
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.host_bound import host_bound
 from shardwise.planner.ranking import UNLIMITED, best_of, blocks
@@ -131,7 +132,8 @@ def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str
         yield f"take {cluster}"
     if batch := _halved(space, usable, "batch", 1):
         yield f"cut the batch to {batch} sequence{'s' * (batch > 1)}"
-    if seq := _halved(space, usable, "seq", SHORTEST):
+    # A trace has rows of one length.
+    if isinstance(space.model, ModelConfig) and (seq := _halved(space, usable, "seq", SHORTEST)):
         yield f"cut sequences to {seq} tokens"
     for name in ("H200", "B200"):
         entry = catalog.lookup(name)

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
-from shardwise.layout.legality import valid_ep, valid_tp
+from shardwise.layout.legality import valid_ep
 from shardwise.layout.pipeline import splits_backward
-from shardwise.model import ModelConfig
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.parameters import Model
 from shardwise.predict.fixing import check_fixed, words_of
-from shardwise.predict.supported import check_size, in_closed_form, why_not_planned
+from shardwise.predict.supported import check_sequences, check_size, in_closed_form, why_not_planned
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.profiles import EngineProfile
+from shardwise.predict.traced_layout import searched_tp
 from shardwise.schedule.pipeline import find
 from shardwise.schedule.pipeline.stages import BARE_ENDS
 
@@ -139,7 +141,7 @@ class LayoutColumns:
         )  # fmt: skip
 
 
-def why_not_fixed(model: ModelConfig, fixed: Mapping[str, Any]) -> str:
+def why_not_fixed(model: Model, fixed: Mapping[str, Any]) -> str:
     """Why no layout of this model, on any cluster, has what is fixed; empty where one may."""
     ep = fixed.get("ep", 1)
     if ep > 1 and not model.experts:
@@ -160,7 +162,7 @@ class Space:
     `fixing.fixed_of` reads them. Raises `UserError` for what cannot be searched, in one line.
     """
 
-    model: ModelConfig
+    model: Model
     cluster: Cluster
     workload: Workload
     engine: EngineProfile
@@ -181,11 +183,7 @@ class Space:
         if reason := self.features.objection(self.fixed):
             raise UserError(f"{self.engine.name} cannot run {words_of(self.fixed)}: {reason}")
         check_size(self.cluster)
-        if self.workload.seq > self.model.max_positions and self.model.positions == "learned":
-            raise UserError(
-                f"sequences of {self.workload.seq} tokens exceed the {self.model.max_positions} learned positions of "
-                f"{self.model.name}; use at most {self.model.max_positions}"
-            )
+        check_sequences(self.model, self.workload)
 
     @property
     def features(self) -> Features:
@@ -232,7 +230,7 @@ class Space:
 
     def meshes(self, devices: int) -> Iterator[tuple[int, int, int, int]]:
         """(tp, pp, cp, dp) whose product is `devices`, where the model can be split so."""
-        for tp in valid_tp(self.model) if self.features.tensor else (1,):
+        for tp in searched_tp(self.model) if self.features.tensor else (1,):
             if devices % tp or not self.allows("tp", tp):
                 continue
             for pp in divisors(devices // tp) if self.features.schedules else (1,):
@@ -258,7 +256,8 @@ class Space:
                 yield BatchChoice(cp, sp, recompute, micro)
 
     def _expert_degrees(self, tp: int, data: int) -> Iterator[int]:
-        return (ep for ep in valid_ep(self.model, data * tp) if self.allows("ep", ep))
+        degrees = [1] if isinstance(self.model, Blueprint) else valid_ep(self.model, data * tp)
+        return (ep for ep in degrees if self.allows("ep", ep))
 
     def _shardings(self, tp: int, data: int, pp: int) -> Iterator[ZeroChoice]:
         # What is offloaded comes and goes by the stage even without other data ranks.

@@ -8,16 +8,28 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.blueprint_file import read_blueprint
 from shardwise.model.catalog import resolve
+from shardwise.model.parameters import Model
 
 T = TypeVar("T")
 
 
-def as_model(model: ModelConfig | str) -> ModelConfig:
-    """A model, or the one of this name or path. Raises `UserError`."""
+def as_config(model: ModelConfig | str) -> ModelConfig:
+    """A model that has a configuration, or the one of this name or path. Raises `UserError`."""
     if isinstance(model, str):
         return resolve(model)
     return _checked(model, ModelConfig, "model", "a name such as llama-3-8b")
+
+
+def as_model(model: Model | str) -> Model:
+    """A model, or the one of this name or path, such as the file of a traced module. Raises `UserError`."""
+    if isinstance(model, Blueprint):
+        return model
+    if isinstance(model, str) and (blueprint := read_blueprint(model)):
+        return blueprint
+    return as_config(model)
 
 
 def as_layout(layout: Layout | str) -> Layout:

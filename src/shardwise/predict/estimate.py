@@ -14,12 +14,14 @@ from shardwise.layout.optimizers import DEFAULT, states_of
 from shardwise.layout.sync import SERVED
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.context_balance import context_balance
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.servers import with_servers
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, predict_bytes, state_bytes
 from shardwise.predict.step_seconds import try_step_seconds
+from shardwise.predict.traced_layout import check_traced
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.schedules import as_under_auto, predict_transport
 from shardwise.report.step_report import Bytes, Role, StepReport, merge_roles
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def estimate(
-    model: ModelConfig | str,
+    model: Model | str,
     layout: Layout | str,
     workload: Workload,
     cluster: Cluster | str | None = None,
@@ -42,7 +44,8 @@ def estimate(
     """Predict one steady training step: bytes by class and ledger of every rank role, and its time where the cluster's
     device has constants of time.
 
-    model, layout, cluster: objects, or their names and texts: "llama-3-8b", "tp=2,dp=4", "8xH100".
+    model, layout, cluster: objects, or their names and texts: "llama-3-8b", "tp=2,dp=4", "8xH100". A traced module is a
+    `Blueprint`, or its file.
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
     (`predict.time.ENGINES`); None means this project's runtime. recorded: roles of a measured step of a model with
@@ -55,11 +58,9 @@ def estimate(
     cluster = None if cluster is None else as_cluster(cluster)
     if not workload.batch:
         raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
-    check(layout, model, workload, cluster.devices if cluster else None)
+    _check(model, layout, workload, cluster)
     if slow is not None:
         slow.check(layout.training_ranks)
-    if reason := model.why_not_runnable():
-        raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, layout, workload, cluster)}")
     backend = backend or usual_backend(cluster)
     roles = [_of_record(model, layout, workload, backend, role) for role in recorded]
     if not roles and layout.sync in SERVED:
@@ -67,7 +68,7 @@ def estimate(
     roles = roles or [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
     unscheduled = as_under_auto(roles)
     timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated)
-    balance = context_balance(model, layout, workload) if layout.cp > 1 else None
+    balance = context_balance(model, layout, workload) if layout.cp > 1 and isinstance(model, ModelConfig) else None
     notes = [
         *_notes(model, layout, backend),
         *_optimizer_note(layout, workload),
@@ -77,7 +78,7 @@ def estimate(
     ]
     return StepReport(
         source="predicted",
-        model=model.to_json(),
+        model=model.to_json() if isinstance(model, ModelConfig) else {"name": model.name},
         layout=str(layout),
         workload=workload.to_json(),
         cluster=str(cluster) if cluster else f"{layout.ranks}xCPU",
@@ -87,6 +88,16 @@ def estimate(
         notes=tuple(notes),
         balance=balance.to_json() if balance else None,
     )
+
+
+def _check(model: Model, layout: Layout, workload: Workload, cluster: Cluster | None) -> None:
+    ranks = cluster.devices if cluster else None
+    if not isinstance(model, ModelConfig):
+        check_traced(layout, model, workload, ranks)
+        return
+    check(layout, model, workload, ranks)
+    if reason := model.why_not_runnable():
+        raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, layout, workload, cluster)}")
 
 
 def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None) -> str:
@@ -104,7 +115,7 @@ def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cl
     return f"; its memory and time: shardwise plan {name} {asked} --fix {text_of(layout)}"
 
 
-def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, place: int) -> Role:
+def _role(model: Model, layout: Layout, workload: Workload, backend: Backend, place: int) -> Role:
     """The ranks at one place of the pipeline."""
     mesh = Mesh.of(layout, model)
     plan = unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=backend)
@@ -115,7 +126,7 @@ def _role(model: ModelConfig, layout: Layout, workload: Workload, backend: Backe
     )  # fmt: skip
 
 
-def _served(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend) -> list[Role]:
+def _served(model: Model, layout: Layout, workload: Workload, backend: Backend) -> list[Role]:
     """Workers and parameter servers: ranks differ in the server that they share a process with."""
     roles = {}
     for rank in range(layout.ranks):
@@ -132,7 +143,7 @@ def _served(model: ModelConfig, layout: Layout, workload: Workload, backend: Bac
     return list(merge_roles(roles))
 
 
-def _of_record(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend, recorded: Role) -> Role:
+def _of_record(model: Model, layout: Layout, workload: Workload, backend: Backend, recorded: Role) -> Role:
     """The ranks of a measured role, with the rows that their experts have exchanged."""
     rank = recorded.ranks[0]
     plan = unit_plan(model, layout, workload, rank=rank, backend=backend)
@@ -153,7 +164,7 @@ def _optimizer_note(layout: Layout, workload: Workload) -> list[str]:
     return [f"{workload.optimizer} keeps {kept} per parameter where adamw keeps two: {less} bytes less"]
 
 
-def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
+def _notes(model: Model, layout: Layout, backend: Backend) -> list[str]:
     """Assumptions and omissions, a sentence each."""
     notes = []
     if backend == "nccl":
@@ -172,6 +183,8 @@ def _notes(model: ModelConfig, layout: Layout, backend: Backend) -> list[str]:
         notes.append("recompute=selective under attention=sdpa frees only the log-sum-exp of the fused kernel")
     if layout.grads == "bf16" and layout.precision == "bf16":
         notes.append("grads=bf16 holds with one micro-batch a step; more are summed in fp32, and counted so")
-    if model.experts:
+    if not isinstance(model, ModelConfig):
+        notes.append("traced module: activations scale with the rows of a micro-batch from two traced sizes")
+    elif model.experts:
         notes.append("tokens are taken to spread evenly over the experts, none dropped: a run's own routing differs")
     return notes

@@ -9,7 +9,7 @@ from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.layout.axes import PP
 from shardwise.layout.units import usual_backend
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
 
 
@@ -23,7 +23,7 @@ class NodeBytes(NamedTuple):
 NOTHING = NodeBytes()
 
 
-def node_bytes(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> NodeBytes:
+def node_bytes(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> NodeBytes:
     """Bytes of the fullest node of `cluster` under a layout, whose ranks fill node after node."""
     if layout.offload_home == "none" and layout.offload_activations == "none":
         return NOTHING

@@ -9,7 +9,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.sync import SERVED
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.report.units import format_time
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def usual_engine(cluster: Cluster, elsewhere: str) -> str:
 
 
 def step_seconds(
-    model: ModelConfig,
+    model: Model,
     layout: Layout,
     workload: Workload,
     cluster: Cluster,
@@ -115,7 +115,7 @@ def _rounds(layout: Layout, step: float, outer: float) -> str:
     )
 
 
-def _saved_by_a_block(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> float:
+def _saved_by_a_block(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> float:
     """Bytes that a block of the first rank saves in the host's memory in a micro-batch, the mean over its blocks."""
     from shardwise.layout.units import unit_plan, usual_backend
     from shardwise.predict.memory.activations import Sizes, stored_bytes
@@ -127,7 +127,7 @@ def _saved_by_a_block(model: ModelConfig, layout: Layout, workload: Workload, cl
 
 
 def try_step_seconds(
-    model: ModelConfig,
+    model: Model,
     layout: Layout,
     workload: Workload,
     cluster: Cluster | None,

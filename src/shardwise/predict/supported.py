@@ -7,8 +7,11 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.model import ModelConfig
+from shardwise.layout import Workload
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.parameters import Model
 from shardwise.predict.time.split import SCHEDULES
+from shardwise.predict.traced_layout import check_row_length
 from shardwise.schedule.pipeline import find
 from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
 
@@ -22,13 +25,26 @@ def check_size(cluster: Cluster) -> None:
         raise UserError(f"{cluster} has {cluster.devices:,} devices; clusters of up to {MOST_DEVICES:,} are searched")
 
 
-def why_not_planned(model: ModelConfig) -> str | None:
+def why_not_planned(model: Model) -> str | None:
     """The reason why no search knows this model, or None. More can be planned than runs here: ALiBi and a norm
     after the embedding have memory and time, too."""
+    if isinstance(model, Blueprint):
+        return None if model.trace else "it was not traced; see shardwise.trace"
     usual: dict[str, Any] = {"embedding_norm": False}
     if model.positions == "alibi":
         usual["positions"] = "learned"
     return model.replace(**usual).why_not_runnable()
+
+
+def check_sequences(model: Model, workload: Workload) -> None:
+    """Raise `UserError` for sequences that a model does not take."""
+    if isinstance(model, Blueprint):
+        check_row_length(model, workload)
+    elif workload.seq > model.max_positions and model.positions == "learned":
+        raise UserError(
+            f"sequences of {workload.seq} tokens exceed the {model.max_positions} learned positions of "
+            f"{model.name}; use at most {model.max_positions}"
+        )
 
 
 @cache

@@ -156,7 +156,7 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     know_fake_collectives()
     dist.init_process_group("fake", rank=rank, world_size=plan.layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
     short = _run(plan)
-    mesh, connect = Mesh.of(plan.layout, plan.model), _transport(plan.backend)
+    mesh, connect = Mesh.of(plan.layout, plan.model), fake_transport(plan.backend)
     comms = Comms(mesh, rank, axes_of(plan.model), timeout=60.0, backend=plan.backend, connect=connect)
     comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
     with fake:
@@ -173,7 +173,7 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     return _lengthened(role, plan, given, inputs)
 
 
-def _transport(backend: Backend) -> Any:
+def fake_transport(backend: Backend) -> Any:
     """Factory of a group's transport, with the memory that a backend needs but without peers."""
     from shardwise.runtime.transport.process_group import ProcessGroupTransport
     from shardwise.runtime.transport.protocol import DONE

@@ -49,7 +49,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
     name = "all" if winner.layout.pp == 1 else f"fullest: stage {winner.place}"
     role = Role(name, ranks, winner.held, ())
     report = StepReport(
-        "predicted", plan.model.to_json(), str(winner.layout), workload.to_json(), str(plan.cluster), (role,)
+        "predicted", {"name": plan.model.name}, str(winner.layout), workload.to_json(), str(plan.cluster), (role,)
     )  # fmt: skip
     yield memory_table(report, capacity=round(plan.usable))
     yield from node_line(winner.node, plan.cluster)

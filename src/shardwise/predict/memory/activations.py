@@ -14,6 +14,7 @@ from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.cpu.limits import LONGEST_SHORT, SHORTEST
 from shardwise.predict.memory.expert_tensors import MixtureTensors
+from shardwise.predict.memory.traced import trace_of, traced_saved
 from shardwise.report.step_report import DTYPE_BYTES
 
 
@@ -345,6 +346,8 @@ def stored_activations(plan: UnitPlan) -> int:
 
 def saved_bytes(plan: UnitPlan) -> int:
     """Bytes saved for backward at the end of one micro-batch's forward pass."""
+    if traced := trace_of(plan):
+        return traced_saved(plan, *traced)
     if plan.uneven:
         return max(saved_bytes(plan.as_micro_batch(micro)) for micro in range(plan.micro_batches))
     s = Sizes.of(plan)

@@ -20,9 +20,9 @@ from shardwise.layout.wire import adding_bytes, packing_bytes
 from shardwise.ops.limits import sum_chunk
 from shardwise.report.step_report import DTYPE_BYTES
 
-When = Literal["loss", "begin", "backward", "reduction", "landing", "optimizer", "outer"]
-"""At the end of a forward pass; before a part's backward; in it; after it, as the reduction before its own ends; at the
-end; in an outer step, when gradients are gone."""
+When = Literal["loss", "begin", "backward", "reduction", "between", "landing", "optimizer", "outer"]
+"""At the end of a forward pass; before a part's backward; in it; after it, as the reduction before its own ends; until
+the next block's, where a root computes around blocks; at the end; in an outer step, when gradients are gone."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,17 @@ class MemoryTrace:
             if not self.lasting:
                 self.put(unit)
 
+    def compute(self, part: str) -> Iterator[MemoryByClass]:
+        """The backward pass of `part`."""
+        yield from self.begin(part)
+        yield self.now("backward", part, adds=self.write(part))
+
+    def finish(self, part: str, last: bool) -> Iterator[MemoryByClass]:
+        """It is over. last: in the last micro-batch."""
+        yield from self.collect(part)
+        if self.stage >= 2 or last:
+            yield from self.reduce(part)
+
     def collect(self, part: str) -> Iterator[MemoryByClass]:
         """Below stage 2, what has been staged goes to the accumulators."""
         for unit in self.plan.finished_after(part) if self.stage < 2 and self.plan.stages_gradients else ():
@@ -151,12 +162,16 @@ def held_through_step(plan: UnitPlan) -> Iterator[MemoryByClass]:
     walk, count = MemoryTrace(plan), min(plan.micro_batches, 3)
     for index in range(count):
         yield walk.now("loss")
-        for part in reversed(plan.parts):
-            yield from walk.begin(part)
-            yield walk.now("backward", part, adds=walk.write(part))
-            yield from walk.collect(part)
-            if walk.stage >= 2 or index == count - 1:
-                yield from walk.reduce(part)
+        last, around = index == count - 1, plan.of_kind("root")
+        for part in around:
+            yield from walk.compute(part)
+        for part in reversed([part for part in plan.parts if part not in around]):
+            yield from walk.compute(part)
+            yield from walk.finish(part, last)
+            if around:
+                yield walk.now("between", part)
+        for part in around:
+            yield from walk.finish(part, last)
     yield from walk.land("landing")
     yield walk.now("optimizer")
     if plan.layout.sync == "local":

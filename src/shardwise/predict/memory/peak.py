@@ -29,6 +29,7 @@ from shardwise.predict.memory.activations import (
 from shardwise.predict.memory.buffers import MemoryByClass, When, held_through_step
 from shardwise.predict.memory.latent_tensors import block_tensors
 from shardwise.predict.memory.outer import outer_transient
+from shardwise.predict.memory.traced import trace_of, traced_moments
 from shardwise.predict.memory.transients import dropout, gather, norm_backward, norm_forward, scatter, weight_gradient
 
 
@@ -39,6 +40,9 @@ def peak_beyond_lasting(plan: UnitPlan) -> int:
 
 def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
     """(the engine's buffers, bytes beside them) at every moment of a step without a pipeline at which they grow."""
+    if traced := trace_of(plan):
+        yield from traced_moments(plan, *traced, optimizer(plan))
+        return
     if plan.uneven:
         yield from _of_any_micro_batch(plan)
         return

@@ -7,7 +7,7 @@ its row with `layout.legality.check_runnable`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from shardwise.layout import Layout
@@ -48,6 +48,17 @@ class Features:
     empty without any."""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False, compare=False)
     """Field -> where it can be read."""
+
+    def common(self, other: Features) -> Features:
+        """The features that both have."""
+        both: dict[str, Any] = {}
+        for name in (each.name for each in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, bool):
+                both[name] = mine and theirs
+            elif isinstance(mine, tuple):
+                both[name] = tuple(each for each in mine if each in theirs)
+        return replace(self, **both)
 
     def stages_of(self, pp: int) -> tuple[int, ...]:
         """ZeRO stages of layouts with this many pipeline ranks."""

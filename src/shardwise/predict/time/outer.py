@@ -8,7 +8,7 @@ from __future__ import annotations
 from shardwise.layout import Layout
 from shardwise.layout.optimizers import states_of
 from shardwise.layout.wire import BLOCK, SCALE
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import StepShape
@@ -21,9 +21,7 @@ PASSES = {"average": 9, "base": 11, "nesterov": 19}
 operation): a mean of weights, the same with a base, Nesterov momentum."""
 
 
-def outer_seconds(
-    model: ModelConfig, layout: Layout, split: StepShape, engine: EngineProfile, pricing: Pricing
-) -> float:
+def outer_seconds(model: Model, layout: Layout, split: StepShape, engine: EngineProfile, pricing: Pricing) -> float:
     """Seconds of one outer step of the busiest rank."""
     dense, routed = (float(count) for count in held_parameters(model, split, engine))
     tables, blocks = float(table_parameters(model, split, engine)), model.layers / split.pp

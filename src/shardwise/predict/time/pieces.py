@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from shardwise.layout.tensor import EDGES, collectives
 from shardwise.model import ModelConfig
-from shardwise.model.blueprint import Part
-from shardwise.model.parameters import blueprint
+from shardwise.model.blueprint import Blueprint, Part
+from shardwise.model.parameters import Model, blueprint
 from shardwise.predict.time.block import PartSeconds, Shape, core_of, core_width, routed, tally_part
 from shardwise.predict.time.exchange import exchange_seconds
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import Num, StepShape
+from shardwise.predict.time.traced import KINDS as TRACED_KINDS
+from shardwise.predict.time.traced import TracedSeconds, TracedTimes
 
 Parts = dict[str, Num]
 """Seconds by kind."""
@@ -67,7 +70,7 @@ class Pieces:
         return replace(self, block=join(self.block), first=join(self.first), last=join(self.last))
 
 
-def pieces(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:
+def pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:
     """The pieces of a split, each combination of what they depend on computed once: candidates by the hundred thousand
     have a few dozen of them."""
     arrays = np.broadcast_arrays(*(getattr(split, name) for name in BLOCK_DEPENDS_ON))
@@ -84,7 +87,30 @@ def pieces(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing:
     return few.each(lambda piece: np.broadcast_to(piece, where.shape)[inverse])
 
 
-def _pieces(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:
+def _traced(model: Blueprint, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:
+    """Pieces of a traced module: its blocks, and its root in place of a head."""
+    hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
+    times = cache(TracedTimes(model, pricing, split.dtype, hidden).of)
+    arrays = np.broadcast_arrays(split.tp, split.micro, _recomputed(split)[0])
+    found = [(*times(int(tp), int(micro)), again) for tp, micro, again in zip(*map(np.ravel, arrays), strict=True)]
+
+    def column(of: Callable[[TracedSeconds, TracedSeconds, Num], Num]) -> Num:
+        return np.array([of(*each) for each in found]).reshape(arrays[0].shape)
+
+    def block_of(kind: str) -> Num:
+        return column(lambda block, root, again: (1 + again) * block.forward[kind] + block.backward[kind])
+
+    def root_of(kind: str) -> Num:
+        return column(lambda block, root, again: root.forward[kind] + root.backward[kind])
+
+    block, root = ({kind: of(kind) for kind in TRACED_KINDS} for of in (block_of, root_of))
+    forward = column(lambda block, root, again: sum(block.forward.values()) - block.forward["host"])
+    return Pieces(block, {kind: 0.0 * seconds for kind, seconds in root.items()}, root, forward, 0.0 * forward)
+
+
+def _pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:
+    if isinstance(model, Blueprint):
+        return _traced(model, split, engine, pricing)
     gathered = split.tpkind == "gathered"
     shape = Shape(
         micro=split.micro,

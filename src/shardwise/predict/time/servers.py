@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import StepShape
@@ -16,7 +16,7 @@ from shardwise.predict.time.traffic import held_parameters
 
 
 def served_parts(
-    parts: dict[str, float], model: ModelConfig, layout: Layout, split: StepShape, engine: EngineProfile,
+    parts: dict[str, float], model: Model, layout: Layout, split: StepShape, engine: EngineProfile,
     pricing: Pricing, cuda: bool,
 ) -> dict[str, float]:  # fmt: skip
     """Parts of a step with servers, which make the update: each that of its range. parts: of the step without. Raises

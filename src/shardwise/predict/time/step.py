@@ -18,7 +18,7 @@ import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.layout.optimizers import DEFAULT, update_bytes
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.predict.time.cores import core_wait, leaves_node
 from shardwise.predict.time.offload import OffloadSeconds, Sharded, offload_seconds, offloads
 from shardwise.predict.time.pieces import Parts, Pieces, pieces, total
@@ -45,7 +45,7 @@ class StepSeconds:
     """Seconds of the device and of each of `offload.BOUNDS`, hidden or not; empty without offloading."""
 
 
-def training_step(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> StepSeconds:
+def training_step(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> StepSeconds:
     """Seconds of one steady training step. Sources: docs/prediction.md names the formulas of each part. Raises
     `UserError` for a schedule that is none of `SCHEDULES`."""
     found = pieces(model, split, engine, pricing)
@@ -60,7 +60,7 @@ def training_step(model: ModelConfig, split: StepShape, engine: EngineProfile, p
 
 
 def step_parts(
-    model: ModelConfig,
+    model: Model,
     split: StepShape,
     engine: EngineProfile,
     pricing: Pricing,
@@ -76,7 +76,7 @@ def step_parts(
 
 
 def _on_device(
-    model: ModelConfig,
+    model: Model,
     split: StepShape,
     engine: EngineProfile,
     pricing: Pricing,
@@ -97,7 +97,7 @@ def _on_device(
 
 
 def _offload(
-    model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing, parts: Parts
+    model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing, parts: Parts
 ) -> OffloadSeconds | None:
     """What is offloaded, beside the blocks' parts of the step; None where nothing is."""
     if not offloads(split):
@@ -134,7 +134,7 @@ def bubble_share(schedule: str, p: Num, m: Num, virtual: Num, found: Pieces) -> 
 
 
 def _stages(
-    model: ModelConfig,
+    model: Model,
     split: StepShape,
     engine: EngineProfile,
     pricing: Pricing,
@@ -171,7 +171,7 @@ def _stages(
     return busiest, np.where(alone, 0.0, fill + table * (2.0 - tail))
 
 
-def _gathers(model: ModelConfig, split: StepShape, engine: EngineProfile) -> Num:
+def _gathers(model: Model, split: StepShape, engine: EngineProfile) -> Num:
     """Gathers of a block at stage 3 per micro-batch: for both its passes, or once in a step."""
     alone = np.asarray(split.pp) == 1
     once = engine.gathers_by_stage & ~alone
@@ -179,7 +179,7 @@ def _gathers(model: ModelConfig, split: StepShape, engine: EngineProfile) -> Num
     return np.where(once, 1 / np.asarray(split.micro_batches), 2.0 - last / model.layers)
 
 
-def _table(model: ModelConfig, split: StepShape, engine: EngineProfile, sent: Traffic) -> Num:
+def _table(model: Model, split: StepShape, engine: EngineProfile, sent: Traffic) -> Num:
     """Stage 3 gathers and reduces tables, too: beside computation, or else for all to wait for. One is gathered once a
     micro-batch: the embedding's is used in one pass, and that of the head in one right after the other."""
     if engine.gather_overlap and engine.grad_overlap:
@@ -195,9 +195,7 @@ def _narrow(array: Num) -> Num:
     return array.flat[0] if array.size and (array == array.flat[0]).all() else array
 
 
-def _host(
-    model: ModelConfig, called: Num, split: StepShape, engine: EngineProfile, pricing: Pricing, parts: Parts
-) -> Num:
+def _host(model: Model, called: Num, split: StepShape, engine: EngineProfile, pricing: Pricing, parts: Parts) -> Num:
     """Seconds for which the device waits for the host in a micro-batch: launches that take longer than what they
     start, a stage of a pipeline receiving and sending both ways; and, of a CPU, what others take of its core.
     called: seconds of the host for the launches. parts: of the micro-batch, without these."""
@@ -222,7 +220,7 @@ def _hops(split: StepShape, engine: EngineProfile, sent: Traffic) -> Num:
 
 
 def _reduced(
-    model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing, sent: Traffic, window: Num
+    model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing, sent: Traffic, window: Num
 ) -> Num:
     """Exposed seconds of gradients' reduction and parameters' gathering over the data ranks, but for stage 3's blocks
     (`_sharded`). window: the seconds of a micro-batch's backward pass."""
@@ -242,7 +240,7 @@ def _reduced(
     return last + before + exposed(sent.gather, window / 2, beside) + sent.tied
 
 
-def _added(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
+def _added(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     """Stages 2 and 3 add each micro-batch's reduced gradients to their shards: offloaded ones on the host."""
     here = np.asarray(split.offload) == "none"
     numel = np.where((np.asarray(split.zero) >= 2) & here, _updated(model, split, engine), 0.0)
@@ -250,9 +248,7 @@ def _added(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing:
     return np.where(nbytes > 0, pricing.kernels.pass_over(nbytes, dtype="float32"), 0.0) * split.micro_batches
 
 
-def _sharded(
-    model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing, sent: Traffic, busy: Num
-) -> Num:
+def _sharded(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing, sent: Traffic, busy: Num) -> Num:
     """ZeRO-3, one block of one micro-batch: its gathers and a reduce-scatter beside `busy` seconds of computation.
 
     The first unit's gather and the last one's scatter have nothing beside them: an n-th of the blocks each.
@@ -270,7 +266,7 @@ def _sharded(
     return exposed + pricing.constants.value("contention") * np.minimum(beside, busy)
 
 
-def _optimizer(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
+def _optimizer(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     wide = split.dtype if split.dtype == "float32" else "bfloat16"
     numel = _updated(model, split, engine) * (1 - np.where(np.asarray(split.offload) == "none", 0.0, split.offloaded))
     saved = update_bytes(DEFAULT) - update_bytes(split.optimizer)
@@ -278,7 +274,7 @@ def _optimizer(model: ModelConfig, split: StepShape, engine: EngineProfile, pric
     return update + pricing.constants.value("step_s")
 
 
-def _updated(model: ModelConfig, split: StepShape, engine: EngineProfile) -> Num:
+def _updated(model: Model, split: StepShape, engine: EngineProfile) -> Num:
     """Parameters of the busiest rank that its optimizer updates: of its shard."""
     dense, routed = held_parameters(model, split, engine)
     numel = dense / np.where(np.asarray(split.zero) > 0, split.shard, 1)

@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import REPLICA
 from shardwise.layout.sync import SERVED
-from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model
 from shardwise.report.units import format_share, format_time
 from shardwise.schedule.staleness import ByStep, simulate
 from shardwise.schedule.stragglers import Stragglers
@@ -50,7 +50,7 @@ class StraggledStep:
 
 
 def with_stragglers(
-    parts: dict[str, float], model: ModelConfig, layout: Layout, slow: Stragglers | None, emulated: float | None = None
+    parts: dict[str, float], model: Model, layout: Layout, slow: Stragglers | None, emulated: float | None = None
 ) -> tuple[dict[str, float], str]:
     """Parts of a step with slow ranks, and a sentence about it ("" where no rank is slow). parts: of a step without.
     emulated: seconds that the arithmetic of a step lasts in place of the predicted."""
@@ -64,7 +64,7 @@ def with_stragglers(
 
 
 def straggled_step(
-    model: ModelConfig, layout: Layout, slow: Stragglers, arithmetic: float, rest: float, steps: int | None = None
+    model: Model, layout: Layout, slow: Stragglers, arithmetic: float, rest: float, steps: int | None = None
 ) -> StraggledStep:
     """The mean step. arithmetic: seconds of a step that a rank's factor multiplies; rest: the others, such
     as the exchange of gradients. steps: of the run, from its first one; None: enough for a mean."""
@@ -91,7 +91,7 @@ def _enough(layout: Layout) -> int:
     return max(LEAST_STEPS, min(STEPS, most))
 
 
-def _replicas(model: ModelConfig, layout: Layout, slow: Stragglers, steps: int) -> NDArray[np.float64]:
+def _replicas(model: Model, layout: Layout, slow: Stragglers, steps: int) -> NDArray[np.float64]:
     """Factors [replicas, steps]: of the slowest rank of each replica, or worker."""
     mesh, ranks = Mesh.of(layout, model), range(layout.training_ranks)
     factors = slow.factors(ranks, np.arange(steps))

@@ -10,12 +10,14 @@ import numpy as np
 from shardwise.layout.units import GRADIENT_BITS, WEIGHT_BITS
 from shardwise.layout.wire import BLOCK, SCALE
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import blueprint, count_parts, count_trained
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.parameters import Model, blueprint, count_parts, count_trained
 from shardwise.predict.time.block import padded_vocab
 from shardwise.predict.time.cores import core_wait, leaves_node
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import Num, StepShape
+from shardwise.predict.time.traced import held_elements
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Traffic:
     hop: Num
 
 
-def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Traffic:
+def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Traffic:
     """The traffic of a split. It does not depend on its schedule, its micro-batches' number and its recomputation."""
     price = pricing.collectives.seconds
     zero, data = np.asarray(split.zero), split.dp * split.cp
@@ -56,8 +58,8 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
     shards = dense * grad_bytes / owners
     replicas = price("all_reduce", shards, np.where(zero == 0, 1, data // owners), split.tp * owners)
     split_up = np.where(zero == 3, split.shard, 1)
-    unit = _block_parameters(model) / model.layers / split.tp
-    trained = _parameters(model)[0] / model.layers / split.tp
+    trained = _held_by_blocks(model, split.tp) / model.layers
+    unit = trained if isinstance(model, Blueprint) else _block_parameters(model) / model.layers / split.tp
     unit_gather = _gathered(unit, split_up, split.tp, split, pricing)
     unit_reduce = _reduced(trained, grad_bytes, split_up, split, pricing)
     copied = np.asarray(split.hpz) > 0
@@ -68,11 +70,12 @@ def traffic(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing
 
     unit_again = again(unit, unit_gather)
     if model.experts:
+        assert isinstance(model, ModelConfig)
         of_experts = _expert_traffic(model, split, pricing, routed, grad_bytes)
         reduce, gather, replicas = reduce + of_experts[0], gather + of_experts[1], replicas + of_experts[2]
         unit_gather, unit_reduce = unit_gather + of_experts[3], unit_reduce + of_experts[4]
         unit_again = unit_again + of_experts[3]
-    table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
+    table = _table(model, split, engine)
     table_gather = _gathered(table, split_up, split.tp, split, pricing)
     return Traffic(
         reduce,
@@ -155,16 +158,16 @@ def _converted(nbytes: Num, of: str, split: StepShape, pricing: Pricing) -> Num:
     return pricing.kernels.pass_over(nbytes, of, "float32") * (1.0 + waiting)
 
 
-def _tied(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
+def _tied(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     if not model.tied or not trains_tables(model):
         return 0.0
-    table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp
+    table = _table(model, split, engine)
     ends, data = np.where(np.asarray(split.pp) > 1, 2, 1), split.dp * split.cp
     apart = split.tp * data * np.maximum(split.pp - 1, 1)
     return pricing.collectives.seconds("all_reduce", table * max(engine.grad_bytes, split.width), ends, apart)
 
 
-def _hop(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
+def _hop(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     sp = np.asarray(split.sp)
     if np.all(np.asarray(split.pp) == 1):
         return 0.0
@@ -176,26 +179,39 @@ def _hop(model: ModelConfig, split: StepShape, engine: EngineProfile, pricing: P
     return hop + pricing.collectives.seconds("all_gather_into", nbytes * split.tp, np.where(sp, 1, split.tp))
 
 
-def held_parameters(model: ModelConfig, split: StepShape, engine: EngineProfile) -> tuple[Num, Num]:
+def held_parameters(model: Model, split: StepShape, engine: EngineProfile) -> tuple[Num, Num]:
     """Trained parameters of the busiest rank: (all but the experts', the experts')."""
-    others, routed = _parameters(model)
-    blocks = others / (split.pp * split.tp)
+    routed = _parameters(model)[1]
+    blocks = _held_by_blocks(model, split.tp) / split.pp
     tables = table_parameters(model, split, engine)
     return blocks + tables, routed / (split.pp * split.expert_apart) + 0.0 * blocks
 
 
-def table_parameters(model: ModelConfig, split: StepShape, engine: EngineProfile) -> Num:
+def _held_by_blocks(model: Model, tp: Num) -> Num:
+    """Parameters of all blocks on each of `tp` ranks, without routed experts'."""
+    return held_elements(model, tp)[0] if isinstance(model, Blueprint) else _parameters(model)[0] / tp
+
+
+def _table(model: Model, split: StepShape, engine: EngineProfile) -> Num:
+    """Parameters of one of the vocabulary's tables on a rank; of a traced module, of its root."""
+    if isinstance(model, Blueprint):
+        return held_elements(model, split.tp)[1]
+    return padded_vocab(model, engine, split.tp) * model.hidden / split.tp
+
+
+def table_parameters(model: Model, split: StepShape, engine: EngineProfile) -> Num:
     """Trained parameters of the vocabulary's tables on the busiest rank."""
-    table = padded_vocab(model, engine, split.tp) * model.hidden / split.tp * trains_tables(model)
+    table = _table(model, split, engine) * trains_tables(model)
     return table * np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
 
 
 @lru_cache
-def _parameters(model: ModelConfig) -> tuple[float, float]:
+def _parameters(model: Model) -> tuple[float, float]:
     """Trained parameters of all blocks: (all but the experts', the experts' without shared ones)."""
     blocks = count_trained(model)[1]
     if not model.experts:
         return float(blocks), 0.0
+    assert isinstance(model, ModelConfig)
     layers = max(0, model.layers - model.experts.dense_layers)
     routed = layers * model.experts.count * (3 if model.gated else 2) * model.hidden * model.experts.ffn
     return float(blocks - routed), float(routed)
@@ -206,6 +222,8 @@ def _block_parameters(model: ModelConfig) -> float:
     return float(count_parts(model)[1]) - _parameters(model)[1]
 
 
-def trains_tables(model: ModelConfig) -> bool:
-    """Whether the vocabulary's tables are trained."""
+def trains_tables(model: Model) -> bool:
+    """Whether the vocabulary's tables are trained; of a traced module, anything in its root."""
+    if isinstance(model, Blueprint):
+        return any(not p.frozen for part in model.of_kind("root") for p in part.parameters)
     return not blueprint(model).table.frozen

@@ -14,11 +14,13 @@ from shardwise.layout.mesh import Mesh
 from shardwise.layout.pipeline import phases
 from shardwise.layout.tensor import collectives, edges
 from shardwise.layout.units import UnitPlan
+from shardwise.predict.memory.traced import trace_of
 from shardwise.predict.traffic.context import context_rows
 from shardwise.predict.traffic.experts import expert_rows, load_row
 from shardwise.predict.traffic.homes import home_rows
 from shardwise.predict.traffic.outer import outer_rows
 from shardwise.predict.traffic.servers import server_rows
+from shardwise.predict.traffic.traced import traced_rows
 from shardwise.report.step_report import LedgerRow
 
 Rows = Counter[tuple[str, str, Axes, str, str, int]]
@@ -29,8 +31,10 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
     """All rows of `plan`'s rank, sorted. Sources: Rajbhandari et al. 2020 (ZeRO), Shoeybi et al. 2019 (tensor
     parallel), Korthikanti et al. 2022 (sequence parallel)."""
     rows: Rows = Counter()
-    mesh = Mesh.of(plan.layout, plan.model)
-    if plan.layout.tp > 1:
+    mesh = plan.mesh
+    if traced := trace_of(plan):
+        rows.update(traced_rows(plan, *traced))
+    elif plan.layout.tp > 1:
         _tensor_parallel(rows, plan)
     if plan.layout.cp > 1:
         for part in plan.parts:
@@ -42,7 +46,8 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
     _state(rows, plan, mesh)
     if plan.layout.pp > 1:
         rows.update(plan.count(_pipeline))
-    rows["loss", "all_reduce", DATA, "valid tokens", "int64", 1] += 1
+    # A user's loss counts tokens itself: those of later micro-batches are known after the first one's backward pass.
+    rows["loss", "all_reduce", DATA, "valid tokens", "int64", 1] += 2 if traced and plan.micro_batches > 1 else 1
     rows["loss", "all_reduce", DATA + PP, "loss", "float64", 1] += 1
     if plan.layout.sync not in ("ps", "ssp"):  # whose servers know the norm of the sum
         rows["optimizer", "all_reduce", plan.norm_over, "gradient norm", "float64", 1] += 1

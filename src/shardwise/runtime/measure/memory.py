@@ -28,7 +28,7 @@ SETTLE = 1e-3
 """Seconds that a measured step on CPU stands still after each collective, so that its buffers are gone."""
 
 
-class _Storages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Follows storages that appear while the mode is on. known, elsewhere: storages to leave out, which may
     change."""
 
@@ -113,7 +113,7 @@ class StepMeasurement:
         self._saved: dict[int, list[int]] = {}
         """Storage -> [bytes, saved tensors on it]."""
         self.saved = 0
-        self._storages = _Storages(self._known, program.offloaded.on_host if program.offloaded else set())
+        self._storages = LiveStorages(self._known, program.offloaded.on_host if program.offloaded else set())
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def __enter__(self) -> StepMeasurement:

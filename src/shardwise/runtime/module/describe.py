@@ -229,6 +229,11 @@ def _of_shared(module: nn.Module, styles: Mapping[str, MapStyle]) -> dict[str, M
     others = {}
     for name, child in module.named_modules(remove_duplicate=False):
         if id(getattr(child, "weight", None)) in cut and styles.get(name, MapStyle()).cut == "replicated":
+            if not (is_plain_map(child) or isinstance(child, nn.Embedding)):
+                raise UserError(
+                    f"plan: {name}, a {type(child).__name__}, reads all of a weight that another map shares and "
+                    "the plan cuts: replicate that map"
+                )
             others[name] = LOOKUP if isinstance(child, nn.Embedding) else GATHERED
     return others
 

@@ -29,8 +29,6 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
         raise LayoutError(f"recompute={layout.recompute} needs the attention of a known model: choose recompute=full")
     if layout.tpkind != plain.tpkind:
         raise LayoutError(f"tpkind={layout.tpkind} is the plan's matter for a user's module: use colwise_gather_output")
-    if layout.micro != 1:
-        raise LayoutError(f"micro={layout.micro}: a micro-batch has the rows that you give; leave it out")
     if ranks is not None and layout.ranks != ranks:
         raise LayoutError(
             f"layout {layout} needs {layout.ranks} ranks, but there are {ranks}: start it with torchrun "

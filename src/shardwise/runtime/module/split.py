@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.lora import Lora
+from shardwise.report.compare import ReportComparison, compare
 from shardwise.report.step_report import StepReport, merge_roles
 from shardwise.runtime.checkpointing import Position, Saver, restore
 from shardwise.runtime.job.config import OptimizerConfig
@@ -30,6 +32,7 @@ from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import MetaValues, is_meta, values_of
+from shardwise.runtime.module.inputs import row_length
 from shardwise.runtime.module.legality import check_module_layout, check_pipeline
 from shardwise.runtime.module.program import ModuleProgram, StepOutcome
 from shardwise.runtime.zero.flat_unit import Values
@@ -56,7 +59,8 @@ def split(
 
     model: the module, which is taken over: its parameters become this rank's. Or a function that builds it. On the meta
     device its own classes' initial values are made submodule by submodule, and no rank has all of them.
-    layout: a `Layout` or its text: dp, tp, zero, shard, hpz, qwz, qgz, recompute=full, precision, grads.
+    layout: a `Layout` or its text: dp, tp, zero, shard, hpz, qwz, qgz, recompute=full, precision, grads;
+    micro is the number of rows of a micro-batch, which only predictions need to know.
     plan: {pattern: style} of tensor parallelism (`layout.styles`); None for the one that a `transformers` model has.
     example: inputs of one forward pass, to find the order in which blocks run; None where it is that of registration.
     Under a pipeline `parts` has the order.
@@ -85,7 +89,7 @@ def split(
     if example is not None and chain is None:
         found = run_order(module, found, example)
     described = describe(module, layout, plan, found, chain)
-    workload = Workload(seq=1, batch=layout.dp * accumulate)
+    workload = Workload(seq=1, batch=layout.dp * layout.micro * accumulate)
     check_pipeline(described.blueprint, layout, accumulate)
     at = torch.device(device) if device is not None else _device_of(module)
     if at.type == "cuda" and dist.get_backend() == "gloo":
@@ -180,11 +184,11 @@ class SplitModule(nn.Module):
                 outcome = self.program.step(lambda run, rows: loss_fn(self, rows), micro_batches, lr)
         finally:
             self._trains = False
-        self._report = self._gathered(measurement)
+        self._report = self._gathered(measurement, row_length(micro_batches[0]))
         return outcome
 
-    def _gathered(self, measurement: StepMeasurement) -> StepReport:
-        """The report of all ranks' roles."""
+    def _gathered(self, measurement: StepMeasurement, seq: int) -> StepReport:
+        """The report of all ranks' roles. seq: elements of a row."""
         roles: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(roles, measurement.role(self.program.comms.rank))
         plan, kind = self.program.plan, "CPU" if self.program.device.type == "cpu" else "GPU"
@@ -192,16 +196,23 @@ class SplitModule(nn.Module):
             source="measured",
             model={"name": plan.blueprint.name},
             layout=str(plan.layout),
-            workload=plan.workload.to_json(),
+            workload=replace(plan.workload, seq=seq).to_json(),
             cluster=f"{len(roles)}x{kind}",
             roles=merge_roles(dict(enumerate(roles))),
         )
 
-    def report(self) -> StepReport:
-        """Ledger, bytes by class and transport times of the last measured step. Raises `UserError` without one."""
+    @overload
+    def report(self) -> StepReport: ...
+
+    @overload
+    def report(self, predicted: StepReport) -> ReportComparison: ...
+
+    def report(self, predicted: StepReport | None = None) -> StepReport | ReportComparison:
+        """Ledger, bytes by class and transport times of the last measured step; its comparison with `predicted`, what
+        `estimate` gives for the traced module, where that is given. Raises `UserError` without a measured step."""
         if self._report is None:
             raise UserError("no step was measured: call train_step(..., measure=True) first")
-        return self._report
+        return self._report if predicted is None else compare(predicted, self._report)
 
     def save(self, folder: Path | str) -> Path:
         """Write weights, moments, persistent buffers and step to `folder`/step-N, under the module's own names, for any

@@ -103,6 +103,11 @@ class FromFile:
 
     def __call__(self) -> Any:
         """Load the file and call the object; one that cannot be called is the result. Raises `UserError` without it."""
+        made = self.loaded()
+        return made() if callable(made) else made
+
+    def loaded(self) -> Any:
+        """Load the file, and give the object. Raises `UserError` without it."""
         name = f"_shardwise_{Path(self.path).stem}"
         spec = importlib.util.spec_from_file_location(name, self.path)
         assert spec is not None and spec.loader is not None
@@ -111,8 +116,7 @@ class FromFile:
             spec.loader.exec_module(sys.modules[name])
         if not hasattr(sys.modules[name], self.name):
             raise UserError(f"{self.path} has no {self.name}")
-        made = getattr(sys.modules[name], self.name)
-        return made() if callable(made) else made
+        return getattr(sys.modules[name], self.name)
 
 
 def verify(

@@ -1,0 +1,140 @@
+"""Describe a module of your own for `estimate` and `plan`, by steps of the runtime on fake tensors.
+
+No weight is computed with. The file has parts, parameters, operations, saved bytes and communication, for each
+tensor-parallel degree; `estimate` and `plan` read it without torch.
+
+shardwise trace model.py:build --out model.json
+shardwise plan model.json --cluster 8xH100 --batch 64
+
+`build` is a function without arguments that returns the module, best on the meta device where it is large. `example`
+and `loss`, in the same file, are as for `verify` and `SplitModule.train_step`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from shardwise.cli.output import print_result
+from shardwise.cli.verify import plan_of
+from shardwise.errors import UserError
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.blueprint_file import write_blueprint
+from shardwise.model.parameters import count
+from shardwise.model.trace import Trace
+from shardwise.report.terminal import Renderable
+from shardwise.report.units import format_bytes, format_count
+from shardwise.runtime.installed import require
+
+SUGGEST = "suggest"
+"""Value of --plan for the plan that is suggested."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="FILE.py:NAME", help="the function that builds the module")
+    parser.add_argument("--out", metavar="FILE", help="the file that is written: model.json")
+    parser.add_argument(
+        "--example", default="example", metavar="NAME", help="a micro-batch, in the same file (example)"
+    )
+    parser.add_argument("--loss", metavar="NAME", help="its loss, in the same file (the sum of the outputs)")
+    parser.add_argument("--plan", metavar="TEXT", help="PATTERN=STYLE,... of tensor parallelism, or suggest for one "
+                        "that is found (the model's own)")  # fmt: skip
+    parser.add_argument("--blocks", metavar="NAMES", help="classes or paths, by commas, of what is gathered alone")
+    parser.add_argument("--tp", metavar="N,...", help="tensor-parallel degrees (those of 1, 2, 4, 8 that suit)")
+    parser.add_argument("--precision", default="bf16", metavar="NAMES", help="of layouts, by commas (bf16)")
+
+
+def run(args: argparse.Namespace) -> int:
+    require("trace", "torch")
+    from shardwise.runtime.module.suggest import suggest
+    from shardwise.runtime.module.trace import trace
+    from shardwise.runtime.module.verify import FromFile
+
+    build = FromFile.parse(args.model)
+    example = FromFile(build.path, args.example)
+    module, blocks = build(), args.blocks.split(",") if args.blocks else None
+    plan: dict[str, str] | None = plan_of(args.plan) if args.plan and args.plan != SUGGEST else None
+    found: dict[str, Any] = {}
+    if args.plan == SUGGEST:
+        plan = suggestion = suggest(module, example, blocks=blocks)
+        found = suggestion.to_json()
+    loss = FromFile(build.path, args.loss).loaded() if args.loss else None
+    degrees = None if args.tp is None else degrees_of(args.tp)
+    blueprint = trace(module, example, plan, loss=loss, blocks=blocks, tp=degrees, precisions=args.precision.split(","))
+    if args.out:
+        write_blueprint(blueprint, args.out)
+    data = {"model": blueprint.name, "out": args.out, "suggestion": found or None, **_summary(blueprint)}
+    return print_result(args, data, _lines(data))
+
+
+def degrees_of(text: str) -> list[int]:
+    """Tensor-parallel degrees: 1,2,4. Raises `UserError`."""
+    degrees = [int(word) if word.strip().isdigit() else 0 for word in text.split(",")]
+    if min(degrees) < 1:
+        raise UserError(f"--tp {text}: give positive integers, such as 1,2,4")
+    return degrees
+
+
+def _summary(blueprint: Blueprint) -> dict[str, Any]:
+    trace = blueprint.trace
+    assert trace is not None
+    step = trace.steps[0]
+    first = {part: nbytes[0] for part, nbytes in step.saved}
+    return {
+        "parameters": count(blueprint),
+        "rows": list(trace.rows),
+        "seq": trace.seq,
+        "tp": trace.degrees,
+        "precisions": sorted({each.precision for each in trace.steps}),
+        "parts": [
+            {
+                "name": part.name,
+                "module": part.module,
+                "parameters": part.numel,
+                "saved": first.get(part.name, 0),
+                **_operations(trace, part.name),
+            }
+            for part in blueprint.parts
+        ],
+    }
+
+
+def _equal(parts: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, part) of parts in a row that differ in their names alone, as one."""
+    for _, group in groupby(parts, lambda part: {**part, "name": ""}):
+        first, *others = group
+        yield (f"{first['name']} to {others[-1]['name']}" if others else first["name"]), first
+
+
+def _operations(trace: Trace, part: str) -> dict[str, int]:
+    """Operations of a part on one device, for the smaller micro-batch."""
+    found = (each for each in trace.steps[0].operations if part in each.parts)
+    operations = [op for each in found for op in each.operations]
+    return {
+        "operations": sum(op.count for op in operations),
+        "flops": sum(op.count * op.flops[0] for op in operations),
+        "bytes": sum(op.count * op.nbytes[0] for op in operations),
+    }
+
+
+def _lines(data: dict[str, Any]) -> Iterator[Renderable]:
+    from rich.table import Table
+
+    if found := data["suggestion"]:
+        yield "suggested plan"
+        yield from (f"  {pattern}: {style}" for pattern, style in found["plan"].items())
+        yield from (f"  {pattern} is whole: {why}" for pattern, why in found["whole"].items())
+        yield ""
+    rows = data["rows"][0]
+    yield (
+        f"{data['model']}: {format_count(data['parameters'])} parameters; a step on one device with {rows} rows of "
+        f"{data['seq']}, traced for tp={','.join(map(str, data['tp']))}, {', '.join(data['precisions'])}\n"
+    )
+    table = Table("part", "class", *("parameters", "operations", "FLOPs", "bytes moved", "bytes saved"), box=None)
+    for name, part in _equal(data["parts"]):
+        numbers = (format_count(part["parameters"]), str(part["operations"]), format_count(part["flops"]))
+        table.add_row(name, part["module"], *numbers, format_bytes(part["bytes"]), format_bytes(part["saved"]))
+    yield table
+    yield f"\nwritten to {data['out']}" if data["out"] else "\nnothing was written: give --out model.json"

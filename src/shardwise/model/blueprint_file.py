@@ -1,0 +1,39 @@
+"""The file of a blueprint, as `shardwise trace` writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from shardwise.errors import UserError
+from shardwise.model.blueprint import Blueprint
+from shardwise.small_files import read_small
+
+FORMAT = "shardwise blueprint"
+"""Value of the key `format` of such a file."""
+MOST = 1 << 28
+"""Bytes of the largest one that is read."""
+
+
+def write_blueprint(blueprint: Blueprint, path: Path | str) -> None:
+    """Write a blueprint as JSON. Raises `UserError` where it cannot be written."""
+    try:
+        Path(path).write_text(json.dumps({"format": FORMAT, **blueprint.to_json()}) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def read_blueprint(path: str) -> Blueprint | None:
+    """The blueprint of a file; None where it is no file of a blueprint. Raises `UserError` for a damaged one."""
+    file = Path(path)
+    if not path.endswith(".json") or not file.is_file():
+        return None
+    try:
+        text = read_small(file, MOST)
+        if f'"{FORMAT}"' not in text[:200]:
+            return None
+        data = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    del data["format"]
+    return Blueprint.from_json(data)

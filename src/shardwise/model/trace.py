@@ -1,0 +1,176 @@
+"""`Trace`: observed memory, communication and operations of a module that nobody has described, without torch.
+
+A traced step is a step of the runtime on fake tensors, on one data-parallel rank. What ZeRO and data parallelism add
+follows from the units, so that one traced step stands for every layout with its tp, precision and recomputation.
+Numbers are kept for two sizes of a micro-batch; between and beyond these they are taken to be linear.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from shardwise.errors import LayoutError
+
+Pair = tuple[int, int]
+"""A number at each of `Trace.rows`."""
+
+
+@dataclass(frozen=True)
+class TracedOp:
+    """Operations of one kind and size in a part and a pass."""
+
+    kind: Literal["product", "attention", "pass"]
+    """pass: over tensors in memory, without matrix products."""
+    name: str
+    """torch's own, such as `mm`."""
+    module: str
+    """Path of the submodule that ran it, inside the module; empty in a backward pass."""
+    phase: Literal["forward", "backward"]
+    sizes: tuple[Pair, ...]
+    """product: batch, m, n, k; attention: batch, queries, keys, heads, key/value heads, width of a head, 1
+    where it is causal."""
+    flops: Pair
+    nbytes: Pair
+    """Bytes of the tensors that it reads and writes."""
+    count: int = 1
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TracedOp:
+        """The inverse of `dataclasses.asdict`."""
+        pairs: dict[str, Any] = {name: _pair(data[name]) for name in ("flops", "nbytes")}
+        return cls(**data | pairs | {"sizes": tuple(_pair(pair) for pair in data["sizes"])})
+
+
+@dataclass(frozen=True)
+class TracedPart:
+    """Operations of equal parts."""
+
+    parts: tuple[str, ...]
+    """Names of single parts."""
+    operations: tuple[TracedOp, ...]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TracedPart:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(tuple(data["parts"]), tuple(map(TracedOp.from_json, data["operations"])))
+
+
+@dataclass(frozen=True)
+class TracedMoment:
+    """Bytes of activations and inputs at one moment of a micro-batch, the engine's buffers left out."""
+
+    when: Literal["loss", "begin", "backward", "reduction", "between"]
+    """loss: the most until the loss is there; begin: before a part's backward pass; backward: the most in it;
+    reduction: after it; between: the most until the next one begins."""
+    part: str
+    first: Pair
+    later: Pair
+    """Where gradients of weights are added to those of an earlier micro-batch."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TracedMoment:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(data["when"], data["part"], _pair(data["first"]), _pair(data["later"]))
+
+
+@dataclass(frozen=True)
+class TracedCollective:
+    """Collectives of a part's maps over tensor-parallel ranks."""
+
+    phase: Literal["forward", "backward"]
+    op: str
+    unit: str
+    dtype: str
+    elements: Pair
+    count: int
+    """Per micro-batch."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TracedCollective:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**data | {"elements": _pair(data["elements"])})
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One traced step."""
+
+    tp: int
+    precision: str
+    recompute: str
+    inputs: Pair
+    """Bytes of a micro-batch's inputs."""
+    saved: tuple[tuple[str, Pair], ...]
+    """(part, bytes that autograd saves in its forward pass)."""
+    moments: tuple[TracedMoment, ...]
+    """In the order of a micro-batch."""
+    collectives: tuple[TracedCollective, ...]
+    operations: tuple[TracedPart, ...]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TracedStep:
+        """The inverse of `dataclasses.asdict`."""
+        lists = {
+            "inputs": _pair(data["inputs"]),
+            "saved": tuple((part, _pair(nbytes)) for part, nbytes in data["saved"]),
+            "moments": tuple(map(TracedMoment.from_json, data["moments"])),
+            "collectives": tuple(map(TracedCollective.from_json, data["collectives"])),
+            "operations": tuple(map(TracedPart.from_json, data["operations"])),
+        }
+        return cls(**data | lists)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All traced steps of a module."""
+
+    rows: Pair
+    """Rows of the micro-batches that were traced."""
+    seq: int
+    """Elements of a row, which is a sequence's tokens: the second size of the example's first tensor, or 1."""
+    steps: tuple[TracedStep, ...]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Trace:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(_pair(data["rows"]), data["seq"], tuple(map(TracedStep.from_json, data["steps"])))
+
+    @cached_property
+    def _steps(self) -> dict[tuple[int, str, str], TracedStep]:
+        return {(step.tp, step.precision, step.recompute): step for step in self.steps}
+
+    @property
+    def degrees(self) -> list[int]:
+        """Tensor-parallel degrees that were traced."""
+        return sorted({step.tp for step in self.steps})
+
+    def has(self, tp: int, precision: str, recompute: str) -> bool:
+        """Whether a step of these was traced."""
+        return (tp, precision, recompute) in self._steps
+
+    def step(self, tp: int, precision: str, recompute: str) -> TracedStep:
+        """The traced step of a layout's keys. Raises `LayoutError` for one that was not traced."""
+        if not self.has(tp, precision, recompute):
+            there: dict[str, list[Any]] = {
+                "tp": sorted({step.tp for step in self.steps}),
+                "precision": sorted({step.precision for step in self.steps}),
+                "recompute": sorted({step.recompute for step in self.steps}),
+            }
+            words = "; ".join(f"{key}={'|'.join(map(str, values))}" for key, values in there.items())
+            raise LayoutError(
+                f"tp={tp},precision={precision},recompute={recompute} was not traced; the trace has {words}: choose "
+                "among these, or trace the module again"
+            )
+        return self._steps[tp, precision, recompute]
+
+    def at(self, pair: Pair, rows: int) -> int:
+        """A number for a micro-batch of `rows` rows."""
+        (low, high), (below, above) = self.rows, pair
+        return max(0, below + (above - below) * (rows - low) // (high - low))
+
+
+def _pair(values: list[int]) -> Pair:
+    first, second = values
+    return first, second

@@ -1,0 +1,51 @@
+"""Activations of a traced module, from the traced step that has a layout's tp, precision and recomputation.
+
+Parameters, gradients, optimizer state and communication buffers follow from the units, as of any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.errors import UserError
+from shardwise.layout.units import UnitPlan
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.trace import Trace, TracedStep
+from shardwise.predict.memory.buffers import MemoryByClass, held_through_step
+
+
+def trace_of(plan: UnitPlan) -> tuple[Trace, TracedStep] | None:
+    """The trace of a module and its step of the plan's layout; None for a model that has a configuration. Raises
+    `UserError` for a module that was not traced, and `LayoutError` for a layout that was not."""
+    if not isinstance(plan.subject, Blueprint):
+        return None
+    trace, layout = plan.subject.trace, plan.layout
+    if trace is None:
+        raise UserError(f"{plan.subject.name} was not traced, so its activations are not known: see shardwise.trace")
+    return trace, trace.step(layout.tp, layout.precision, layout.recompute)
+
+
+def traced_saved(plan: UnitPlan, trace: Trace, step: TracedStep) -> int:
+    """Bytes that a micro-batch saves for backward."""
+    return sum(trace.at(nbytes, plan.layout.micro) for _, nbytes in step.saved)
+
+
+def traced_moments(
+    plan: UnitPlan, trace: Trace, step: TracedStep, optimizer: int
+) -> Iterator[tuple[MemoryByClass, int]]:
+    """As of `peak.moments`. optimizer: transient bytes of the update."""
+    rows = plan.layout.micro
+    earlier = (plan.micro_batches - 1) * trace.at(step.inputs, rows)
+    first: dict[tuple[str, str], int] = {
+        (moment.when, moment.part): trace.at(moment.first, rows) for moment in step.moments
+    }
+    later: dict[tuple[str, str], int] = {
+        (moment.when, moment.part): trace.at(moment.later, rows) for moment in step.moments
+    }
+    (root,) = plan.of_kind("root")
+    for held in held_through_step(plan):
+        beside = later if held.adds else first
+        if held.when in ("landing", "optimizer", "outer"):
+            yield held, earlier + beside["reduction", root] + optimizer * (held.when == "optimizer")
+        else:
+            yield held, earlier + beside[held.when, held.part]

@@ -1,0 +1,117 @@
+"""Seconds of a traced module's operations: products, attention and passes over memory, as of any other model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from shardwise.layout import Layout
+from shardwise.layout.placement import place
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.trace import Trace, TracedOp, TracedStep
+from shardwise.predict.time.kernels import Kernels
+from shardwise.predict.time.pricing import Pricing
+from shardwise.predict.traced_layout import traced
+from shardwise.report.step_report import DTYPE_BYTES
+
+Num = Any
+PRECISION = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+
+
+@dataclass(frozen=True)
+class TracedSeconds:
+    """One part's seconds for a micro-batch. forward, backward: by kind of computation, and "tensor" and "host"."""
+
+    forward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    backward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, other: TracedSeconds, times: float) -> None:
+        """Add another part's, weighted."""
+        for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward)):
+            for kind, seconds in theirs.items():
+                mine[kind] += times * seconds
+
+
+KINDS = ("matmul", "attention", "memory", "tensor", "experts", "host")
+
+
+@dataclass(frozen=True)
+class TracedTimes:
+    """Seconds of a module's parts on one cluster. hidden: share of collectives behind backward's products."""
+
+    model: Blueprint
+    pricing: Pricing
+    dtype: str
+    hidden: float
+
+    @cached_property
+    def trace(self) -> Trace:
+        """What was traced."""
+        return traced(self.model)
+
+    def of(self, tp: int, micro: int) -> tuple[TracedSeconds, TracedSeconds]:
+        """(a block, the mean of all; the root) for a micro-batch of `micro` rows."""
+        step = self.trace.step(tp, PRECISION.get(self.dtype, "bf16"), "none")
+        block, root, blocks = TracedSeconds(), TracedSeconds(), {p.name for p in self.model.of_kind("block")}
+        for equal in step.operations:
+            seconds = self._computed(equal.operations, micro)
+            inside = [part for part in equal.parts if part in blocks]
+            block.add(seconds, len(inside) / self.model.layers)
+            root.add(seconds, len(equal.parts) - len(inside))
+        self._communicated(step, tp, micro, block, root, blocks)
+        return block, root
+
+    def _computed(self, operations: Iterable[TracedOp], micro: int) -> TracedSeconds:
+        result, launch = TracedSeconds(), self.pricing.constants.value("launch_s")
+        for op in operations:
+            into = result.forward if op.phase == "forward" else result.backward
+            kind = {"product": "matmul", "attention": "attention", "pass": "memory"}[op.kind]
+            into[kind] += op.count * float(self._seconds(op, micro))
+            into["host"] += op.count * launch
+        return result
+
+    def _seconds(self, op: TracedOp, micro: int) -> Num:
+        kernels: Kernels = self.pricing.kernels
+        sizes = [max(1, self.trace.at(pair, micro)) for pair in op.sizes]
+        if op.kind == "product":
+            batch, m, n, k = sizes
+            return kernels.matmul(m, n, k, self.dtype, batch)
+        if op.kind == "attention":
+            batch, queries, keys, heads, kv_heads, width, _ = sizes
+            causal = op.sizes[-1] == (1, 1)
+            seconds = kernels.attention(batch, queries, keys, heads, kv_heads, width, causal, self.dtype)
+            return seconds * kernels.attention_ratio(width, keys, self.dtype) if op.phase == "backward" else seconds
+        moved = kernels.pass_over(self.trace.at(op.nbytes, micro))
+        return max(moved, self.trace.at(op.flops, micro) / self.pricing.constants.peak(self.dtype))
+
+    def _communicated(
+        self, step: TracedStep, tp: int, micro: int, block: TracedSeconds, root: TracedSeconds, blocks: set[str]
+    ) -> None:
+        """Add collectives over the tensor-parallel ranks, of which backward's run behind products in part."""
+        for each in step.collectives:
+            nbytes = self.trace.at(each.elements, micro) * DTYPE_BYTES[each.dtype]
+            seconds = each.count * float(self.pricing.collectives.seconds(each.op, nbytes, tp))
+            inside = each.unit in blocks
+            of = block if inside else root
+            into, left = (of.forward, 1.0) if each.phase == "forward" else (of.backward, 1 - self.hidden)
+            into["tensor"] += seconds * left / (self.model.layers if inside else 1)
+
+
+def held_elements(model: Blueprint, tp: Num) -> tuple[Num, Num]:
+    """Parameters on each of `tp` ranks: (of all blocks, of the root)."""
+    degrees = np.unique(np.asarray(tp))
+    counts = {int(degree): _held(model, int(degree)) for degree in degrees}
+    blocks, root = (np.vectorize(lambda degree, i=i: float(counts[int(degree)][i]))(tp) for i in (0, 1))
+    return blocks, root
+
+
+def _held(model: Blueprint, tp: int) -> tuple[int, int]:
+    layout, held = Layout(tp=tp), [0, 0]
+    for parameter in model.parameters():
+        held[model.kind(parameter.part) != "block"] += place(parameter, layout, 0).numel
+    return held[0], held[1]

@@ -1,0 +1,60 @@
+"""Layouts of a traced module whose memory, traffic and time are predicted: a part of those that `split` runs."""
+
+from __future__ import annotations
+
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout import Layout, Workload
+from shardwise.layout.legality import check_ranks, valid_tp
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.parameters import Model
+from shardwise.model.trace import Trace
+
+UNTRACED = (
+    "pp", "cp", "ep", "etp", "sp", "tpkind", "attention", "offload", "offload_params", "offload_activations", "sync",
+    "compile",
+)  # fmt: skip
+"""Keys of a layout that traced steps say nothing about."""
+RECOMPUTE = ("none", "full")
+"""Kinds of recomputation that are traced."""
+
+
+def traced(model: Blueprint) -> Trace:
+    """A module's trace. Raises `UserError` without one."""
+    if model.trace is None:
+        raise UserError(f"{model.name} was not traced, so nothing is known of its steps: see shardwise.trace")
+    return model.trace
+
+
+def check_row_length(model: Blueprint, workload: Workload) -> None:
+    """Raise `UserError` for other sequences than those that were traced."""
+    if workload.seq != (seq := traced(model).seq):
+        raise UserError(
+            f"{model.name} was traced with rows of {seq} elements, not {workload.seq}: choose --seq {seq}, or trace it "
+            "with such an example"
+        )
+
+
+def searched_tp(model: Model) -> list[int]:
+    """Tensor-parallel degrees of a search: those that suit a configuration, or that were traced in bf16 with and
+    without recomputation."""
+    if not isinstance(model, Blueprint):
+        return valid_tp(model)
+    trace = traced(model)
+    return [tp for tp in trace.degrees if all(trace.has(tp, "bf16", recompute) for recompute in RECOMPUTE)]
+
+
+def check_traced(layout: Layout, model: Blueprint, workload: Workload, ranks: int | None = None) -> None:
+    """Raise `LayoutError` for a layout whose numbers do not follow from a module's trace, and `UserError` for other
+    sequences than those that were traced."""
+    usual, trace = Layout(), traced(model)
+    for key in UNTRACED:
+        if (value := getattr(layout, key)) != getattr(usual, key):
+            word = key if value is True else f"{key}={value}"
+            raise LayoutError(
+                f"{word}: a traced module has predictions for dp, tp, zero, shard, hpz and recompute; leave {key} out"
+            )
+    check_row_length(model, workload)
+    trace.step(layout.tp, layout.precision, layout.recompute)
+    workload.micro_batches(layout)
+    if ranks is not None:
+        check_ranks(layout, ranks)

@@ -1,0 +1,94 @@
+"""One step of a user's module on fake tensors and a fake process group: the runtime itself, without values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree
+
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Mesh, Workload, unit_plan
+from shardwise.layout.units import UnitPlan
+from shardwise.runtime.dryrun import fake_transport
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.setup import axes_of
+from shardwise.runtime.module.describe import DescribedModule, call
+from shardwise.runtime.module.program import LossFunction, ModuleProgram
+from shardwise.runtime.module.recorder import FakeStepRecorder, RawStep
+from shardwise.runtime.torch_versions import know_fake_collectives
+from shardwise.runtime.transport.comms import Comms
+
+MICRO_BATCHES = 2
+"""Micro-batches of a traced step: the first one, and one that adds its gradients to what is there."""
+
+
+def fake_copy(module: nn.Module, fake: FakeTensorMode) -> nn.Module:
+    """A copy whose parameters and buffers are fake; shared ones stay shared. No weight is copied."""
+    memo: dict[int, Any] = {}
+    with fake:
+        for parameter in module.parameters():
+            memo[id(parameter)] = nn.Parameter(_blank(parameter), parameter.requires_grad)
+        for buffer in module.buffers():
+            memo.setdefault(id(buffer), _blank(buffer))
+    return copy.deepcopy(module, memo)
+
+
+def _blank(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+
+
+@contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    """A process group of so many ranks without peers. Raises `UserError` inside a job."""
+    if dist.is_initialized():
+        raise UserError(
+            "a process of a job cannot trace: do it before torch.distributed.init_process_group, or in another process"
+        )
+    know_fake_collectives()
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_step(
+    module: nn.Module, described: DescribedModule, layout: Layout, batches: Sequence[Any], loss: LossFunction
+) -> tuple[UnitPlan, RawStep]:
+    """Record the forward and backward passes of a module that is taken over; its parameters are fake, and this is
+    called on fake tensors, inside `fake_ranks`."""
+    units = unit_plan(described.blueprint, layout, Workload(seq=1, batch=len(batches)))
+    comms = Comms(
+        Mesh(layout), 0, axes_of(None), timeout=60.0, backend=units.backend, connect=fake_transport(units.backend)
+    )
+    comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
+    program = ModuleProgram(
+        module, described, units, comms, OptimizerConfig(), lambda parameter, index: index.double(), torch.device("cpu")
+    )
+    with FakeStepRecorder(program) as recorder:
+        program.gradients(loss, batches)
+    first = [x for x in _pytree.tree_leaves(batches[0]) if isinstance(x, Tensor)]
+    recorder.raw.inputs = recorder.followed(first)
+    return units, recorder.raw
+
+
+def default_loss(run: Callable[..., Any], batch: Any) -> tuple[Tensor, int]:
+    """The sum of a result's tensors; its `loss` where it has one. Raises `UserError` where none has a gradient."""
+    out = call(run, batch)
+    if isinstance(loss := getattr(out, "loss", None), Tensor):
+        return loss, 1
+    used = [x for x in _pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+    if not used:
+        raise UserError("no output depends on the parameters, so there is no gradient: give loss=")
+    total = used[0].sum()
+    for x in used[1:]:
+        total = total + x.sum()
+    return total, 1

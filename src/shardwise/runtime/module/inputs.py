@@ -1,0 +1,46 @@
+"""Inputs of a user's module: any tree of tensors, each with a row per sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from shardwise.errors import UserError
+
+
+def with_rows(example: Any, rows: int) -> Any:
+    """Inputs of other rows, without values. Call it on fake tensors. Raises `UserError` for different numbers of rows
+    in an example."""
+    leaves = _tensors(example)
+    if len({len(x) for x in leaves}) != 1:
+        sizes = ", ".join(str(list(x.shape)) for x in leaves) or "none"
+        raise UserError(f"the example's tensors must have the same number of rows, which dp divides: {sizes}")
+
+    def blank(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return torch.empty(rows, *x.shape[1:], dtype=x.dtype) if x.dim() else torch.empty((), dtype=x.dtype)
+
+    return _pytree.tree_map(blank, example)
+
+
+def row_count(example: Any) -> int:
+    """Rows of an example. Raises `UserError` for one without rows."""
+    leaves = _tensors(example)
+    if not leaves or not len(leaves[0]):
+        raise UserError("the example has no tensor with rows: give the inputs of one forward pass")
+    return len(leaves[0])
+
+
+def row_length(example: Any) -> int:
+    """Tokens of a row: the second size of the first tensor where that is a matrix of integers, else 1."""
+    leaves = _tensors(example)
+    tokens = leaves and leaves[0].dim() == 2 and not leaves[0].is_floating_point()
+    return leaves[0].shape[1] if tokens else 1
+
+
+def _tensors(example: Any) -> list[Tensor]:
+    return [x for x in _pytree.tree_leaves(example) if isinstance(x, Tensor) and x.dim()]

@@ -1,0 +1,201 @@
+"""`trace`: a `Blueprint` of any `nn.Module`, observed in steps of the runtime on fake tensors.
+
+Parts and parameters are those that `split` finds. Each combination of tensor-parallel degree, precision and
+recomputation is one traced step, at two sizes of a micro-batch. `predict` reads them without torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
+from itertools import product
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.errors import LayoutError, UserError
+from shardwise.layout import Layout
+from shardwise.layout.units import UnitPlan
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.trace import Trace, TracedCollective, TracedMoment, TracedOp, TracedPart, TracedStep
+from shardwise.runtime.module.describe import DescribedModule, describe, find_blocks, run_order
+from shardwise.runtime.module.fake_step import MICRO_BATCHES, default_loss, fake_copy, fake_ranks, fake_step
+from shardwise.runtime.module.inputs import row_count, row_length, with_rows
+from shardwise.runtime.module.masks import usual_masks
+from shardwise.runtime.module.program import LossFunction
+from shardwise.runtime.module.recorder import RawOp, RawStep
+
+DEGREES = (1, 2, 4, 8)
+"""Tensor-parallel degrees that are traced where none are named, as far as they suit the module."""
+PRECISIONS = ("bf16",)
+RECOMPUTE = ("none", "full")
+STILL = "split and verify run it all the same, without a prediction"
+"""What works for a module that cannot be traced."""
+
+
+def trace(
+    model: nn.Module | Callable[[], nn.Module],
+    example: Any,
+    plan: Mapping[str, str] | None = None,
+    *,
+    loss: LossFunction | None = None,
+    blocks: Sequence[str] | None = None,
+    tp: Sequence[int] | None = None,
+    precisions: Sequence[str] = PRECISIONS,
+) -> Blueprint:
+    """Describe a module by its parts, parameters and traced steps, for `estimate` and `plan`. No weight is read.
+
+    model: the module, on any device, or a function that builds it. example: a micro-batch as `loss` takes it, or as the
+    module does; its number of rows, and twice that, are traced, and other numbers follow from these.
+    plan, blocks: as for `split`. loss: as for `train_step`; None is the sum of the outputs, or their `loss`.
+    tp: degrees; None is 1, 2, 4 and 8, as far as a plan allows. precisions: those of layouts; bf16, a layout's
+    default, alone.
+    Raises `UserError` for a module that `split` rejects, that depends on values of tensors, or inside a job.
+    """
+    module = model if isinstance(model, nn.Module) else model()
+    if not isinstance(module, nn.Module):
+        raise UserError(f"trace takes an nn.Module or a function that builds one, not {type(module).__name__}")
+    example = example() if callable(example) else example
+    return _Tracer(module, example, plan, blocks, loss or default_loss).blueprint(tp, precisions)
+
+
+class _Tracer:
+    """Traced steps of one module."""
+
+    def __init__(
+        self, module: nn.Module, example: Any, plan: Mapping[str, str] | None, blocks: Sequence[str] | None,
+        loss: LossFunction,
+    ) -> None:  # fmt: skip
+        self.module, self.example, self.plan, self.loss = module, example, plan, loss
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        rows = max(2, row_count(example))  # a single row needs fewer copies
+        self.rows, self.seq = (rows, 2 * rows), row_length(example)
+        self.blocks = find_blocks(module, blocks)
+        if loss is default_loss and self.blocks:
+            with readable(module), usual_masks(example):
+                blank = fake_copy(module, self.fake)
+                with self.fake:
+                    self.blocks = run_order(blank, self.blocks, with_rows(example, self.rows[0]))
+
+    def blueprint(self, degrees: Sequence[int] | None, precisions: Sequence[str]) -> Blueprint:
+        """The description with all traced steps."""
+        described = self._described(degrees)
+        largest = described[max(described)].blueprint
+        steps = []
+        for (tp, parts), precision, recompute in product(described.items(), precisions, RECOMPUTE):
+            layout = Layout(tp=tp, precision=precision, recompute=recompute)  # type: ignore[arg-type]
+            steps.append(self._step(parts, layout))
+        return replace(largest, trace=Trace(self.rows, self.seq, tuple(steps)))
+
+    def _described(self, degrees: Sequence[int] | None) -> dict[int, DescribedModule]:
+        """Tensor-parallel degree -> the module's parts, for all degrees that suit it where none are named."""
+        described = {}
+        for tp in degrees or DEGREES:
+            try:
+                described[tp] = describe(self.module, Layout(tp=tp), self.plan, self.blocks)
+            except UserError as error:
+                # A plan that the module publishes may have styles that are not there yet, and there may be none.
+                if degrees or tp == 1 or (self.plan is not None and not isinstance(error, LayoutError)):
+                    raise
+        return described
+
+    def _step(self, described: DescribedModule, layout: Layout) -> TracedStep:
+        raws = []
+        with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
+            for rows in self.rows:
+                blank = fake_copy(self.module, self.fake)
+                with self.fake:
+                    batches = [with_rows(self.example, rows) for _ in range(MICRO_BATCHES)]
+                    units, raw = fake_step(blank, described, layout, batches, self.loss)
+                raws.append(raw)
+        return _joined(layout, units, *raws)
+
+
+class readable:
+    """Context in which a failure on fake tensors is one line. still: what works all the same."""
+
+    def __init__(self, module: nn.Module, still: str = STILL) -> None:
+        self.name, self.still = type(module).__name__, still
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, stack: object) -> None:
+        if error is None or isinstance(error, UserError) or not isinstance(error, Exception):
+            return
+        what = " ".join(str(error).split())[:160]
+        if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+            raise UserError(
+                f"{self.name} cannot be traced: it decides by the values of tensors ({what}); {self.still}"
+            ) from None
+        raise UserError(f"{self.name} cannot be traced: {type(error).__name__}: {what}; {self.still}") from None
+
+
+def _joined(layout: Layout, plan: UnitPlan, one: RawStep, other: RawStep) -> TracedStep:
+    """A traced step from what was recorded at both sizes. Raises `UserError` where these do different things."""
+    if [_key(op) for op in one.operations] != [_key(op) for op in other.operations]:
+        raise UserError(
+            f"{plan.blueprint.name} cannot be traced: it runs other operations for other numbers of rows; {STILL}"
+        )
+    return TracedStep(
+        layout.tp,
+        layout.precision,
+        layout.recompute,
+        (one.inputs, other.inputs),
+        tuple((part, (nbytes, other.saved.get(part, 0))) for part, nbytes in one.saved.items()),
+        tuple(_moments(one, other)),
+        tuple(_collectives(plan, one, other)),
+        _operations(one, other) if layout.recompute == "none" else (),
+    )
+
+
+def _moments(one: RawStep, other: RawStep) -> Iterator[TracedMoment]:
+    """Moments of the first micro-batch, each with those of the second, whose inputs come on top."""
+    half = len(one.moments) // MICRO_BATCHES
+    for place in range(half):
+        when, part, first = one.moments[place]
+        later = tuple(raw.moments[half + place][2] - raw.inputs for raw in (one, other))
+        yield TracedMoment(when, part, (first, other.moments[place][2]), later)  # type: ignore[arg-type]
+
+
+def _collectives(plan: UnitPlan, one: RawStep, other: RawStep) -> Iterator[TracedCollective]:
+    """Collectives of the maps: what remains of the ledger without sums of partial gradients."""
+    rows = [_map_rows(plan, raw) for raw in (one, other)]
+    for (small, count), (large, _) in zip(*rows, strict=True):
+        *_, elements = small
+        phase, op, unit, dtype, _ = small
+        yield TracedCollective(phase, op, unit, dtype, (elements, large[-1]), count // MICRO_BATCHES)
+
+
+def _map_rows(plan: UnitPlan, raw: RawStep) -> list[tuple[tuple[Any, ...], int]]:
+    """(phase, operation, unit, dtype, elements) of the maps' collectives, and how often."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for row in raw.ledger:
+        if row.phase in ("forward", "backward"):
+            counts[row.phase, row.op, row.unit, row.dtype, row.elements] += row.count
+    for unit in plan.units:
+        for start, stop, _ in unit.partial_sums:
+            counts["backward", "all_reduce", unit.name, plan.wire_dtype, stop - start] -= plan.reductions
+    return sorted((key, count) for key, count in counts.items() if count)
+
+
+def _key(op: RawOp) -> tuple[Any, ...]:
+    return astuple(op)[:5]
+
+
+def _operations(one: RawStep, other: RawStep) -> tuple[TracedPart, ...]:
+    """Operations of each part, equal ones counted; equal parts together."""
+    by_part: dict[str, Counter[TracedOp]] = {}
+    for small, large in zip(one.operations, other.operations, strict=True):
+        path = small.module.removeprefix(f"{small.part}.") if small.module != small.part else ""
+        pairs = tuple(zip(small.sizes, large.sizes, strict=True))
+        op = TracedOp(
+            small.kind, small.name, path, small.phase, pairs, (small.flops, large.flops), (small.nbytes, large.nbytes)
+        )
+        by_part.setdefault(small.part, Counter())[op] += 1
+    equal: dict[tuple[TracedOp, ...], list[str]] = {}
+    for part, counts in by_part.items():
+        equal.setdefault(tuple(replace(op, count=n) for op, n in counts.items()), []).append(part)
+    return tuple(TracedPart(tuple(parts), operations) for operations, parts in equal.items())

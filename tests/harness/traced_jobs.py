@@ -1,0 +1,72 @@
+"""Measured steps of modules that were traced, in ranks of the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.own_modules import FAMILIES, GPT2_PLAN, OWN, PLANS, own_batch, summed_loss, token_example
+from shardwise import StepReport, split
+from shardwise.layout import Layout
+from shardwise.layout.axes import DATA
+from shardwise.report.compare import ReportComparison
+
+
+@dataclass(frozen=True)
+class TracedCase:
+    """A module under a layout, whose `micro` is the rows of a micro-batch."""
+
+    name: str
+    layout: str
+    accumulate: int = 1
+
+    @property
+    def family(self) -> bool:
+        """Whether it is a class of `transformers`."""
+        return self.name in FAMILIES
+
+    @property
+    def plan(self) -> dict[str, str] | None:
+        """Its tensor-parallel plan, where the class publishes none."""
+        return {**PLANS, "gpt2": GPT2_PLAN}.get(self.name)
+
+    def build(self) -> nn.Module:
+        """The module with weights of seed 0."""
+        torch.manual_seed(0)
+        return FAMILIES[self.name](**_WIDE.get(self.name, _WIDER)) if self.family else OWN[self.name]()
+
+    def batch(self, rows: int, seed: int = 0) -> Any:
+        """A micro-batch."""
+        return token_example(rows, SEQ) if self.family else own_batch(self.name, rows, seed)
+
+    def loss(self) -> Any:
+        """As for `train_step`."""
+        return token_loss if self.family else summed_loss
+
+
+SEQ = 12
+_WIDER = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 32}
+_WIDE = {"gpt2": {"n_embd": 64}}
+
+
+def token_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+    """(cross-entropy of the next tokens, summed; how many)."""
+    logits = model(**batch).logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits.float(), batch["input_ids"][:, 1:].flatten(), reduction="sum"), logits.shape[0]
+
+
+def measured(rank: int, job: tuple[TracedCase, StepReport]) -> ReportComparison:
+    """The prediction's comparison with a second step, all ranks together."""
+    case, predicted = job
+    layout = Layout.parse(case.layout)
+    plan = case.plan if layout.tp > 1 else None
+    model = split(case.build(), layout, plan, accumulate=case.accumulate)
+    place = model.program.comms.index(DATA)
+    for step in range(2):
+        batches = [case.batch(layout.micro, place + step) for _ in range(case.accumulate)]
+        model.train_step(case.loss(), batches, measure=step == 1)
+    return model.report(predicted)

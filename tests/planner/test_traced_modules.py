@@ -1,0 +1,184 @@
+"""Traced modules in `estimate` and `plan`: the numbers of the same model with a configuration, by one planner."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.own_modules import llama
+from shardwise import Blueprint, Layout, ModelConfig, UserError, Workload, estimate, plan, trace
+from shardwise.errors import LayoutError
+from shardwise.model.blueprint_file import write_blueprint
+from shardwise.model.catalog import resolve
+from shardwise.model.flops import training_flops_per_sequence
+from shardwise.planner.space import Space
+from shardwise.predict.time.features import EVERYTHING
+from shardwise.predict.time.profiles import engine
+from shardwise.runtime.module.legality import check_module_layout
+
+SEQ, CLUSTER = 1024, "8xH100"
+SIZES = {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": SEQ,
+}  # fmt: skip
+SAME = resolve("tiny-llama").replace(
+    name="same", vocab=32000, hidden=2048, layers=4, heads=16, kv_heads=8, ffn=5632, max_positions=SEQ, tied=False,
+    head_dim=128,
+)  # fmt: skip
+
+
+def loss(model, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    logits = model(**batch).logits.flatten(0, 1)
+    return F.cross_entropy(logits.float(), batch["input_ids"].flatten(), reduction="sum"), logits.shape[0]
+
+
+@pytest.fixture(scope="module")
+def traced() -> Blueprint:
+    """A Llama of `transformers` without weights."""
+    with torch.device("meta"):
+        module = llama(**SIZES)
+    example = {"input_ids": torch.zeros(2, SEQ, dtype=torch.int64), "use_cache": False}
+    return trace(module, example, loss=loss, tp=[1, 2])
+
+
+@pytest.fixture(scope="module")
+def file(traced, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("traced") / "model.json"
+    write_blueprint(traced, path)
+    return path
+
+
+def test_flops_are_those_of_the_configuration(traced):
+    assert training_flops_per_sequence(traced, SEQ) == pytest.approx(training_flops_per_sequence(SAME, SEQ), rel=0.02)
+
+
+@pytest.mark.parametrize("layout", ["dp=8,zero=1,micro=2", "dp=4,tp=2,zero=3,micro=4", "dp=8,recompute=full"])
+def test_estimates_are_near_those_of_the_configuration(traced, layout):
+    """Products and state are the same; other software saves more, and launches more kernels."""
+    workload = Workload(seq=SEQ, batch=64)
+    one, other = (estimate(model, layout, workload, CLUSTER) for model in (traced, SAME))
+    (mine,), (theirs,) = one.roles, other.roles
+    for name in ("parameters", "optimizer"):
+        assert getattr(mine.bytes, name) == pytest.approx(getattr(theirs.bytes, name), rel=0.001)
+    assert one.timing["parts"]["matmul"] == pytest.approx(other.timing["parts"]["matmul"], rel=0.1)
+    assert one.timing["parts"]["optimizer"] == pytest.approx(other.timing["parts"]["optimizer"], rel=0.01)
+    assert one.timing["parts"]["memory"] > other.timing["parts"]["memory"]
+    if "full" not in layout:
+        assert mine.bytes.saved > theirs.bytes.saved
+
+
+def test_the_best_layouts_fit_are_ranked_and_can_be_split(traced):
+    workload = Workload(seq=SEQ, batch=64)
+    best = plan(traced, CLUSTER, workload, top=20)
+    seconds = [one.seconds for one in best.ranked]
+    assert len(seconds) == 20 and seconds == sorted(seconds)
+    for one in best.ranked:
+        check_module_layout(one.layout)
+        report = estimate(traced, one.layout, workload, CLUSTER)
+        assert report.time == pytest.approx(one.seconds)
+        assert report.roles[0].bytes == one.held and one.held.total <= best.usable
+        assert best.not_runnable(one) is None
+    assert 0.2 < best.utilisation(best.winner) < 0.8
+
+
+def test_every_candidate_can_be_split(traced):
+    """Also where the engine has pipelines, context parallelism and offloading."""
+    from shardwise.cluster import Cluster
+    from shardwise.planner.runnable import space_for
+
+    assert engine("shardwise").features != EVERYTHING
+    space, none_runs = space_for(traced, Cluster.parse(CLUSTER), Workload(seq=SEQ, batch=16), "megatron-bridge", {})
+    assert isinstance(space, Space) and not none_runs
+    layouts = [
+        frame.layout(row, sharding, order)
+        for frame in space.frames
+        for row in frame.rows
+        for sharding in frame.shardings
+        for order in frame.orders
+    ]
+    assert {layout.tp for layout in layouts} == {1, 2} and {layout.recompute for layout in layouts} == {"none", "full"}
+    for layout in layouts:
+        check_module_layout(layout)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"pp": 2}, "no pipelines; leave pp out"),
+        ({"sp": True}, "no sequence parallelism; leave sp out"),
+        ({"recompute": "selective"}, "recompute=selective; choose one of none, full"),
+        ({"tp": 4}, r"leave tp free \(valid tp: 1, 2\)"),
+    ],
+)
+def test_what_split_cannot_run_is_not_planned(traced, fixed, message):
+    with pytest.raises(UserError, match=message):
+        plan(traced, CLUSTER, Workload(seq=SEQ, batch=64), fixed=fixed)
+
+
+def test_a_model_that_does_not_fit_says_by_how_much(traced):
+    with pytest.raises(UserError, match=r"does not fit 1xRTX-4090.*the leanest layout .* needs .* per device"):
+        plan(traced, "1xRTX-4090", Workload(seq=SEQ, batch=64), reserved=20e9)
+
+
+def test_files_stand_for_models(traced, file):
+    workload = Workload(seq=SEQ, batch=64)
+    assert estimate(str(file), "dp=8,zero=3", workload, CLUSTER) == estimate(traced, "dp=8,zero=3", workload, CLUSTER)
+    with pytest.raises(LayoutError, match="pp=2: a traced module has predictions for dp, tp, zero"):
+        estimate(str(file), "dp=4,pp=2", workload, CLUSTER)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """`shardwise` where torch cannot be imported."""
+    start = "import sys; sys.modules['torch'] = None; from shardwise.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.run([sys.executable, "-c", start, *words], capture_output=True, text=True, timeout=120)
+
+
+def test_commands_need_no_torch(file):
+    done = command("estimate", str(file), "--layout", "dp=8,zero=3", "--cluster", CLUSTER, "--batch", "64", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["workload"]["seq"] == SEQ
+    done = command("plan", str(file), "--cluster", CLUSTER, "--batch", "64", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["ranked"][0]["not_runnable"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "layers=2"], "is a traced module: trace a changed one"),
+        (["--seq", "99"], "was traced with rows of 1024 elements, not 99: choose --seq 1024"),
+        (["--emit", "torchtitan"], "a traced module has split: leave it out"),
+        (["--find", "sequence"], "was traced with rows of one length"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(file, words, message):
+    done = command("plan", str(file), "--cluster", CLUSTER, "--batch", "64", *words)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_damaged_files_are_one_line(tmp_path):
+    path = tmp_path / "model.json"
+    for text in ('{"format": "shardwise blueprint", ', '{"format": "shardwise blueprint", "name": "x"}'):
+        path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            estimate(str(path), "dp=1", Workload(seq=1, batch=1))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_module_that_was_not_traced_has_no_numbers():
+    plain = Blueprint("plain", 0, ())
+    for question in (lambda w: estimate(plain, "dp=1", w), lambda w: plan(plain, CLUSTER, w)):
+        with pytest.raises(UserError, match="was not traced"):
+            question(Workload(seq=1, batch=1))
+
+
+def test_configurations_are_not_taken_for_traces():
+    assert isinstance(SAME, ModelConfig) and not isinstance(SAME, Blueprint)
+    assert Layout.parse("dp=2").ranks == 2

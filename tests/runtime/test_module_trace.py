@@ -1,0 +1,272 @@
+"""Traced modules: what is predicted from their traces is what `split` measures, to the byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness import forked
+from harness.own_modules import OWN, PLANS, own_batch, summed_loss
+from harness.pool import run_ranks
+from harness.today import some_of
+from harness.traced_jobs import TracedCase
+from shardwise import Blueprint, Layout, UserError, Workload, estimate, trace
+from shardwise.errors import LayoutError
+from shardwise.runtime.module.legality import check_module_layout
+
+NAMES = ("skips", "states", "shared", "llama", "qwen3", "phi3", "gemma3", "gpt2")
+
+
+@cache
+def traced(name: str, tp: int, precision: str) -> Blueprint:
+    case = TracedCase(name, "dp=1")
+    return trace(case.build, case.batch(2), case.plan, loss=case.loss(), tp=[tp], precisions=[precision])
+
+
+def drawn(count: int) -> list[TracedCase]:
+    """Modules under layouts, the same ones each time."""
+    draw, cases = random.Random(8), []
+    while len(cases) < count:
+        tp, dp, zero = draw.choice((1, 1, 2)), draw.choice((1, 2, 2, 4)), draw.randrange(4)
+        if not 1 < tp * dp <= 4:
+            continue
+        words = [f"dp={dp}", f"tp={tp}", f"zero={zero}", f"micro={draw.randint(2, 5)}"]
+        words += [f"precision={draw.choice(('bf16', 'bf16', 'fp32'))}", f"recompute={draw.choice(('none', 'full'))}"]
+        if NAMES[len(cases) % len(NAMES)] == "states":
+            words[-2] = "precision=fp32"  # its buffer is
+        if dp == 4 and zero:
+            words.append("hpz=2" if zero == 3 and draw.random() < 0.5 else "shard=2")
+        case = TracedCase(NAMES[len(cases) % len(NAMES)], str(Layout.parse(",".join(words))), draw.choice((1, 1, 2)))
+        cases += [case] if case not in cases else []
+    return cases
+
+
+@pytest.mark.parametrize("case", some_of(drawn(24), 4, "traced modules"), ids=str)
+def test_a_measured_step_is_that_of_the_trace(case):
+    layout = Layout.parse(case.layout)
+    model = traced(case.name, layout.tp, layout.precision)
+    workload = Workload(seq=model.trace.seq, batch=layout.dp * layout.micro * case.accumulate)
+    predicted = estimate(model, layout, workload)
+    for result in run_ranks("harness.traced_jobs:measured", layout.ranks, (case, predicted)):
+        assert result.equal_ledger, [row for row in result.rows if not row.equal]
+        assert result.exact_classes_equal, [row for row in result.bytes if not row.equal]
+        assert result.peak_error < 0.02, [row for row in result.bytes if not row.equal]
+        assert not result.differences
+
+
+@pytest.fixture(scope="module")
+def skips() -> Blueprint:
+    return trace(OWN["skips"], own_batch("skips", 4, 0), PLANS["skips"], loss=summed_loss, tp=[1, 2])
+
+
+def test_a_trace_is_read_back_from_json(skips):
+    assert Blueprint.from_json(json.loads(json.dumps(skips.to_json()))) == skips
+
+
+def test_operations_have_products_with_their_flops(skips):
+    """[4, 16] x [16, 48] of `up`, and in backward the gradients of its inputs and weights, of half under tp=2."""
+    for tp in (1, 2):
+        step = skips.trace.step(tp, "bf16", "none")
+        (blocks,) = (part for part in step.operations if "blocks.0" in part.parts)
+        assert blocks.parts == ("blocks.0", "blocks.1", "blocks.2")
+        (up,) = (op for op in blocks.operations if op.kind == "product" and op.module == "up")
+        assert up.flops[0] == 2 * 4 * 16 * 48 // tp and up.flops[1] == 2 * up.flops[0]
+        assert up.sizes == ((1, 1), (4, 8), (48 // tp, 48 // tp), (16, 16))
+        backward = sum(op.flops[0] * op.count for op in blocks.operations if op.phase == "backward")
+        assert backward == 2 * 2 * up.flops[0]
+        assert all(op.nbytes[1] >= op.nbytes[0] > 0 for op in blocks.operations)
+
+
+def test_saved_bytes_are_of_the_part_that_saves_them(skips):
+    saved = dict(skips.trace.step(1, "bf16", "none").saved)
+    assert list(saved) == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert saved["blocks.0"] == saved["blocks.1"]
+
+
+@pytest.mark.parametrize("layout", ["dp=2,pp=2", "dp=2,tp=2,sp", "dp=2,zero=1,offload=cpu", "recompute=selective"])
+def test_what_was_not_traced_has_no_numbers(skips, layout):
+    with pytest.raises(LayoutError):
+        estimate(skips, layout, Workload(seq=1, batch=8))
+
+
+def test_other_degrees_and_sequences_are_named(skips):
+    with pytest.raises(LayoutError, match=r"tp=4,precision=bf16,recompute=none was not traced; the trace has tp=1\|2"):
+        estimate(skips, "tp=4", Workload(seq=1, batch=8))
+    with pytest.raises(UserError, match=r"traced with rows of 1 elements, not 7: choose --seq 1"):
+        estimate(skips, "dp=2", Workload(seq=7, batch=8))
+
+
+@pytest.mark.parametrize("layout", ["dp=4,zero=3,hpz=2", "dp=4,zero=2,shard=2,recompute=full", "dp=2,tp=2,micro=4"])
+def test_what_is_predicted_can_be_split(skips, layout):
+    estimate(skips, layout, Workload(seq=1, batch=16))
+    check_module_layout(Layout.parse(layout))
+
+
+# -- modules that cannot be traced
+
+
+class ByValue(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class ByRows(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if len(x) < 7 else super().forward(x) * 2
+
+
+class Failing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ torch.ones(3, 3)
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 9)
+        self.down = nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+X = torch.ones(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (
+            lambda: ByValue(6, 6),
+            {},
+            r"ByValue cannot be traced: it decides by the values of tensors .*split",
+        ),
+        (lambda: ByRows(6, 6), {}, r"it runs other operations for other numbers of rows; split and verify"),
+        (lambda: Failing(6, 6), {}, r"Failing cannot be traced: RuntimeError: .*; split and verify"),
+        (lambda: 3, {}, r"trace takes an nn.Module or a function that builds one, not int"),
+        (nn.Identity, {}, r"has no parameters"),
+        (Uneven, {"plan": {"up": "column", "down": "row"}, "tp": [2]}, r"tp=2 does not divide the 9 outputs of up"),
+        (Uneven, {"tp": [2]}, r"tp=2 needs a plan, and Uneven publishes none"),
+        (Uneven, {"plan": {"upp": "column"}}, r"no map is named 'upp'; did you mean up"),
+        (Uneven, {"example": 7}, r"no tensor with rows"),
+        (Uneven, {"example": {"x": X, "y": torch.ones(3)}}, r"same number of rows.*\[4, 6\], \[3\]"),
+    ],
+)
+def test_bad_input_is_one_line(model, options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        trace(model, **{"example": (X,)} | options)
+    assert "\n" not in str(caught.value)
+
+
+def test_degrees_that_do_not_suit_are_left_out():
+    model = trace(Uneven, (X,), {"up": "column", "down": "row"})
+    assert model.trace.degrees == [1]
+
+
+def test_a_module_on_the_meta_device_needs_no_memory():
+    """300 GB of weights."""
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(1 << 17, 1 << 17) for _ in range(4)))
+    model = trace(module, torch.ones(2, 1 << 17, device="meta"), {"0": "column", "1": "row"}, tp=[2])
+    report = estimate(model, "dp=2,tp=2,zero=3,micro=2", Workload(seq=1, batch=8))
+    assert report.roles[0].bytes.parameters > 4e10
+
+
+class Overlapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.ones(6, 6)
+        self.a, self.b = nn.Parameter(both[:3]), nn.Parameter(both[3:])
+
+
+def test_parameters_in_one_memory_are_named():
+    with pytest.raises(UserError, match="a and b are different parameters in one memory"):
+        trace(Overlapping, (X,))
+
+
+def test_parameters_need_not_be_contiguous():
+    module = Uneven()
+    module.up.weight = nn.Parameter(torch.randn(6, 9).t())
+    plain, other = trace(Uneven, (X,)), trace(module, (X,))
+    workload = Workload(seq=1, batch=8)
+    assert estimate(plain, "dp=2,micro=4", workload).roles == estimate(other, "dp=2,micro=4", workload).roles
+
+
+def test_a_job_is_no_place_for_fake_ranks():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match="a process of a job cannot trace"):
+            trace(Uneven, (X,))
+    finally:
+        dist.destroy_process_group()
+
+
+NET = """
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def example():
+    return torch.zeros(4, 8)
+
+
+def loss(model, x):
+    return model(x).square().sum(), x.shape[0]
+
+
+def reading(model, x):
+    total = model(x).sum()
+    return total * total.item()
+"""
+
+
+def shardwise(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "net.py").write_text(NET)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    return forked.shardwise(*(word.format(folder) for word in words), environment=environment, timeout=120)
+
+
+def test_the_command_writes_what_other_commands_read(tmp_path):
+    words = ["trace", "{}/net.py:build", "--loss", "loss", "--plan", "suggest", "--tp", "1,2", "--json"]
+    done = shardwise(tmp_path, *words, "--out", "{}/net.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    data = json.loads(done.stdout)
+    assert data["suggestion"]["plan"] == {"0": "column", "2": "row"} and data["tp"] == [1, 2]
+    assert data["parameters"] == 8 * 32 + 32 + 32 * 8 + 8
+    (part,) = data["parts"]
+    assert part["flops"] == 2 * 4 * 8 * 32 * (2 + 4)
+    options = ["--layout", "dp=2,tp=2,zero=3,micro=4", "--cluster", "4xH100", "--batch", "16", "--json"]
+    done = shardwise(tmp_path, "estimate", "{}/net.json", *options)
+    assert done.returncode == 0 and json.loads(done.stdout)["time"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{}/no.py:build"], "names no object of a file"),
+        (["{}/net.py:build", "--tp", "1,x"], "--tp 1,x: give positive integers"),
+        (["{}/net.py:build", "--tp", "2"], "tp=2 needs a plan, and Sequential publishes none"),
+        (["{}/net.py:build", "--tp", "3", "--plan", "0=column,2=row"], "tp=3 does not divide the 32 outputs of 0"),
+        (["{}/net.py:build", "--precision", "fp8"], "fp8"),
+        (["{}/net.py:build", "--loss", "reading"], "it decides by the values of tensors"),
+        (["{}/net.py:build", "--loss", "none"], "has no none"),
+        (["{}/net.py:build", "--out", "{}/no/net.json"], "cannot write"),
+    ],
+)
+def test_bad_words_are_one_line_and_code_2(words, message, tmp_path):
+    done = shardwise(tmp_path, "trace", *words)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
