@@ -54,7 +54,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.flops import training_flops_per_sequence
 from shardwise.model.parameters import count
 from shardwise.runtime.allocator import retain_freed_memory
-from shardwise.runtime.measure.memory import _Storages
+from shardwise.runtime.measure.memory import LiveStorages
 
 MODEL = ModelConfig("bench", vocab=4096, hidden=384, layers=6, heads=4, kv_heads=4, ffn=1024, max_positions=2048)
 RANKS, TOKENS, PRECISIONS, ROUNDS = (1, 2, 4), (512, 4096), ("fp32", "bf16"), 9
@@ -136,7 +136,7 @@ def setting_of(ours: str, tokens: int, precision: str, ranks: int) -> peers.Sett
 # -- memory
 
 
-class LiveBytes(_Storages):
+class LiveBytes(LiveStorages):
     """Bytes of all tensor storages alive that any operation has touched while the mode was on, and the most ever.
 
     As in `shardwise.runtime.measure.memory`: a dispatch mode sees every operation's tensors, and weak references

@@ -28,6 +28,7 @@ from harness.own_modules import (
     vit,
 )
 from harness.pool import run_ranks
+from harness.today import some_of
 from shardwise import Layout, UserError, verify
 from shardwise.runtime.module.comparison import first_difference
 from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
@@ -70,13 +71,26 @@ def test_transformers_classes_are_split_right(family, layout):
     assert result.modules >= 30 and result.parameters >= 15 and result.error < tolerance
 
 
-@pytest.mark.parametrize("layout", ["dp=2,zero=3,recompute=full", "tp=2", "dp=2,tp=2,zero=3"])
+@pytest.mark.parametrize("layout", some_of(LAYOUTS, 2, "layouts of T5"))
 def test_an_encoder_with_a_decoder_is_split_right(layout):
     result = verdict(t5, layout, t5_example(), T5_PLAN)
     assert result, str(result)
 
 
-@pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3,recompute=full", "dp=4,zero=3,shard=2"])
+BY_DATA = [
+    "dp=2",
+    "dp=3,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=3",
+    "dp=2,zero=3,recompute=full",
+    "dp=4,zero=1,shard=2",
+    "dp=4,zero=3,shard=2",
+    "dp=4,zero=3,hpz=2",
+]
+"""For a model that publishes no plan."""
+
+
+@pytest.mark.parametrize("layout", some_of(BY_DATA, 2, "layouts of ViT"))
 def test_a_model_of_images_is_split_right(layout):
     result = verdict(vit, layout, image_example())
     assert result, str(result)

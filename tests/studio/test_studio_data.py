@@ -166,9 +166,9 @@ def test_the_moments_of_a_huge_batch_are_those_of_its_steady_state(
 ) -> None:
     made: list[int] = []
 
-    def training(layout: Layout, tied: bool, count: int) -> object:
+    def training(layout: Layout, tied: bool, count: int, early: bool) -> object:
         made.append(count)
-        return build(layout, tied, count)
+        return build(layout, tied, count, early)
 
     build = pipeline.training
     monkeypatch.setattr(pipeline, "training", training)
