@@ -53,7 +53,7 @@ SPREAD = [
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), some_of(product(MIXTURES, WHOLE + SPREAD), 10, "mixtures of a user's module")
+    ("family", "layout"), some_of(product(MIXTURES, WHOLE + SPREAD), 6, "mixtures of a user's module")
 )
 def test_mixtures_are_split_right(family, layout):
     result = verdict(MIXTURES[family], layout)

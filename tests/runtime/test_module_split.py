@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,10 +11,13 @@ from torch import Tensor, nn
 from harness.module_jobs import ROWS, STEPS, OwnTraining, reference, trained
 from harness.own_modules import OWN, SkipMLP, own_batch
 from harness.pool import run_ranks
+from harness.today import some_of
 from shardwise import Layout, StepReport, UserError, split
 from shardwise.layout import Workload, unit_plan
 from shardwise.runtime.module.describe import describe, find_blocks
 
+PLAIN = ("skips", "states", "shared")
+"""Without experts and without stages."""
 LAYOUTS = [
     "dp=2",
     "dp=2,zero=1",
@@ -27,8 +32,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["skips", "states", "shared"])
+@pytest.mark.parametrize(("name", "layout"), some_of(product(PLAIN, LAYOUTS), 12, "own modules"))
 def test_training_is_that_of_one_device(name, layout):
     trained(OwnTraining(name, layout))
 
