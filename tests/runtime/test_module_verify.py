@@ -79,7 +79,7 @@ def test_an_encoder_with_a_decoder_is_split_right(layout):
 
 BY_DATA = [
     "dp=2",
-    "dp=3,zero=1",
+    "dp=4,zero=1",
     "dp=2,zero=2",
     "dp=2,zero=3",
     "dp=2,zero=3,recompute=full",
