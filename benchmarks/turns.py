@@ -15,7 +15,7 @@ import train_step
 from shardwise.runtime.allocator import retain_freed_memory
 
 WARM = 3
-"""Steps of each contender before those that count."""
+"""Untimed steps of each contender before the timed ones."""
 
 Step = Callable[[int], float]
 """The number of a step -> its loss."""

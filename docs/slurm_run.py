@@ -1,4 +1,4 @@
-"""A job of `shardwise launch --slurm` on SLURM itself: two nodes, one of which is killed, and a job that is cancelled.
+"""A job of `shardwise launch --slurm` on SLURM itself: two nodes, one is killed, and a job that is cancelled.
 
 PYTHONPATH=src python docs/slurm_run.py   prints the table of docs/launch.md
 

@@ -342,7 +342,7 @@ def vit(**changes: object) -> nn.Module:
 
 
 def mixtral(**changes: object) -> nn.Module:
-    """Stacked experts, of which grouped products have no float64."""
+    """Stacked experts; their grouped products have no float64."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return MixtralForCausalLM(MixtralConfig(**_SMALL | {"num_local_experts": 4} | changes))

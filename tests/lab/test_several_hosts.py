@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("several_hosts", "leftovers")
 LIMIT = 120
 STEPS = 4
 LONG = ("server", "restart")
-"""Tests of which one runs each day."""
+"""Tests: one of them runs each day."""
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ parameters are ordered by what must happen to their gradients, so that each trea
 
     [ split over tp | gradient summed over kv replicas | gradient summed over tp | replicated ]
 
-Parameters that are frozen are units of their own beside those that are trained: they have no gradients and no optimizer
+Parameters that are frozen are units of their own beside the trained ones: they have no gradients and no optimizer
 state, and below stage 3 every rank has them whole.
 
 A ZeRO shard is interval `r` of the flat buffer cut into `shard_ranks` equal pieces, the last ones padded.

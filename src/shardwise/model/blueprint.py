@@ -126,7 +126,7 @@ class Parameter:
     frozen: bool = False
     """Whether training leaves it as it is: it has no gradient and no optimizer state."""
     module_shape: tuple[int, ...] = ()
-    """Shape in its module, of which all dims but the last are the rows of `shape`; empty where it is `shape`."""
+    """Shape in its module; all dims but the last are the rows of `shape`; empty where it is `shape`."""
     packed: int = 0
     """Of stacked experts: maps whose outputs each expert's rows are, end to end. The width is split in each of them; it
     is columns where this is 0."""

@@ -1,4 +1,4 @@
-"""`Trace`: observed memory, communication and operations of a module that nobody has described, without torch.
+"""`Trace`: observed memory, communication and operations of a module without a description, free of torch.
 
 A traced step is a step of the runtime on fake tensors, on one data-parallel rank. What ZeRO and data parallelism add
 follows from the units, so that one traced step stands for every layout with its tp, precision and recomputation.

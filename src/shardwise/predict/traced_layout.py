@@ -1,4 +1,4 @@
-"""Layouts of a traced module whose memory, traffic and time are predicted: a part of those that `split` runs."""
+"""Layouts of a traced module whose memory, traffic and time are predicted: a part of what `split` runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def traced(model: Blueprint) -> Trace:
 
 
 def check_row_length(model: Blueprint, workload: Workload) -> None:
-    """Raise `UserError` for other sequences than those that were traced."""
+    """Raise `UserError` for other sequences than the traced ones."""
     if workload.seq != (seq := traced(model).seq):
         raise UserError(
             f"{model.name} was traced with rows of {seq} elements, not {workload.seq}: choose --seq {seq}, or trace it "

@@ -25,7 +25,7 @@ class Exported:
 
 
 class OutputFolder:
-    """A folder that files are written to: `files` are those that were made here."""
+    """A folder that files are written to: `files` are the ones made here."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.files = folder, list[str]()

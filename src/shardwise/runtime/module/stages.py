@@ -1,6 +1,6 @@
 """The stages of a user's module on one rank of a pipeline.
 
-A stage runs the module's whole forward, of which only its own parts compute: what is before them is skipped, its first
+A stage runs the module's whole forward, where only its own parts compute: what is before them is skipped, its first
 block takes what has arrived, and the forward is left as soon as the stage's last block has its result. So masks,
 positions and whatever else a model derives from its inputs are made on every stage by its own code. What is skipped
 gives NaN: results that another stage would need besides the chain's tensor are noticed.

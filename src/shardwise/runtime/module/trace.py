@@ -1,6 +1,6 @@
 """`trace`: a `Blueprint` of any `nn.Module`, observed in steps of the runtime on fake tensors.
 
-Parts and parameters are those that `split` finds. Each combination of tensor-parallel degree, precision and
+Parts and parameters are the ones that `split` finds. Each combination of tensor-parallel degree, precision and
 recomputation is one traced step, at two sizes of a micro-batch. `predict` reads them without torch.
 """
 
