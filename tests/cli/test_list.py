@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -19,6 +20,7 @@ Command = Callable[..., tuple[int, str, str]]
 NAMES = {
     "models": list(catalog()),
     "devices": list(accelerators().devices),
+    "links": [name for name, link in accelerators().links.items() if link.bandwidth],
     "engines": list(ENGINES),
     "schedules": [each.name for each in generators()],
     "algorithms": sorted({each.name for each in algorithms()}),
@@ -37,10 +39,10 @@ def test_every_name_is_listed(what: str, command: Command, monkeypatch: pytest.M
     assert code == 0 and all(f'"{name}"' in out for name in NAMES[what])
 
 
-@pytest.mark.parametrize("what", ["models", "devices", "layout-keys"])
+@pytest.mark.parametrize("what", ["models", "models --weights", "devices", "links", "layout-keys"])
 def test_tables_fit_80_columns(what: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, command("list", what)[1].splitlines())) <= 80
+    assert max(map(len, command("list", *what.split())[1].splitlines())) <= 80
 
 
 def test_every_layout_key_has_a_meaning(command: Command) -> None:
@@ -50,3 +52,19 @@ def test_every_layout_key_has_a_meaning(command: Command) -> None:
 def test_an_unknown_list_is_one_line(command: Command) -> None:
     code, out, err = command("list", "gpus")
     assert (code, out) == (2, "") and err.count("\n") == 1 and "devices" in err
+
+
+def test_weights_of_several_models(command: Command) -> None:
+    code, out, _ = command("list", "models", "llama-3-8b", "qwen2.5-32b", "--weights")
+    assert code == 0
+    assert re.search(r"^llama-3-8b +8\.03B +32\.1 GB +16\.1 GB +8\.03 GB +4\.02 GB$", out, re.MULTILINE)
+    (llama, qwen) = json.loads(command("list", "models", "llama-3-8b", "qwen2.5-32b", "--json")[1])
+    for row in (llama, qwen):
+        assert row["weight_bytes"]["bf16"] == 2 * row["parameters"] == 4 * row["weight_bytes"]["int4"]
+    code, out, err = command("list", "models", "lama-3-8b")
+    assert (code, out) == (2, "") and "did you mean llama-3-8b" in err
+
+
+def test_every_device_has_its_links(command: Command) -> None:
+    rows = json.loads(command("list", "links", "--json")[1])
+    assert {device for row in rows for device in row["devices"]} == set(accelerators().devices)

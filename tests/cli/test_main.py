@@ -205,6 +205,19 @@ class TestEstimate:
         mistake(with_("--batch", "0"), "--batch")
         mistake(command("estimate"), "MODEL", "--layout")
 
+    def test_breakdown(self, command):
+        full = ("estimate", "llama-3-8b", "--layout", "dp=8", *self.FULL[4:])
+        code, out, err = command(*full, "--breakdown", "--json")
+        assert (code, err) == (0, "")
+        data = json.loads(out)
+        (role,), terms = data["roles"], data["breakdown"]
+        assert sum(term["nbytes"] for term in terms["saved"]) == role["bytes"]["saved"]
+        assert [row["name"] for row in terms["recompute"]] == ["none", "selective", "full", "input"]
+        code, out, _ = command(*full, "--breakdown")
+        assert code == 0 and "ZeRO 0: 16 bytes per parameter" in out and "all_reduce" not in out
+        mistake(command(*self.FULL, "--breakdown", "--dry-run"), "--dry-run does nothing with --breakdown")
+        mistake(command("estimate", "gpt2", "--zero-table", "8", "--breakdown"), "--breakdown belongs to one step's")
+
     def test_zero_table_of_the_paper(self, command):
         code, out, err = command("estimate", "--params", "7e9", "--zero-table", "1,2,4,8,16", "--json")
         assert (code, err) == (0, "")
@@ -220,7 +233,8 @@ class TestEstimate:
         )
         code, out, err = command("estimate", "gpt2", "--zero-table", "1,8")
         assert (code, err) == (0, "") and "124M parameters" in out
-        assert out.splitlines()[-4].split() == ["0", "1.99", "GB", "249", "MB"]
+        (row,) = (line for line in out.splitlines() if line.startswith("0 "))
+        assert row.split() == ["0", "1.99", "GB", "249", "MB", "1", "x"]
 
     def test_zero_table_mistakes(self, command):
         mistake(command("estimate", "--params", "7e9"), "--zero-table")

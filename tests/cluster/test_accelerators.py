@@ -6,7 +6,7 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.accelerators import accelerators
 from shardwise.cluster.catalog import lookup
 
-ACCELERATORS, ALIASES, HOSTS, _ = accelerators()
+ACCELERATORS, ALIASES, HOSTS = accelerators()[:3]
 
 WANTED = [
     "A100-40GB", "A100-80GB", "H100-SXM", "H100-PCIe", "H200", "B200", "GB200-NVL72", "MI300X", "L4", "L40S",

@@ -2,6 +2,9 @@
 
 With --dry-run the same is observed instead: the runtime itself, on fake tensors and a fake process group.
 
+With --breakdown: the terms behind the totals (parameters by mechanism, bytes per parameter under each ZeRO stage, saved
+tensors, FLOPs, recompute modes).
+
 With --zero-table N,...: bytes a GPU of ZeRO stages 0 to 3 on N GPUs, for MODEL or for --params parameters.
 """
 
@@ -10,6 +13,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from shardwise.cli.clusters import add_cluster, cluster_of
@@ -36,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lora(parser)
     add_flags(parser, TrainConfig, "slow", "emulate")
     parser.add_argument("--dry-run", action="store_true", help="run the runtime itself on fake tensors; needs torch")
+    parser.add_argument("--breakdown", action="store_true", help="the terms behind the totals, in place of the ledger")
     parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
     parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
 
@@ -57,6 +63,8 @@ def _step(args: argparse.Namespace) -> int:
         raise UserError("--seq and --batch must be positive integers")
     workload = Workload(**given(args, Workload))
     slowed = _slowed(args)
+    if args.breakdown:
+        return _breakdown(args, model, layout, workload, cluster)
     if args.dry_run:
         if slowed:
             raise UserError("--dry-run has no times: leave out --slow and --emulate")
@@ -71,6 +79,33 @@ def _step(args: argparse.Namespace) -> int:
     else:
         report = estimate(model, layout, workload, cluster, **slowed)
     return print_result(args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run))
+
+
+def _breakdown(args: argparse.Namespace, model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> int:
+    from shardwise.cli.show.breakdown_table import breakdown_tables
+    from shardwise.predict import estimate
+    from shardwise.predict.breakdown import breakdown
+    from shardwise.predict.recompute_modes import recompute_modes
+
+    for name in ("dry_run", "slow", "emulate"):
+        if getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} does nothing with --breakdown: leave it out")
+    if isinstance(model, Blueprint):
+        raise UserError("--breakdown needs a model with a configuration, which a traced module has not: leave it out")
+    report = estimate(model, layout, workload, cluster)
+    terms, modes = (
+        breakdown(model, layout, workload, cluster, report),
+        recompute_modes(model, layout, workload, cluster),
+    )
+    data = report.to_json() | {"breakdown": terms.to_json() | {"recompute": [asdict(mode) for mode in modes]}}
+    return print_result(args, data, chain([_title(model, layout, workload, cluster)], breakdown_tables(terms, modes)))
+
+
+def _title(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> str:
+    return (
+        f"{model.name}: {format_count(count(model))} parameters, layout {layout} on {cluster}, "
+        f"{workload.batch} sequences of {workload.seq} tokens a step\n"
+    )
 
 
 def _slowed(args: argparse.Namespace) -> dict[str, Any]:
@@ -90,10 +125,7 @@ def _lines(
     from shardwise.predict.node_bytes import node_bytes
     from shardwise.predict.tensor_kinds import tensor_kinds
 
-    yield (
-        f"{model.name}: {format_count(count(model))} parameters, layout {layout} on {cluster}, "
-        f"{workload.batch} sequences of {workload.seq} tokens a step\n"
-    )
+    yield _title(model, layout, workload, cluster)
     yield tables.memory_table(report, capacity=capacity_of(cluster))
     homes = node_line(node_bytes(model, layout, workload, cluster), cluster)
     yield from (f"{line}\n" for line in (explained(cluster), *homes) if line)
@@ -113,7 +145,7 @@ def _zero_table(args: argparse.Namespace) -> int:
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
     single = ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "optimizer", "slow", "emulate")
-    for name in (*single, "lora", "dry_run"):
+    for name in (*single, "lora", "dry_run", "breakdown"):
         if getattr(args, name) not in (None, False):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} belongs to one step's estimate: leave it out with --zero-table")
@@ -121,16 +153,30 @@ def _zero_table(args: argparse.Namespace) -> int:
         raise UserError("--set changes a model, and --params names none: give MODEL in its place")
 
     from shardwise.predict import zero_table
+    from shardwise.predict.memory.states import zero_sent
 
     params = parameters_of(args.params) if args.params is not None else float(count(model_of(args)))
     table = zero_table(params, gpus_of(args.zero_table))
+    sent = {stage: zero_sent(stage) for stage in table}
     if args.json:
         gigabytes = {str(stage): {str(n): held / 1e9 for n, held in row.items()} for stage, row in table.items()}
-        print_json({"params": params, "gigabytes_per_gpu": gigabytes})
+        print_json(
+            {
+                "params": params,
+                "gigabytes_per_gpu": gigabytes,
+                "sent_per_parameter": {str(stage): elements for stage, elements in sent.items()},
+            }
+        )
     else:
         title = f"{format_count(params)} parameters: weights, gradients and optimizer state on each GPU"
-        show(tables.zero_table(table, title))
+        show(tables.zero_table(table, title, sent=sent), _SENT)
     return 0
+
+
+_SENT = (
+    "communication: elements sent per step, over the 2 per parameter of ZeRO 0 (gradients reduced, sums gathered); "
+    "ZeRO 3 gathers weights for forward and for backward"
+)
 
 
 def parameters_of(text: str) -> float:

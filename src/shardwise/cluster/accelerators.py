@@ -53,8 +53,15 @@ class Accelerators(NamedTuple):
     """Alias -> name of a device."""
     hosts: dict[str, Host]
     """Known hosts by name."""
-    slots: dict[str, float]
-    """PCIe link -> bytes/s of its slot in one direction."""
+    links: dict[str, Link]
+    """Known links by name."""
+    uses: dict[str, tuple[str, ...]]
+    """Link -> devices that usually come with it, inside a node or between nodes."""
+
+    @property
+    def slots(self) -> dict[str, float]:
+        """PCIe link -> bytes/s of its slot in one direction."""
+        return {name: link.bandwidth for name, link in self.links.items() if name.startswith("PCIe") and link.bandwidth}
 
 
 @cache
@@ -71,12 +78,14 @@ def accelerators() -> Accelerators:
     of_host = {name: row.pop("devices", 1) for name, row in table["hosts"].items()}
     hosts = {name: Host(**row) for name, row in table["hosts"].items()}
     devices = {}
+    uses: dict[str, list[str]] = {name: [] for name in links}
     for name, row in table["devices"].items():
+        for link in dict.fromkeys((row["intra"], row["inter"])):
+            uses[link].append(name)
         intra, inter = links[row.pop("intra")], links[row.pop("inter")]
         driver_name, of_device = row.pop("driver_name", ""), ports.get(row.pop("ports", ""))
         host = row.pop("host", "")
         devices[name] = Accelerator(
             Device(name, **row), intra, inter, driver_name, of_device, hosts.get(host, Host()), of_host.get(host, 1)
         )
-    slots = {name: link.bandwidth for name, link in links.items() if name.startswith("PCIe") and link.bandwidth}
-    return Accelerators(devices, table["aliases"], hosts, slots)
+    return Accelerators(devices, table["aliases"], hosts, links, {name: tuple(each) for name, each in uses.items()})

@@ -183,10 +183,15 @@ def verdict(comparison: ReportComparison) -> Text:
     return Text("   ").join(marks)
 
 
-def zero_table(cells: Mapping[int, Mapping[int, float]], title: str, capacity: int | None = None) -> Group:
+def zero_table(
+    cells: Mapping[int, Mapping[int, float]],
+    title: str,
+    capacity: int | None = None,
+    sent: Mapping[int, int] | None = None,
+) -> Group:
     """Bytes on each GPU: a row for each ZeRO stage, a column for each number of GPUs; ✓ where `capacity` suffices.
 
-    cells: stage -> number of GPUs -> bytes.
+    cells: stage -> number of GPUs -> bytes. sent: stage -> elements sent per parameter and step, for a last column.
     """
     from rich.console import Group
 
@@ -196,8 +201,11 @@ def zero_table(cells: Mapping[int, Mapping[int, float]], title: str, capacity: i
     gpus = sorted({count for row in cells.values() for count in row})
     for count in gpus:
         table.add_column(f"{count} GPU{'s' * (count != 1)}", justify="right")
+    if sent:
+        table.add_column("communication", justify="right")
     for stage, row in cells.items():
-        table.add_row(str(stage), *(_zero_cell(row.get(count), capacity) for count in gpus))
+        extra = [f"{sent[stage] / sent[0]:g} x"] if sent else []
+        table.add_row(str(stage), *(_zero_cell(row.get(count), capacity) for count in gpus), *extra)
     # The table is narrow, and its own title would be folded to its width.
     return Group(_text(f"{title} (GB = 1e9 bytes{limit})", "bold"), table)
 

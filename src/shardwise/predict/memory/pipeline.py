@@ -91,6 +91,28 @@ def _by_action(plan: UnitPlan, lasting: int) -> list[MemoryPeak]:
     return [*found, rank.end()]
 
 
+@dataclass(frozen=True)
+class UnderWay:
+    """Micro-batches that a rank saves activations of, when these are the most."""
+
+    saved: Counter[int]
+    """Stage -> those between their forward and the gradients of their inputs."""
+    kept: Counter[int]
+    """Stage -> those of which tensors are kept for the gradients of weights alone."""
+    attending: int
+    """Those on any stage with attention: each has a mask."""
+
+
+def most_under_way(plan: UnitPlan) -> UnderWay:
+    """What `held_by_actions` counts as saved, by stage."""
+    assert plan.steady is not None
+    grows = plan.steady.grows and plan.steady.repeats
+    rank = _CountingRank(plan if grows else plan.short, inputs(plan, Sizes.of(plan)))
+    for action in rank.plan.actions:
+        rank.do(action)
+    return rank.best
+
+
 class MemoryEvent(NamedTuple):
     """Bytes at one moment of a step, of what does not last through it. place: of the action in the rank's list, whose
     length stands for the optimizer. gradients, comm: of the engine; rest: activations and all that is transient."""
@@ -343,6 +365,28 @@ class _Rank:
             most.comm = comm
         if gradients + comm + rest > most.peak:
             most.peak, self.fullest = gradients + comm + rest, Change(gradients, comm, rest)
+
+
+class _CountingRank(_Rank):
+    """A rank that also remembers which micro-batches were under way when saved activations were the most."""
+
+    def __init__(self, plan: UnitPlan, lasting: int) -> None:
+        super().__init__(plan, lasting)
+        self.under_way: Counter[int] = Counter()
+        self.kept: Counter[int] = Counter()
+        self.best = UnderWay(Counter(), Counter(), 0)
+
+    def do(self, action: Action) -> None:
+        most = self.most.saved
+        super().do(action)
+        kind, stage = action[:2]
+        if kind in ("F", "I", "B"):
+            self.under_way[stage] += 1 if kind == "F" else -1
+        if kind in ("I", "W"):
+            self.kept[stage] += 1 if kind == "I" else -1
+        if kind in _COMPUTE and self.most.saved > most:
+            attending = sum(stages > 0 for stages in self.attending.values())
+            self.best = UnderWay(self.under_way.copy(), self.kept.copy(), attending)
 
 
 def _like(plan: UnitPlan) -> dict[int, int]:

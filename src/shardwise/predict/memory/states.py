@@ -59,6 +59,17 @@ def zero_table(params: float, ranks: list[int], gradient_bytes: int = 2) -> dict
     return {stage: {n: training_states(params, stage, n, gradient_bytes).total for n in ranks} for stage in range(4)}
 
 
+def zero_sent(stage: int) -> int:
+    """Elements that a rank sends per parameter and step at a ZeRO stage, on rings of many ranks: gradients are reduced
+    and scattered (1), and weights gathered once (1), at stage 3 for forward and for backward (2).
+
+    Source: Rajbhandari et al. 2020, section 7. Raises `UserError` for a stage that there is not.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise UserError(f"ZeRO has the stages 0 to 3, not {stage!r}")
+    return 3 if stage == 3 else 2
+
+
 def largest_model(device_bytes: float, stage: int = 0, ranks: int = 1) -> float:
     """Parameters whose `training_states` fill `device_bytes` bytes of each device. Raises `UserError` as that does."""
     return device_bytes / training_states(1.0, stage, ranks).total

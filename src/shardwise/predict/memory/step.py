@@ -32,6 +32,9 @@ def state_bytes(precision: str, optimizer: str) -> int:
 OPTIMIZER_BYTES = {precision: state_bytes(precision, DEFAULT) for precision in ("bf16", "fp32", "fp64")}
 """AdamW's."""
 
+OUTER = "outer"
+"""Name of the state of outer steps among the arrays of optimizer state."""
+
 
 def predict_bytes(plan: UnitPlan) -> Bytes:
     """Bytes by class of `plan`'s rank, and what they add up to at the peak."""
@@ -77,14 +80,20 @@ def gradient_bytes(plan: UnitPlan) -> int:
     return elements * DTYPE_BYTES[plan.grad_dtype]
 
 
-def optimizer_bytes(plan: UnitPlan) -> int:
-    """Moments of what this rank updates on the device, its master weights where parameters are not these, and state of
-    outer steps. None where parameter servers have them."""
+def optimizer_arrays(plan: UnitPlan) -> dict[str, int]:
+    """Bytes of each array of what this rank updates on the device: `states_of`, without master weights where parameters
+    are these, and `OUTER`, the state of outer steps. Empty where parameter servers have them."""
     if plan.layout.sync in SERVED:
-        return 0
-    arrays = len(plan.states) - is_master(plan)
+        return {}
+    each = sum(on_device(plan, unit) for unit in plan.units) * DTYPE_BYTES[plan.master_dtype]
+    arrays = dict.fromkeys(plan.states[is_master(plan) :], each)
     outer = outer_state_bytes(plan) if plan.layout.offload_home == "none" else 0
-    return sum(on_device(plan, unit) for unit in plan.units) * arrays * DTYPE_BYTES[plan.master_dtype] + outer
+    return arrays | ({OUTER: outer} if outer else {})
+
+
+def optimizer_bytes(plan: UnitPlan) -> int:
+    """Sum of `optimizer_arrays`."""
+    return sum(optimizer_arrays(plan).values())
 
 
 def _weight_slots(plan: UnitPlan) -> int:
