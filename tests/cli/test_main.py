@@ -74,12 +74,31 @@ def test_unknown_words(command):
     mistake(command("train", "gpt2", "--se", "8"), "see shardwise train --help")
 
 
+def test_errors_are_json_under_json(command, tmp_path):
+    line = "no such report or run directory: nothing"
+    assert command("compare", "nothing") == (2, "", f"shardwise: error: {line}\n")
+    code, out, err = command("compare", "nothing", "--json")
+    assert (code, json.loads(out), err) == (2, {"error": line, "exit_code": 2}, f"shardwise: error: {line}\n")
+    code, out, _ = command("estimte", "--json")
+    assert code == 2 and "did you mean estimate?" in json.loads(out)["error"]
+    # The --json of a command that another one starts is not this one's.
+    code, out, _ = command("launch", "--slurm", "--cluster", "2x8xH100", "--", "train", "--json")
+    assert (code, out) == (2, "")
+
+
+def test_a_bug_is_json_under_json(command, monkeypatch):
+    monkeypatch.setattr("shardwise.cli.compare.compare", lambda *_: 1 / 0)
+    report("measured").write(Path("a.json"))
+    code, out, _ = command("compare", "a.json", "a.json", "--json")
+    assert code == 1 and json.loads(out)["exit_code"] == 1 and "ZeroDivisionError" in json.loads(out)["error"]
+
+
 def test_an_unexpected_error_is_called_a_bug(command, monkeypatch):
     def broken(*_: object) -> None:
         raise RuntimeError("first line\nsecond line")
 
     monkeypatch.setattr("shardwise.cli.compare.compare", broken)
-    report().write(Path("a.json"))
+    report("measured").write(Path("a.json"))
     code, out, err = command("compare", "a.json", "a.json")
     assert (code, out) == (1, "") and err.count("\n") == 1
     assert "RuntimeError: first line second line; this is a bug in shardwise, --traceback shows where" in err
@@ -144,12 +163,12 @@ def test_a_disk_without_room_is_no_bug(command, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device", "a.json.partial")
 
     monkeypatch.setattr("shardwise.cli.compare.compare", full)
-    report().write(Path("a.json"))
+    report("measured").write(Path("a.json"))
     mistake(command("compare", "a.json", "a.json"), "cannot write to a.json.partial: No space left on device")
 
 
 def test_a_terminal_without_these_characters_gets_question_marks(tmp_path):
-    report().write(tmp_path / "a.json")
+    report("measured").write(tmp_path / "a.json")
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "compare", "a.json", "a.json"],
         capture_output=True,
@@ -314,6 +333,17 @@ class TestCompare:
         assert [(row["count_a"], row["count_b"]) for row in json.loads(out)["rows"]] == [(4, 5)]
         assert command("compare", "other.json", run)[0] == 1
         assert command("compare", run, run)[0] == 0
+
+    def test_two_predictions_are_side_by_side(self, command, run, tmp_path):
+        """They need not be equal, so that no mark and no exit code says that they differ."""
+        report(count=5).write(tmp_path / "b.json")
+        code, out, err = command("compare", run / "reports" / "predicted.json", "b.json")
+        assert (code, err) == (0, "") and "✗" not in out
+        assert out.splitlines()[0] == "Compared with A, B communicates 25.0% more bytes."
+        code, out, _ = command("compare", run / "reports" / "predicted.json", "b.json", "--json")
+        rows = {row["name"]: row for row in json.loads(out)["quantities"]}
+        assert code == 0 and (rows["all_reduce (dp)"]["a"], rows["all_reduce (dp)"]["b"]) == (16_000, 20_000)
+        assert rows["step"] == {"name": "step", "unit": "s", "a": None, "b": None, "change": None}
 
     def test_mistakes(self, command, run):
         mistake(command("compare"), "A", "--help")

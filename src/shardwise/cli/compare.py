@@ -1,8 +1,10 @@
-"""Two step reports against each other: every row of the ledger, every class of bytes.
+"""A run's prediction against its measurement, or two step reports: every row of the ledger, every class of bytes.
 
 A and B are report files, or run directories, which stand for their measured report. A run directory alone is compared
 with itself: what was predicted for it with what was measured. The exit code is 1 when the ledgers differ. Of a run with
 parameter servers follow its updates, their staleness, and the messages of the whole run.
+
+Two predictions (`estimate --json > a.json`) need not be equal: they are shown side by side, with exit code 0.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.output import print_json, show
+from shardwise.cli.output import print_json, print_result, show
 from shardwise.errors import UserError
 from shardwise.report import StepReport, compare
+from shardwise.report.predictions import are_predictions, prediction_tables, predictions_json
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.tables import comparison_tables
 
@@ -33,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         a, b = _of_run(args.a, "predicted"), _of_run(args.a, "measured")
     else:
         a, b = _report(args.a), _report(args.b)
+    if are_predictions(a, b):
+        return print_result(args, predictions_json(a, b), prediction_tables(a, b))
     outcome = compare(a, b)
     served = {str(path): run for path in (args.a, args.b) if path is not None and (run := _served(path))}
     if args.json:

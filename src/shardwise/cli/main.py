@@ -1,7 +1,7 @@
 """`shardwise COMMAND ...`: finds the command, and turns every way it can end into one line and an exit code.
 
 0 success, 1 a dead rank or a defect, 2 a user's mistake, 128 + the number of a signal that ended it. Results go to
-standard output, everything else to standard error.
+standard output, everything else to standard error. With --json an error is on standard output, too, as one JSON object.
 
 A command is a module of this room named like it, with `add_arguments(parser)` and, unless it has actions,
 `run(args) -> exit code`; its docstring is its help.
@@ -19,31 +19,20 @@ from importlib import import_module
 from typing import NoReturn
 
 from shardwise.cli.actions import FLAGS, Run
+from shardwise.cli.commands import COMMANDS, overview
 from shardwise.errors import UserError, did_you_mean
 
-COMMANDS = {
-    "plan": "the best ways to train a model on a cluster, and why",
-    "estimate": "bytes by class and the ledger of one training step, before anything runs",
-    "train": "train a model, split over processes, on text",
-    "generate": "continue prompts with a model that is split over processes; what each token moved",
-    "serve": "answer OpenAI's clients over HTTP with a model that is split over processes",
-    "verify": "a module of your own, split, against the same module on one device",
-    "trace": "a module of your own, described for estimate and plan",
-    "compare": "two step reports against each other, or one run's prediction against its measurement",
-    "checkpoint": "inspect, verify, reshard, diff, export or import checkpoints",
-    "collective": "algorithms of collectives: show, verify, price, measure",
-    "pipeline": "pipeline schedules: show, verify, simulate, bubble, run",
-    "sync": "workers and parameter servers: staleness and waiting, of a run or simulated",
-    "lab": "a command's ranks on several hosts made on this machine, with links as slow as you want",
-    "calibrate": "a cluster file for predictions: this host measured, or nvidia-smi's table read",
-    "validate": "predicted against published measurements, source by source",
-    "explain": "what a configuration of vLLM, DeepSpeed, Megatron-LM, torchtitan and others is and does",
-    "launch": "a training as a job of SLURM, Kubernetes, or of hosts over ssh",
-    "emit": "a layout as the configuration of another engine: a file or a command",
-    "list": "models, devices, engines, schedules, algorithms and layout keys",
-    "studio": "the page: watch what happens inside the devices, in a browser, offline",
-    "demo": "the tour: predict, train on four processes, compare, one page",
-}
+
+class _Formatter(argparse.HelpFormatter):
+    """Keeps paragraphs apart, and commands as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return text
+        return "\n\n".join(
+            part if part.startswith("shardwise ") else super(_Formatter, self)._fill_text(part, width, indent)
+            for part in text.strip().split("\n\n")
+        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,28 +56,37 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else 0
     except UserError as error:
-        return _fail(str(error), 2)
+        return _fail(argv, str(error), 2)
     except KeyboardInterrupt as error:
         # The user's own interrupt: no error.
-        return _end(str(error) or "interrupted", getattr(error, "exit_code", 130))
+        return _end(argv, str(error) or "interrupted", getattr(error, "exit_code", 130))
     except BrokenPipeError:
         # Whoever read us has left; the interpreter must not complain about it either when it flushes.
         _drop_output()
         return 141
     except OSError as error:
         if not (_output_refused() or error.errno in _NO_ROOM):
-            return _unexpected(error, "--traceback" in argv)
-        return _fail(f"cannot write{f' to {error.filename}' if error.filename else ''}: {error.strerror}", 2)
+            return _unexpected(argv, error)
+        return _fail(argv, f"cannot write{f' to {error.filename}' if error.filename else ''}: {error.strerror}", 2)
     except Exception as error:
-        return _unexpected(error, "--traceback" in argv)
+        return _unexpected(argv, error)
 
 
-def _fail(line: str, code: int) -> int:
-    return _end(f"error: {line}", code)
+def _fail(argv: list[str], line: str, code: int) -> int:
+    return _end(argv, line, code, "error: ")
 
 
-def _end(line: str, code: int) -> int:
-    print(f"shardwise: {' '.join(line.split())}", file=sys.stderr)
+def _end(argv: list[str], line: str, code: int, prefix: str = "") -> int:
+    """Say in one line how the command ended, with --json as one object on standard output, too. Returns `code`."""
+    line = " ".join(line.split())
+    print(f"shardwise: {prefix}{line}", file=sys.stderr)
+    if "--json" in argv[: argv.index("--")] if "--" in argv else "--json" in argv:
+        import json
+
+        try:
+            print(json.dumps({"error": line, "exit_code": code}), flush=True)
+        except OSError:
+            _drop_output()
     return code
 
 
@@ -109,14 +107,14 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _unexpected(error: Exception, show: bool) -> int:
+def _unexpected(argv: list[str], error: Exception) -> int:
     from shardwise.runtime.job.launch import RunFailed
 
     if isinstance(error, RunFailed):
-        return _fail(str(error), 1)
-    if show:
+        return _fail(argv, str(error), 1)
+    if "--traceback" in argv:
         traceback.print_exc()
-    return _fail(f"{type(error).__name__}: {error}; this is a bug in shardwise, --traceback shows where", 1)
+    return _fail(argv, f"{type(error).__name__}: {error}; this is a bug in shardwise, --traceback shows where", 1)
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -126,7 +124,7 @@ def _dispatch(argv: list[str]) -> int:
     while argv and argv[0] == "--traceback":
         argv = argv[1:]
     if not argv or argv[0] in ("-h", "--help", "help"):
-        _help()
+        print(overview())
         return 0 if argv else 2
     if argv[0] in ("-V", "--version"):
         from shardwise import __version__
@@ -144,17 +142,15 @@ def _dispatch(argv: list[str]) -> int:
 
 def parser_of(name: str) -> Parser:
     """The parser of one of `COMMANDS`."""
+    from shardwise.cli.examples import EXAMPLES, broken
+
     command = import_module(f"shardwise.cli.{name}")
-    parser = Parser(prog=f"shardwise {name}", description=command.__doc__, allow_abbrev=False)
+    examples = "\n\n".join(map(broken, EXAMPLES[name]))
+    parser = Parser(
+        prog=f"shardwise {name}", description=command.__doc__, epilog=f"examples:\n{examples}", allow_abbrev=False,
+        formatter_class=_Formatter,
+    )  # fmt: skip
     command.add_arguments(parser)
     for flag, text in FLAGS.items():
         parser.add_argument(flag, action="store_true", help=text)
     return parser
-
-
-def _help() -> None:
-    print("usage: shardwise [-V | --version] [--traceback] COMMAND ...\n")
-    print("Split large language models across devices: plan the split, run it, hold the two against each other.\n")
-    for name, summary in COMMANDS.items():
-        print(f"  {name:<10} {summary}")
-    print("\nshardwise COMMAND --help tells more. Every command takes --json.")
