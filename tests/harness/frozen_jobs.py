@@ -14,7 +14,9 @@ from harness.module_jobs import LR, ROWS, SETTINGS, STEPS
 from harness.own_modules import OWN, PLANS, own_batch, summed_loss
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
+from shardwise.model.adapters import SCALE
 from shardwise.model.lora import Lora
+from shardwise.ops.products import quantise
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.module.adapters import add_adapters
 from shardwise.runtime.module.split import split
@@ -57,6 +59,7 @@ def one_device(job: FrozenTraining) -> tuple[FrozenOutcome, dict[str, Tensor]]:
     if job.lora:
         add_adapters(module, Lora.parse(job.lora))
     module.double()
+    narrow = round_to_int8(module)
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": SETTINGS.weight_decay},
@@ -70,7 +73,18 @@ def one_device(job: FrozenTraining) -> tuple[FrozenOutcome, dict[str, Tensor]]:
         outcome.norms.append(float(torch.nn.utils.clip_grad_norm_(trained, SETTINGS.clip)))
         optimizer.step()
         outcome.losses.append(float(loss.detach() / count))
-    return outcome, {name: p.detach() for name, p in module.named_parameters()}
+    return outcome, {name: p.detach() for name, p in module.named_parameters()} | narrow
+
+
+def round_to_int8(module: nn.Module) -> dict[str, Tensor]:
+    """Set weights beside scales to what 8 bits give, as plain numbers. Returns their int8 numbers and scales."""
+    stored: dict[str, Tensor] = {}
+    for name, child in module.named_modules():
+        if SCALE in child._parameters:
+            numbers, scales = quantise(child.weight.detach())
+            child.weight.data = numbers.double() * scales[:, None]
+            stored |= {f"{name}.weight": numbers, f"{name}.{SCALE}": scales}
+    return stored
 
 
 def train_frozen(rank: int, payload: tuple[FrozenTraining, dict[str, Tensor]]) -> FrozenOutcome:

@@ -13,10 +13,11 @@ from torch import Tensor
 from shardwise.decoder import Batch, Decoder, random
 from shardwise.decoder.experts import bias_step
 from shardwise.decoder.initial import initial_values
-from shardwise.layout import Workload
+from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Parameter, parameters
 from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.zero.int8_values import Int8Values
 from shardwise.runtime.zero.optimizer import learning_rate
 
 STEPS = 3
@@ -137,9 +138,11 @@ class OneDevice:
         table = {p.name: p for p in parameters(case.model)}
         self.named = dict(self.decoder.named_parameters())
         assert {n: tuple(p.shape) for n, p in self.named.items()} == {n: p.shape for n, p in table.items()}
+        plan = unit_plan(case.model, Layout(precision=case.precision), case.workload)
+        given = Int8Values(plan, values)
         for name, tensor in self.named.items():
             spec = table[name]
-            tensor.data = values(spec, torch.arange(spec.numel)).view(spec.shape).to(self.dtype)
+            tensor.data = given(spec, torch.arange(spec.numel)).view(spec.shape).to(self.dtype)
             tensor.requires_grad_(not spec.frozen)
         for block in self.decoder.blocks:
             block.attention.core.kind = case.attention

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from torch import Tensor
 
 from harness.frozen_jobs import FrozenTraining, build, one_device, train_frozen
@@ -50,6 +51,13 @@ ADAPTED = [
     ("states", "dp=4,zero=3,shard=2", "rank=2,targets=enter"),
     ("shared", "dp=2,tp=2,zero=1", "rank=3,targets=up+down"),
 ]
+NARROW = [
+    ("skips", "dp=2,tp=2,zero=3,recompute=full", "rank=3,targets=up,base=int8"),
+    ("skips", "dp=2,zero=2", "rank=2,base=int8"),
+    ("states", "dp=4,zero=3,shard=2", "rank=2,targets=enter,base=int8"),
+    ("states", "tp=2", "rank=2,base=int8"),
+    ("shared", "dp=2,tp=2,zero=1", "rank=3,targets=up+down,base=int8"),
+]
 
 
 @pytest.mark.parametrize(("name", "layout", "lora"), some_of(ADAPTED, 3, "adapted modules"))
@@ -63,6 +71,14 @@ def test_trap_35_adapters_are_those_of_one_device(name: str, layout: str, lora: 
     for key, whole in final.items():
         if ".lora_" not in key:
             assert (before[key.replace(".weight", "")].double() == whole).all(), key
+
+
+@pytest.mark.parametrize(("name", "layout", "lora"), some_of(NARROW, 2, "adapted modules in 8 bits"))
+def test_a_base_in_8_bits_is_that_of_one_device(name: str, layout: str, lora: str) -> None:
+    """One device computes with the same rounded weights, in float64."""
+    job = FrozenTraining(name, layout, lora=lora)
+    final = trained_as_on_one_device(job)
+    assert any(tensor.dtype == torch.int8 for tensor in final.values())
 
 
 def test_adapters_of_a_module_on_the_meta_device() -> None:
@@ -90,7 +106,7 @@ def trained_as_on_one_device(job: FrozenTraining) -> dict[str, Tensor]:
         assert not sums and bool(still) == ("zero=3" in layout)
     for key, whole in final.items():
         error = math.sqrt(sum(outcome.errors.get(key, 0.0) for outcome in outcomes))
-        assert error <= 1e-9 * float(whole.norm()), key
+        assert error <= 1e-9 * float(whole.double().norm()), key
     return final
 
 

@@ -24,6 +24,7 @@ from shardwise.checkpoint.writer import PartEntry, PartWriter, commit
 from shardwise.errors import UserError
 from shardwise.layout import Layout, check
 from shardwise.model import ModelConfig
+from shardwise.model.adapters import is_scale
 from shardwise.model.parameters import Model, parameters
 
 BAND = 16 << 20
@@ -75,8 +76,9 @@ def model_of(checkpoint: Checkpoint) -> ModelConfig:
 
 def shapes(model: Model, kinds: Iterable[str], frozen: bool = False) -> dict[str, tuple[int, ...]]:
     """Stored name -> shape of every tensor that a checkpoint of `model` with these kinds holds: of parameters that are
-    trained. frozen: of the others, which the weights hold that a run starts from."""
-    return {f"{kind}/{p.name}": p.shape for kind in kinds for p in parameters(model) if p.frozen == frozen}
+    trained. frozen: of the others, which the weights hold that a run starts from. Scales of 8 bits are in neither."""
+    held = [p for p in parameters(model) if p.frozen == frozen and not is_scale(p.name)]
+    return {f"{kind}/{p.name}": p.shape for kind in kinds for p in held}
 
 
 def _entries(source: Checkpoint, model: ModelConfig, layout: Layout, rank: int) -> list[PartEntry]:

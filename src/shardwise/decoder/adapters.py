@@ -46,7 +46,7 @@ class AdaptedLinear(Adapted, Linear):
 
 
 def adapt(decoder: nn.Module, scale: float, whole: Blueprint) -> None:
-    """Replace the maps of a decoder that have adapters in its blueprint."""
+    """Replace the maps of a decoder that have adapters in its blueprint, and narrow those with a base in 8 bits."""
     for parameter in whole.parameters():
         if parameter.name.endswith(f".{A}"):
             owner, _, leaf = parameter.name.removesuffix(f".{A}").rpartition(".")
@@ -54,3 +54,8 @@ def adapt(decoder: nn.Module, scale: float, whole: Blueprint) -> None:
             base = parent.get_submodule(leaf)
             assert isinstance(base, Linear)
             setattr(parent, leaf, AdaptedLinear(base, parameter.shape[0], scale))
+    for parameter in whole.parameters():
+        if parameter.dtype:
+            module = decoder.get_submodule(parameter.name.rpartition(".")[0])
+            assert isinstance(module, Linear)
+            module.narrow()

@@ -77,9 +77,23 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out, inp))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
+        self.weight_scale: nn.Parameter | None
+        """[out] of a weight in 8 bits (`narrow`)."""
+        self.register_parameter("weight_scale", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        weight = self.weight if self.weight_scale is None else dequantised(self.weight, self.weight_scale)
+        return F.linear(x, weight, self.bias)
+
+    def narrow(self) -> None:
+        """Memory for its weight in 8 bits, with a scale per output, in place of the weight."""
+        self.weight_scale = nn.Parameter(self.weight.new_empty(len(self.weight)), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=torch.int8), requires_grad=False)
+
+
+def dequantised(numbers: Tensor, scales: Tensor) -> Tensor:
+    """The rows of a weight in 8 bits, [n, in], in the precision of their scales [n]."""
+    return numbers.to(scales.dtype, copy=True).mul_(scales[:, None])
 
 
 class Linears(nn.Module):

@@ -6,7 +6,7 @@ parameters are ordered by what must happen to their gradients, so that each trea
     [ split over tp | gradient summed over kv replicas | gradient summed over tp | replicated ]
 
 Parameters that are frozen are units of their own beside the trained ones: they have no gradients and no optimizer
-state, and below stage 3 every rank has them whole.
+state, and below stage 3 every rank has them whole. Frozen matrices in 8 bits are a third unit, of bytes.
 
 A ZeRO shard is interval `r` of the flat buffer cut into `shard_ranks` equal pieces, the last ones padded.
 
@@ -45,9 +45,11 @@ from shardwise.layout.wire import WIRE_DTYPE, PackedRun, packed_runs
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, PartKind
+from shardwise.model.lora import INT8
 from shardwise.model.operations import AttentionCore
 from shardwise.model.parameters import Model, blueprint
 from shardwise.ops.fusion import FusedForm, fused_form
+from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from shardwise.schedule.pipeline import Action, PipelineSchedule
@@ -126,6 +128,8 @@ class Unit:
     """Ranks of the norm's group, beside tensor-parallel ones, that hold the same interval."""
     frozen: bool = False
     """Whether its parameters stay as they are."""
+    dtype: str = ""
+    """dtype of its parameters where that is not the layout's."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -310,9 +314,12 @@ class UnitPlan:
             # the last pipeline stage holds a copy of the table for its head
             tied = [place(self.blueprint.table, self.layout, self.tp_rank)]
         for name, of, slot in (("tied", tied, "tied"), (part, rest, self._slot(part))):
-            trained, frozen = ([p for p in of if p.parameter.frozen == still] for still in (False, True))
+            trained = [p for p in of if not p.parameter.frozen]
+            frozen = [p for p in of if p.parameter.frozen and not p.parameter.dtype]
+            narrow = [p for p in of if p.parameter.dtype]
             found += [self._unit(name, trained, slot)] if trained else []
             found += [self._frozen_unit(frozen_of(name), frozen, f"{slot} frozen")] if frozen else []
+            found += [self._frozen_unit(int8_of(name), narrow, f"{slot} int8", INT8)] if narrow else []
         if experts:
             found.append(self._experts_unit(part, experts))
         return found
@@ -329,9 +336,10 @@ class UnitPlan:
         copies = self.mesh.size(REPLICATE) if self.routes else 1
         return self._sharded(name, self._ordered(placed), slot, SHARD, REPLICATE, copies)
 
-    def _frozen_unit(self, name: str, placed: list[Placed], slot: str) -> Unit:
+    def _frozen_unit(self, name: str, placed: list[Placed], slot: str, dtype: str = "") -> Unit:
         shard, replicate = (SHARD, REPLICATE) if self.layout.stage == 3 else ((), DATA)
-        return replace(self._sharded(name, self._ordered(placed), slot, shard, replicate, 1), reduce=(), frozen=True)
+        unit = self._sharded(name, self._ordered(placed), slot, shard, replicate, 1)
+        return replace(unit, reduce=(), frozen=True, dtype=dtype)
 
     def _ordered(self, placed: list[Placed]) -> tuple[Placed, ...]:
         """Parameters in flat order."""
@@ -441,7 +449,7 @@ class UnitPlan:
 
     def units_of(self, part: str) -> list[Unit]:
         """The units whose weights `part` reads."""
-        names = [part, frozen_of(part), experts_of(part)]
+        names = [part, frozen_of(part), int8_of(part), experts_of(part)]
         if part in self.blueprint.sharing:
             names = ["tied", frozen_of("tied"), *names]
         return [self.by_name[name] for name in names if name in self.by_name]
@@ -592,7 +600,11 @@ class UnitPlan:
 
     def dtype_of(self, unit: Unit) -> str:
         """dtype of a rank's interval of a unit."""
-        return self.layout.dtype if unit.frozen else self.interval_dtype
+        return self.dtype_gathered(unit) if unit.frozen else self.interval_dtype
+
+    def dtype_gathered(self, unit: Unit) -> str:
+        """dtype of a whole unit's parameters."""
+        return unit.dtype or self.layout.dtype
 
     def offloaded(self, unit: Unit) -> int:
         """Elements of a unit's interval, its last ones, whose optimizer state is not on the device."""
@@ -627,6 +639,16 @@ class UnitPlan:
         for unit in self.units:
             sizes[unit.slot] = max(sizes.get(unit.slot, 0), unit.padded)
         return sizes
+
+    @cached_property
+    def slot_dtypes(self) -> dict[str, str]:
+        """dtype of each slot."""
+        return {unit.slot: self.dtype_gathered(unit) for unit in self.units}
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(elements * DTYPE_BYTES[self.slot_dtypes[slot]] for slot, elements in self.slots.items())
 
     @cached_property
     def packed_slots(self) -> dict[str, int]:
@@ -689,12 +711,12 @@ class UnitPlan:
     def gather(self, unit: Unit, again: bool = False) -> Gather:
         """The gather of a unit's parameters. again: it has been gathered in this step before."""
         if again and unit.copy_ranks:
-            return Gather(unit.name, unit.again, self.layout.dtype)
-        return Gather(unit.name, unit.shard, WIRE_DTYPE if self.packed(unit) else self.layout.dtype)
+            return Gather(unit.name, unit.again, self.dtype_gathered(unit))
+        return Gather(unit.name, unit.shard, WIRE_DTYPE if self.packed(unit) else self.dtype_gathered(unit))
 
     def packed(self, unit: Unit) -> int:
         """Bytes of one rank's interval in 8 bits, with its scales; 0 where a unit is not gathered so."""
-        quantized = self.layout.qwz and self.trains and unit.shard_ranks > 1
+        quantized = self.layout.qwz and self.trains and unit.shard_ranks > 1 and not unit.dtype
         return unit.packed_bytes(WEIGHT_BITS) if quantized else 0
 
     def packed_gradients(self, unit: Unit) -> int:
@@ -750,6 +772,11 @@ def experts_of(part: str) -> str:
 def frozen_of(name: str) -> str:
     """Name of the unit of what is frozen, beside the unit of this name."""
     return f"{name}.frozen"
+
+
+def int8_of(name: str) -> str:
+    """Name of the unit of frozen matrices in 8 bits, beside the unit of this name."""
+    return f"{name}.{INT8}"
 
 
 class StepGathers:

@@ -12,10 +12,22 @@ from shardwise.model.operations import AttentionCore, Elementwise, Operation
 
 A, B = "lora_a", "lora_b"
 """Last names of an adapter's parameters: [rank, inputs] and [outputs, rank]."""
+SCALE = "weight_scale"
+"""Last name of the scales [outputs] of a weight in 8 bits: a row is numbers x scale."""
 PEFT_NAMES = {A: "lora_A.weight", B: "lora_B.weight"}
 """Their last names in `peft`'s files."""
 PEFT_TRUNK = "base_model.model."
 """Prefix of every name in `peft`'s files."""
+
+
+def scale_of(weight: str) -> str:
+    """Name of the scales of a weight in 8 bits."""
+    return f"{weight.removesuffix('weight')}{SCALE}"
+
+
+def is_scale(name: str) -> bool:
+    """Whether it is the name of such scales, which no file has."""
+    return name.rpartition(".")[2] == SCALE
 
 
 def with_adapters(whole: Blueprint, lora: Lora) -> Blueprint:
@@ -43,17 +55,20 @@ def _maps(part: Part) -> list[Parameter]:
 def _adapted(part: Part, lora: Lora) -> Part:
     maps = _maps(part) if part.kind == "block" else []
     ranks = {p.name: lora.rank for p in maps if not lora.targets or {*lora.targets} & {*names_of_map(p)}}
+    narrow = {p.name for p in maps} if lora.base else set()
     weights: list[Parameter] = []
     for p in part.parameters:
-        weights.append(replace(p, frozen=True))
+        weights.append(replace(p, frozen=True, dtype=lora.base if p.name in narrow else ""))
+        if p.name in narrow:
+            weights.append(_scales(p))
         if p.name in ranks:
             weights += _factors(p, lora.rank)
-    operations = tuple(_operations(part, [ranks.get(p.name, 0) for p in maps]))
+    operations = tuple(_operations(part, [ranks.get(p.name, 0) for p in maps], lora.base))
     return replace(part, parameters=tuple(weights), operations=operations)
 
 
-def _operations(part: Part, ranks: list[int]) -> Iterator[Operation]:
-    """A part's operations. ranks: of the adapters of its maps, 0 for none."""
+def _operations(part: Part, ranks: list[int], base: str) -> Iterator[Operation]:
+    """A part's operations. ranks: of the adapters of its maps, 0 for none. base: dtype of their weights."""
     rest = iter(ranks)
     for operation in part.operations:
         if isinstance(operation, AttentionCore) or (isinstance(operation, Elementwise) and operation.kind != "lookup"):
@@ -62,10 +77,24 @@ def _operations(part: Part, ranks: list[int]) -> Iterator[Operation]:
         elif isinstance(operation, Elementwise):
             yield replace(operation, frozen=True)
         elif ranks:
-            yield replace(operation, frozen=True, adapters=tuple(next(rest) for _ in operation.outputs))
+            adapters = tuple(next(rest) for _ in operation.outputs)
+            yield replace(operation, frozen=True, adapters=adapters, base=base)
         else:
             yield replace(operation, frozen=True)
     assert next(rest, None) is None, f"{part.name}: more maps than its operations have"
+
+
+def _scales(weight: Parameter) -> Parameter:
+    """The scales of a weight in 8 bits, cut with its outputs. Those of whole rows, however its inputs are cut."""
+    whole = weight.cut in ("row", "replicated")
+    return Parameter(
+        scale_of(weight.name),
+        weight.shape[:1],
+        decay=False,
+        cut="replicated" if whole else weight.cut,
+        heads=0 if whole else weight.heads,
+        frozen=True,
+    )
 
 
 def _factors(weight: Parameter, rank: int) -> Iterator[Parameter]:

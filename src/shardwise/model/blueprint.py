@@ -130,6 +130,8 @@ class Parameter:
     packed: int = 0
     """Of stacked experts: maps whose outputs each expert's rows are, end to end. The width is split in each of them; it
     is columns where this is 0."""
+    dtype: str = ""
+    """Its dtype where that is not the layout's: int8, of a frozen matrix beside a scale per output."""
 
     @property
     def numel(self) -> int:
@@ -150,7 +152,7 @@ class Parameter:
         name = f"{part}.{self.name}"
         return Parameter(
             name, self.shape, part, self.init, self.std, self.decay, self.cut, self.heads, self.partial, foreign,
-            self.transposed, self.absorbed, self.frozen, self.module_shape, self.packed,
+            self.transposed, self.absorbed, self.frozen, self.module_shape, self.packed, self.dtype,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`Lora`: low-rank adapters of a model's linear maps, as three numbers and a text (Hu et al. 2021)."""
+"""`Lora`: low-rank adapters of a model's linear maps, as a few numbers and a text (Hu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from shardwise.errors import UserError, did_you_mean
 
 MOST_RANK = 1 << 16
 """Largest rank: more than any model's width."""
-_KEYS = ("rank", "alpha", "targets")
+INT8 = "int8"
+"""dtype of a frozen base in 8 bits (Dettmers et al. 2023, QLoRA, with one scale per output in place of NF4)."""
+BASES = (INT8,)
+_KEYS = ("rank", "alpha", "targets", "base")
 N = TypeVar("N", int, float)
 
 
@@ -26,6 +29,8 @@ class Lora:
     """The adapters' output is multiplied by alpha / rank; 0 means 2 x rank."""
     targets: tuple[str, ...] = ()
     """Names of the maps, ours (`q`) or Hugging Face's (`q_proj`); empty for all linear maps of the blocks."""
+    base: str = ""
+    """dtype of the frozen weights of the blocks' linear maps: int8, or empty for the layout's precision."""
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= MOST_RANK:
@@ -36,6 +41,8 @@ class Lora:
         object.__setattr__(self, "targets", tuple(dict.fromkeys(self.targets)))
         if not all(isinstance(target, str) and target for target in self.targets):
             raise UserError(f"lora: targets must be names of linear maps, not {self.targets!r}")
+        if self.base not in ("", *BASES):
+            raise UserError(f"lora: base={self.base} is not supported; {did_you_mean(str(self.base), BASES, 'bases:')}")
 
     @property
     def scale(self) -> float:
@@ -54,17 +61,20 @@ class Lora:
                 raise UserError(f"lora: {word!r}: give {key} one value, as in rank=16,alpha=32,targets=q_proj+v_proj")
             values[key] = value
         if "rank" not in values:
-            raise UserError("lora: rank is missing: give rank=16")
+            why = ": weights in 8 bits have no gradients, so that only adapters train" if "base" in values else ""
+            raise UserError(f"lora: rank is missing: give rank=16{why}")
         targets = values.get("targets", "")
         return cls(
             _number(values["rank"], "rank", int),
             _number(values.get("alpha", "0"), "alpha", float),
             tuple(filter(None, targets.split("+"))),
+            values.get("base", ""),
         )
 
     def __str__(self) -> str:
         words = [f"rank={self.rank}", f"alpha={self.alpha:g}"]
-        return ",".join([*words, f"targets={'+'.join(self.targets)}"] if self.targets else words)
+        words += [f"targets={'+'.join(self.targets)}"] if self.targets else []
+        return ",".join([*words, f"base={self.base}"] if self.base else words)
 
 
 def _number(text: str, key: str, kind: type[N]) -> N:

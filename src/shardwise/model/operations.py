@@ -47,6 +47,8 @@ class LinearOp:
     """Whether no gradients of the matrices are computed."""
     adapters: tuple[int, ...] = ()
     """Rank of the adapter beside each output, 0 for none; empty where there are none."""
+    base: str = ""
+    """dtype of its frozen matrices where that is not the layout's: they are converted for each product."""
 
     @property
     def trains(self) -> bool:

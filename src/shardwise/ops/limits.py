@@ -33,6 +33,14 @@ SCORES = 1 << 22
 WIDE_OUTPUTS = 8192
 """Rows of an 8-bit matrix per block that is converted to 16 or 32 bits."""
 
+DENSE = 1 << 24
+"""Elements of a frozen 8-bit matrix that a training step converts at a time."""
+
+
+def dense_rows(outputs: int, inputs: int) -> int:
+    """Rows of a frozen 8-bit matrix [outputs, inputs] per block that is converted."""
+    return max(1, min(outputs, DENSE // inputs))
+
 
 def row_int8_bytes(outputs: int, inputs: int, *, width: int) -> int:
     """Bytes of an 8-bit matrix: a byte per number and for each row a scale of `width` bytes."""

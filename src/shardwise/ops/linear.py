@@ -22,6 +22,7 @@ from shardwise.decoder.latent_attention import SharedKey
 from shardwise.decoder.modules import Linear, Linears, Lookup, TiedLinear
 from shardwise.ops.context import Around, OpContext
 from shardwise.ops.gradients import grad_slot
+from shardwise.ops.int8 import int8_input_gradient, int8_linear
 
 Map = Linear | TiedLinear
 
@@ -61,11 +62,19 @@ class _Maps:
 
     def product(self, module: Map, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Outputs [..., out] of a map."""
-        y = F.linear(x, self.matrix(weight), bias)
+        scales = _scales(module)
+        y = F.linear(x, self.matrix(weight), bias) if scales is None else int8_linear(x, weight, scales, bias)
         if isinstance(module, Adapted):
             a, b = module.factors
             as_rows(y).addmm_(as_rows(x) @ a.t(), b.t(), alpha=module.scale)
         return y
+
+    def input_gradient(self, module: Map, dy: Tensor, weight: Tensor, dx: Tensor | None) -> Tensor:
+        """The gradient of a map's input [T, in] from that of its outputs, added to `dx` where that is given."""
+        if (scales := _scales(module)) is not None:
+            return int8_input_gradient(dy, weight, scales, dx)
+        matrix = self.matrix(weight)
+        return dy @ matrix if dx is None else dx.addmm_(dy, matrix)
 
     def add_product(self, module: Map, dy: Tensor, columns: Tensor) -> None:
         """Add the gradients of a map's weights from those of its outputs [T, out] and from its inputs [T, in]."""
@@ -76,6 +85,11 @@ class _Maps:
             a, b = module.factors
             grad_slot(b).add_product(dy.t(), (columns @ a.t()).mul_(module.scale))
             grad_slot(a).add_product((dy @ b).mul_(module.scale).t(), columns)
+
+
+def _scales(module: Map) -> Tensor | None:
+    """Scales of a weight in 8 bits."""
+    return getattr(module, "weight_scale", None)
 
 
 class _Linear(torch.autograd.Function):
@@ -99,9 +113,10 @@ class _Linear(torch.autograd.Function):
         maps: _Maps = ctx.maps
         local = [leave.backward(dy)[0] for leave, dy in zip(maps.leaves, grads, strict=True)]
         dys = [as_rows(dy) for dy in local]
-        dx = dys[0] @ maps.matrix(weights[0])
-        for dy, weight in zip(dys[1:], weights[1 : len(dys)], strict=True):
-            dx.addmm_(dy, maps.matrix(weight))
+        dx = None
+        for module, dy, weight in zip(maps.modules, dys, weights, strict=False):  # factors of adapters follow
+            dx = maps.input_gradient(module, dy, weight, dx)
+        assert dx is not None
         for module, dy in zip(maps.modules, dys, strict=True):
             if isinstance(module, Adapted):
                 a, b = module.factors

@@ -84,6 +84,15 @@ def _widened(rows: Tensor, numbers: Tensor) -> Tensor:
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 [out, in], scales [out] in the weight's dtype): rows of W are numbers x scale, the nearest there are."""
-    scales = (weight.abs().amax(1).float() / 127).clamp_(min=torch.finfo(torch.float32).tiny).to(weight.dtype)
-    numbers = (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return numbers, scales
+    scales = row_scales(weight.abs().amax(1), weight.dtype)
+    return rounded(weight, scales[:, None]), scales
+
+
+def row_scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales of rows whose largest magnitudes are `largest`."""
+    return (largest.float() / 127).clamp_(min=torch.finfo(torch.float32).tiny).to(dtype)
+
+
+def rounded(elements: Tensor, scales: Tensor) -> Tensor:
+    """The nearest int8 numbers x scale of some elements, each with its row's scale."""
+    return (elements.float() / scales.float()).round_().clamp_(-127, 127).to(torch.int8)

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import releases_early
-from shardwise.layout.units import Backend, Unit, frozen_of
+from shardwise.layout.units import Backend, Unit, frozen_of, int8_of
 from shardwise.model import ModelConfig
 from shardwise.planner.block_elements import BlockElements, block_elements
 from shardwise.planner.occupancy import FIRST, LAST, MIDDLE, WHOLE, moments
@@ -89,7 +89,8 @@ class RankBound:
         ranks: Any = np.array([s.ranks for s in frame.shardings])[:, None]
         first, last = place == 0, place == frame.pp - 1
         here = {"embedding": first, "tied": first or last, "blocks.0": True, "head": last}
-        there = [unit for name, unit in units.items() if here[name.removesuffix(frozen_of(""))]]
+        beside = frozen_of(""), int8_of("")
+        there = [u for name, u in units.items() if here[name.removesuffix(beside[0]).removesuffix(beside[1])]]
         cut = {unit.name: replace(unit, shard_ranks=ranks) for unit in there}
         self.padded: dict[str, Num] = {name: unit.padded for name, unit in cut.items() if not unit.frozen}
         self.shard: dict[str, Num] = {name: unit.shard_numel for name, unit in cut.items() if not unit.frozen}
@@ -137,8 +138,9 @@ class RankBound:
         """Bytes of frozen weights: whole, or at stage 3 an interval of them."""
         total: Num = 0
         for name, unit in self.frozen.items():
-            of_one = np.where(self.stage == 3, unit.shard_numel, unit.numel) * WEIGHT
-            total = total + of_one * (self.layers if name == frozen_of("blocks.0") else 1)
+            width = DTYPE_BYTES[unit.dtype] if unit.dtype else WEIGHT
+            of_one = np.where(self.stage == 3, unit.shard_numel, unit.numel) * width
+            total = total + of_one * (self.layers if name in (frozen_of("blocks.0"), int8_of("blocks.0")) else 1)
         return total
 
     @property

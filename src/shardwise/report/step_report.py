@@ -23,7 +23,10 @@ SCHEMA_VERSION = 1
 Source = Literal["predicted", "dry-run", "measured"]
 Phase = Literal["forward", "backward", "optimizer", "loss", "prefill", "decode"]
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, order=True)

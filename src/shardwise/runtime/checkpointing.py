@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,13 @@ from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.huggingface import HuggingFaceWeights, PeftAdapters
 from shardwise.checkpoint.manifest import NAME as MANIFEST
 from shardwise.errors import UserError
+from shardwise.model.adapters import is_scale
+from shardwise.model.parameters import Parameter
 from shardwise.runtime.job.launch import reason
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.residual_state import RESIDUAL, folded_residuals, restore_residuals
 from shardwise.runtime.sync.stored import ERROR, MOMENTUM, agree, outer_kinds, outer_tensors, restore_outer
+from shardwise.runtime.zero.int8_values import Int8Values
 from shardwise.runtime.zero.trainable import Trainable
 
 OTHERS = (RESIDUAL, MOMENTUM, ERROR)
@@ -273,11 +277,28 @@ def start_from(program: Trainable, weights: HuggingFaceWeights) -> None:
         return
     weights.require(shapes(plan.subject, ("model",), frozen=True))
     for held in needs(plan.subject, plan.layout, dist.get_rank(), frozen=True):
+        flat = program.engine.units[held.unit]
+        if flat.unit.dtype or is_scale(held.name):
+            continue
         program.comms.pulse.work(f"the reading of {held.name}")
         values = weights.read(f"model/{held.name}", held.local, plan.master_dtype)
-        flat = program.engine.units[held.unit]
         flat.put(held.start - flat.start, torch.from_numpy(values))
+    base = Int8Values(plan, partial(_whole_values, program, weights, {}))
+    for flat in program.engine.units.values():
+        if flat.unit.frozen:
+            flat.fill_frozen(base, lambda p: bool(p.dtype) or is_scale(p.name))
     program.engine.all_gather_params()
+
+
+def _whole_values(
+    program: Trainable, weights: HuggingFaceWeights, latest: dict[str, Tensor], parameter: Parameter, index: Tensor
+) -> Tensor:
+    """`Values` of a matrix, which is read whole: scales of 8 bits are those of whole rows. latest: keeps it."""
+    if parameter.name not in latest:
+        program.comms.pulse.work(f"the reading of {parameter.name}")
+        latest.clear()
+        latest[parameter.name] = torch.from_numpy(weights.read(f"model/{parameter.name}", dtype="float32"))
+    return latest[parameter.name][index.cpu()].to(index.device, torch.float64)
 
 
 def start_adapters(program: Trainable, adapters: PeftAdapters) -> None:

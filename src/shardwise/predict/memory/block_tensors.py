@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
+from shardwise.ops.limits import dense_rows
 from shardwise.predict.memory.activations import MapInputs, Sizes, query_norms, shared_width
 from shardwise.predict.memory.context_tensors import attention_tensors
 from shardwise.predict.memory.expert_tensors import MixtureTensors
@@ -45,6 +46,8 @@ class BlockTensors:
         lora = plan.model.lora
         self.low = s.tokens * lora.rank * s.element if lora else 0
         """Bytes between the two factors of an adapter."""
+        self.narrow = bool(lora and lora.base)
+        """Whether weights are in 8 bits, and converted for each product."""
 
     # -- forward
 
@@ -69,11 +72,11 @@ class BlockTensors:
         self._column([self.attention.qkv])
         live.transient(int(self.rolled * (self.q + self.k)))
         self.attention.forward(live, saves=not self.attention.selective)
-        self._row()  # and the residual, in its place
+        self._row(self.s.attended)  # and the residual, in its place
         self._norm()
         self._column([2 * self.inner])
         live.allocate(2 * self.inner)  # silu, product
-        self._row()
+        self._row(self.s.ffn)
 
     def _plain_forward(self, saves: bool) -> None:
         live, stream = self.live, self.stream
@@ -115,7 +118,7 @@ class BlockTensors:
         if self.gated:
             live.allocate(self.inner)
             live.free(0 if saves else self.inner)
-        self._row()
+        self._row(self.ffn)
         if self.mixture:
             live.transient(self.stream)
 
@@ -128,7 +131,7 @@ class BlockTensors:
         if attention.math:
             live.allocate(attention.out)  # heads side by side
             live.free(attention.out)
-        self._row()
+        self._row(self.s.attended)
         unread = 0 if self.reads.output or attention.shares_output else attention.out
         live.free(attention.unsaved + unread if saves else live.now - before - self.stream)
 
@@ -191,19 +194,23 @@ class BlockTensors:
     def _column(self, outputs: list[int], width: int = 0) -> None:
         gathered = self._gathered(width)
         for nbytes in outputs:
-            self._output_of(nbytes)
+            self._output_of(nbytes, width or self.s.hidden)
         self.live.free(gathered)
 
-    def _row(self) -> None:
-        self._output_of(self.full)
+    def _row(self, inputs: int) -> None:
+        self._output_of(self.full, inputs)
         self._scattered()
 
-    def _output_of(self, nbytes: int) -> None:
+    def _dense(self, outputs: int, inputs: int) -> int:
+        """Bytes of the block of a weight in 8 bits that is converted at a time."""
+        return self.narrow and dense_rows(outputs, inputs) * inputs * self.s.element
+
+    def _output_of(self, nbytes: int, inputs: int) -> None:
         """A map's output; where the ranks' parts are gathered, beside these parts as they come and a rank's own."""
         if self.pieces > 1:
             self.live.transient(2 * nbytes + nbytes // self.pieces)
         self.live.allocate(nbytes)
-        self.live.transient(self.low)
+        self.live.transient(max(self.low, self._dense(nbytes // (self.s.tokens * self.s.element), inputs)))
 
     # -- backward
 
@@ -336,7 +343,7 @@ class BlockTensors:
             live.transient(piece)
         live.allocate(gradient)
         if not fused:
-            live.transient(max(piece, self.low))
+            live.transient(max(piece, self.low, self._dense(self.s.hidden, columns)))
         if not self.apart:
             live.free(gathered + saved)
 
@@ -345,7 +352,7 @@ class BlockTensors:
         reads: whether it is there, for gradients of weights."""
         live, s, deep = self.live, self.s, width or self.s.hidden
         live.allocate(s.tokens * deep * s.element)
-        live.transient(self.low)
+        live.transient(max(self.low, *(self._dense(count, deep) for count in rows)))
         self._scattered(width)
         if not reads:
             live.free(grads)

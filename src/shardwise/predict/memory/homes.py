@@ -21,11 +21,11 @@ def host_bytes(plan: UnitPlan) -> Bytes:
     if layout.offload_home == "none":
         return Bytes(saved=saved)
     wide, elements = DTYPE_BYTES[plan.master_dtype], sum(map(plan.offloaded, plan.units))
-    shards = sum(unit.shard_numel for unit in plan.units)
+    shards = sum(unit.shard_numel * DTYPE_BYTES[plan.dtype_gathered(unit)] for unit in plan.units)
     trained = sum(unit.shard_numel for unit in plan.units if not unit.frozen)
     file = state_file(plan)
     return Bytes(
-        parameters=shards * DTYPE_BYTES[layout.dtype] if layout.offload_params == "cpu" else 0,
+        parameters=shards if layout.offload_params == "cpu" else 0,
         gradients=trained * DTYPE_BYTES[plan.grad_dtype] if accumulates_on_host(plan) else 0,
         optimizer=(len(plan.states) * wide * elements if layout.offload_home == "cpu" else 0) + outer_state_bytes(plan),
         saved=saved,

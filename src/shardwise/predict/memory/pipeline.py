@@ -244,7 +244,7 @@ class _Rank:
 
     def _whole(self, units: list[Unit]) -> int:
         packed = sum(self.plan.packed(unit) * unit.shard_ranks for unit in units)
-        return packed + sum(unit.padded for unit in units) * DTYPE_BYTES[self.plan.layout.dtype]
+        return packed + sum(unit.padded * DTYPE_BYTES[self.plan.dtype_gathered(unit)] for unit in units)
 
     def _moves(self, kind: str, stage: int, micro: int) -> bool:
         """Whether a micro-batch comes to the first, or leaves the last, of the stages with attention that it is under

@@ -62,12 +62,12 @@ def parameter_bytes(plan: UnitPlan) -> int:
     """Weights: whole, in compute precision; at stage 3 one interval of each unit in the optimizer's precision, which is
     what gathers of bf16 weights are rounded from, and its part of the second copy under hpz. With offloaded state the
     interval is in compute precision, and it may be off the device, too. Frozen weights always are in compute
-    precision."""
+    precision, or in 8 bits."""
     if plan.layout.stage == 3:
-        copies = sum(unit.copy_numel for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
+        copies = sum(unit.copy_numel * DTYPE_BYTES[plan.dtype_gathered(unit)] for unit in plan.units)
         here = plan.layout.offload_params == "none"
         return here * sum(unit.shard_numel * DTYPE_BYTES[plan.dtype_of(unit)] for unit in plan.units) + copies
-    return sum(unit.padded for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
+    return sum(unit.padded * DTYPE_BYTES[plan.dtype_gathered(unit)] for unit in plan.units)
 
 
 def gradient_bytes(plan: UnitPlan) -> int:
@@ -98,7 +98,7 @@ def optimizer_bytes(plan: UnitPlan) -> int:
 
 def _weight_slots(plan: UnitPlan) -> int:
     packed = sum(plan.packed_slots.values()) + kept_pieces(plan)
-    return packed + (plan.layout.stage == 3) * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
+    return packed + (plan.layout.stage == 3) * plan.slot_bytes
 
 
 def kept_pieces(plan: UnitPlan) -> int:

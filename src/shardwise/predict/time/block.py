@@ -134,6 +134,11 @@ class PartSeconds:
         if accumulate and trains:
             self.memory(0.0, batch * wide * deep * accumulate * shape.width / 2, (0, 1))
 
+    def dense(self, wide: Num, deep: Num, operation: LinearOp, shape: Shape) -> None:
+        """Frozen matrices in 8 bits, which each pass converts and then scales in place (`ops/int8.py`)."""
+        moved, kernels = wide * deep * (WIDTH[operation.base] + 3 * shape.width), 2 * len(operation.outputs)
+        self.memory(moved, moved, (kernels, kernels))
+
     def adapter(self, tokens: Num, wide: Num, deep: Num, rank: int, shape: Shape) -> None:
         """A low-rank adapter of a linear layer, whose inner product is computed again in backward."""
         self.linear(tokens, rank, deep, shape)
@@ -216,6 +221,8 @@ def _linear(tally: PartSeconds, operation: LinearOp, shape: Shape, engine: Engin
     quantised = (first, not first) if fused else (True, True)
     deep, trains = on_rank(operation.inputs, tp), not operation.frozen
     tally.linear(rows, wide / pieces, deep, shape, times, engine.accumulate_bytes, quantised, trains)
+    if operation.base:
+        tally.dense(wide, deep, operation, shape)
     for rank, width in zip(operation.adapters, operation.outputs, strict=False):
         if rank:
             tally.adapter(rows, on_rank(width, tp), deep, rank, shape)

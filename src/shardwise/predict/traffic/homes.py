@@ -21,7 +21,7 @@ def home_rows(plan: UnitPlan) -> list[LedgerRow]:
                 _update(rows, plan, unit)
     if plan.layout.offload_params != "none":
         for (phase, unit), times in _fetches(plan).items():
-            moved = unit.name, plan.layout.dtype, unit.shard_numel
+            moved = unit.name, plan.dtype_gathered(unit), unit.shard_numel
             rows[phase, TO_DEVICE, *moved] += times
             if plan.layout.offload_params == "nvme":
                 rows[phase, DISK_READ, *moved] += times

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.decoder.adapters import Adapted
 from shardwise.errors import UserError, did_you_mean
+from shardwise.model.adapters import SCALE
 from shardwise.model.lora import Lora
 
 
@@ -39,7 +40,8 @@ class AdaptedMap(Adapted, nn.Linear):
 
 def add_adapters(module: nn.Module, lora: Lora) -> None:
     """Freeze a module, and give adapters to its `nn.Linear` maps with a last name among `lora.targets`; to all, without
-    these, but the output head of a `transformers` model. Raises `UserError` for an unknown name."""
+    these, but the output head of a `transformers` model. With `lora.base` all these have room for scales, and `split`
+    keeps their weights in 8 bits. Raises `UserError` for an unknown name."""
     head = getattr(module, "get_output_embeddings", lambda: None)()
     maps = {name: child for name, child in module.named_modules(remove_duplicate=False) if type(child) is nn.Linear}
     leaves = {name.rpartition(".")[2] for name in maps}
@@ -64,3 +66,17 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
                 made[child].reset_factors(torch.Generator(device).manual_seed(zlib.crc32(name.encode())))
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, made[child])
+    if lora.base:
+        _add_scales(module, [made.get(child, child) for child in maps.values() if child is not head])
+
+
+def _add_scales(module: nn.Module, maps: list[nn.Linear]) -> None:
+    """Room for the scales of weights in 8 bits: of all maps whose weight no other kind of module reads."""
+    own = {id(child) for child in maps}
+    others = {id(p) for child in module.modules() if id(child) not in own for p in child._parameters.values()}
+    scales: dict[nn.Parameter, nn.Parameter] = {}
+    for child in maps:
+        weight = child.weight
+        if id(weight) not in others:
+            made = nn.Parameter(weight.new_ones(child.out_features), requires_grad=False)
+            child.register_parameter(SCALE, scales.setdefault(weight, made))

@@ -14,8 +14,9 @@ from torch.utils import _pytree
 from shardwise.errors import LayoutError, UserError, did_you_mean
 from shardwise.layout import Layout
 from shardwise.layout.styles import GATHERED, LOOKUP, WHOLE, MapStyle, matched
-from shardwise.model.adapters import A, B
+from shardwise.model.adapters import SCALE, A, B
 from shardwise.model.blueprint import Blueprint, Cut, Parameter, Part, PartKind
+from shardwise.model.lora import INT8
 from shardwise.runtime.module.adapters import AdaptedMap
 from shardwise.runtime.module.chain import ENTRY, EXIT, Chain
 from shardwise.runtime.module.expert_plan import ExpertPlan, expert_plan, published_plan, stacked
@@ -278,12 +279,18 @@ def _parameter(
     if len(cuts) > 1:
         both = ", ".join(f"{alias} by {cut}" for cut, alias in cuts.items())
         raise UserError(f"plan: one parameter is cut in two ways: {both}; give its modules styles that agree")
-    full = tuple(parameter.shape)
+    full, dtype = tuple(parameter.shape), _narrow(module, aliases)
     shape = full if len(full) < 3 else (prod(full[:-1]), full[-1])
     return Parameter(
         name, shape, decay=len(full) > 1, cut=next(iter(cuts)), partial=partial, transposed=transposed,
-        frozen=not parameter.requires_grad, module_shape=() if shape == full else full,
+        frozen=not parameter.requires_grad, module_shape=() if shape == full else full, dtype=dtype,
     )  # fmt: skip
+
+
+def _narrow(module: nn.Module, aliases: Sequence[str]) -> str:
+    """int8 for a weight beside which there are scales, else empty."""
+    owner, _, leaf = aliases[0].rpartition(".")
+    return INT8 if leaf == "weight" and SCALE in module.get_submodule(owner)._parameters else ""
 
 
 def _cut(style: MapStyle, leaf: str) -> Cut:
@@ -293,6 +300,8 @@ def _cut(style: MapStyle, leaf: str) -> Cut:
         return style.cut
     if leaf in _SIDES:
         return style.cut if style.cut == _SIDES[leaf] else "replicated"
+    if leaf == SCALE:
+        return "column" if style.cut == "column" else "replicated"
     return "column" if style.cut == "column" and style.edges.leave == "none" else "replicated"
 
 

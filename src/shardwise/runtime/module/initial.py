@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.model.adapters import is_scale
 from shardwise.model.blueprint import Parameter
 from shardwise.runtime.zero.flat_unit import Values
 
@@ -79,7 +80,7 @@ class MetaValues:
                 if own is not None:
                     own() if own.__name__ == "reset_parameters" else own(child)
         for leaf, parameter in child.named_parameters(recurse=False):
-            if parameter.isnan().any():
+            if parameter.isnan().any() and not is_scale(leaf):  # which follow from the weight
                 self._reject(f"{name}.{leaf}".removeprefix("."), child)
         return child
 

@@ -127,20 +127,22 @@ class Engine:
 
     def _weight_slots(self, device: torch.device) -> dict[str, Buffer]:
         """Buffers of gathered weights. Under a pipeline they come and go."""
-        slots = self._slot_buffers(self.plan.slots, torch_dtype(self.plan.layout.dtype), device)
+        slots = self._slot_buffers(self.plan.slots, self.plan.slot_dtypes, device)
         for slot in slots.values():
             slot.take().zero_()
         return slots
 
     def _packed_slots(self, device: torch.device) -> dict[str, Buffer]:
         """Buffers of packed weights as they are gathered, which come and go with the slots of their weights."""
-        return self._slot_buffers(self.plan.packed_slots, torch_dtype(WIRE_DTYPE), device)
+        sizes = self.plan.packed_slots
+        return self._slot_buffers(sizes, dict.fromkeys(sizes, WIRE_DTYPE), device)
 
-    def _slot_buffers(self, sizes: dict[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, Buffer]:
+    def _slot_buffers(self, sizes: dict[str, int], dtypes: dict[str, str], device: torch.device) -> dict[str, Buffer]:
         """A buffer for each slot that has a size. They last, but under a pipeline."""
         lasting, buffers = self.plan.layout.pp == 1, {}
         axes = {unit.slot: unit.shard for unit in self.plan.units}
         for name, elements in sizes.items():
+            dtype = torch_dtype(dtypes[name])
             memory = self._allocate(elements, dtype, device, axes[name]) if lasting else None
             buffers[name] = Buffer("comm", elements, dtype, device, self.tally, memory)
         return buffers

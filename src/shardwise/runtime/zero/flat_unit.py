@@ -69,7 +69,7 @@ class FlatUnit:
             self.whole = slot.tensor[: unit.padded]
             self.interval = self._interval(device, host)
         else:
-            self.whole = torch.zeros(unit.padded, dtype=torch_dtype(plan.layout.dtype), device=device)
+            self.whole = torch.zeros(unit.padded, dtype=torch_dtype(plan.dtype_gathered(unit)), device=device)
             self.interval = self.whole[self.start : self.stop]
         self.packed = None
         if wire is not None:
@@ -131,9 +131,11 @@ class FlatUnit:
         self.put(0, own)
         return own
 
-    def fill_frozen(self, values: Values) -> None:
-        """Set frozen parameters from global values, without a copy of the unit in another precision."""
+    def fill_frozen(self, values: Values, which: Callable[[Parameter], bool] = lambda p: True) -> None:
+        """Set some frozen parameters from global values, without a copy of the unit in another precision."""
         for start, placed, first, last in self._chunks():
+            if not which(placed.parameter):
+                continue
             a, b = max(start + first, self.start), min(start + last, self.stop)
             if a < b:
                 part = local_values(placed, a - start, b - start, values, self.whole.device)

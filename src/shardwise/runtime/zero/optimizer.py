@@ -32,6 +32,7 @@ from shardwise.runtime.offload.state import MASTER, FileState, MemoryState, Opti
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
 from shardwise.runtime.zero.flat_unit import HOST, FlatUnit, Values, torch_dtype
+from shardwise.runtime.zero.int8_values import Int8Values
 from shardwise.runtime.zero.update import update
 
 
@@ -105,6 +106,7 @@ class Optimizer:
     def __init__(self, engine: Engine, comms: Comms, config: OptimizerConfig, values: Values) -> None:
         self.engine, self.comms, self.config = engine, comms, config
         self.kind = engine.plan.workload.optimizer
+        values = Int8Values(engine.plan, values)
         self.states = [UnitState(flat, values, engine.file) for flat in engine.trained]
         for flat in engine.units.values():
             if flat.unit.frozen:

@@ -217,7 +217,7 @@ def _moments(plan: UnitPlan) -> Table:
 
 def _through_step(plan: UnitPlan) -> list[MemoryPoint]:
     """A step without a pipeline, at the moments whose largest is the predicted peak."""
-    s, slots = Sizes.of(plan), (plan.layout.stage == 3) * sum(plan.slots.values()) * DTYPE_BYTES[plan.layout.dtype]
+    s, slots = Sizes.of(plan), (plan.layout.stage == 3) * plan.slot_bytes
     there = inputs(plan, s) - sum(saved_inputs(plan, s, part) for part in plan.parts) + tables(plan, s)
     saved = list(accumulate(sum(saved_items(plan, s, part).values()) for part in plan.parts))
     points: list[MemoryPoint] = []
