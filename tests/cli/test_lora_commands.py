@@ -71,6 +71,24 @@ def test_trap_35_merged_weights_are_the_sum(root: Path) -> None:
     assert np.allclose(after[name] - before[name], sum_of_products, rtol=1e-3, atol=1e-7)
 
 
+def test_a_base_in_8_bits_is_read_again_and_merged(root: Path) -> None:
+    """Under another layout, from step 2. Merging adds to the folder's own weights."""
+    lora = ("train", "--weights", "base", *TEXT, "--lora", "rank=3,alpha=12,base=int8", "--no-tensorboard")
+    straight = result(
+        *lora, "--layout", FULL, "--steps", 4, "--save-every", 2, "--lr", "1e-2", "--report", "--out", "narrow", folder=root
+    )
+    compared = shardwise("compare", "narrow", folder=root).stdout
+    assert "bytes by class equal" in compared and "✗" not in compared
+    words = ("train", "--resume", "narrow/checkpoints/step-2", "--layout", f"tp=2,{FULL}", "--steps", 4)
+    assert result(*words, "--out", "narrower", folder=root)["loss"] == pytest.approx(straight["loss"], rel=1e-5)
+    plain = json.loads((root / "lora" / "result.json").read_text())
+    assert plain["loss"] != straight["loss"] and plain["loss"] == pytest.approx(straight["loss"], rel=0.01)
+    result("checkpoint", "merge", "narrow", "--to", "widened", "--dtype", "float32", folder=root)
+    before, after = (load_file(root / name / "model.safetensors") for name in ("base", "widened"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert 0 < np.abs(after[name] - before[name]).max() < 0.1
+
+
 def test_trap_35_pefts_folder_and_back(root: Path) -> None:
     made = result("checkpoint", "export", "lora", "--to", "adapters", folder=root)
     assert made["tensors"] == 7 * 2 * 2

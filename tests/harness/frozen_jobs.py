@@ -19,6 +19,7 @@ from shardwise.model.lora import Lora
 from shardwise.ops.products import quantise
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.module.adapters import add_adapters
+from shardwise.runtime.module.describe import find_blocks
 from shardwise.runtime.module.split import split
 
 
@@ -57,7 +58,7 @@ def one_device(job: FrozenTraining) -> tuple[FrozenOutcome, dict[str, Tensor]]:
     """Losses and norms, and the final parameters, in plain PyTorch."""
     module, outcome = build(job), FrozenOutcome()
     if job.lora:
-        add_adapters(module, Lora.parse(job.lora))
+        add_adapters(module, Lora.parse(job.lora), find_blocks(module, None))
     module.double()
     narrow = round_to_int8(module)
     trained = [p for p in module.parameters() if p.requires_grad]

@@ -20,6 +20,8 @@ def test_text_and_back() -> None:
     assert lora == Lora(16, 32.0, ("q_proj", "v_proj")) == Lora.parse(str(lora))
     assert lora.scale == 2.0
     assert Lora.parse("rank=4") == Lora(4, 8.0)
+    narrow = Lora.parse("rank=4,base=int8")
+    assert narrow.base == "int8" and Lora.parse(str(narrow)) == narrow
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,8 @@ def test_text_and_back() -> None:
         ("rank=4,rank=5", "one value"),
         ("rank=", "one value"),
         ("rang=4", "did you mean rank"),
+        ("rank=4,base=int4", "base=int4 is not supported; did you mean int8"),
+        ("base=int8", "give rank=16: weights in 8 bits have no gradients, so that only adapters train"),
     ],
 )
 def test_mistakes(text: str, words: str) -> None:
@@ -63,6 +67,18 @@ def test_flops_leave_out_gradients_of_frozen_weights() -> None:
     assert forward_flops_per_token(model, 4096) == forward + low
     frozen = 2 * (count(plain) - plain.vocab * plain.hidden - (2 * 32 + 1) * 4096)
     assert training_flops_per_token(model, 4096) == 3 * (forward + low) - frozen
+
+
+def test_the_blueprint_of_a_base_in_8_bits() -> None:
+    model = get("llama-3-8b").replace(lora=Lora.parse("rank=16,targets=q,base=int8"))
+    held = {p.name: p for p in blueprint(model).parameters()}
+    narrow = {name: p for name, p in held.items() if p.dtype}
+    assert len(narrow) == 32 * 7 and all(p.frozen and p.dtype == "int8" and len(p.shape) == 2 for p in narrow.values())
+    for name, p in narrow.items():
+        scales = held[f"{name}_scale"]
+        assert scales.frozen and scales.shape == p.shape[:1]
+        assert scales.cut == ("replicated" if p.cut == "row" else p.cut)
+    assert Blueprint.from_json(json.loads(json.dumps(blueprint(model).to_json()))) == blueprint(model)
 
 
 def test_targets_by_either_name() -> None:

@@ -56,7 +56,6 @@ NARROW = [
     ("skips", "dp=2,zero=2", "rank=2,base=int8"),
     ("states", "dp=4,zero=3,shard=2", "rank=2,targets=enter,base=int8"),
     ("states", "tp=2", "rank=2,base=int8"),
-    ("shared", "dp=2,tp=2,zero=1", "rank=3,targets=up+down,base=int8"),
 ]
 
 

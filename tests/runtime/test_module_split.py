@@ -258,3 +258,12 @@ def test_a_blocks_parameter_that_the_loss_uses_is_named():
     module.train_step(lambda model, x: model(x).square().mean() + model.scale.norm() + model.head.weight.norm(), x)
     with pytest.raises(UserError, match=r"a parameter of blocks\.1 was used outside of its forward pass"):
         module.train_step(lambda model, x: model(x).square().mean() + model.blocks[1].aside.norm(), x)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_weight_in_8_bits_that_other_code_reads_is_said() -> None:
+    module = split(OWN["shared"](), "precision=fp32", lora="rank=3,base=int8")
+    with pytest.raises(UserError, match="own code reads a linear map's weight"):
+        module(torch.zeros(2, 6, dtype=torch.int64))
+    with pytest.raises(UserError, match="no block of Linear has an nn.Linear"):
+        split(torch.nn.Linear(3, 4), "precision=fp32", lora="rank=3,base=int8")

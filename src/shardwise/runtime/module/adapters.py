@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +39,10 @@ class AdaptedMap(Adapted, nn.Linear):
         return F.linear(x, self.weight, self.bias) + self.low(x)
 
 
-def add_adapters(module: nn.Module, lora: Lora) -> None:
+def add_adapters(module: nn.Module, lora: Lora, blocks: Sequence[str] = ()) -> None:
     """Freeze a module, and give adapters to its `nn.Linear` maps with a last name among `lora.targets`; to all, without
-    these, but the output head of a `transformers` model. With `lora.base` all these have room for scales, and `split`
-    keeps their weights in 8 bits. Raises `UserError` for an unknown name."""
+    these, but the output head of a `transformers` model. With `lora.base` all `nn.Linear` in `blocks` (paths) have room
+    for scales, and `split` keeps their weights in 8 bits. Raises `UserError` for an unknown name."""
     head = getattr(module, "get_output_embeddings", lambda: None)()
     maps = {name: child for name, child in module.named_modules(remove_duplicate=False) if type(child) is nn.Linear}
     leaves = {name.rpartition(".")[2] for name in maps}
@@ -67,11 +68,13 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, made[child])
     if lora.base:
-        _add_scales(module, [made.get(child, child) for child in maps.values() if child is not head])
+        inside = [name for name in maps if any(f"{name}.".startswith(f"{block}.") for block in blocks)]
+        _add_scales(module, [made.get(maps[name], maps[name]) for name in inside])
 
 
 def _add_scales(module: nn.Module, maps: list[nn.Linear]) -> None:
-    """Room for the scales of weights in 8 bits: of all maps whose weight no other kind of module reads."""
+    """Room for the scales of weights in 8 bits: of all maps whose weight no other kind of module reads. Raises
+    `UserError` where there is none."""
     own = {id(child) for child in maps}
     others = {id(p) for child in module.modules() if id(child) not in own for p in child._parameters.values()}
     scales: dict[nn.Parameter, nn.Parameter] = {}
@@ -80,3 +83,5 @@ def _add_scales(module: nn.Module, maps: list[nn.Linear]) -> None:
         if id(weight) not in others:
             made = nn.Parameter(weight.new_ones(child.out_features), requires_grad=False)
             child.register_parameter(SCALE, scales.setdefault(weight, made))
+    if not scales:
+        raise UserError(f"lora: base=int8: no block of {type(module).__name__} has an nn.Linear: leave base out")

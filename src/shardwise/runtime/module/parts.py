@@ -96,9 +96,18 @@ class PartRunner:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with floating-point inputs in the layout's precision."""
         args, kwargs = _pytree.tree_map(self._prepared, (args, kwargs))
-        if self.stages is not None:
-            return self.module(*args, **kwargs)
-        return self._part(ROOT, self.module, *args, **kwargs)
+        try:
+            if self.stages is not None:
+                return self.module(*args, **kwargs)
+            return self._part(ROOT, self.module, *args, **kwargs)
+        except RuntimeError as error:
+            # torch's name of int8
+            if any(unit.dtype for unit in self.plan.units) and "char" in str(error).lower():
+                raise UserError(
+                    "lora: base=int8: the module's own code reads a linear map's weight, which is in 8 bits: call the map, "
+                    "or leave base out"
+                ) from error
+            raise
 
     def run_stage(self, stage: int, x: Tensor | None, forward: Callable[[], Any]) -> Any:
         """A stage of a pipeline, as of `ModuleStages.run`. Without gradients its parameters are gathered for it."""

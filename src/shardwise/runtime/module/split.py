@@ -69,7 +69,7 @@ def split(
     patterns of their paths; None for the plan of a `transformers` model. What comes before the blocks is on the first
     stage, what comes after them on the last.
     accumulate: micro-batches per step. lora: low-rank adapters beside its linear maps, all else being frozen, such as
-    "rank=16,targets=q_proj+v_proj". optimizer: AdamW's settings; `lr` is constant but for `train_step(lr=)`.
+    "rank=16,targets=q_proj+v_proj"; with "base=int8" the linear maps of its blocks are kept in 8 bits. optimizer: AdamW's settings; `lr` is constant but for `train_step(lr=)`.
     transport: as of `make_comms`. Without a process group one is made, with torchrun's ranks or for this process alone.
     Raises `UserError` for a module, a plan or a layout that cannot be split.
     """
@@ -80,11 +80,11 @@ def split(
     module = model if isinstance(model, nn.Module) else model()
     if not isinstance(module, nn.Module):
         raise UserError(f"split takes an nn.Module or a function that builds one, not {type(module).__name__}")
+    found = find_blocks(module, blocks)
     if lora is not None:
-        add_adapters(module, Lora.parse(lora) if isinstance(lora, str) else lora)
+        add_adapters(module, Lora.parse(lora) if isinstance(lora, str) else lora, found)
     if layout.precision == "fp64":
         use_exact_products(module)
-    found = find_blocks(module, blocks)
     chain = find_chain(module, parts, found) if layout.pp > 1 else None
     if example is not None and chain is None:
         found = run_order(module, found, example)
