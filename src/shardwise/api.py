@@ -220,7 +220,7 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
     if values.get("adapters") is not None and values.get("resume") is None:
         from shardwise.checkpoint.huggingface import PeftAdapters
 
-        model = values["model"] = PeftAdapters.open(Path(values["adapters"]), model.replace(lora=None)).model
+        model = values["model"] = PeftAdapters.open(Path(values["adapters"]), model).model
         values["adapters"] = str(values["adapters"])
     check_runnable(layout, model, workload)
     values = {name: value for name, value in values.items() if (name, value) != ("optimizer", None)}

@@ -74,9 +74,8 @@ def test_trap_35_merged_weights_are_the_sum(root: Path) -> None:
 def test_a_base_in_8_bits_is_read_again_and_merged(root: Path) -> None:
     """Under another layout, from step 2. Merging adds to the folder's own weights."""
     lora = ("train", "--weights", "base", *TEXT, "--lora", "rank=3,alpha=12,base=int8", "--no-tensorboard")
-    straight = result(
-        *lora, "--layout", FULL, "--steps", 4, "--save-every", 2, "--lr", "1e-2", "--report", "--out", "narrow", folder=root
-    )
+    more = ("--steps", 4, "--save-every", 2, "--lr", "1e-2", "--report", "--out", "narrow")
+    straight = result(*lora, "--layout", FULL, *more, folder=root)
     compared = shardwise("compare", "narrow", folder=root).stdout
     assert "bytes by class equal" in compared and "✗" not in compared
     words = ("train", "--resume", "narrow/checkpoints/step-2", "--layout", f"tp=2,{FULL}", "--steps", 4)
@@ -105,6 +104,10 @@ def test_trap_35_pefts_folder_and_back(root: Path) -> None:
     more = result(*words, "--no-tensorboard", "--steps", 1, "--out", "more", folder=root)
     straight = json.loads((root / "lora" / "result.json").read_text())
     assert more["first_validation_loss"] == pytest.approx(straight["validation_loss"], rel=1e-5)
+    words = ("estimate", "base", "--cluster", "1xA100", "--seq", "8", "--batch", "1", "--layout", "dp=1", "--lora")
+    wide, narrow = (result(*words, lora, folder=root) for lora in ("adapters", "adapters,base=int8"))
+    held, less = (found["roles"][0]["bytes"]["parameters"] for found in (wide, narrow))
+    assert less < held
 
 
 @pytest.mark.parametrize(

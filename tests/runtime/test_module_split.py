@@ -265,5 +265,5 @@ def test_a_weight_in_8_bits_that_other_code_reads_is_said() -> None:
     module = split(OWN["shared"](), "precision=fp32", lora="rank=3,base=int8")
     with pytest.raises(UserError, match="own code reads a linear map's weight"):
         module(torch.zeros(2, 6, dtype=torch.int64))
-    with pytest.raises(UserError, match="no block of Linear has an nn.Linear"):
+    with pytest.raises(UserError, match=r"no block of Linear has an nn\.Linear"):
         split(torch.nn.Linear(3, 4), "precision=fp32", lora="rank=3,base=int8")

@@ -34,7 +34,7 @@ def add_lora(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         "--lora",
         metavar="TEXT",
         help="train low-rank adapters alone: rank=16,alpha=32,targets=q_proj+v_proj (2 x rank; all linear maps), or a "
-        "folder of peft's",
+        "folder of peft's; base=int8 keeps frozen maps in 8 bits",
     )
 
 
@@ -46,7 +46,7 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
     if (folder := adapters_of(args)) is not None:
         from shardwise.checkpoint.huggingface import PeftAdapters
 
-        return PeftAdapters.open(folder, model).model
+        return PeftAdapters.open(folder, model.replace(lora=Lora(1, base=_folder(args.lora)[1]))).model
     adapted = model.replace(lora=Lora.parse(args.lora))
     blueprint(adapted)  # raises for targets that it has not
     return adapted
@@ -54,8 +54,15 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
 
 def adapters_of(args: argparse.Namespace) -> Path | None:
     """The folder of adapters that --lora names."""
-    path = Path(args.lora) if args.lora is not None else None
-    return path if path is not None and "=" not in args.lora else None
+    if args.lora is None or "=" in _folder(args.lora)[0]:
+        return None
+    return Path(_folder(args.lora)[0])
+
+
+def _folder(text: str) -> tuple[str, str]:
+    """(folder, dtype of the base) of `FOLDER` or `FOLDER,base=int8`."""
+    folder, _, base = text.partition(",base=")
+    return folder, base
 
 
 def subject_of(args: argparse.Namespace) -> Model:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,14 @@ class PeftAdapters:
 
     @classmethod
     def open(cls, folder: Path, base: ModelConfig) -> PeftAdapters:
-        """The adapters in a folder, for this model. Raises `UserError` naming the file when there are none, a setting
-        is not supported, or tensors are missing, unknown or of other shapes."""
+        """The adapters in a folder, for this model, whose `lora` may say the base's dtype.
+
+        Raises `UserError` naming the file when there are none, a setting is not supported, or tensors are missing,
+        unknown or of other shapes.
+        """
         config = _read_config(folder)
-        model = base.replace(lora=_lora_of(config, folder / CONFIG))
+        lora = _lora_of(config, folder / CONFIG)
+        model = base.replace(lora=replace(lora, base=base.lora.base) if base.lora else lora)
         tensors, stored = tensors_of(folder / WEIGHTS), {}
         for p, place in _places(model):
             if place.tensor not in tensors:

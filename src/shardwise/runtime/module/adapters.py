@@ -77,7 +77,7 @@ def _add_scales(module: nn.Module, maps: list[nn.Linear]) -> None:
     `UserError` where there is none."""
     own = {id(child) for child in maps}
     others = {id(p) for child in module.modules() if id(child) not in own for p in child._parameters.values()}
-    scales: dict[nn.Parameter, nn.Parameter] = {}
+    scales: dict[Tensor, nn.Parameter] = {}
     for child in maps:
         weight = child.weight
         if id(weight) not in others:

@@ -104,8 +104,8 @@ class PartRunner:
             # torch's name of int8
             if any(unit.dtype for unit in self.plan.units) and "char" in str(error).lower():
                 raise UserError(
-                    "lora: base=int8: the module's own code reads a linear map's weight, which is in 8 bits: call the map, "
-                    "or leave base out"
+                    "lora: base=int8: the module's own code reads a linear map's weight, which is in 8 bits: call the "
+                    "map, or leave base out"
                 ) from error
             raise
 

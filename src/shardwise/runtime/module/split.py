@@ -69,7 +69,8 @@ def split(
     patterns of their paths; None for the plan of a `transformers` model. What comes before the blocks is on the first
     stage, what comes after them on the last.
     accumulate: micro-batches per step. lora: low-rank adapters beside its linear maps, all else being frozen, such as
-    "rank=16,targets=q_proj+v_proj"; with "base=int8" the linear maps of its blocks are kept in 8 bits. optimizer: AdamW's settings; `lr` is constant but for `train_step(lr=)`.
+    "rank=16,targets=q_proj+v_proj"; with "base=int8" the linear maps of its blocks are kept in 8 bits. optimizer:
+    AdamW's settings; `lr` is constant but for `train_step(lr=)`.
     transport: as of `make_comms`. Without a process group one is made, with torchrun's ranks or for this process alone.
     Raises `UserError` for a module, a plan or a layout that cannot be split.
     """

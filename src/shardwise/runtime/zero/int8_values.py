@@ -23,7 +23,7 @@ class Int8Values:
         self._weights = {scale_of(p.name): p for p in plan.blueprint.parameters() if p.dtype}
         """Name of scales -> their weight."""
         self._known: dict[str, Tensor] = {}
-        """Weight -> scales [outputs], NaN where none has been asked for."""
+        """Weight -> scales [outputs]."""
 
     def __call__(self, parameter: Parameter, index: Tensor) -> Tensor:
         if parameter.dtype:
@@ -34,15 +34,14 @@ class Int8Values:
         return self._values(parameter, index)
 
     def _scales(self, weight: Parameter, rows: Tensor) -> Tensor:
-        """Scales of some rows of a weight."""
-        outputs, inputs = weight.shape
+        """Scales of some rows of a weight. Those of all its rows are computed at once: fake tensors name no rows."""
         if weight.name not in self._known:
-            self._known[weight.name] = torch.full((outputs,), torch.nan, dtype=self._dtype, device=rows.device)
-        known = self._known[weight.name]
-        if len(rows):
-            due = torch.arange(int(rows.min()), int(rows.max()) + 1, device=rows.device)
+            outputs, inputs = weight.shape
             columns = torch.arange(inputs, device=rows.device)
-            for some in due[known[due].isnan()].split(max(1, FILLED // inputs)):
-                elements = self._values(weight, some[:, None] * inputs + columns)
-                known[some] = row_scales(elements.abs().amax(1), self._dtype)
-        return known[rows]
+            every = torch.arange(outputs, device=rows.device)
+            largest = [
+                self._values(weight, some[:, None] * inputs + columns).abs().amax(1)
+                for some in every.split(max(1, FILLED // inputs))
+            ]
+            self._known[weight.name] = row_scales(torch.cat(largest), self._dtype)
+        return self._known[weight.name][rows]
