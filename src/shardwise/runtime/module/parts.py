@@ -94,7 +94,8 @@ class PartRunner:
             block.forward = partial(self._part, name, block.forward)  # type: ignore[method-assign]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass, with floating-point inputs in the layout's precision."""
+        """The module's forward pass, with floating-point inputs in the layout's precision. Raises `UserError` where its
+        code reads a weight that is in 8 bits."""
         args, kwargs = _pytree.tree_map(self._prepared, (args, kwargs))
         try:
             if self.stages is not None:
