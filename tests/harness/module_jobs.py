@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,7 +18,8 @@ from harness.own_modules import OWN, PARTS, PLANS, llama, mixtral, own_batch, su
 from harness.pool import run_ranks
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
-from shardwise.report.step_report import LedgerRow, StepReport
+from shardwise.layout.units import UnitPlan
+from shardwise.report.step_report import Bytes, LedgerRow, StepReport
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.comparison import RankDifference, compare_split
 from shardwise.runtime.module.initial import MetaValues
@@ -116,6 +118,55 @@ def train_own(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) -> OwnO
     dist.barrier()
     comms.close()
     return outcome
+
+
+@dataclass
+class OffloadOutcome:
+    """What a rank has trained, and what it has measured of what is off the device."""
+
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, str]
+    """Unit -> digest of its master weights and moments."""
+    copies: dict[tuple[str, ...], int]
+    """(phase, operation, axes, unit, dtype, elements) -> count, of the last step."""
+    bytes: Bytes
+    host: Bytes
+    disk: Bytes
+    plan: UnitPlan
+
+
+def train_offloaded(rank: int, payload: tuple[OwnTraining, str, str]) -> OffloadOutcome:
+    """Train on this rank's rows, with a file in a folder, and lora. The last step is measured."""
+    job, folder, lora = payload
+    torch.manual_seed(0)
+    layout = Layout.parse(f"{job.layout},precision=fp64")
+    module = split(
+        OWN[job.name](), layout, PLANS[job.name] if layout.tp > 1 or layout.ep > 1 else None, parts=PARTS.get(job.name),
+        accumulate=job.accumulate, optimizer=SETTINGS, lora=lora or None, offload_dir=folder,
+    )  # fmt: skip
+    program, steps = module.program, []
+    for step in range(STEPS):
+        rows = [p.chunk(program.comms.size(DATA))[program.comms.index(DATA)] for p in own_batch(job.name, ROWS, step)]
+        micro = list(zip(*(part.chunk(job.accumulate) for part in rows), strict=True))
+        steps.append(module.train_step(summed_loss, micro, lr=LR, measure=step == STEPS - 1))
+    state = {}
+    for unit in program.optimizer.states:
+        every = torch.stack([unit.get(kind, 0, unit.flat.stop - unit.flat.start) for kind in range(3)])
+        state[unit.flat.unit.name] = hashlib.sha1(every.numpy().tobytes()).hexdigest()
+    role = next(role for role in module.report().roles if rank in role.ranks)
+    copies = {
+        (r.phase, r.op, r.axes, r.unit, r.dtype, r.elements): r.count
+        for r in program.comms.ledger()
+        if r.axes in ("host", "disk")
+    }
+    dist.barrier()
+    module.close()
+    program.comms.close()
+    return OffloadOutcome(
+        [s.loss for s in steps], [s.grad_norm for s in steps], state, copies, role.bytes, role.host, role.disk,
+        program.plan,
+    )  # fmt: skip
 
 
 def from_meta(rank: int, layout: str) -> tuple[float, float]:

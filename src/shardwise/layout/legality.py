@@ -96,14 +96,20 @@ def _check_adapters(layout: Layout, model: ModelConfig, workload: Workload | Non
     for key in ("tpkind", "sync", "compile") if workload is not None else ():
         if (value := getattr(layout, key)) != getattr(usual, key):
             raise LayoutError(f"{key}={value} does not go with the adapters of {model.name} yet: leave it out")
-    if model.lora and model.lora.base and layout.offload_params == "nvme":
-        raise LayoutError(
-            f"offload_params=nvme keeps parameters of one width, and base={model.lora.base} has two: choose "
-            "offload_params=cpu"
-        )
+    if model.lora and model.lora.base:
+        check_narrow_base(layout)
     if layout.pp > 1 and pipeline.splits_backward(layout.schedule):
         raise LayoutError(
             f"schedule={layout.schedule} computes gradients of weights apart, of which adapters have few: choose 1f1b"
+        )
+
+
+def check_narrow_base(layout: Layout) -> None:
+    """Raise `LayoutError` for what frozen weights in 8 bits cannot have."""
+    if layout.offload_params == "nvme":
+        raise LayoutError(
+            "offload_params=nvme keeps parameters of one width on disk, and base=int8 has two: choose "
+            "offload_params=cpu"
         )
 
 

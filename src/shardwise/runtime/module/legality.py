@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, pipeline
+from shardwise.layout.legality import check_narrow_base
 from shardwise.model.blueprint import Blueprint
 
 LATER = {
     "cp": "cuts sequences inside attention",
     "sp": "cuts the residual stream, which no plan of a module describes",
-    "offload": "keeps optimizer state off the device",
-    "offload_params": "keeps parameters off the device",
-    "offload_activations": "keeps saved activations off the device",
     "sync": "lets replicas train apart",
     "compile": "compiles blocks",
 }
@@ -27,6 +25,11 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
             raise LayoutError(f"{word} {why}; it is not there yet for a user's module: leave it out")
     if layout.recompute not in ("none", "full"):
         raise LayoutError(f"recompute={layout.recompute} needs the attention of a known model: choose recompute=full")
+    if layout.offload_activations != "none" and layout.pp > 1:
+        raise LayoutError(
+            f"offload_activations={layout.offload_activations} does not go with pp={layout.pp} for a user's module, whose "
+            "stages go backward as a whole: leave it out, or choose recompute=full"
+        )
     if layout.tpkind != plain.tpkind:
         raise LayoutError(f"tpkind={layout.tpkind} is the plan's matter for a user's module: use colwise_gather_output")
     if ranks is not None and layout.ranks != ranks:
@@ -36,8 +39,11 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
         )
 
 
-def check_pipeline(blueprint: Blueprint, layout: Layout, micro_batches: int) -> None:
-    """Raise `LayoutError` for a pipeline that has no schedule for these blocks and micro-batches."""
+def check_described(blueprint: Blueprint, layout: Layout, micro_batches: int) -> None:
+    """Raise `LayoutError` for a layout that does not suit these parameters, or a pipeline that has no schedule for
+    these blocks and micro-batches."""
+    if any(p.dtype for p in blueprint.parameters()):
+        check_narrow_base(layout)
     if layout.pp == 1:
         return
     pipeline.stages(blueprint, layout)

@@ -7,7 +7,8 @@ first. Arguments and results may be nested in tuples, lists and dictionaries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,8 @@ from shardwise.runtime.module.chain import ENTRY, EXIT
 from shardwise.runtime.module.describe import ROOT, DescribedModule
 from shardwise.runtime.module.maps import lower_maps
 from shardwise.runtime.module.stages import ModuleStages, free_others
+from shardwise.runtime.offload.activations import OffloadedActivations, SavedTensors, storages
+from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.pipeline.stages import no_moment
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
@@ -66,12 +69,25 @@ class PartRunner:
     backward pass between `begin_backward` and `end_backward`."""
 
     def __init__(
-        self, module: nn.Module, described: DescribedModule, plan: UnitPlan, comms: Comms, device: torch.device
+        self,
+        module: nn.Module,
+        described: DescribedModule,
+        plan: UnitPlan,
+        comms: Comms,
+        device: torch.device,
+        file: OffloadFile | None = None,
     ) -> None:
+        """file: of what is offloaded to disk."""
         self.module, self.plan, self.comms, self.device = module, plan, comms, device
         self.weights = WeightGradients(at_once=plan.of_kind("exit"))
         writing = lower_maps(module, plan, comms, described, self.weights)
-        self.engine = Engine(module, plan, comms, device, writing, self.weights)
+        self.engine = Engine(module, plan, comms, device, writing, self.weights, file)
+        self.offloaded: OffloadedActivations | None = None
+        if plan.layout.offload_activations != "none":
+            lasting = self.engine.lasting() | storages(module.buffers())
+            self.offloaded = OffloadedActivations(device, comms, self.engine.host, lasting)
+        self._saved: dict[str, SavedTensors] = {}
+        """Block -> its saved tensors of this micro-batch, in the order of the forward pass, where they are offloaded."""
         self.moment: Callable[[list[WeightGradient]], object] = no_moment
         """As of `StageRunner`."""
         self._unfinished: list[str] = []
@@ -161,19 +177,36 @@ class PartRunner:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if name == ROOT:
+            self._saved.clear()
             return forward(*args, **kwargs)
         if self.plan.blueprint.freezes:
             args, kwargs = _pytree.tree_map(_differentiable, (args, kwargs))
         (args, kwargs), entered = _through(partial(self.finish_part, name), (args, kwargs))
         if self.plan.layout.recompute == "full":
             forward = partial(checkpoint, forward, use_reentrant=False)
-        out = forward(*args, **kwargs)
+        with self._saving(name, (args, kwargs)):
+            out = forward(*args, **kwargs)
         return _through(partial(self._begin, name, entered), out)[0]
+
+    @contextmanager
+    def _saving(self, name: str, inputs: Any) -> Iterator[None]:
+        """Offload what a block saves, but for inputs without a gradient, such as masks, which blocks share."""
+        if self.offloaded is None:
+            yield
+            return
+        shared = storages(x for x in _pytree.tree_leaves(inputs) if isinstance(x, Tensor) and not x.requires_grad)
+        before = next(reversed(self._saved.values()), None)
+        saved = self._saved[name] = self.offloaded.block(name, lambda: shared, before)
+        with saved.saving():
+            yield
+        saved.saved()
 
     def _begin(self, name: str, finishes: bool) -> None:
         """A block's backward pass begins. finishes: whether its end will be seen."""
         self._finish_rest()
         self._use("backward", name)
+        if name in self._saved:
+            self._saved[name].restore(self.device)
         self._open = {ROOT, name}
         if not finishes:
             self._unfinished.append(name)
@@ -192,6 +225,8 @@ class PartRunner:
 
     def finish_part(self, name: str) -> None:
         """A part's backward pass is over: where nothing has come, the gradient is zero."""
+        if name in self._saved:
+            self._saved[name].drop()
         for unit in self.plan.finished_after(name):
             self.engine.units[unit.name].empty_rest()
         self.engine.finish_backward(name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import DescribedModule
 from shardwise.runtime.module.parts import PartRunner
 from shardwise.runtime.module.pipelined import Loss, Messages, gradients
-from shardwise.runtime.offload.activations import OffloadedActivations
+from shardwise.runtime.offload.file import file_bytes, offload_file
 from shardwise.runtime.sync.outer_step import OuterStep
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.flat_unit import Values
@@ -43,8 +45,6 @@ class ModuleProgram(PartRunner):
     checkpoints."""
 
     outer: OuterStep | None = None
-    offloaded: OffloadedActivations | None = None
-    bytes_on_disk = Bytes()
 
     def __init__(
         self,
@@ -55,13 +55,26 @@ class ModuleProgram(PartRunner):
         optimizer: OptimizerConfig,
         values: Values,
         device: torch.device,
+        folder: Path | None = None,
     ) -> None:
-        super().__init__(module, described, plan, comms, device)
+        """folder: where the rank's file of offloaded state is made, if there is any. Raises `UserError` when it cannot
+        be made."""
+        file = offload_file(plan, folder, comms.rank)
+        super().__init__(module, described, plan, comms, device, file)
+        self.close: Callable[[], object] = lambda: None
+        """Remove the rank's file of offloaded state, which else goes with the program."""
+        if file is not None:
+            self.close = weakref.finalize(self, file.close, True)
         self.optimizer = Optimizer(self.engine, comms, optimizer, values)
         self.expert_loads = ExpertLoads({}, plan, comms, device)
         self.messages = Messages(self, self.stages) if self.stages is not None else None
         with comms.in_phase("optimizer"):
             self.engine.all_gather_params()
+
+    @property
+    def bytes_on_disk(self) -> Bytes:
+        """Bytes of the rank's file, by class."""
+        return file_bytes(self.engine.file)
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
         """A forward pass without gradients. All ranks call it together. Under a pipeline the last stage's ranks alone

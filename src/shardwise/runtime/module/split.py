@@ -33,7 +33,7 @@ from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.initial import MetaValues, is_meta, values_of
 from shardwise.runtime.module.inputs import row_length
-from shardwise.runtime.module.legality import check_module_layout, check_pipeline
+from shardwise.runtime.module.legality import check_described, check_module_layout
 from shardwise.runtime.module.program import ModuleProgram, StepOutcome
 from shardwise.runtime.zero.flat_unit import Values
 
@@ -54,13 +54,14 @@ def split(
     optimizer: OptimizerConfig | None = None,
     device: torch.device | str | None = None,
     transport: str = "auto",
+    offload_dir: Path | str | None = None,
 ) -> SplitModule:
     """Split a module over the ranks of a job. Every rank calls it with the same arguments and weights.
 
     model: the module, which is taken over: its parameters become this rank's. Or a function that builds it. On the meta
     device its own classes' initial values are made submodule by submodule, and no rank has all of them.
-    layout: a `Layout` or its text: dp, tp, zero, shard, hpz, qwz, qgz, recompute=full, precision, grads;
-    micro is the number of rows of a micro-batch, which only predictions need to know.
+    layout: a `Layout` or its text, such as "dp=2,zero=3" (docs/your_own_model.md has its keys); micro is the number of
+    rows of a micro-batch, which only predictions need to know.
     plan: {pattern: style} of tensor parallelism (`layout.styles`); None for the one that a `transformers` model has.
     example: inputs of one forward pass, to find the order in which blocks run; None where it is that of registration.
     Under a pipeline `parts` has the order.
@@ -71,11 +72,14 @@ def split(
     accumulate: micro-batches per step. lora: low-rank adapters beside its linear maps, all else being frozen, such as
     "rank=16,targets=q_proj+v_proj"; with "base=int8" the linear maps of its blocks are kept in 8 bits. optimizer:
     AdamW's settings; `lr` is constant but for `train_step(lr=)`.
-    transport: as of `make_comms`. Without a process group one is made, with torchrun's ranks or for this process alone.
+    transport: as of `make_comms`. offload_dir: folder for the ranks' files of offload=nvme. Without a process group one
+    is made, with torchrun's ranks or for this process alone.
     Raises `UserError` for a module, a plan or a layout that cannot be split.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_module_layout(layout)
+    if offload_dir is None and "nvme" in (layout.offload_home, layout.offload_params):
+        raise UserError(f"layout {layout} keeps state on disk: give split a folder for it, offload_dir=")
     _meet()
     check_module_layout(layout, dist.get_world_size())
     module = model if isinstance(model, nn.Module) else model()
@@ -91,7 +95,7 @@ def split(
         found = run_order(module, found, example)
     described = describe(module, layout, plan, found, chain)
     workload = Workload(seq=1, batch=layout.dp * layout.micro * accumulate)
-    check_pipeline(described.blueprint, layout, accumulate)
+    check_described(described.blueprint, layout, accumulate)
     at = torch.device(device) if device is not None else _device_of(module)
     if at.type == "cuda" and dist.get_backend() == "gloo":
         raise UserError("a module on a GPU needs NCCL: call torch.distributed.init_process_group('nccl') before split")
@@ -99,7 +103,9 @@ def split(
     _place_buffers(module, layout, values, at)
     comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
-    return SplitModule(ModuleProgram(module, described, units, comms, optimizer or OptimizerConfig(), values, at))
+    folder = None if offload_dir is None else Path(offload_dir)
+    settings = optimizer or OptimizerConfig()
+    return SplitModule(ModuleProgram(module, described, units, comms, settings, values, at, folder))
 
 
 def _meet() -> None:
@@ -237,6 +243,10 @@ class SplitModule(nn.Module):
         position = restore(self.program, checkpoint, stored_shapes(module))
         restore_buffers(module, checkpoint)
         return position.step
+
+    def close(self) -> None:
+        """Remove this rank's file of offloaded state, which else goes with the module. No step can follow."""
+        self.program.close()
 
     @property
     def blueprint(self) -> Blueprint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -45,9 +45,10 @@ class OffloadedActivations:
         self.host.add("saved", -host.nbytes)
         self.on_host.discard(host.untyped_storage()._cdata)
 
-    def block(self, part: str, batch: Batch, before: SavedTensors | None) -> SavedTensors:
-        """What a block is about to save. before: what the block before it has saved for the same micro-batch."""
-        return SavedTensors(self, part, batch, before)
+    def block(self, part: str, shared: Callable[[], set[int]], before: SavedTensors | None) -> SavedTensors:
+        """What a block is about to save. shared: storages that stay on the device, since other blocks read them, too.
+        before: what the block before it has saved for the same micro-batch."""
+        return SavedTensors(self, part, shared, before)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -73,8 +74,10 @@ class _Place:
 class SavedTensors:
     """Storages that one block has saved for one micro-batch; `saving` is around its forward pass."""
 
-    def __init__(self, of: OffloadedActivations, part: str, batch: Batch, before: SavedTensors | None) -> None:
-        self._of, self._part, self._batch, self._before = of, part, batch, before
+    def __init__(
+        self, of: OffloadedActivations, part: str, shared: Callable[[], set[int]], before: SavedTensors | None
+    ) -> None:
+        self._of, self._part, self._shared, self._before = of, part, shared, before
         self._away: dict[int, Tensor] = {}
         self._spans: list[tuple[int, int]] = []
         """Nanoseconds from and to which tensors were copied."""
@@ -91,7 +94,7 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._keys:
-            if storage._cdata in self._of.lasting | _storages(_values(self._batch)) or not storage.nbytes():
+            if storage._cdata in self._of.lasting | self._shared() or not storage.nbytes():
                 return tensor
             key = len(self._away)
             self._away[key] = self._to_host(tensor)
@@ -171,12 +174,12 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _values(batch: Batch) -> Iterator[Any]:
-    """The values of a batch's fields."""
-    return (getattr(batch, field.name) for field in fields(batch))
+def batch_storages(batch: Batch) -> set[int]:
+    """Storages of all tensors of a batch."""
+    return storages(getattr(batch, field.name) for field in fields(batch))
 
 
-def _storages(values: Any) -> set[int]:
+def storages(values: Any) -> set[int]:
     """Storages of all tensors in nested values."""
     if isinstance(values, Tensor):
         return {values.untyped_storage()._cdata}
@@ -184,4 +187,4 @@ def _storages(values: Any) -> set[int]:
         values = values.values()
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         return set()
-    return set().union(*map(_storages, values))
+    return set().union(*map(storages, values))

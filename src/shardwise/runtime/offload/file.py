@@ -36,6 +36,7 @@ from shardwise.layout.homes import (
     state_file,
 )
 from shardwise.layout.units import UnitPlan
+from shardwise.report.step_report import Bytes
 from shardwise.report.units import format_bytes
 
 Update = Callable[[Load, list[Tensor]], object]
@@ -286,6 +287,13 @@ def offload_file(plan: UnitPlan, folder: Path | None, rank: int, slot: int | Non
     file = open_file(plan, file_of(folder, rank), keep=slot is not None)
     file.slot = slot or 0
     return file
+
+
+def file_bytes(file: OffloadFile | None) -> Bytes:
+    """Bytes of a rank's file, by class."""
+    if file is None:
+        return Bytes()
+    return Bytes(parameters=file.layout.parameter_bytes, optimizer=file.layout.state_bytes)
 
 
 def open_file(plan: UnitPlan, path: Path, keep: bool = True) -> OffloadFile:

@@ -19,7 +19,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import Bytes
 from shardwise.runtime.expert.loads import ExpertLoads
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.offload.file import offload_file
+from shardwise.runtime.offload.file import file_bytes, offload_file
 from shardwise.runtime.offload.recovery import Kept
 from shardwise.runtime.pipeline.executor import evaluate, train
 from shardwise.runtime.pipeline.stages import StageRunner
@@ -113,12 +113,7 @@ class TrainProgram(StageRunner):
     @property
     def bytes_on_disk(self) -> Bytes:
         """Bytes of the rank's file, by class."""
-        file = self.engine.file
-        return (
-            Bytes()
-            if file is None
-            else Bytes(parameters=file.layout.parameter_bytes, optimizer=file.layout.state_bytes)
-        )
+        return file_bytes(self.engine.file)
 
     def close(self, remove: bool = False) -> None:
         """Let go of the rank's file of offloaded state, and remove it."""
