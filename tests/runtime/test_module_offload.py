@@ -74,7 +74,8 @@ def _check_homes(mine: OffloadOutcome, layout: Layout) -> None:
 
 
 def test_saved_activations_leave_the_device():
-    (here,), (away,) = (_trained(OwnTraining("states", text, 2), "", "") for text in ("dp=1", "offload_activations=cpu"))
+    layouts = "dp=1", "offload_activations=cpu"
+    (here,), (away,) = (_trained(OwnTraining("states", text, 2), "", "") for text in layouts)
     assert away.bytes.saved < here.bytes.saved / 2
 
 

@@ -27,8 +27,8 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
         raise LayoutError(f"recompute={layout.recompute} needs the attention of a known model: choose recompute=full")
     if layout.offload_activations != "none" and layout.pp > 1:
         raise LayoutError(
-            f"offload_activations={layout.offload_activations} does not go with pp={layout.pp} for a user's module, whose "
-            "stages go backward as a whole: leave it out, or choose recompute=full"
+            f"offload_activations={layout.offload_activations} does not go with pp={layout.pp} for a user's module, "
+            "whose stages go backward as a whole: leave it out, or choose recompute=full"
         )
     if layout.tpkind != plain.tpkind:
         raise LayoutError(f"tpkind={layout.tpkind} is the plan's matter for a user's module: use colwise_gather_output")

@@ -87,7 +87,7 @@ class PartRunner:
             lasting = self.engine.lasting() | storages(module.buffers())
             self.offloaded = OffloadedActivations(device, comms, self.engine.host, lasting)
         self._saved: dict[str, SavedTensors] = {}
-        """Block -> its saved tensors of this micro-batch, in the order of the forward pass, where they are offloaded."""
+        """Block -> its offloaded tensors of this micro-batch, in the order of the forward pass."""
         self.moment: Callable[[list[WeightGradient]], object] = no_moment
         """As of `StageRunner`."""
         self._unfinished: list[str] = []

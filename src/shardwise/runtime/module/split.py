@@ -31,6 +31,7 @@ from shardwise.runtime.module.buffers import restore_buffers, stored_shapes, wri
 from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.experts import use_exact_products
+from shardwise.runtime.module.failures import Failures
 from shardwise.runtime.module.initial import MetaValues, is_meta, values_of
 from shardwise.runtime.module.inputs import row_length
 from shardwise.runtime.module.legality import check_described, check_module_layout
@@ -155,6 +156,7 @@ class SplitModule(nn.Module):
         super().__init__()
         self.module = program.module
         self.program = program
+        self._failures = Failures(program.comms)
         self._trains = False
         self._report: StepReport | None = None
         self._savers: dict[Path, Saver] = {}
@@ -167,12 +169,15 @@ class SplitModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass. Under a pipeline, and outside of a step, it is None but on the last stage."""
-        return (self.program.run if self._trains else self.program.infer)(*args, **kwargs)
+        if self._trains:
+            return self.program.run(*args, **kwargs)
+        with self._failures.shared():
+            return self.program.infer(*args, **kwargs)
 
     def train_step(
         self, loss_fn: Callable[[Any, Any], Any], batch: Any, *, lr: float | None = None, measure: bool = False
     ) -> StepOutcome:
-        """One step of the optimizer.
+        """One step of the optimizer. A rank's error is raised on all ranks, with its message.
 
         loss_fn: (this module, micro-batch) -> (summed loss, number of tokens), of this rank. Losses are divided by the
         tokens of all ranks, however many each has. A mean loss alone counts once per rank and micro-batch.
@@ -180,7 +185,12 @@ class SplitModule(nn.Module):
         pipeline has the same, and `loss_fn` computes the loss on the last stage alone.
         measure: whether `report` will be this step's, which follows every tensor and takes longer.
         """
-        micro_batches = batch if isinstance(batch, list) else [batch]
+        with self._failures.shared():
+            return self._train_step(loss_fn, batch if isinstance(batch, list) else [batch], lr, measure)
+
+    def _train_step(
+        self, loss_fn: Callable[[Any, Any], Any], micro_batches: list[Any], lr: float | None, measure: bool
+    ) -> StepOutcome:
         lr = self.program.optimizer.config.lr if lr is None else lr
         self._trains = True
         try:

@@ -226,6 +226,16 @@ class Comms:
         for transport in self._transports.values():
             transport.rest(resting)
 
+    def watch(self, look: Callable[[], object]) -> None:
+        """Call `look` now and then while waiting for other ranks; it raises where one of them has failed."""
+        for transport in self._transports.values():
+            transport.watch(look)
+
+    def abort(self) -> None:
+        """This rank has failed: let no other one wait for it."""
+        for transport in self._transports.values():
+            transport.abort()
+
     def close(self) -> None:
         """Release what is shared with other ranks."""
         for transport in self._transports.values():

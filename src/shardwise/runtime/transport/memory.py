@@ -13,6 +13,7 @@ import os
 import platform
 import select
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -148,6 +149,8 @@ class SpinWait:
         self.spins = self.SPINS if ranks <= cores else 0
         self.timeout = timeout
         self.rests = False
+        self.look: Callable[[], object] = lambda: None
+        """Called now and then while it waits: it raises what ends the wait."""
 
     def wait(self, flags: memoryview, at: int, value: int, peer: Peer) -> None:
         """Return when flags[at] >= value. Raises `RuntimeError` when the peer has ended, or after the timeout."""
@@ -167,6 +170,7 @@ class SpinWait:
             if now - looked < self.LOOKS_EVERY_S:
                 continue
             looked = now
+            self.look()
             # It may have ended after it wrote the flag.
             if not peer.lives() and flags[at] < value:
                 raise RuntimeError(f"rank {peer.rank} has ended")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -59,6 +61,16 @@ class ProcessGroupTransport(Transport):
             return []
         self._scratch = Buffer("comm", elements, dtype, device, tally)
         return [self._scratch.tensor]
+
+    def abort(self) -> None:
+        """On gloo a message that does not come in time closes the group's connections; NCCL has its own watchdog."""
+        if self.backend != "gloo":
+            return
+        peer = self.ranks[self._place - 1]
+        for group in {self.group, self._down}:
+            with suppress(RuntimeError):
+                work: Any = dist.irecv(torch.empty(1), peer, group)
+                work.wait(timedelta(milliseconds=1))
 
     # -- collectives
 

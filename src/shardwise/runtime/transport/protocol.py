@@ -71,6 +71,14 @@ class Transport(Protocol):
         their tensors. tally: counts its bytes as they come and go."""
         return []
 
+    def watch(self, look: Callable[[], object]) -> None:
+        """Call `look` now and then while waiting for peers; it raises where one of them has failed."""
+        return
+
+    def abort(self) -> None:
+        """Let no peer wait for this rank any more, which uses the transport no more."""
+        return
+
     def shortcut(self, op: str, nbytes: int) -> bool:
         """Whether a small sum, gather or exchange of equal parts is quicker with `at_once`, which completes it."""
         return False

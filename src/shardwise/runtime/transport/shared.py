@@ -321,6 +321,9 @@ class SharedTransport(Transport):
     def rest(self, resting: bool) -> None:
         self.spin.rests = resting
 
+    def watch(self, look: Callable[[], object]) -> None:
+        self.spin.look = look
+
     def close(self) -> None:
         self._let_go()
         for mail in self._mails.values():
