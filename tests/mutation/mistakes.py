@@ -466,7 +466,7 @@ MISTAKES = (
     Mistake(28, "the last elements of a piece are rounded differently", UPDATE,
             "rest = 0 if tensors[0].is_cuda else len(tensors[0]) % LANES", "rest = 0", "trap_28"),
     Mistake(28, "weights go to the host with what a block saves", "runtime/offload/activations.py",
-            "in self._of.lasting | _storages", "in _storages", "trap_28"),
+            "in self._of.lasting | self._shared()", "in self._shared()", "trap_28"),
     Mistake(28, "a storage comes back as the first one that was saved", "runtime/offload/activations.py",
             "key = len(self._away)\n", "key = 0\n", "trap_28"),
     Mistake(28, "what is saved on the host is never let go", STAGES,

@@ -88,7 +88,8 @@ class Linear(nn.Module):
     def narrow(self) -> None:
         """Memory for its weight in 8 bits, with a scale per output, in place of the weight."""
         self.weight_scale = nn.Parameter(self.weight.new_empty(len(self.weight)), requires_grad=False)
-        self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=torch.int8), requires_grad=False)
+        numbers = torch.empty(self.weight.shape, dtype=torch.int8, device=self.weight.device)
+        self.weight = nn.Parameter(numbers, requires_grad=False)
 
 
 def dequantised(numbers: Tensor, scales: Tensor) -> Tensor:

@@ -78,14 +78,11 @@ def split(
     Raises `UserError` for a module, a plan or a layout that cannot be split.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    folder = _folder(layout, offload_dir)
     check_module_layout(layout)
-    if offload_dir is None and "nvme" in (layout.offload_home, layout.offload_params):
-        raise UserError(f"layout {layout} keeps state on disk: give split a folder for it, offload_dir=")
     _meet()
     check_module_layout(layout, dist.get_world_size())
-    module = model if isinstance(model, nn.Module) else model()
-    if not isinstance(module, nn.Module):
-        raise UserError(f"split takes an nn.Module or a function that builds one, not {type(module).__name__}")
+    module = _built(model)
     found = find_blocks(module, blocks)
     if lora is not None:
         add_adapters(module, Lora.parse(lora) if isinstance(lora, str) else lora, found)
@@ -97,16 +94,32 @@ def split(
     described = describe(module, layout, plan, found, chain)
     workload = Workload(seq=1, batch=layout.dp * layout.micro * accumulate)
     check_described(described.blueprint, layout, accumulate)
-    at = torch.device(device) if device is not None else _device_of(module)
-    if at.type == "cuda" and dist.get_backend() == "gloo":
-        raise UserError("a module on a GPU needs NCCL: call torch.distributed.init_process_group('nccl') before split")
+    at = _device_of(module) if device is None else torch.device(device)
+    _check_backend(at)
     values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
     _place_buffers(module, layout, values, at)
     comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
-    folder = None if offload_dir is None else Path(offload_dir)
     settings = optimizer or OptimizerConfig()
     return SplitModule(ModuleProgram(module, described, units, comms, settings, values, at, folder))
+
+
+def _folder(layout: Layout, folder: Path | str | None) -> Path | None:
+    if folder is None and "nvme" in (layout.offload_home, layout.offload_params):
+        raise UserError(f"layout {layout} keeps state on disk: give split a folder for it, offload_dir=")
+    return None if folder is None else Path(folder)
+
+
+def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    module = model if isinstance(model, nn.Module) else model()
+    if not isinstance(module, nn.Module):
+        raise UserError(f"split takes an nn.Module or a function that builds one, not {type(module).__name__}")
+    return module
+
+
+def _check_backend(device: torch.device) -> None:
+    if device.type == "cuda" and dist.get_backend() == "gloo":
+        raise UserError("a module on a GPU needs NCCL: call torch.distributed.init_process_group('nccl') before split")
 
 
 def _meet() -> None:
