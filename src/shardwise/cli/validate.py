@@ -20,6 +20,7 @@ from shardwise.validation.scoreboard import MISS, Prediction, Score
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tables", nargs="*", type=Path, metavar="TABLE.json", help="published measurements")
+    parser.add_argument("--runs", action="store_true", help="large published runs, which no constant is fitted on")
     parser.add_argument("--rows", action="store_true", help="every row, not the missed ones alone")
     parser.add_argument(
         "--experts", action="store_true", help="models with experts instead, each with ranges fitted without it"
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = [row for table in args.tables or [scoreboard.PUBLISHED] for row in scoreboard.read(table)]
+    rows = [row for table in _tables(args) for row in scoreboard.read(table)]
     runs_to_score, skipped = scoreboard.cases(rows)
     predictions, refused = scoreboard.predict(runs_to_score)
     if args.experts:
@@ -47,6 +48,12 @@ def run(args: argparse.Namespace) -> int:
         for why, count in score.skipped.items():
             print(f"{score.source}: {_rows(count)} skipped: {why}")
     return 0
+
+
+def _tables(args: argparse.Namespace) -> list[Path]:
+    if args.runs:
+        return [*args.tables, scoreboard.RUNS]
+    return args.tables or [scoreboard.PUBLISHED]
 
 
 def _experts(predictions: list[Prediction], as_json: bool) -> int:

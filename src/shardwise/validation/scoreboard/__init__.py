@@ -11,7 +11,10 @@ from shardwise.validation.scoreboard.score import MISS, Prediction, Score, predi
 PUBLISHED = Path(__file__).parent / "published.json"
 """The project's own small table: a few rows of every source, each with its citation."""
 
+RUNS = Path(__file__).parent / "published_runs.json"
+"""Steps of large published runs, which no constant is fitted on: docs/published_runs.md."""
+
 __all__ = [
-    "MISS", "PUBLISHED", "MixtureScore", "Prediction", "Score", "cases", "memory_scores", "mixture_scores", "predict",
+    "MISS", "PUBLISHED", "RUNS", "MixtureScore", "Prediction", "Score", "cases", "memory_scores", "mixture_scores", "predict",
     "read", "reason", "scores",
 ]  # fmt: skip

@@ -71,7 +71,9 @@ def source(row: Row) -> str:
 
 
 def engine_of(row: Row, assumed: list[str]) -> str:
-    """The profile of the software that a row's own words name."""
+    """The profile of the software that a row's key `engine` or, without it, its own words name."""
+    if row.get("engine") is not None:
+        return str(row["engine"])
     words = " ".join(str(row.get(key, "")) for key in ("source", "notes", "schedule", "techniques")).lower()
     if "megatron-deepspeed" in words:
         wide = row.get("precision") == "bf16" and row.get("zero_stage")
