@@ -5,6 +5,8 @@ With --dry-run the same is observed instead: the runtime itself, on fake tensors
 With --breakdown: the terms behind the totals (parameters by mechanism, bytes per parameter under each ZeRO stage, saved
 tensors, FLOPs, recompute modes).
 
+With --links: calls and bytes of each axis, and their time inside a node and between nodes.
+
 With --zero-table N,...: bytes a GPU of ZeRO stages 0 to 3 on N GPUs, for MODEL or for --params parameters.
 """
 
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, TrainConfig, "slow", "emulate")
     parser.add_argument("--dry-run", action="store_true", help="run the runtime itself on fake tensors; needs torch")
     parser.add_argument("--breakdown", action="store_true", help="the terms behind the totals, in place of the ledger")
+    parser.add_argument("--links", action="store_true", help="communication by axis and link, in place of the ledger")
     parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
     parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
 
@@ -63,6 +66,8 @@ def _step(args: argparse.Namespace) -> int:
         raise UserError("--seq and --batch must be positive integers")
     workload = Workload(**given(args, Workload))
     slowed = _slowed(args)
+    if args.links:
+        return _links(args, model, layout, workload, cluster)
     if args.breakdown:
         return _breakdown(args, model, layout, workload, cluster)
     if args.dry_run:
@@ -79,6 +84,22 @@ def _step(args: argparse.Namespace) -> int:
     else:
         report = estimate(model, layout, workload, cluster, **slowed)
     return print_result(args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run))
+
+
+def _links(args: argparse.Namespace, model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> int:
+    from shardwise.cli.show.link_table import link_tables
+    from shardwise.predict import estimate
+    from shardwise.predict.time.link_use import link_uses
+
+    for name in ("dry_run", "slow", "emulate", "breakdown"):
+        if getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} does nothing with --links: leave it out")
+    report = estimate(model, layout, workload, cluster)
+    if report.time is None:
+        raise UserError(f"--links needs the time of a step, which has none on {cluster}: {'; '.join(report.notes)}")
+    uses = link_uses(model, layout, cluster, report.roles)
+    data = report.to_json() | {"links": [use.to_json() for use in uses]}
+    return print_result(args, data, chain([_title(model, layout, workload, cluster)], link_tables(uses, report.time)))
 
 
 def _breakdown(args: argparse.Namespace, model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> int:

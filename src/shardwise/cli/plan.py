@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shardwise.planner.goals import Power, Run, Size, SmallestCandidate
     from shardwise.planner.plan import Plan
     from shardwise.planner.space import Space
+    from shardwise.predict.time.link_use import LinkUse
 
 FINDS = ("cluster", "model", "sequence", "batch", "scaling")
 TOP, MOST_SHOWN = 10, 10_000
@@ -66,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restart", type=float, metavar="SECONDS", help="from a failure until training continues (0)")
     parser.add_argument("--find", choices=FINDS, help="ask the other way round; cluster needs --tokens and --deadline")
     parser.add_argument("--deadline", type=float, metavar="DAYS", help="for --find cluster")
+    parser.add_argument(
+        "--links", action="store_true", default=None, help="communication of the best layout by axis and link"
+    )
     parser.add_argument("--emit", metavar="ENGINE", help="write the best layout as this engine's configuration, which "
                         "emit --help names")  # fmt: skip
     parser.add_argument("--out", metavar="FILE", help="the file of --emit")
@@ -109,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 TRAINING = (
     "seq", "batch", "fix", "reserve", "tokens", "price", "pue", "host_watts", "mtbf", "save", "restart", "find",
-    "deadline", "host_memory", "optimizer", "lora",
+    "deadline", "host_memory", "optimizer", "lora", "links",
 )  # fmt: skip
 SERVING = ("prompt", "output", "concurrency")
 
@@ -131,7 +135,7 @@ def _check_kind(args: argparse.Namespace) -> None:
 
 def _check_find(args: argparse.Namespace) -> None:
     """Reject options that an inverse question does not use."""
-    idle = ["mtbf", "save"] + (["tokens", "price", "pue", "host_watts"] if args.find != "cluster" else [])
+    idle = ["mtbf", "save", "links"] + (["tokens", "price", "pue", "host_watts"] if args.find != "cluster" else [])
     named = [name.replace("_", "-") for name in idle if getattr(args, name) is not None]
     named += ["by"] * (args.by != "throughput") + ["top"] * (args.top != TOP)
     if named:
@@ -139,6 +143,7 @@ def _check_find(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace, model: Model, cluster: Cluster, workload: Workload) -> int:
+    from shardwise.cli.show.link_table import link_tables
     from shardwise.cli.show.plan_table import campaign_lines, plan_tables
     from shardwise.planner import plan
 
@@ -151,8 +156,20 @@ def _plan(args: argparse.Namespace, model: Model, cluster: Cluster, workload: Wo
     elif args.emit:
         raise UserError("--emit writes configurations of models that have one; a traced module has split: leave it out")
     file, lines = emitted(args, requests)
-    data = best.to_json() | campaign | file
-    return print_result(args, data, chain(plan_tables(best), campaign_lines(campaign), lines))
+    uses = _links(best) if args.links else ()
+    data = best.to_json() | campaign | file | ({"links": [use.to_json() for use in uses]} if args.links else {})
+    shown = chain(plan_tables(best), campaign_lines(campaign), link_tables(uses, best.winner.seconds), lines)
+    return print_result(args, data, shown)
+
+
+def _links(best: Plan) -> tuple[LinkUse, ...]:
+    """Links of the best layout. Raises `UserError` where it cannot be estimated."""
+    from shardwise.predict import estimate
+    from shardwise.predict.time.link_use import link_uses
+
+    layout = best.winner.layout
+    report = estimate(best.model, layout, best.workload, best.cluster)
+    return link_uses(best.model, layout, best.cluster, report.roles)
 
 
 def _fixed(args: argparse.Namespace) -> dict[str, Any]:

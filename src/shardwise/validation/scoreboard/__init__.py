@@ -15,6 +15,6 @@ RUNS = Path(__file__).parent / "published_runs.json"
 """Steps of large published runs, which no constant is fitted on: docs/published_runs.md."""
 
 __all__ = [
-    "MISS", "PUBLISHED", "RUNS", "MixtureScore", "Prediction", "Score", "cases", "memory_scores", "mixture_scores", "predict",
-    "read", "reason", "scores",
+    "MISS", "PUBLISHED", "RUNS", "MixtureScore", "Prediction", "Score", "cases", "memory_scores", "mixture_scores",
+    "predict", "read", "reason", "scores",
 ]  # fmt: skip
