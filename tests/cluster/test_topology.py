@@ -119,7 +119,7 @@ def test_devices_are_named_by_the_driver_or_the_user():
     assert all(bool(entry.driver_name) == bool(entry.ports) for entry in accelerators().devices.values())
     for text, given_name, words in (
         (DGX_A100, None, "does not name the GPUs; give --device"),
-        (DGX_H100.replace("H100 80GB HBM3", "H800"), None, "'NVIDIA H800' is not in the catalog"),
+        (DGX_H100.replace("H100 80GB HBM3", "H900"), None, "'NVIDIA H900' is not in the catalog"),
         (DGX_A100, "H1000", "did you mean"),
         (DGX_A100, "MI300X", "is not NVIDIA's"),
         (DGX_H100.replace("HBM3", "HBM2e", 1), None, "different GPUs"),
