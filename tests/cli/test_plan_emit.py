@@ -42,7 +42,7 @@ def test_a_server_is_written(command):
         ((*TRAIN, "--emit", "vllm"), "--emit vllm: vLLM serves; add --serve"),
         ((*SERVE, "--emit", "megatron"), "--emit megatron: Megatron-LM trains; leave out --serve"),
         ((*TRAIN, "--emit", "none"), "no engine 'none'"),
-        ((*TRAIN, "--out", "x"), "--out is for the file of --emit"),
+        ((*SERVE, "--out", "x"), "--out writes a training plan, or the file of --emit"),
         ((*TRAIN, "--find", "model", "--emit", "megatron"), "leave it out with --find"),
         ((*TRAIN, "--fix", "tp=2,pp=2,cp=2", "--emit", "accelerate"), "best layouts can be written (more with --top)"),
         ((*TRAIN, "--set", "layers=4", "--emit", "torchtitan"), "which --set changes"),

@@ -53,7 +53,7 @@ def terms_of(model: ModelConfig, layout: Layout, workload: Workload, report: Ste
     return terms
 
 
-@settings(max_examples=200 if EVERYTHING else 6)
+@settings(max_examples=200 if EVERYTHING else 4)
 @given(st.sampled_from(RUNNABLE), st.sampled_from(TEXTS), st.booleans(), st.sampled_from(["adamw", "momentum", "sgd"]))
 def test_the_sums_are_those_of_the_estimate(name: str, text: str, isolate: bool, optimizer: str) -> None:
     layout = Layout.parse(text)

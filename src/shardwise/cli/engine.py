@@ -54,14 +54,14 @@ def fit_of(job: ServingJob) -> MemoryFit:
     served = serving.ServingSetup(job.context, job.batch, job.page, job.chunk, quantized, cache=job.pages)
     if job.device == "cpu":
         return serving.fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)
-    devices = _cuda_memory()
+    devices = cuda_memory()
     if not devices:
         return serving.serving_fit(job.model, job.layout, served)
     sharing = -(-job.layout.ranks // len(devices))
     return serving.serving_fit(job.model, job.layout, served, (min(devices) - RESERVED_BYTES) / sharing)
 
 
-def _cuda_memory() -> list[int]:
+def cuda_memory() -> list[int]:
     """Bytes of each visible device; none where `nvidia-smi` cannot tell. torch would take a second to ask."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):

@@ -21,6 +21,7 @@ from shardwise.cli.flags import add_flags, given
 from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.output import print_json, progress
 from shardwise.cli.prompts import add_prompts, read_prompts
+from shardwise.cli.run_file import add_config
 from shardwise.cli.show import compare_table
 from shardwise.errors import UserError, os_errors
 from shardwise.runtime.installed import require
@@ -38,6 +39,7 @@ MAX_TOKENS = 64
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder of weights; with --compare also a catalog's name")
+    add_config(parser)
     add_prompts(parser)
     group = parser.add_argument_group("how tokens are chosen")
     add_flags(group, Sampling, "max_tokens", "temperature", "top_k", "top_p", "seed")

@@ -20,6 +20,8 @@ from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_json
+from shardwise.cli.plan_file import apply_plan
+from shardwise.cli.run_file import parsed as parsed_with_file
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
 from shardwise.interop import WriteRequest
@@ -75,7 +77,8 @@ def _training(words: list[str]) -> argparse.Namespace:
         raise UserError("name the training: shardwise launch ... -- train MODEL --layout ... --out DIR")
     parser = Parser(prog="shardwise train", allow_abbrev=False)
     train.add_arguments(parser)
-    parsed = parser.parse_args(words[1:])
+    parsed = parsed_with_file(parser, words[1:], train.FILE_KEYS)
+    apply_plan(parsed, here=False)
     if parsed.resume is not None:
         raise UserError("a job resumes its own run by itself: give it the run's first arguments, without --resume")
     missing = [f"--{name}" for name in ("data", "seq", "batch", "layout", "out") if getattr(parsed, name) is None]
@@ -102,9 +105,10 @@ def _checked(training: argparse.Namespace, cluster: Cluster) -> tuple[ModelConfi
     room = capacity_of(cluster)
     peak = max(role.peak_bytes for role in estimate(model, layout, workload, cluster).roles)
     if room is not None and peak > room:
+        named = training.model if isinstance(training.model, str) else model.name
         raise UserError(
             f"{model.name} under {layout} needs {format_bytes(peak)} per device, and {cluster.device.name} has "
-            f"{format_bytes(room)}: `shardwise plan {shlex.quote(training.model)} --cluster {cluster} --seq "
+            f"{format_bytes(room)}: `shardwise plan {shlex.quote(named)} --cluster {cluster} --seq "
             f"{training.seq} --batch {training.batch}` finds layouts that fit"
         )
     return model, layout, workload

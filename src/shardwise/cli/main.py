@@ -135,9 +135,19 @@ def _dispatch(argv: list[str]) -> int:
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         raise UserError(f"unknown {kind} {name!r}; {did_you_mean(name, COMMANDS, 'commands:')}")
-    args = parser_of(name).parse_args(rest)
+    args = _arguments(name, rest)
     run: Run = args.run if "run" in args else import_module(f"shardwise.cli.{name}").run
     return run(args)
+
+
+def _arguments(name: str, argv: list[str]) -> argparse.Namespace:
+    """The arguments of a command, those of a file included."""
+    parser = parser_of(name)
+    if not any(word.partition("=")[0] == "--config" for word in argv):
+        return parser.parse_args(argv)
+    from shardwise.cli.run_file import parsed
+
+    return parsed(parser, argv, getattr(import_module(f"shardwise.cli.{name}"), "FILE_KEYS", None))
 
 
 def parser_of(name: str) -> Parser:

@@ -40,7 +40,8 @@ def add_lora(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
 
 def model_of(args: argparse.Namespace) -> ModelConfig:
     """The model that the arguments describe. Raises `UserError`."""
-    model = change(resolve(args.model), ",".join(args.set))
+    described = isinstance(args.model, ModelConfig)
+    model = change(args.model if described else resolve(args.model), ",".join(args.set))
     if getattr(args, "lora", None) is None:
         return model
     if (folder := adapters_of(args)) is not None:

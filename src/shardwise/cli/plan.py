@@ -22,6 +22,7 @@ from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_lora, add_model, subject_of
 from shardwise.cli.output import print_result, progress
 from shardwise.cli.plan_emit import check_emit, emitted
+from shardwise.cli.plan_file import write_plan
 from shardwise.cli.quantities import bytes_of, length_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--emit", metavar="ENGINE", help="write the best layout as this engine's configuration, which "
                         "emit --help names")  # fmt: skip
-    parser.add_argument("--out", metavar="FILE", help="the file of --emit")
+    parser.add_argument("--out", metavar="FILE", help="write the plan as JSON, for train --plan; with --emit, its file")
     parser.add_argument("--serve", action="store_true", help="plan serving in place of training")
     parser.add_argument("--prompt", type=length_of, metavar="N", help="with --serve: tokens of a prompt")
     parser.add_argument("--output", type=length_of, metavar="N", help="with --serve: tokens of an answer")
@@ -159,7 +160,8 @@ def _plan(args: argparse.Namespace, model: Model, cluster: Cluster, workload: Wo
     uses = _links(best) if args.links else ()
     data = best.to_json() | campaign | file | ({"links": [use.to_json() for use in uses]} if args.links else {})
     shown = chain(plan_tables(best), campaign_lines(campaign), link_tables(uses, best.winner.seconds), lines)
-    return print_result(args, data, shown)
+    written = write_plan(args.out, best) if args.out and not args.emit else ()
+    return print_result(args, data, chain(shown, written))
 
 
 def _links(best: Plan) -> tuple[LinkUse, ...]:

@@ -18,8 +18,8 @@ def check_emit(args: argparse.Namespace) -> None:
     """Raise `UserError` for --emit with what has no layout, for an unknown engine, one of the other kind, or a model
     that the engine does not load by name."""
     if args.emit is None:
-        if args.out is not None:
-            raise UserError("--out is for the file of --emit")
+        if args.out is not None and (args.serve or getattr(args, "find", None)):
+            raise UserError("--out writes a training plan, or the file of --emit: leave it out")
         return
     writer = writer_for(args.emit)
     if getattr(args, "find", None):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.engine import add_engine, fit_of, job_of
 from shardwise.cli.interrupts import ended_as_interrupted
+from shardwise.cli.run_file import add_config
 from shardwise.errors import UserError
 from shardwise.predict.memory.serving import MemoryFit
 from shardwise.runtime.installed import require
@@ -32,6 +33,7 @@ KEY = "SHARDWISE_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder of weights, with a tokenizer.json")
+    add_config(parser)
     group = parser.add_argument_group("the server")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0 for all networks (127.0.0.1)")
     group.add_argument("--port", type=int, default=PORT, metavar="N", help=f"0 for a free one ({PORT})")

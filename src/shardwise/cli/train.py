@@ -15,16 +15,22 @@ from shardwise.cli.flags import add_flags, given
 from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.models import adapters_of, add_lora, add_model, model_of
 from shardwise.cli.output import print_json
+from shardwise.cli.plan_file import add_plan, apply_plan
+from shardwise.cli.run_file import add_config
 from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.runtime.job.config import LaunchConfig, OptimizerConfig, TrainConfig
 
+FILE_KEYS = OptimizerConfig
+"""Fields that a file of --config may have without a flag."""
 _OPTIMIZER = ("lr", "momentum", "warmup", "weight_decay", "clip")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
+    add_config(parser)
     group = parser.add_argument_group("model, data and layout")
+    add_plan(group)
     add_flags(group, TrainConfig, "layout", "data", "text_field", "max_bytes", "tokenizer")
     group.add_argument("--vocab", type=int, metavar="N", help="vocabulary in place of the model's")
     add_flags(group, Workload, "seq", "batch", "isolate_documents")
@@ -49,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.api import resume, train, under_torchrun
     from shardwise.runtime.job.output import tolerant_output
 
+    apply_plan(args)
     if under_torchrun():
         _run_as_rank(args)
     # With --json nothing but the result may reach standard output: progress goes where errors go.

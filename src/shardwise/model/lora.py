@@ -72,7 +72,8 @@ class Lora:
         )
 
     def __str__(self) -> str:
-        words = [f"rank={self.rank}", f"alpha={self.alpha:g}"]
+        short = f"{self.alpha:g}"
+        words = [f"rank={self.rank}", f"alpha={short if float(short) == self.alpha else repr(self.alpha)}"]
         words += [f"targets={'+'.join(self.targets)}"] if self.targets else []
         return ",".join([*words, f"base={self.base}"] if self.base else words)
 

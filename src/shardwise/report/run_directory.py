@@ -1,6 +1,7 @@
 """Files of a run, and how they are read.
 
     <run>/run.json                configuration, layout, workload, status
+    <run>/run.toml                what `train --config` repeats it from
     <run>/events.jsonl            one JSON object a line, only ever appended to
     <run>/updates.jsonl           gradients and updates of parameter servers, appended to where all ranks meet
     <run>/reports/*.json          step reports: predicted, measured

@@ -41,9 +41,9 @@ class _Compared(argparse.Action):
     """An option of the comparison asks for it: --compare without layouts."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        before = getattr(namespace, self.dest)
+        before = getattr(namespace, self.dest, None)
         setattr(namespace, self.dest, [*before, values] if isinstance(before, list) else values)
-        if namespace.compare is None:
+        if getattr(namespace, "compare", None) is None:
             namespace.compare = []
 
 

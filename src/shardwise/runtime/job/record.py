@@ -24,6 +24,7 @@ from shardwise.report.units import format_time
 from shardwise.report.waiting import RankWaiting, waiting_lines
 from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.output import say
+from shardwise.runtime.job.run_file import NAME, run_file
 
 
 class RunRecorder:
@@ -39,6 +40,8 @@ class RunRecorder:
             about["job"] = job
         here = bool(config.resume or config.restart) and (Path(config.out) / "run.json").exists()
         self.directory = RunDirectory.create(config.out, about, resume=here)
+        if not here:
+            write_whole(self.directory.path / NAME, run_file(config), "run file")
         self.loss = self._last_loss(done) if here else float("nan")
         if config.resume or config.restart:
             other = {"corpus": config.corpus, "former_corpus": config.former_corpus} if config.former_corpus else {}

@@ -1,0 +1,147 @@
+"""Run files: every run writes one that gives the same configuration again; flags take the place of what is there."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.command_line import mistake
+from harness.today import EVERYTHING
+from shardwise.api import configure
+from shardwise.cli import train
+from shardwise.cli.main import parser_of
+from shardwise.cli.run_file import parsed
+from shardwise.layout import Workload
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import catalog
+from shardwise.model.lora import Lora
+from shardwise.runtime.job.config import OptimizerConfig, TrainConfig
+from shardwise.runtime.job.run_file import run_file
+
+Command = Callable[..., tuple[int, str, str]]
+TINY = sorted(name for name in catalog() if name.startswith("tiny-"))
+SMALL = 'model = "tiny-llama"\nlayout = "dp=2"\ndata = "stdlib"\nseq = 32\nbatch = 4\n'
+
+
+def read(text: str, tmp_path: Path, *argv: str) -> Namespace:
+    """The arguments of `train` with a file of this text, and further words."""
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    return parsed(parser_of("train"), ["--config", str(file), *argv], train.FILE_KEYS)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> TrainConfig:
+    """Runs that can be configured without torch, with options of every kind."""
+    model = catalog()[draw(st.sampled_from(TINY))]
+    if draw(st.booleans()):
+        model = model.replace(layers=4, vocab=draw(st.integers(300, 900)), name=draw(st.text(min_size=1)))
+    if draw(st.booleans()) and not model.experts and not model.latent_attention:
+        model = model.replace(lora=Lora(draw(st.integers(1, 8)), draw(st.floats(0.1, 9))))
+    some = {
+        "steps": st.integers(1, 9), "seed": st.integers(0, 1 << 63), "tensorboard": st.booleans(),
+        "report": st.booleans(), "overlap": st.booleans(), "hang": st.floats(700, 1e6), "slow": st.just(("rank=0,factor=2",)),
+        "save_async": st.booleans(), "transport": st.sampled_from(["auto", "gloo"]), "max_bytes": st.integers(1, 99),
+    }  # fmt: skip
+    options = {name: draw(values) for name, values in some.items() if draw(st.booleans())}
+    optimizer = OptimizerConfig(
+        lr=draw(st.floats(1e-6, 1)), betas=draw(st.sampled_from([(0.9, 0.95), (0.5, 0.75)])), clip=draw(st.floats(0, 9))
+    )
+    isolate, kind = draw(st.booleans()), draw(st.sampled_from(["adamw", "momentum", "sgd"]))
+    workload = Workload(draw(st.integers(8, 64)), 8, isolate_documents=isolate, optimizer=kind)
+    return configure(model, "dp=2,precision=fp32,attention=math", workload, "stdlib", out="runs/x",
+                     optimizer=optimizer, **options)  # fmt: skip
+
+
+@settings(max_examples=200 if EVERYTHING else 15)
+@given(configs())
+def test_a_run_file_gives_the_run_again(tmp_path_factory: pytest.TempPathFactory, config: TrainConfig) -> None:
+    args = read(run_file(config), tmp_path_factory.mktemp("run"))
+    again = configure(**train._request(args))
+    assert replace(again, out=config.out) == config
+
+
+def test_every_option_of_a_run_is_a_key() -> None:
+    """A new field of `TrainConfig` has a flag, or is one that a run file leaves out on purpose."""
+    flags = {action.dest for action in parser_of("train")._actions}
+    own = {"model", "workload", "optimizer", "corpus", "corpus_fingerprint", "former_corpus", "restart", "adapters"}
+    assert {field.name for field in fields(TrainConfig)} - own <= flags
+
+
+def test_flags_take_the_place_of_the_file(tmp_path: Path) -> None:
+    text = SMALL + 'steps = 7\nslow = ["rank=0,factor=2", "rank=1,factor=3"]\ntensorboard = false\n'
+    args = read(text, tmp_path, "tiny-gpt", "--steps", "100", "--slow", "rank=1,factor=4")
+    assert (args.model, args.steps, args.slow, args.seq) == ("tiny-gpt", 100, ["rank=1,factor=4"], 32)
+    assert args.tensorboard is False and read(SMALL + "tensorboard = true", tmp_path).tensorboard is None
+    assert read('[model]\nname = "mine"\nvocab = 9\n', tmp_path, "tiny-gpt").model == "tiny-gpt"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stepz = 3", "unknown key 'stepz'; did you mean steps?"),
+        ("json = true", "unknown key 'json'"),
+        ('steps = "many"', "argument --steps: invalid int value: 'many'"),
+        ("steps = [1, 2]", "steps must be one value, not a list"),
+        ("steps = { a = 1 }", "steps must be a value, not a table"),
+        ("tensorboard = 1", "tensorboard must be true or false, not 1"),
+        ("betas = 3", "betas must be (a number, a number), not 3"),
+        ("[model]\nlayerz = 3", "not a shardwise model description"),
+        ("steps = ", "not valid TOML"),
+    ],
+)
+def test_mistakes_name_the_file(command: Command, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    mistake(command("train", "--config", tmp_path / "x.toml"), f"{tmp_path}/x.toml: {words}")
+
+
+def test_a_file_that_is_not_there_is_one_line(command: Command) -> None:
+    mistake(command("train", "--config", "none.toml"), "none.toml: cannot read it: No such file or directory")
+
+
+def test_other_commands_read_files(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text('model = "missing"\nlayout = "tp=2"\nquantize = "int8"\nport = 0\n')
+    args = parsed(parser_of("serve"), ["--config", str(file), "--port", "80"])
+    assert (args.model, args.layout, args.quantize, args.port) == ("missing", "tp=2", "int8", 80)
+    file.write_text('model = "llama-3-8b"\ncluster = "8xH100"\ncompare = ["tp=8", "pp=8"]\n')
+    code, out, _ = command("generate", "--config", file, "--json")
+    assert code == 0 and "predicted" in json.loads(out)
+
+
+def test_a_run_writes_the_file_that_it_was_repeated_from(
+    ranks_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("some words to learn from\n" * 200)
+    model = catalog()["tiny-llama"].replace(vocab=300, hidden=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=32)
+    optimizer = OptimizerConfig(lr=0.01, betas=(0.8, 0.9))
+    config = configure(model, "dp=1", Workload(8, 2), "text.txt", steps=2, optimizer=optimizer, tensorboard=False)
+    text = run_file(config)
+    assert f'data = "{tmp_path}/text.txt"' in text
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    Path("run.toml").write_text(text)
+    code, out, err = ranks_command("train", "--config", "run.toml", "--json")
+    assert code == 0, err
+    done = Path(json.loads(out)["out"])
+    assert done == Path("runs/tiny-llama-1") and Path(done, "run.toml").read_text() == text
+    assert json.loads(Path(done, "run.json").read_text())["config"]["optimizer"]["betas"] == [0.8, 0.9]
+
+
+def test_models_are_whole_in_a_run_file(tmp_path: Path) -> None:
+    """Every model of the catalog, with another name so that it is described by its fields."""
+    for name, model in catalog().items():
+        if not model.why_not_runnable():
+            config = configure(
+                model.replace(name="x", attention_dropout=0.0), "dp=1", Workload(8, 1), "stdlib", out="o"
+            )
+            assert read(run_file(config), tmp_path).model == config.model, name
+    assert isinstance(read(run_file(config), tmp_path).model, ModelConfig)
