@@ -47,8 +47,9 @@ def configs(draw: st.DrawFn) -> TrainConfig:
         model = model.replace(lora=Lora(draw(st.integers(1, 8)), draw(st.floats(0.1, 9))))
     some = {
         "steps": st.integers(1, 9), "seed": st.integers(0, 1 << 63), "tensorboard": st.booleans(),
-        "report": st.booleans(), "overlap": st.booleans(), "hang": st.floats(700, 1e6), "slow": st.just(("rank=0,factor=2",)),
-        "save_async": st.booleans(), "transport": st.sampled_from(["auto", "gloo"]), "max_bytes": st.integers(1, 99),
+        "report": st.booleans(), "overlap": st.booleans(), "hang": st.floats(700, 1e6),
+        "slow": st.just(("rank=0,factor=2",)), "save_async": st.booleans(), "max_bytes": st.integers(1, 99),
+        "transport": st.sampled_from(["auto", "gloo"]),
     }  # fmt: skip
     options = {name: draw(values) for name, values in some.items() if draw(st.booleans())}
     optimizer = OptimizerConfig(

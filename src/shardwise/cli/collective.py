@@ -14,6 +14,7 @@ from typing import Any
 
 from shardwise.cli import collective_bench
 from shardwise.cli.actions import actions
+from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.output import print_json, print_result, progress
 from shardwise.cli.quantities import bytes_of, numbers
 from shardwise.cluster import Cluster
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cost.add_argument("collective", metavar="COLLECTIVE")
     cost.add_argument("--bytes", required=True, metavar="SIZE", help="of the full tensor: 4096, 64MB, 1GiB")
     cost.add_argument("--ranks", type=int, required=True, metavar="P", help="how many take part")
-    cost.add_argument("--cluster", required=True, metavar="TEXT", help="such as 8x8xH100, or a TOML file")
+    add_cluster(cost, required=True, host=False)
     cost.add_argument("--nics", type=int, metavar="N", help="NICs of a node; left out, one for each device")
     bench = action("bench", "measure algorithms on processes of this host, beside the backend's own", _bench)
     _add_algorithm(bench, optional=True)
@@ -168,7 +169,7 @@ def _print_verified(result: dict[str, Any]) -> None:
 def _cost(args: argparse.Namespace) -> int:
     from shardwise.schedule.algorithms import collective_name
 
-    nbytes, cluster = bytes_of("--bytes", args.bytes), Cluster.parse(args.cluster)
+    nbytes, cluster = bytes_of("--bytes", args.bytes), cluster_of(args)
     if args.ranks < 1:
         raise UserError(f"--ranks must be a positive integer, not {args.ranks}")
     name = collective_name(args.collective)

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from shardwise.cli.clusters import add_cluster, cluster_of
+from shardwise.cli.clusters import add_cluster, cluster_of, usual_cluster
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_lora, add_model, model_of, subject_of
 from shardwise.cli.output import print_json, print_result, show
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _step(args: argparse.Namespace) -> int:
+    usual_cluster(args)
     model = subject_of(args) if args.model else None
     missing = [f"--{name}" for name in ("layout", "cluster", "seq", "batch") if getattr(args, name) is None]
     if model is None or missing:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.clusters import add_cluster, cluster_of
+from shardwise.cli.clusters import add_cluster, cluster_of, usual_cluster
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_lora, add_model, subject_of
 from shardwise.cli.output import print_result, progress
@@ -82,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_emit(args)
+    usual_cluster(args)
     if args.serve:
         from shardwise.cli.plan_serving import run as serve
 

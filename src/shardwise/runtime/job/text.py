@@ -1,4 +1,4 @@
-"""Text of a run as tokens: prepared once, next to the run, and kept by the run.
+"""Text of a run as tokens: prepared once, next to the run or in the cache, and kept by the run.
 
 A resumed run keeps its corpus, even if the source file has changed or is gone; other text needs `--data`. Imports no
 torch, and numpy only when it is used.
@@ -7,6 +7,7 @@ torch, and numpy only when it is used.
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from shardwise.data import Corpus
 
 Progress = Callable[[str], None]
+
+CACHE = "SHARDWISE_CACHE"
+"""Environment variable: folder of prepared corpora, for runs anywhere."""
 
 
 def with_corpus(config: TrainConfig, progress: Progress) -> TrainConfig:
@@ -80,7 +84,9 @@ def _found(config: TrainConfig, corpus: str) -> Path:
 
 
 def _corpora(config: TrainConfig) -> Path:
-    return Path(config.out).absolute().parent / "corpora"
+    """Folder of prepared corpora: in that of `CACHE`, else beside the run."""
+    cache = os.environ.get(CACHE)
+    return Path(cache or Path(config.out).parent).absolute() / "corpora"
 
 
 def _prepared(config: TrainConfig, progress: Progress, only: str | None = None) -> Corpus:
