@@ -16,6 +16,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count
+from shardwise.planner import plan
 from shardwise.predict import estimate
 
 LONG = ["plan", "llama-3.2-1b", "--cluster", "8xL4", "--seq", "131072", "--batch", "1", "--top", "2", "--fix", "tp=1"]
@@ -409,3 +410,11 @@ def test_tensor_parallelism_over_slow_links_is_warned_of(cluster, fix, words, ca
 def test_it_says_how_attention_is_counted(capsys):
     assert main(["plan", "llama-3.2-1b", "--cluster", "8xH100", "--seq", "2048", "--batch", "16"]) == 0
     assert "MFU counts causal attention once" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_in_python_prints_what_the_command_prints(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    best = plan("llama-3-8b", "8xH100", seq=4096, batch=16, fixed={"pp": 1, "cp": 1}, top=3)
+    words = ("--cluster", "8xH100", "--seq", 4096, "--batch", 16, "--fix", "pp=1,cp=1", "--top", 3)
+    code, out, _ = command("plan", "llama-3-8b", *words)
+    assert code == 0 and [line.rstrip() for line in out.splitlines()] == str(best).splitlines()

@@ -199,7 +199,7 @@ def test_a_link_is_no_faster_than_its_slot():
     ],
 )
 def test_what_binds_is_one_sentence(layout, words):
-    from shardwise.cli.show.estimate_table import binding
+    from shardwise.report.timing_table import binding
 
     report = estimate("llama-3-8b", layout, Workload(4096, 32), "8xH100")
     assert report.timing

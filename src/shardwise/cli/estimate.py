@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lora(parser)
     add_flags(parser, TrainConfig, "slow", "emulate")
     parser.add_argument("--dry-run", action="store_true", help="run the runtime itself on fake tensors; needs torch")
+    parser.add_argument("--verbose", action="store_true", help="every collective of the step, in place of sums")
     parser.add_argument("--breakdown", action="store_true", help="the terms behind the totals, in place of the ledger")
     parser.add_argument("--links", action="store_true", help="communication by axis and link, in place of the ledger")
     parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
@@ -84,7 +85,9 @@ def _step(args: argparse.Namespace) -> int:
         report = dry_run(model, layout, workload, cluster)
     else:
         report = estimate(model, layout, workload, cluster, **slowed)
-    return print_result(args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run))
+    return print_result(
+        args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
+    )
 
 
 def _links(args: argparse.Namespace, model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> int:
@@ -140,18 +143,29 @@ def _slowed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _lines(
-    report: StepReport, model: Model, layout: Layout, workload: Workload, cluster: Cluster, observed: bool
+    report: StepReport,
+    model: Model,
+    layout: Layout,
+    workload: Workload,
+    cluster: Cluster,
+    observed: bool,
+    verbose: bool,
 ) -> Iterator[Renderable]:
-    from shardwise.cli.show.estimate_table import balance_lines, kinds_table, node_line, timing_lines
     from shardwise.predict.memory.capacity import capacity_of, explained
     from shardwise.predict.node_bytes import node_bytes
+    from shardwise.predict.tables import balance_lines, kinds_table, node_line, timing_lines
     from shardwise.predict.tensor_kinds import tensor_kinds
 
     yield _title(model, layout, workload, cluster)
+    yield f"{report.conclusion(capacity_of(cluster))}\n"
     yield tables.memory_table(report, capacity=capacity_of(cluster))
     homes = node_line(node_bytes(model, layout, workload, cluster), cluster)
     yield from (f"{line}\n" for line in (explained(cluster), *homes) if line)
-    yield tables.ledger_table(report)
+    if verbose:
+        yield tables.ledger_table(report)
+    else:
+        yield tables.communication_table(report)
+        yield "--verbose has the ledger: every collective of the step\n"
     yield from balance_lines(report)
     gathered = layout.inner_ranks != layout.tp
     if gathered and isinstance(model, ModelConfig) and (kinds := tensor_kinds(model, layout, workload, cluster)):

@@ -146,8 +146,8 @@ def _check_find(args: argparse.Namespace) -> None:
 
 def _plan(args: argparse.Namespace, model: Model, cluster: Cluster, workload: Workload) -> int:
     from shardwise.cli.show.link_table import link_tables
-    from shardwise.cli.show.plan_table import campaign_lines, plan_tables
     from shardwise.planner import plan
+    from shardwise.planner.tables import campaign_lines, plan_tables
 
     chosen = {"engine": args.engine, "by": args.by, "top": args.top}
     best = plan(model, cluster, workload, fixed=_fixed(args), reserved=_reserved(args), **chosen)
@@ -228,8 +228,8 @@ def _told(run: Run) -> dict[str, Any]:
 
 
 def _find(args: argparse.Namespace, model: Model, cluster: Cluster, workload: Workload) -> int:
-    from shardwise.cli.show.plan_table import answer_lines
     from shardwise.planner.runnable import space_for
+    from shardwise.planner.tables import answer_lines
     from shardwise.predict.memory.capacity import usable_bytes
 
     space, _ = space_for(model, cluster, workload, args.engine, _fixed(args))

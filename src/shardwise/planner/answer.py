@@ -12,7 +12,7 @@ from shardwise.model.parameters import Model
 One = TypeVar("One")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer(Generic[One]):
     """The question of a search and its best answers."""
 

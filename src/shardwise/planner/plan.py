@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,8 @@ from shardwise.planner.winners import By, winners
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
 from shardwise.predict.memory.capacity import explained, usable_bytes
 from shardwise.predict.traffic.slow_links import tensor_warnings
+from shardwise.report.printing import Printable
+from shardwise.report.terminal import Renderable
 
 EXPERTS = (
     "experts: published steps of such models are predicted 14% off on average, from -61% to +17% (27 rows of "
@@ -32,8 +34,8 @@ EXPERTS = (
 """Notes on every plan of a model with experts."""
 
 
-@dataclass(frozen=True)
-class Plan(Answer[Priced]):
+@dataclass(frozen=True, repr=False)
+class Plan(Answer[Priced], Printable):
     """The best layouts of a model on a cluster, best first, and what there is to say about the first.
 
     cluster: the whole one; `by="cost"` may choose layouts on fewer of its nodes.
@@ -46,6 +48,18 @@ class Plan(Answer[Priced]):
     """Reason why none of the layouts runs here yet, in a plan for this runtime; empty if all run."""
     capacity: str = ""
     """Derivation of the usable bytes; empty where nothing is reserved."""
+
+    def tables(self) -> Iterator[Renderable]:
+        """What `shardwise plan` prints."""
+        from shardwise.planner.tables import plan_tables
+
+        return plan_tables(self)
+
+    def conclusion(self) -> str:
+        """The best layout in one sentence."""
+        from shardwise.planner.tables import plan_conclusion
+
+        return plan_conclusion(self)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -120,11 +134,14 @@ def plan(
     fixed: Mapping[str, Any] | None = None,
     reserved: float | None = None,
     explain: bool = True,
+    seq: int | None = None,
+    batch: int | None = None,
 ) -> Plan:
     """The best `top` layouts for training `model` on `cluster`, exactly: every layout that the engine can run is
     compared with a device's memory, and priced if it fits.
 
-    model, cluster: objects, or their names: "llama-3-8b", "8xH100". engine: a profile of `predict.time.ENGINES`; None
+    model, cluster: objects, or their names: "llama-3-8b", "8xH100". workload: a `Workload`; in its place `seq` tokens
+    per sequence and `batch` sequences per step. engine: a profile of `predict.time.ENGINES`; None
     is this project's runtime. Where the runtime can run none, as with experts, layouts are ranked as if it could, and
     `none_runs` says so. by: "throughput", "memory", "cost" (device-seconds per step, on as many nodes as pay off: 1, 2,
     4, ... and all), or "pareto" (all that no other one beats in time and memory). fixed: keys of the layout and the
@@ -134,7 +151,7 @@ def plan(
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
     """
-    model, cluster, workload = as_model(model), as_cluster(cluster), as_workload(workload)
+    model, cluster, workload = as_model(model), as_cluster(cluster), as_workload(workload, seq, batch)
     if top < 1:
         raise UserError(f"--top must be a positive integer, not {top}")
     usable = usable_bytes(cluster, reserved)

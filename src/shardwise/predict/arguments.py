@@ -46,8 +46,12 @@ def as_cluster(cluster: Cluster | str) -> Cluster:
     return _checked(cluster, Cluster, "cluster", "a text such as 8xH100")
 
 
-def as_workload(workload: Workload | None) -> Workload:
-    """A workload. Raises `UserError`."""
+def as_workload(workload: Workload | None, seq: int | None = None, batch: int | None = None) -> Workload:
+    """A workload, or the one of `seq` tokens and `batch` sequences. Raises `UserError`."""
+    if workload is None and (seq is not None or batch is not None):
+        return Workload(seq or 0, batch or 0)
+    if workload is not None and (seq is not None or batch is not None):
+        raise UserError("give either a Workload, or seq and batch")
     return _checked(workload, Workload, "workload", "made by Workload(seq=..., batch=...)")
 
 

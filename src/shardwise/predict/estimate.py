@@ -33,19 +33,23 @@ if TYPE_CHECKING:
 def estimate(
     model: Model | str,
     layout: Layout | str,
-    workload: Workload,
+    workload: Workload | None = None,
     cluster: Cluster | str | None = None,
     backend: Backend | None = None,
     engine: str | None = None,
     recorded: Sequence[Role] = (),
     slow: Stragglers | None = None,
     emulated: float | None = None,
+    *,
+    seq: int | None = None,
+    batch: int | None = None,
 ) -> StepReport:
     """Predict one steady training step: bytes by class and ledger of every rank role, and its time where the cluster's
     device has constants of time.
 
     model, layout, cluster: objects, or their names and texts: "llama-3-8b", "tp=2,dp=4", "8xH100". A traced module is a
-    `Blueprint`, or its file.
+    `Blueprint`, or its file. workload: a `Workload`; in its place `seq` tokens per sequence and `batch` sequences per
+    step.
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
     (`predict.time.ENGINES`); None means this project's runtime. recorded: roles of a measured step of a model with
@@ -54,7 +58,7 @@ def estimate(
     Raises `LayoutError` when the layout does not suit the model, the workload or the number of devices, and `UserError`
     for a workload without sequences, and for a slow rank that does not exist.
     """
-    model, layout, workload = as_model(model), as_layout(layout), as_workload(workload)
+    model, layout, workload = as_model(model), as_layout(layout), as_workload(workload, seq, batch)
     cluster = None if cluster is None else as_cluster(cluster)
     if not workload.batch:
         raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")

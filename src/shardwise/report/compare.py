@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
 from shardwise.report.exposure import Exposure, exposures
+from shardwise.report.printing import Printable
 from shardwise.report.step_report import DTYPE_BYTES, HOMES, Bytes, LedgerRow, Role, StepReport
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_ranks
 
 EXACT_CLASSES = ("parameters", "gradients", "optimizer", "saved", "comm", "cache")
@@ -109,8 +111,8 @@ class ComparedBytes:
         return {"role": self.role, "class": self.byte_class, **home, **sides, "relative": relative}
 
 
-@dataclass(frozen=True)
-class ReportComparison:
+@dataclass(frozen=True, repr=False)
+class ReportComparison(Printable):
     """Differences between two step reports, or that there are none.
 
     pairs: the ranks that both reports know, split as finely as either report splits them. rows: ledger rows of each
@@ -161,6 +163,24 @@ class ReportComparison:
         """(side, lowest rank, figures) of each role of either side ("a", "b") that has a timeline."""
         sides = (("a", self.a), ("b", self.b))
         return tuple((side, rank, figures) for side, report in sides for rank, figures in exposures(report))
+
+    def tables(self) -> Iterator[Renderable]:
+        """What `shardwise compare` prints."""
+        from shardwise.report.predictions import are_predictions, prediction_tables
+        from shardwise.report.tables import comparison_tables
+
+        if are_predictions(self.a, self.b):
+            return prediction_tables(self.a, self.b)
+        return iter([comparison_tables(self)])
+
+    def conclusion(self) -> str:
+        """The comparison in one sentence."""
+        from shardwise.report.predictions import are_predictions, prediction_conclusion
+        from shardwise.report.tables import verdict
+
+        if are_predictions(self.a, self.b):
+            return prediction_conclusion(self.a, self.b)
+        return verdict(self).plain
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; an infinite relative difference is null."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwise.report.palette import classes_of
-from shardwise.report.step_report import HOMES, Role, StepReport
+from shardwise.report.step_report import HOMES, StepReport
 from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_share, format_time
 
@@ -52,23 +52,14 @@ def quantities(a: StepReport, b: StepReport) -> list[Quantity]:
     for home in HOMES:
         if any(getattr(role, home).total for role in full):
             rows.append(Quantity(f"on the {home}", "bytes", *(getattr(role, home).total for role in full)))
-    sent = [max(map(_payloads, report.roles), key=lambda payloads: sum(payloads.values())) for report in (a, b)]
+    sent = [report.busiest.payloads for report in (a, b)]
     rows.append(Quantity("communicated", "bytes", *(sum(payloads.values()) for payloads in sent)))
-    for key in sorted(sent[0] | sent[1]):
-        rows.append(Quantity(key, "bytes", *(payloads.get(key, 0) for payloads in sent)))
+    for op, axes in sorted(sent[0] | sent[1]):
+        rows.append(Quantity(f"{op} ({axes})", "bytes", *(payloads.get((op, axes), 0) for payloads in sent)))
     return rows
 
 
-def _payloads(role: Role) -> dict[str, int]:
-    """Operation and axes -> payload bytes of a rank per step."""
-    sums: dict[str, int] = {}
-    for row in role.ledger:
-        key = f"{row.op} ({row.axes})"
-        sums[key] = sums.get(key, 0) + row.payload_bytes
-    return sums
-
-
-def conclusion(a: StepReport, b: StepReport) -> str:
+def prediction_conclusion(a: StepReport, b: StepReport) -> str:
     """B against A in one sentence."""
     by_name = {row.name: row for row in quantities(a, b)}
     parts = [
@@ -90,7 +81,7 @@ _CLAUSES = {
 
 def prediction_tables(a: StepReport, b: StepReport) -> Iterator[Renderable]:
     """The conclusion, what A and B are, and a row per quantity."""
-    yield conclusion(a, b)
+    yield prediction_conclusion(a, b)
     for name, report in (("A", a), ("B", b)):
         workload = report.workload
         yield (
@@ -112,4 +103,4 @@ def prediction_tables(a: StepReport, b: StepReport) -> Iterator[Renderable]:
 def predictions_json(a: StepReport, b: StepReport) -> dict[str, Any]:
     """The conclusion and the rows, for --json."""
     rows = [asdict(row) | {"change": row.change} for row in quantities(a, b)]
-    return {"conclusion": conclusion(a, b), "quantities": rows}
+    return {"conclusion": prediction_conclusion(a, b), "quantities": rows}

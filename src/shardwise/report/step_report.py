@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
@@ -15,7 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from shardwise.errors import UserError
 from shardwise.options import kinds
 from shardwise.report.files import write_whole
+from shardwise.report.printing import Printable
 from shardwise.report.strict_json import strict
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_ranks
 
 SCHEMA_VERSION = 1
@@ -132,9 +135,17 @@ class Role:
     def peak_bytes(self) -> int:
         return self.bytes.total
 
+    @property
+    def payloads(self) -> dict[tuple[str, str], int]:
+        """(operation, axes) -> payload bytes of a rank per step."""
+        sums: dict[tuple[str, str], int] = {}
+        for row in self.ledger:
+            sums[row.op, row.axes] = sums.get((row.op, row.axes), 0) + row.payload_bytes
+        return sums
 
-@dataclass(frozen=True)
-class StepReport:
+
+@dataclass(frozen=True, repr=False)
+class StepReport(Printable):
     """One steady training step (or one token of generation), on all ranks.
 
     model, layout, workload, cluster: their texts or JSON descriptions. time: seconds of one step, None when nobody
@@ -154,6 +165,23 @@ class StepReport:
     balance: dict[str, Any] | None = None
     """Attention's work by context-parallel rank (`ContextBalance.to_json`); None without context parallelism."""
     schema_version: int = field(default=SCHEMA_VERSION)
+
+    @property
+    def busiest(self) -> Role:
+        """The role whose ranks communicate most, by payload."""
+        return max(self.roles, key=lambda role: sum(role.payloads.values()))
+
+    def tables(self) -> Iterator[Renderable]:
+        """The conclusion, memory, communication and time, as `shardwise estimate` prints them."""
+        from shardwise.report.tables import report_tables
+
+        return report_tables(self)
+
+    def conclusion(self, capacity: int | None = None) -> str:
+        """Memory and time in one sentence. capacity: bytes of a device."""
+        from shardwise.report.tables import report_conclusion
+
+        return report_conclusion(self, capacity)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary, with `peak_bytes` written out for each role, without a `balance` that is None

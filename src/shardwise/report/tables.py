@@ -6,15 +6,17 @@ Ledgers join identical blocks into one line. Bytes are in GB = 1e9 bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from shardwise.report import time_parts
 from shardwise.report.compare import PEAK_TOLERANCE, ComparedBytes, ComparedRow, ReportComparison
 from shardwise.report.exposure import Exposure
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
 from shardwise.report.palette import KINDS, classes_of
 from shardwise.report.step_report import HOMES, Bytes, LedgerRow, Role, StepReport
 from shardwise.report.terminal import Column, FittedTable, new_table
+from shardwise.report.timing_table import step_lines
 from shardwise.report.units import format_bytes, format_ranks, format_role, format_share, format_time
 
 if TYPE_CHECKING:
@@ -76,6 +78,44 @@ def _add_other_homes(table: FittedTable, role: Role) -> None:
         if held.total:
             table.add_row("", _text(f"{home}", "bold"), _text(format_bytes(held.total), "bold"), "", "")
     table.ends.add(len(table.rows) - 1)
+
+
+def report_conclusion(report: StepReport, capacity: int | None = None) -> str:
+    """Memory and time of a step in one sentence. capacity: the bytes of one device's memory."""
+    peak = max((role.peak_bytes for role in report.roles), default=0)
+    parts = [f"{format_bytes(peak)} per rank"]
+    if capacity is not None:
+        fits = "fits" if peak <= capacity else "does not fit"
+        parts = [fits, f"{format_bytes(peak)} of {format_bytes(capacity)} per device"]
+    if report.time is not None:
+        parts.append(f"{format_time(report.time)} per step")
+    if report.timing is not None:
+        parts.append(f"bound by {time_parts.longest(report.timing['parts'])}")
+    return ", ".join(parts)
+
+
+def report_tables(report: StepReport) -> Iterator[RenderableType]:
+    """A step report: its conclusion, memory, communication, time by part and notes."""
+    name, workload = report.model.get("name", "a model"), report.workload
+    yield f"{name}, layout {report.layout} on {report.cluster} ({report.source}): {report_conclusion(report)}\n"
+    yield memory_table(report)
+    yield communication_table(report)
+    yield ""
+    yield from step_lines(report, workload.get("batch", 0) * workload.get("seq", 0))
+    yield from report.notes
+
+
+def communication_table(report: StepReport) -> FittedTable:
+    """Calls and payload bytes per collective and axes, on the ranks that communicate most."""
+    role = report.busiest
+    columns = (Column("collective", left=True), Column("axes", left=True), Column("calls"), Column("payload"))
+    table = FittedTable(columns, title=f"communication of one step, {format_ranks(role.ranks)}")
+    for (op, axes), payload in sorted(role.payloads.items(), key=lambda item: -item[1]):
+        calls = sum(row.count for row in role.ledger if (row.op, row.axes) == (op, axes))
+        table.add_row(op, axes, f"{calls:,}", format_bytes(payload))
+    total = sum(role.payloads.values())
+    table.add_row(_text("all", "bold"), "", f"{sum(row.count for row in role.ledger):,}", format_bytes(total))
+    return table
 
 
 def ledger_table(report: StepReport) -> Group:

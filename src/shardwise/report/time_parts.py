@@ -1,5 +1,7 @@
 """The parts of predicted times, as people read them."""
 
+from collections.abc import Mapping
+
 STEP = {
     "matmul": "matrix products",
     "attention": "attention",
@@ -31,3 +33,9 @@ TOKEN = {
     "host": "host",
 }
 """Parts of a token or a prompt."""
+
+
+def longest(parts: Mapping[str, float]) -> str:
+    """The longest part of a step or a token, in words."""
+    name = max(parts, key=lambda name: parts[name])
+    return STEP.get(name) or TOKEN[name]

@@ -38,8 +38,8 @@ class Training:
         """Printed tables and texts."""
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
-        from shardwise.cli.show.estimate_table import timing_lines
         from shardwise.predict.memory.capacity import capacity_of, explained
+        from shardwise.predict.tables import timing_lines
         from shardwise.report.tables import memory_table
 
         moved = [f"  {line}" for line in _moved(self.report)]
@@ -102,8 +102,8 @@ class CacheRoom:
 def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Training:
     """Memory, traffic and time of a step, the time where there is a profile of the engine. Raises `UserError` where the
     layout does not suit the model, the batch or the cluster."""
-    from shardwise.cli.show.estimate_table import binding
     from shardwise.predict import estimate
+    from shardwise.report.timing_table import binding
 
     assert reading.seq and reading.batch
     workload = Workload(seq=reading.seq, batch=reading.batch, optimizer=reading.optimizer or DEFAULT)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shardwise.cluster import Cluster
-from shardwise.report import StepReport, time_parts
-from shardwise.report.terminal import Column, FittedTable, Renderable, plain_table
-from shardwise.report.units import format_bytes, format_share, format_time
+from shardwise.report import StepReport
+from shardwise.report.terminal import Column, FittedTable, Renderable
+from shardwise.report.timing_table import step_lines
+from shardwise.report.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from shardwise.predict.node_bytes import NodeBytes
     from shardwise.predict.tensor_kinds import TensorKind
-
-LEAST = 0.002
-"""Share of a step from which a part is shown."""
 
 
 def balance_lines(report: StepReport) -> list[str]:
@@ -42,25 +40,11 @@ def kinds_table(kinds: Sequence[TensorKind]) -> FittedTable:
 
 
 def timing_lines(report: StepReport, cluster: Cluster | None, tokens: int) -> list[Renderable]:
-    """Time of a step by part; for an unmeasured CPU, how to measure it. tokens: of a step,
-    over all ranks."""
-    if report.timing is None:
-        unmeasured = cluster is not None and cluster.device.kind == "cpu" and not cluster.device.measured
+    """`step_lines`; for an unmeasured CPU, how to measure it."""
+    if report.timing is None and cluster is not None and cluster.device.kind == "cpu" and not cluster.device.measured:
         hint = "no time of a step: measure this machine with `shardwise calibrate device --ranks N --out FILE.toml`"
-        return [f"{hint} and name it with --cluster"] if unmeasured else []
-    result = report.timing
-    table = plain_table(("part of a step", "time", "share"))
-    for name, seconds in sorted(result["parts"].items(), key=lambda part: -part[1]):
-        if seconds >= LEAST * result["seconds"]:
-            table.add_row(time_parts.STEP[name], format_time(seconds), format_share(seconds / result["seconds"]))
-    low, high = format_time(result["low"]), format_time(result["high"])
-    return [
-        f"a step takes {format_time(result['seconds'])} (80% range {low} to {high}) as {result['engine']} runs it, "
-        f"{tokens / result['seconds']:,.0f} tokens/s",
-        table,
-        *binding(result),
-        "",
-    ]
+        return [f"{hint} and name it with --cluster"]
+    return step_lines(report, tokens)
 
 
 def node_line(node: NodeBytes, cluster: Cluster) -> list[str]:
@@ -76,17 +60,3 @@ def node_line(node: NodeBytes, cluster: Cluster) -> list[str]:
         has = f" of its {format_bytes(memory)}" + ": does not fit" * (node.host > memory)
     disk = f"{format_bytes(node.disk)} on disk and " if node.disk else ""
     return [f"off the devices, a node holds {disk}{format_bytes(node.host)} of host memory{has}"]
-
-
-def binding(timing: Mapping[str, Any]) -> list[str]:
-    """What binds a step that offloads, in one sentence; nothing for other steps. timing: `StepTiming.to_json`."""
-    busy: dict[str, float] = timing.get("busy", {})
-    if not busy:
-        return []
-    words = {"device": "the device", "link": "the link to the host", "cores": "the host's cores", "disk": "the disk"}
-    first, *others = sorted(busy, key=lambda name: -busy[name])
-    rest = ", ".join(f"{words[name].removeprefix('the ')} {format_time(busy[name])}" for name in others if busy[name])
-    return [
-        f"offloading: {words[first]} bind{'' if first == 'cores' else 's'}, busy for {format_time(busy[first])} of the "
-        f"step's {format_time(timing['seconds'])} ({rest})"
-    ]

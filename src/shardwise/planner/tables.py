@@ -6,22 +6,34 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.show.estimate_table import LEAST, node_line
 from shardwise.layout import Mesh
 from shardwise.model.parameters import count
 from shardwise.planner.alternatives import Alternative
-from shardwise.planner.plan import Plan
 from shardwise.planner.runnable import OWN
+from shardwise.predict.tables import node_line
 from shardwise.report import time_parts
 from shardwise.report.step_report import Role, StepReport
 from shardwise.report.tables import memory_table
 from shardwise.report.terminal import Column, FittedTable, Renderable, new_table
+from shardwise.report.timing_table import LEAST
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from shardwise.planner.plan import Plan
+
 _BAR = 24
+
+
+def plan_conclusion(plan: Plan) -> str:
+    """The best layout in one sentence."""
+    one = plan.winner
+    memory = f"{format_bytes(one.held.total)} of {format_bytes(plan.usable)} per device"
+    return (
+        f"best of {plan.considered:,} layouts of {plan.model.name} on {plan.cluster}: {one.layout}, "
+        f"{format_time(one.seconds)} per step, {memory}, bound by {time_parts.longest(one.parts)}"
+    )
 
 
 def plan_tables(plan: Plan) -> Iterator[Renderable]:
@@ -123,9 +135,9 @@ def _time(plan: Plan) -> Table:
 def _binding(plan: Plan) -> Iterator[str]:
     one = plan.winner
     computed = sum(one.parts[name] for name in ("matmul", "attention", "memory", "optimizer"))
-    part = max(one.parts, key=lambda name: one.parts[name])
+    share = format_share(max(one.parts.values()) / one.seconds)
     yield (
-        f"\nbound by: {time_parts.STEP[part]} ({format_share(one.parts[part] / one.seconds)} of the step). "
+        f"\nbound by: {time_parts.longest(one.parts)} ({share} of the step). "
         f"Computing is {format_share(computed / one.seconds)}; the rest is waiting and moving data."
     )
     if plan.unlimited is not None:
