@@ -48,8 +48,7 @@ def estimate(
     device has constants of time.
 
     model, layout, cluster: objects, or their names and texts: "llama-3-8b", "tp=2,dp=4", "8xH100". A traced module is a
-    `Blueprint`, or its file. workload: a `Workload`; in its place `seq` tokens per sequence and `batch` sequences per
-    step.
+    `Blueprint`, or its file. seq, batch: tokens per sequence and sequences per step, in place of a workload.
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
     (`predict.time.ENGINES`); None means this project's runtime. recorded: roles of a measured step of a model with
@@ -66,10 +65,7 @@ def estimate(
     if slow is not None:
         slow.check(layout.training_ranks)
     backend = backend or usual_backend(cluster)
-    roles = [_of_record(model, layout, workload, backend, role) for role in recorded]
-    if not roles and layout.sync in SERVED:
-        roles = _served(model, layout, workload, backend)
-    roles = roles or [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
+    roles = _roles(model, layout, workload, backend, recorded)
     unscheduled = as_under_auto(roles)
     timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated)
     balance = context_balance(model, layout, workload) if layout.cp > 1 and isinstance(model, ModelConfig) else None
@@ -92,6 +88,15 @@ def estimate(
         notes=tuple(notes),
         balance=balance.to_json() if balance else None,
     )
+
+
+def _roles(model: Model, layout: Layout, workload: Workload, backend: Backend, recorded: Sequence[Role]) -> list[Role]:
+    """Roles of all ranks; recorded: those of a measured step, to be followed."""
+    if recorded:
+        return [_of_record(model, layout, workload, backend, role) for role in recorded]
+    if layout.sync in SERVED:
+        return _served(model, layout, workload, backend)
+    return [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
 
 
 def _check(model: Model, layout: Layout, workload: Workload, cluster: Cluster | None) -> None:
