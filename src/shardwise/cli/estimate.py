@@ -22,7 +22,7 @@ from typing import Any
 from shardwise.cli.clusters import add_cluster, cluster_of, usual_cluster
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_lora, add_model, model_of, subject_of
-from shardwise.cli.output import print_json, print_result, show
+from shardwise.cli.output import print_json, print_result, show, working
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
@@ -82,7 +82,8 @@ def _step(args: argparse.Namespace) -> int:
         require("--dry-run", "torch")
         from shardwise.runtime.dryrun import dry_run
 
-        report = dry_run(model, layout, workload, cluster)
+        with working(f"running a step of {model.name} on fake tensors"):
+            report = dry_run(model, layout, workload, cluster)
     else:
         report = estimate(model, layout, workload, cluster, **slowed)
     return print_result(

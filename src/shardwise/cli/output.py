@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from shardwise.report.strict_json import strict
 from shardwise.report.terminal import Renderable, wrap
+
+PATIENCE = 1.0
+"""Seconds before a command says that it is working."""
 
 
 def print_json(data: Any) -> None:
@@ -31,6 +36,29 @@ def progress(line: str = "") -> None:
     """On a terminal, put a line where the last one stood; none at the end, so that nothing of it stays."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def working(doing: str) -> Iterator[None]:
+    """On a terminal, say what is being done and for how long, from `PATIENCE` seconds on; nothing of it stays."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    display = Progress(*columns, console=Console(stderr=True), transient=True)
+    display.add_task(doing, total=None)
+    timer = threading.Timer(PATIENCE, display.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        display.stop()
 
 
 def show(*things: Renderable) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.clusters import add_cluster, cluster_of, usual_cluster
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_lora, add_model, subject_of
-from shardwise.cli.output import print_result, progress
+from shardwise.cli.output import print_result, progress, working
 from shardwise.cli.plan_emit import check_emit, emitted
 from shardwise.cli.plan_file import write_plan
 from shardwise.cli.quantities import bytes_of, length_of
@@ -150,7 +150,8 @@ def _plan(args: argparse.Namespace, model: Model, cluster: Cluster, workload: Wo
     from shardwise.planner.tables import campaign_lines, plan_tables
 
     chosen = {"engine": args.engine, "by": args.by, "top": args.top}
-    best = plan(model, cluster, workload, fixed=_fixed(args), reserved=_reserved(args), **chosen)
+    with working(f"pricing layouts of {model.name} on {cluster}"):
+        best = plan(model, cluster, workload, fixed=_fixed(args), reserved=_reserved(args), **chosen)
     campaign = _campaign(args, best)
     requests = []
     if isinstance(model, ModelConfig):

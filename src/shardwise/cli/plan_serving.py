@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from shardwise.cli.models import model_of
-from shardwise.cli.output import print_result
+from shardwise.cli.output import print_result, working
 from shardwise.cli.plan_emit import emitted
 from shardwise.cluster import Cluster
 from shardwise.interop import ServerSettings, WriteRequest
@@ -22,9 +22,9 @@ from shardwise.report.units import format_bytes, format_count, format_share, for
 def run(args: argparse.Namespace) -> int:
     """Plan serving as `args` asks. Raises `UserError`."""
     workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
-    result = plan_serving(
-        model_of(args), Cluster.parse(args.cluster), workload, engine=args.engine, by=args.by, top=args.top
-    )
+    model, cluster = model_of(args), Cluster.parse(args.cluster)
+    with working(f"pricing deployments of {model.name} on {cluster}"):
+        result = plan_serving(model, cluster, workload, engine=args.engine, by=args.by, top=args.top)
     file, lines = emitted(args, [_request(result, one) for one in result.ranked])
     return print_result(args, result.to_json() | file, chain(serving_tables(result), lines))
 

@@ -9,7 +9,7 @@ import argparse
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.cli.output import print_json
+from shardwise.cli.output import print_json, working
 from shardwise.errors import UserError
 
 
@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from shardwise.studio.page import write_export
 
-    write_export(args.export, *(args.view or [""]), runs=args.runs)
+    with working("drawing"):
+        write_export(args.export, *(args.view or [""]), runs=args.runs)
     if args.json:
         print_json({"written": str(args.export)})
     else:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from shardwise.cli.output import print_result
+from shardwise.cli.output import print_result, working
 from shardwise.cli.verify import plan_of
 from shardwise.errors import UserError
 from shardwise.model.blueprint import Blueprint
@@ -62,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
         found = suggestion.to_json()
     loss = FromFile(build.path, args.loss).loaded() if args.loss else None
     degrees = None if args.tp is None else degrees_of(args.tp)
-    blueprint = trace(module, example, plan, loss=loss, blocks=blocks, tp=degrees, precisions=args.precision.split(","))
+    with working(f"tracing {args.model}"):
+        blueprint = trace(
+            module, example, plan, loss=loss, blocks=blocks, tp=degrees, precisions=args.precision.split(",")
+        )
     if args.out:
         write_blueprint(blueprint, args.out)
     data = {"model": blueprint.name, "out": args.out, "suggestion": found or None, **_summary(blueprint)}
