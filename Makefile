@@ -20,7 +20,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling bench-gpu clean
+.PHONY: help demo test test-all mutation baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling check-gpu bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ bench: $(VENV)/.bench  ## steps, saves and reshards beside what a user would pic
 
 bench-scaling: $(VENV)/.train  ## throughput on 1, 2 and 4 ranks against the ideal, and the predicted curve beyond
 	@$(BIN)/python benchmarks/scaling.py --json benchmarks/results/scaling.json
+
+check-gpu: $(VENV)/.train  ## is training, memory, resume and generation right on the CUDA devices here? short form on CPU without one
+	@$(BIN)/python benchmarks/check_gpu.py
 
 bench-gpu: $(VENV)/.train  ## one CUDA device: speed and memory beside FSDP2 and torch.compile; tiny on CPU without one
 	@$(BIN)/python benchmarks/gpu.py

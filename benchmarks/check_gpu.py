@@ -1,0 +1,261 @@
+"""Does shardwise compute correctly on the CUDA devices here? Losses, memory, resume and generation, against the CPU.
+
+    python benchmarks/check_gpu.py [--json FILE] [--tiny]      or: make check-gpu
+
+Needs `PYTHONPATH=src` and no network: torch, numpy, rich and safetensors. A few minutes on one device. Each check is a
+row: ok, failed, or skipped with the reason. With more devices, layouts of two and four ranks run over NCCL and their
+ledgers are compared with the prediction. The exit code is 1 if a check failed.
+
+Without a CUDA device, or with --tiny, the same checks run in a short form on the CPU, which shows that the script
+works. No tokenizer is needed: the text is a corpus of random tokens that repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardwise import api
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import get
+from shardwise.report import compare
+from shardwise.runtime.job.config import LaunchConfig, OptimizerConfig, TrainConfig
+from shardwise.runtime.job.launch import RunFailed
+from shardwise.serving.job import ServingJob
+from shardwise.serving.messages import Finished, Sampling, Token
+from shardwise.serving.service import Service
+
+VOCAB, SEQ, BATCH = 512, 64, 8
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 5e-3}
+"""Largest relative difference of a loss between devices, by precision. bf16: kernels round in another order."""
+PEAK = 0.03
+"""Largest relative error of the predicted peak of memory."""
+MODELS = ("tiny-llama", "tiny-gpt", "tiny-gemma2", "tiny-olmo2", "tiny-mixtral", "tiny-qwen3-moe", "tiny-deepseek")
+LAYOUTS = (
+    ("tiny-llama", "dp=2"), ("tiny-llama", "dp=2,zero=3"), ("tiny-llama", "tp=2,sp"), ("tiny-llama", "pp=2"),
+    ("tiny-llama", "cp=2"), ("tiny-mixtral", "dp=2,ep=2"), ("tiny-llama", "dp=2,tp=2,zero=3"),
+    ("tiny-llama", "tp=2,pp=2,schedule=interleaved,virtual=2"),
+)  # fmt: skip
+FAILURES = (UserError, RunFailed, AssertionError, RuntimeError, OSError)
+
+
+class Skip(Exception):
+    """Reason why a check is not possible here."""
+
+
+@dataclass
+class Row:
+    """One check's outcome. seconds: of the whole check."""
+
+    name: str
+    outcome: str
+    detail: str
+    seconds: float
+
+
+def model_of(name: str) -> ModelConfig:
+    """A model of the catalog with a small vocabulary and without dropout, whose masks differ between devices."""
+    return replace(get(name), vocab=VOCAB, dropout=0.0, attention_dropout=0.0)
+
+
+def write_corpus(folder: Path) -> Path:
+    """A prepared corpus of tokens that often repeat what came 8 tokens before."""
+    random = np.random.default_rng(0)
+    counts = {"train": 60_000, "validation": 6_000}
+    folder.mkdir(parents=True)
+    for split, count in counts.items():
+        tokens = random.integers(1, VOCAB, count, dtype=np.uint16)
+        for i in np.flatnonzero(random.random(count) < 0.7):
+            tokens[i] = tokens[max(i - 8, 0)]
+        tokens.astype("<u2").tofile(folder / f"{split}.bin")
+    about = {
+        "format": 1, "source": "random", "fingerprint": "random", "dtype": "<u2", "eos": 0, "vocab_size": VOCAB,
+        "text_bytes": 4 * sum(counts.values()), "token_counts": counts, "document_counts": dict.fromkeys(counts, 1),
+    }  # fmt: skip
+    (folder / "corpus.json").write_text(json.dumps(about))
+    return folder
+
+
+class Checks:
+    """Checks on one kind of device. tiny: the short form."""
+
+    def __init__(self, folder: Path, device: str, tiny: bool) -> None:
+        self.folder, self.device, self.tiny = folder, device, tiny
+        self.corpus = write_corpus(folder / "corpora" / "random")
+        self._runs = 0
+        self._kept: dict[tuple[str, str], list[float]] = {}
+
+    def config(self, name: str, layout: str, device: str, **options: object) -> TrainConfig:
+        """A short training run with a directory of its own."""
+        self._runs += 1
+        return TrainConfig(
+            model=model_of(name), layout=Layout.parse(layout), workload=Workload(seq=SEQ, batch=BATCH), data="random",
+            out=str(self.folder / f"run-{self._runs}"), corpus=str(self.corpus), device=device, tensorboard=False,
+            **{"steps": 4, "optimizer": OptimizerConfig(lr=1e-3), "validate_batches": 1} | options,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def train(self, config: TrainConfig) -> api.TrainResult:
+        with open(os.devnull, "w") as output:
+            return api.run(config, LaunchConfig(progress=lambda line: None, rank0_stdout=output.fileno()))
+
+    def on_cpu(self, name: str, layout: str) -> list[float]:
+        """Losses of the same steps on one CPU rank."""
+        key = (name, layout)
+        if key not in self._kept:
+            self._kept[key] = self.train(self.config(name, layout, "cpu")).losses
+        return self._kept[key]
+
+    def losses(self, name: str, layout: str, precision: str) -> str:
+        """Losses on the device equal the CPU's."""
+        text = f"{layout},precision={precision}".removeprefix(",")
+        found = self.train(self.config(name, text, self.device)).losses
+        reference = f"precision={precision}"
+        return close(found, self.on_cpu(name, reference), TOLERANCE[precision])
+
+    def memory(self, layout: str) -> str:
+        """Ledger and peak of memory as predicted."""
+        config = self.config("tiny-llama", layout, self.device, report=True)
+        if not self.tiny:
+            wide = replace(config.model, hidden=512, heads=8, kv_heads=8, ffn=1376, head_dim=64)
+            config = replace(config, model=wide, workload=Workload(seq=256, batch=BATCH))
+        result = self.train(config)
+        outcome = compare(result.predicted, result.report)
+        assert outcome.equal_ledger, f"the ledger differs: {outcome.differences[:1]}"
+        assert abs(outcome.peak_error) <= PEAK, f"peak of memory is predicted {100 * outcome.peak_error:+.1f}% off"
+        return f"ledger equal, peak {100 * outcome.peak_error:+.2f}%"
+
+    def resume(self, first: str, second: str) -> str:
+        """A run that is saved on one device resumes on the other with the losses of one run."""
+        straight = self.train(self.config("tiny-llama", "precision=fp32", first, steps=6)).losses
+        begun = self.train(self.config("tiny-llama", "precision=fp32", first, steps=3))
+        with open(os.devnull, "w") as output:
+            resumed = api.resume(
+                begun.out, steps=6, out=str(self.folder / f"resumed-{self._runs}"), device=second,
+                progress=lambda line: None, rank0_stdout=output.fileno(),
+            )  # fmt: skip
+        return close(resumed.losses[-3:], straight[3:], TOLERANCE["fp32"])
+
+    def generation(self, layout: str = "") -> str:
+        """Greedy answers of the device are the CPU's, token by token."""
+        run = self.train(self.config("tiny-llama", "precision=fp32", "cpu", steps=8)).out
+        answers = [
+            self._answer(run, device, layout if device == self.device else "") for device in ("cpu", self.device)
+        ]
+        assert answers[0] == answers[1], f"{answers[1]} instead of {answers[0]}"
+        return f"{len(answers[0])} tokens equal"
+
+    def _answer(self, run: Path, device: str, layout: str) -> list[int]:
+        text = f"{layout},precision=fp32".removeprefix(",")
+        job = ServingJob(model_of("tiny-llama"), Layout.parse(text), str(run), context=128, device=device)
+        tokens: list[int] = []
+        ended = threading.Event()
+
+        def take(answer: Token | Finished) -> None:
+            if isinstance(answer, Token):
+                tokens.append(answer.token)
+            else:
+                ended.set()
+
+        with Service(job) as service:
+            service.start()
+            service.submit(list(range(1, 20)), Sampling(max_tokens=24), take)
+            if not ended.wait(120):
+                raise RuntimeError("no answer within two minutes")
+        return tokens
+
+    def ranks(self, name: str, layout: str) -> str:
+        """A layout over several ranks: the losses of one rank, and the predicted ledger."""
+        world = Layout.parse(layout).ranks
+        if self.device == "cuda" and torch.cuda.device_count() < world:
+            raise Skip(f"needs {world} devices, and there are {torch.cuda.device_count()}")
+        result = self.train(self.config(name, f"{layout},precision=fp32", self.device, report=True))
+        outcome = compare(result.predicted, result.report)
+        assert outcome.equal_ledger, f"the ledger differs: {outcome.differences[:1]}"
+        return "ledger equal, " + close(result.losses, self.on_cpu(name, "precision=fp32"), TOLERANCE["fp32"])
+
+    def compiled(self) -> str:
+        """Blocks compiled by torch give the CPU's losses."""
+        if self.device == "cpu" and shutil.which("c++") is None:
+            raise Skip("torch.compile needs a C++ compiler on the CPU")
+        return self.losses("tiny-llama", "compile=block", "fp32")
+
+    def every(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        """Name and function of each check, the most basic first."""
+        for name in MODELS[:1] if self.tiny else MODELS:
+            for precision in ("fp32",) if self.tiny else TOLERANCE:
+                yield f"losses {name} {precision}", lambda n=name, p=precision: self.losses(n, "", p)
+        for layout in () if self.tiny else ("recompute=selective", "recompute=full", "attention=math"):
+            yield f"losses tiny-llama {layout}", lambda text=layout: self.losses("tiny-llama", text, "fp32")
+        yield "losses compiled blocks", self.compiled
+        for layout in ("",) if self.tiny else ("", "recompute=full", "precision=fp32", "compile=block"):
+            yield f"memory {layout or 'bf16'}", lambda text=layout: self.memory(text)
+        yield f"resume cpu to {self.device}", lambda: self.resume("cpu", self.device)
+        if self.device != "cpu":
+            yield f"resume {self.device} to cpu", lambda: self.resume(self.device, "cpu")
+        yield "generation", self.generation
+        for name, layout in LAYOUTS[1:3] if self.tiny else LAYOUTS:
+            yield f"ranks {name} {layout}", lambda n=name, text=layout: self.ranks(n, text)
+        if not self.tiny:
+            yield "generation tp=2", self._generation_split
+
+    def _generation_split(self) -> str:
+        if self.device == "cuda" and torch.cuda.device_count() < 2:
+            raise Skip("needs 2 devices, and there is 1")
+        return self.generation("tp=2")
+
+
+def close(found: list[float], expected: list[float], tolerance: float) -> str:
+    """The largest relative difference, in words. Raises `AssertionError` beyond the tolerance."""
+    assert len(found) == len(expected) > 0, f"{len(found)} losses instead of {len(expected)}"
+    worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    assert worst <= tolerance and math.isfinite(worst), f"losses differ by {worst:.1e}, more than {tolerance:.0e}"
+    return f"losses within {worst:.1e}"
+
+
+def checked(name: str, check: Callable[[], str]) -> Row:
+    """One check, with its outcome in one line."""
+    begun = time.perf_counter()
+    try:
+        outcome, detail = "ok", check()
+    except Skip as reason:
+        outcome, detail = "skipped", str(reason)
+    except FAILURES as error:
+        outcome, detail = "failed", f"{type(error).__name__}: {error}".splitlines()[0]
+    return Row(name, outcome, detail, time.perf_counter() - begun)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--tiny", action="store_true", help="the short form on the CPU, even beside a GPU")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() and not args.tiny else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, short form"
+    print(f"{name}, torch {torch.__version__}", flush=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for check, function in Checks(Path(folder), device, device == "cpu").every():
+            rows.append(checked(check, function))
+            print(f"{rows[-1].outcome:8}{check:50} {rows[-1].seconds:5.1f} s  {rows[-1].detail}", flush=True)
+    if args.json:
+        about = {"device": name, "devices": torch.cuda.device_count(), "torch": torch.__version__}
+        args.json.write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    raise SystemExit(int(any(row.outcome == "failed" for row in rows)))
+
+
+if __name__ == "__main__":
+    main()
