@@ -10,7 +10,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.main import COMMANDS, parser_of
+from shardwise.cli.commands import COMMANDS
+from shardwise.cli.examples import EXAMPLES, broken
+from shardwise.cli.main import parser_of
 from shardwise.layout.layout import CHOICES, FLAGS, Layout
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,7 +80,9 @@ def cli() -> str:
     lines = ["# Command line", "", "Exit codes: 0 success, 1 a dead rank or a defect, 2 a mistake in what was asked, "
              "128 + n for signal n. Every command has `--json`."]  # fmt: skip
     for name in COMMANDS:
+        examples = "\n".join(map(broken, EXAMPLES[name])).replace("\n  ", "\n").strip()
         lines += ["", f"## {name}", "", *_section(parser_of(name), COMMANDS[name])]
+        lines += ["", "Examples:", "", "```text", examples, "```"]
     return "\n".join(lines) + "\n"
 
 

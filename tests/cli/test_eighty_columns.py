@@ -18,6 +18,26 @@ COMMANDS = {
 }
 
 
+WIDE = (
+    "estimate llama-3-70b --layout tp=8,pp=2,dp=4,zero=1,sp --cluster 8x8xH100 --seq 8192 --batch 512 --breakdown",
+    "estimate deepseek-v3 --layout dp=512,ep=64,zero=3,recompute=full --cluster 64x8xH100 --seq 4096 --batch 512 "
+    "--breakdown",
+    "estimate --params 1e12 --zero-table 1,8,64,512",
+    "list models --weights",
+    "list links",
+    "--help",
+)
+"""Commands whose tables fit at every width, with the first column."""
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize("words", WIDE)
+def test_tables_fit(words, width, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, err = command(*words.split())
+    assert (code, err) == (0, "") and max(len(line.rstrip()) for line in out.splitlines()) <= width and "…" not in out
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_output_at_80_columns(name, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

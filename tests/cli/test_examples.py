@@ -25,11 +25,11 @@ TOUR = [
 
 PARSED = {
     "serve": "serves until it is stopped: tests/cli/test_serve.py",
-    "studio": "likewise: tests/cli/test_studio.py",
+    "studio": "serves until it is stopped: tests/cli/test_studio.py",
     "lab": "needs root: tests/cli/test_lab.py",
     "demo": "minutes: tests/test_demo.py",
-    "verify": "starts ranks: tests/runtime/test_verify.py",
-    "trace": "loads torch: tests/runtime",
+    "verify": "starts ranks: tests/runtime/test_module_verify.py",
+    "trace": "loads torch: tests/runtime/test_module_trace.py",
     "validate": "half a minute: tests/cli/test_validate.py",
 }
 """Commands whose examples are only parsed here, with the reason."""

@@ -235,7 +235,17 @@ class TestEstimate:
         code, out, _ = command(*full, "--breakdown")
         assert code == 0 and "ZeRO 0: 16 bytes per parameter" in out and "all_reduce" not in out
         mistake(command(*self.FULL, "--breakdown", "--dry-run"), "--dry-run does nothing with --breakdown")
-        mistake(command("estimate", "gpt2", "--zero-table", "8", "--breakdown"), "--breakdown belongs to one step's")
+        mistake(command(*full, "--breakdown", "--verbose"), "--verbose does nothing with --breakdown")
+        for flag in ("--breakdown", "--verbose"):
+            mistake(command("estimate", "gpt2", "--zero-table", "8", flag), f"{flag} belongs to one step's estimate")
+
+    def test_the_ledger_is_behind_verbose(self, command):
+        full = ("estimate", "llama-3-8b", "--layout", "dp=8", *self.FULL[4:])
+        code, out, _ = command(*full)
+        assert code == 0 and "communication of one step" in out and "blocks.0-31" not in out
+        assert out.splitlines()[2].startswith(("fits, ", "does not fit, "))
+        code, out, _ = command(*full, "--verbose")
+        assert code == 0 and "ledger of one step" in out and "blocks.0-31" in out
 
     def test_zero_table_of_the_paper(self, command):
         code, out, err = command("estimate", "--params", "7e9", "--zero-table", "1,2,4,8,16", "--json")

@@ -96,7 +96,7 @@ def _links(args: argparse.Namespace, model: Model, layout: Layout, workload: Wor
     from shardwise.predict import estimate
     from shardwise.predict.time.link_use import link_uses
 
-    for name in ("dry_run", "slow", "emulate", "breakdown"):
+    for name in ("dry_run", "slow", "emulate", "breakdown", "verbose"):
         if getattr(args, name):
             raise UserError(f"--{name.replace('_', '-')} does nothing with --links: leave it out")
     report = estimate(model, layout, workload, cluster)
@@ -113,7 +113,7 @@ def _breakdown(args: argparse.Namespace, model: Model, layout: Layout, workload:
     from shardwise.predict.breakdown import breakdown
     from shardwise.predict.recompute_modes import recompute_modes
 
-    for name in ("dry_run", "slow", "emulate"):
+    for name in ("dry_run", "slow", "emulate", "verbose"):
         if getattr(args, name):
             raise UserError(f"--{name.replace('_', '-')} does nothing with --breakdown: leave it out")
     if isinstance(model, Blueprint):
@@ -182,7 +182,7 @@ def _zero_table(args: argparse.Namespace) -> int:
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
     single = ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "optimizer", "slow", "emulate")
-    for name in (*single, "lora", "dry_run", "breakdown"):
+    for name in (*single, "lora", "dry_run", "breakdown", "verbose"):
         if getattr(args, name) not in (None, False):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} belongs to one step's estimate: leave it out with --zero-table")
