@@ -69,6 +69,22 @@ def test_a_run_file_gives_the_run_again(tmp_path_factory: pytest.TempPathFactory
     assert replace(again, out=config.out) == config
 
 
+@settings(max_examples=200 if EVERYTHING else 10)
+@given(configs(), st.booleans())
+def test_a_resumed_run_has_its_own_options_alone(
+    tmp_path_factory: pytest.TempPathFactory, config: TrainConfig, new_text: bool
+) -> None:
+    """Its checkpoint has other values where the run has the defaults, and decides what cannot be changed."""
+    former = "runs/corpora/x" if new_text else None
+    config = replace(config, resume="runs/x/checkpoints/step-4", weights="folder", former_corpus=former)
+    changes = train._changes(read(run_file(config), tmp_path_factory.mktemp("run")))
+    text = {"data", "text_field", "max_bytes", "tokenizer"}
+    assert "weights" not in changes and bool(changes.keys() & text) == ("data" in changes) == new_text
+    for name, value in changes.items():
+        assert (str(config.layout) if name == "layout" else getattr(config, name)) == value
+    assert {"layout", "steps", "seed", "hang", "transport"} <= changes.keys()
+
+
 def test_every_option_of_a_run_is_a_key() -> None:
     """A new field of `TrainConfig` has a flag, or is one that a run file leaves out on purpose."""
     flags = {action.dest for action in parser_of("train")._actions}

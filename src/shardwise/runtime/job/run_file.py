@@ -30,9 +30,7 @@ def run_file(config: TrainConfig) -> str:
     values["layout"] = str(config.layout)
     lines = ["# shardwise train --config FILE repeats this run; flags take the place of what is here."]
     if config.resume:
-        # The rest is the checkpoint's.
-        kept = () if config.former_corpus else _TEXT
-        return "\n".join([*lines, *_assignments({k: v for k, v in values.items() if k not in kept})]) + "\n"
+        return "\n".join([*lines, *_assignments(_resumed(config))]) + "\n"
     values |= _changed(config.workload) | _changed(config.optimizer)
     model = config.model.replace(lora=None)
     if config.adapters is not None:
@@ -42,6 +40,14 @@ def run_file(config: TrainConfig) -> str:
     if catalog().get(model.name) == model:
         return "\n".join([*lines, *_assignments({"model": model.name} | values)]) + "\n"
     return "\n".join([*lines, *_assignments(values), "", "[model]", *_assignments(_described(model))]) + "\n"
+
+
+def _resumed(config: TrainConfig) -> dict[str, Any]:
+    """What a resumed run may have of its own. The rest is the checkpoint's, as are the defaults."""
+    without = {*_OWN, "weights", *(() if config.former_corpus else _TEXT)}
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in without}
+    present = {name: _absolute(name, value) for name, value in values.items() if value not in (None, ())}
+    return present | {"layout": str(config.layout)}
 
 
 def _changed(config: TrainConfig | Workload | OptimizerConfig) -> dict[str, Any]:
