@@ -113,6 +113,35 @@ class TiedModel(nn.Module):
         return self.head(x)
 
 
+class NestedBlock(nn.Module):
+    """x + feed(norm(x)), whose maps are in a module of their own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.feed = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.feed(self.norm(x))
+
+
+class NestedModel(nn.Module):
+    """A table, blocks, a norm and a head. ids: [batch, seq]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(NestedBlock(WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 class StateSpaceBlock(nn.Module):
     """A diagonal state-space layer, token by token, between two maps."""
 
@@ -243,6 +272,7 @@ OWN: dict[str, type[nn.Module]] = {
     "routed": RoutedModel,
     "plain": PlainMLP,
     "tied": TiedModel,
+    "nested": NestedModel,
 }
 PLANS: dict[str, dict[str, str]] = {
     "skips": {"blocks.*.up": "column", "blocks.*.down": "row", "head": "colwise_gather_output"},
@@ -261,6 +291,7 @@ PLANS: dict[str, dict[str, str]] = {
     },
     "plain": {"blocks.*.up": "column", "blocks.*.down": "row"},
     "tied": {"blocks.*.up": "column", "blocks.*.down": "row"},
+    "nested": {"table": "vocab", "blocks.*.feed.0": "column", "blocks.*.feed.2": "row", "head": "vocab"},
 }
 
 

@@ -157,7 +157,6 @@ class Twice(nn.Module):
         (lambda: 3, "dp=1", {}, r"not int"),
         (SkipMLP(device="meta"), "dp=1", {}, r"scale is on the meta device, and SkipMLP has no .* give a function"),
         (OWN["skips"], "dp=2", {}, r"needs 2 ranks, but there are 1: .*torchrun --nproc-per-node 2"),
-        (OWN["skips"], "tp=2,sp", {}, r"sp .* not there yet"),
         (OWN["skips"], "recompute=selective", {}, r"choose recompute=full"),
         (OWN["skips"], "dp=1", {"blocks": ["Skip"]}, r"nothing is named 'Skip'; did you mean SkipMLP|SkipBlock"),
     ],

@@ -34,6 +34,8 @@ EXPERTS = MapStyle("expert")
 """A module that stacks the weights of experts: the layout says how these are split and what tokens travel."""
 WHOLE = "replicate"
 """Style of a map that every rank has whole."""
+SEQUENCE = "sequence_parallel"
+"""Style of what every rank has whole and, under sp, uses on its shard of the sequences."""
 STYLES: dict[str, MapStyle] = {
     "column": MapStyle("column", _COLUMN),
     "row": MapStyle("row", _ROW),
@@ -47,6 +49,7 @@ STYLES: dict[str, MapStyle] = {
     "rowwise_rep": MapStyle("row", Edges("split inputs", "sum")),
     "embedding_rowwise": LOOKUP,
     "replicated_with_grad_allreduce": MapStyle(partial=True),
+    SEQUENCE: MapStyle(),
     "experts": EXPERTS,
     "moe_tp_experts": EXPERTS,
     "ep_dispatch_experts": EXPERTS,
@@ -69,6 +72,13 @@ def style_of(name: str, pattern: str) -> MapStyle:
 def path_of(pattern: str) -> re.Pattern[str]:
     """The paths that a pattern of a plan matches."""
     return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+
+
+def named(plan: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Module -> the name of its style, as `matched` chooses it."""
+    paths = [(path_of(pattern), name) for pattern, name in plan.items()]
+    found = {each: next((name for path, name in paths if path.fullmatch(each)), "") for each in names}
+    return {each: name for each, name in found.items() if name}
 
 
 def matched(plan: Mapping[str, str], names: Iterable[str], published: bool) -> dict[str, MapStyle]:

@@ -92,6 +92,8 @@ class _Place:
         own = self.rows_of(expected)
         if own.shape != shape and own.dim() and own.shape[-1] == self.tp[0] * shape[-1]:
             own = own.chunk(self.tp[0], -1)[self.tp[1]]
+        if own.shape != shape and own.dim() > 2 and own.shape[1] == self.tp[0] * shape[1]:  # sequences under sp
+            own = own.chunk(self.tp[0], 1)[self.tp[1]]
         return own if own.shape == shape else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from shardwise.errors import LayoutError, UserError, did_you_mean
 from shardwise.layout import Layout
-from shardwise.layout.styles import GATHERED, LOOKUP, WHOLE, MapStyle, matched
+from shardwise.layout.styles import GATHERED, LOOKUP, WHOLE, MapStyle, matched, named
 from shardwise.model.adapters import SCALE, A, B
 from shardwise.model.blueprint import Blueprint, Cut, Parameter, Part, PartKind
 from shardwise.model.lora import INT8
@@ -21,6 +21,7 @@ from shardwise.runtime.module.adapters import AdaptedMap
 from shardwise.runtime.module.chain import ENTRY, EXIT, Chain
 from shardwise.runtime.module.expert_plan import ExpertPlan, expert_plan, published_plan, stacked
 from shardwise.runtime.module.initial import is_meta
+from shardwise.runtime.module.sequence import SequencePlan, sequence_plan
 
 ROOT = "root"
 """Name of the part of everything that is in no block."""
@@ -37,6 +38,8 @@ class DescribedModule:
     """Its modules of experts that the plan splits."""
     chain: Chain | None = None
     """Order of its parts, under a pipeline."""
+    sequence: SequencePlan = field(default_factory=SequencePlan)
+    """Where its stream is cut along the sequence."""
 
 
 def describe(
@@ -56,6 +59,10 @@ def describe(
         plan = published_plan(module, layout) if plan is None else plan
         experts = expert_plan(module, layout, plan, published)
         styles = _styles(module, layout, experts.others, published) if layout.tp > 1 else {}
+    sequence = SequencePlan()
+    if layout.sp:
+        styles_named = named(experts.others, [name for name, _ in module.named_modules()])
+        sequence, styles = sequence_plan(module, layout, styles, styles_named, blocks)
     parts: dict[str, list[Parameter]] = {name: [] for name in _part_names(blocks, chain)}
     reads: list[str] = []
     for parameter, aliases in names.items():
@@ -66,7 +73,8 @@ def describe(
             _check_apart(aliases, experts)
             parts[part].append(stacked(name, tuple(parameter.shape), experts.widths.get(full, 0)))
         else:
-            parts[part].append(_parameter(module, name, aliases, parameter, styles, layout))
+            described = _parameter(module, name, aliases, parameter, styles, layout)
+            parts[part].append(replace(described, partial=True) if sequence.sees_shards(aliases) else described)
     made = [
         Part(
             name, _KINDS.get(name, "block"), _class_of(module, name), tuple(held), (), 0, 0,
@@ -74,7 +82,7 @@ def describe(
         )
         for name, held in parts.items()
     ]  # fmt: skip
-    return DescribedModule(Blueprint(type(module).__name__, 0, tuple(made)), styles, experts, chain)
+    return DescribedModule(Blueprint(type(module).__name__, 0, tuple(made)), styles, experts, chain, sequence)
 
 
 _KINDS: dict[str, PartKind] = {ROOT: "root", ENTRY: "entry", EXIT: "exit"}

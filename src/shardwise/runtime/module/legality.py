@@ -9,7 +9,6 @@ from shardwise.model.blueprint import Blueprint
 
 LATER = {
     "cp": "cuts sequences inside attention",
-    "sp": "cuts the residual stream, which no plan of a module describes",
     "sync": "lets replicas train apart",
     "compile": "compiles blocks",
 }

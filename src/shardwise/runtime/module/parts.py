@@ -24,6 +24,7 @@ from shardwise.ops.gradients import GradSlot, WeightGradient, WeightGradients, g
 from shardwise.runtime.module.chain import ENTRY, EXIT
 from shardwise.runtime.module.describe import ROOT, DescribedModule
 from shardwise.runtime.module.maps import lower_maps
+from shardwise.runtime.module.sequence import cut_stream, gather_inputs
 from shardwise.runtime.module.stages import ModuleStages, free_others
 from shardwise.runtime.offload.activations import OffloadedActivations, SavedTensors, storages
 from shardwise.runtime.offload.file import OffloadFile
@@ -81,6 +82,7 @@ class PartRunner:
         self.module, self.plan, self.comms, self.device = module, plan, comms, device
         self.weights = WeightGradients(at_once=plan.of_kind("exit"))
         writing = lower_maps(module, plan, comms, described, self.weights)
+        gather_inputs(module, described.sequence, comms)
         self.engine = Engine(module, plan, comms, device, writing, self.weights, file)
         self.offloaded: OffloadedActivations | None = None
         if plan.layout.offload_activations != "none":
@@ -108,6 +110,7 @@ class PartRunner:
         for name in plan.of_kind("block"):
             block = module.get_submodule(name)
             block.forward = partial(self._part, name, block.forward)  # type: ignore[method-assign]
+        cut_stream(module, described.sequence, comms)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with floating-point inputs in the layout's precision. Raises `UserError` where its

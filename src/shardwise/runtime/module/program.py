@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,8 @@ class ModuleProgram(PartRunner):
         if file is not None:
             self.close = weakref.finalize(self, file.close, True)
         self.optimizer = Optimizer(self.engine, comms, optimizer, values)
+        self.layout = replace(plan.layout, sp=bool(described.sequence.blocks))
+        """The layout of reports: what sp adds is in the description, not in the plan."""
         self.expert_loads = ExpertLoads({}, plan, comms, device)
         self.messages = Messages(self, self.stages) if self.stages is not None else None
         with comms.in_phase("optimizer"):

@@ -98,6 +98,8 @@ def split(
     _check_backend(at)
     values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
     _place_buffers(module, layout, values, at)
+    # What sp adds is in the description; a plan's own sp is of a decoder's stream.
+    layout = replace(layout, sp=False)
     comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
     settings = optimizer or OptimizerConfig()
@@ -225,7 +227,7 @@ class SplitModule(nn.Module):
         return StepReport(
             source="measured",
             model={"name": plan.blueprint.name},
-            layout=str(plan.layout),
+            layout=str(self.program.layout),
             workload=replace(plan.workload, seq=seq).to_json(),
             cluster=f"{len(roles)}x{kind}",
             roles=merge_roles(dict(enumerate(roles))),
@@ -249,7 +251,7 @@ class SplitModule(nn.Module):
         layout. All ranks call it together. Returns the checkpoint's folder."""
         folder, program = Path(folder), self.program
         if folder not in self._savers:
-            about = {"module": program.plan.blueprint.name, "layout": str(program.plan.layout)}
+            about = {"module": program.plan.blueprint.name, "layout": str(program.layout)}
             self._savers[folder] = Saver(
                 program, folder, seed=0, about=about, keep=0, later=False, timeout=TIMEOUT,
                 others=partial(written, program),
