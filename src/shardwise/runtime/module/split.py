@@ -78,8 +78,8 @@ def split(
     Raises `UserError` for a module, a plan or a layout that cannot be split.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    folder = _folder(layout, offload_dir)
     check_module_layout(layout)
+    folder = _folder(layout, offload_dir)
     _meet()
     check_module_layout(layout, dist.get_world_size())
     module = _built(model)
@@ -94,12 +94,10 @@ def split(
     described = describe(module, layout, plan, found, chain)
     workload = Workload(seq=1, batch=layout.dp * layout.micro * accumulate)
     check_described(described.blueprint, layout, accumulate)
-    at = _device_of(module) if device is None else torch.device(device)
-    _check_backend(at)
+    at = _device(module, device)
     values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
     _place_buffers(module, layout, values, at)
-    # What sp adds is in the description; a plan's own sp is of a decoder's stream.
-    layout = replace(layout, sp=False)
+    layout = replace(layout, sp=False)  # what it adds is in the description; a plan's own is of a decoder's stream
     comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
     settings = optimizer or OptimizerConfig()
@@ -119,9 +117,11 @@ def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
-def _check_backend(device: torch.device) -> None:
+def _device(module: nn.Module, wanted: torch.device | str | None) -> torch.device:
+    device = _device_of(module) if wanted is None else torch.device(wanted)
     if device.type == "cuda" and dist.get_backend() == "gloo":
         raise UserError("a module on a GPU needs NCCL: call torch.distributed.init_process_group('nccl') before split")
+    return device
 
 
 def _meet() -> None:
