@@ -33,7 +33,7 @@ class Option:
     shown: str | None = None
     """The default in the help text, where it is not the value itself."""
     tokens: bool = False
-    """Whether it is a number of tokens, which is also written as 8k or 1M (`cli/quantities.py`)."""
+    """Whether it is a number of tokens or sequences, which is also written as 8k or 1M (`cli/quantities.py`)."""
     flag: str = ""
     """Flag in place of `--field-name`, or of `--no-field-name` where the default is True."""
     const: str = ""

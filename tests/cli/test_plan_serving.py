@@ -36,7 +36,6 @@ def test_json_has_the_same(by, capsys):
         ([*SERVE, "--seq", "4096"], "--seq belongs to training: leave it out with --serve"),
         ([*SERVE, "--by", "memory"], "--by memory is for training"),
         (SERVE[:-2], "plan --serve needs --concurrency"),
-        (["plan", "llama-3-8b", "--cluster", "8xH100"], "plan needs --seq, --batch"),
         (["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "4096", "--batch", "8", "--prompt", "7"],
          "--prompt belongs to serving: add --serve"),
         (["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "4096", "--batch", "8", "--prompt", "0"],

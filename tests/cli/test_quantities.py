@@ -29,5 +29,5 @@ def test_lengths_are_read_as_contexts_are_named():
     texts = {"8192": 8192, "8k": 8192, "128K": 131_072, "1M": 1 << 20, " 0 ": 0}
     assert {text: length_of(text) for text in texts} == texts
     for text in ("", "8q", "-8k", "1.5k", "k"):
-        with pytest.raises(ArgumentTypeError, match="no number of tokens, such as 8192 or 8k"):
+        with pytest.raises(ArgumentTypeError, match="no whole number, such as 8192 or 8k"):
             length_of(text)

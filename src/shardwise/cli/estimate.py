@@ -15,14 +15,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
 from shardwise.cli.clusters import add_cluster, cluster_of, usual_cluster
-from shardwise.cli.flags import add_flags, given
+from shardwise.cli.flags import add_flags
 from shardwise.cli.models import add_lora, add_model, model_of, subject_of
 from shardwise.cli.output import print_json, print_result, show, working
+from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
@@ -57,21 +58,19 @@ def run(args: argparse.Namespace) -> int:
 def _step(args: argparse.Namespace) -> int:
     usual_cluster(args)
     model = subject_of(args) if args.model else None
-    missing = [f"--{name}" for name in ("layout", "cluster", "seq", "batch") if getattr(args, name) is None]
+    missing = [f"--{name}" for name in ("layout", "cluster") if getattr(args, name) is None]
     if model is None or missing:
         raise UserError(f"estimate needs {', '.join(missing if args.model else ['MODEL', *missing])}")
 
     from shardwise.predict import estimate
 
     layout, cluster = Layout.parse(args.layout), cluster_of(args)
-    if args.seq < 1 or args.batch < 1:
-        raise UserError("--seq and --batch must be positive integers")
-    workload = Workload(**given(args, Workload))
+    workload, assumed = workload_of(args, model, layout.dp * layout.micro)
     slowed = _slowed(args)
     if args.links:
-        return _links(args, model, layout, workload, cluster)
+        return _links(args, model, layout, workload, cluster, assumed)
     if args.breakdown:
-        return _breakdown(args, model, layout, workload, cluster)
+        return _breakdown(args, model, layout, workload, cluster, assumed)
     if args.dry_run:
         if slowed:
             raise UserError("--dry-run has no times: leave out --slow and --emulate")
@@ -86,12 +85,20 @@ def _step(args: argparse.Namespace) -> int:
             report = dry_run(model, layout, workload, cluster)
     else:
         report = estimate(model, layout, workload, cluster, **slowed)
+    report = noted(report, assumed)
     return print_result(
         args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
     )
 
 
-def _links(args: argparse.Namespace, model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> int:
+def _links(
+    args: argparse.Namespace,
+    model: Model,
+    layout: Layout,
+    workload: Workload,
+    cluster: Cluster,
+    assumed: tuple[str, ...],
+) -> int:
     from shardwise.cli.show.link_table import link_tables
     from shardwise.predict import estimate
     from shardwise.predict.time.link_use import link_uses
@@ -99,15 +106,25 @@ def _links(args: argparse.Namespace, model: Model, layout: Layout, workload: Wor
     for name in ("dry_run", "slow", "emulate", "breakdown", "verbose"):
         if getattr(args, name):
             raise UserError(f"--{name.replace('_', '-')} does nothing with --links: leave it out")
-    report = estimate(model, layout, workload, cluster)
+    report = noted(estimate(model, layout, workload, cluster), assumed)
     if report.time is None:
         raise UserError(f"--links needs the time of a step, which has none on {cluster}: {'; '.join(report.notes)}")
     uses = link_uses(model, layout, cluster, report.roles)
     data = report.to_json() | {"links": [use.to_json() for use in uses]}
-    return print_result(args, data, chain([_title(model, layout, workload, cluster)], link_tables(uses, report.time)))
+    return print_result(
+        args, data, chain(_head(model, layout, workload, cluster, assumed), link_tables(uses, report.time))
+    )
 
 
-def _breakdown(args: argparse.Namespace, model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> int:
+def noted(report: StepReport, assumed: tuple[str, ...]) -> StepReport:
+    """The report with a note for each number of the workload that was not given."""
+    return replace(report, notes=(*(f"assumed: {note}" for note in assumed), *report.notes))
+
+
+def _breakdown(
+    args: argparse.Namespace, model: Model, layout: Layout, workload: Workload, cluster: Cluster,
+    assumed: tuple[str, ...],
+) -> int:  # fmt: skip
     from shardwise.cli.show.breakdown_table import breakdown_tables
     from shardwise.predict import estimate
     from shardwise.predict.breakdown import breakdown
@@ -118,13 +135,20 @@ def _breakdown(args: argparse.Namespace, model: Model, layout: Layout, workload:
             raise UserError(f"--{name.replace('_', '-')} does nothing with --breakdown: leave it out")
     if isinstance(model, Blueprint):
         raise UserError("--breakdown needs a model with a configuration, which a traced module has not: leave it out")
-    report = estimate(model, layout, workload, cluster)
+    report = noted(estimate(model, layout, workload, cluster), assumed)
     terms, modes = (
         breakdown(model, layout, workload, cluster, report),
         recompute_modes(model, layout, workload, cluster),
     )
     data = report.to_json() | {"breakdown": terms.to_json() | {"recompute": [asdict(mode) for mode in modes]}}
-    return print_result(args, data, chain([_title(model, layout, workload, cluster)], breakdown_tables(terms, modes)))
+    head = _head(model, layout, workload, cluster, assumed)
+    return print_result(args, data, chain(head, breakdown_tables(terms, modes)))
+
+
+def _head(
+    model: Model, layout: Layout, workload: Workload, cluster: Cluster, assumed: tuple[str, ...]
+) -> tuple[str, ...]:
+    return *(f"assumed: {note}" for note in assumed), _title(model, layout, workload, cluster)
 
 
 def _title(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> str:

@@ -7,6 +7,9 @@ With --find, the other way round: the cheapest cluster for a deadline, the large
 sequence, the largest batch and micro-batch, or how well more nodes pay off.
 
 With --serve, the best ways to serve it: prompts of --prompt tokens, answers of --output, --concurrency clients.
+
+Without --cluster: the smallest number of each device of the catalog that fits, with speed and price. With several
+models, a,b,c: one row for each.
 """
 
 from __future__ import annotations
@@ -18,18 +21,24 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.clusters import add_cluster, cluster_of, usual_cluster
-from shardwise.cli.flags import add_flags, given
+from shardwise.cli.flags import add_flags
 from shardwise.cli.models import add_lora, add_model, subject_of
 from shardwise.cli.output import print_result, progress, working
 from shardwise.cli.plan_emit import check_emit, emitted
 from shardwise.cli.plan_file import write_plan
+from shardwise.cli.plan_models import several
 from shardwise.cli.quantities import bytes_of, length_of
+from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
+from shardwise.cluster.prices import price_of
 from shardwise.errors import UserError
 from shardwise.interop import WriteRequest
 from shardwise.layout import Layout, Workload
+from shardwise.layout.usual_workload import odd_part
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
+from shardwise.planner.price_words import priced
+from shardwise.report.time_parts import GROUPS, grouped
 
 if TYPE_CHECKING:
     from shardwise.planner.goals import Power, Run, Size, SmallestCandidate
@@ -45,10 +54,12 @@ BY = ("throughput", "memory", "cost", "pareto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    add_cluster(parser, required=True)
-    parser.add_argument("--seq", type=length_of, metavar="N", help="tokens per sequence, such as 8192 or 8k")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences per step, over all devices")
+    add_model(parser, optional=True)
+    add_cluster(parser)
+    parser.add_argument("--seq", type=length_of, metavar="N", help="tokens per sequence, such as 8192 or 8k (the "
+                        "model's context, up to 8k)")  # fmt: skip
+    parser.add_argument("--batch", type=length_of, metavar="N", help="sequences per step, over all devices (0.5M to 4M "
+                        "tokens, by the model's size)")  # fmt: skip
     add_flags(parser, Workload, "optimizer")
     add_lora(parser)
     parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
@@ -58,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(this runtime; tensorrt-llm with --serve)")  # fmt: skip
     parser.add_argument("--reserve", metavar="SIZE", help="of a device's memory, what training cannot have (2GB)")
     parser.add_argument("--tokens", metavar="N", help="of a whole run, such as 15T: days, device-hours and money")
-    parser.add_argument("--price", type=float, metavar="X", help="of one device for an hour")
+    parser.add_argument("--price", type=float, metavar="X", help="US dollars of one device for an hour (the "
+                        "lowest list price that is recorded)")  # fmt: skip
     parser.add_argument("--pue", type=float, metavar="X", help="power of the data centre over its computers' (1.1)")
     parser.add_argument("--host-watts", type=float, metavar="W", help="a device's share of its host's power (0)")
     parser.add_argument("--mtbf", type=float, metavar="HOURS", help="between two failures of one device: goodput")
@@ -67,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--restart", type=float, metavar="SECONDS", help="from a failure until training continues (0)")
     parser.add_argument("--find", choices=FINDS, help="ask the other way round; cluster needs --tokens and --deadline")
+    parser.add_argument("--memory", metavar="SIZE", help="for --find model without MODEL: all that fit one device")
     parser.add_argument("--deadline", type=float, metavar="DAYS", help="for --find cluster")
     parser.add_argument(
         "--links", action="store_true", default=None, help="communication of the best layout by axis and link"
@@ -77,23 +90,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--serve", action="store_true", help="plan serving in place of training")
     parser.add_argument("--prompt", type=length_of, metavar="N", help="with --serve: tokens of a prompt")
     parser.add_argument("--output", type=length_of, metavar="N", help="with --serve: tokens of an answer")
-    parser.add_argument("--concurrency", type=int, metavar="N", help="with --serve: clients that ask all the time")
+    parser.add_argument(
+        "--concurrency", type=length_of, metavar="N", help="with --serve: clients that ask all the time"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     check_emit(args)
+    if args.model is None or args.memory is not None:
+        from shardwise.cli.plan_devices import find_models
+
+        _check_memory(args)
+        return find_models(args)
     usual_cluster(args)
+    _check_kind(args)
+    _check_numbers(args)
+    if names := several(args.model):
+        from shardwise.cli.plan_models import run as side_by_side
+
+        return side_by_side(args, names)
+    if args.cluster is None:
+        from shardwise.cli.plan_devices import run as which_devices
+
+        return which_devices(args)
     if args.serve:
         from shardwise.cli.plan_serving import run as serve
 
-        _check_kind(args)
         return serve(args)
-    model = subject_of(args)
-    _check_kind(args)
+    return _train(args)
+
+
+def _train(args: argparse.Namespace) -> int:
+    model, cluster = subject_of(args), cluster_of(args)
+    if args.find:
+        _check_find(args)
+    workload, assumed = workload_of(args, model, odd_part(cluster.devices))
     if args.find == "sequence" and args.seq is None:
-        args.seq = 1
-    if args.seq < 1 or args.batch < 1:
-        raise UserError("--seq and --batch must be positive integers")
+        workload, assumed = replace(workload, seq=1), assumed[1:]
+    return (_find if args.find else _plan)(args, model, cluster, workload, assumed)
+
+
+def _check_memory(args: argparse.Namespace) -> None:
+    """Raise `UserError` where MODEL is missing for another reason than --find model --memory."""
+    if args.memory is not None and (args.model is not None or args.find != "model"):
+        raise UserError("--memory is for --find model without MODEL: the models of the catalog that fit one device")
+    if args.find != "model":
+        raise UserError("plan needs MODEL, a name of `shardwise list models`; only --find model --memory has none")
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
     if (args.mtbf is None) != (args.save is None):
         raise UserError("--mtbf and --save belong together: how often a device fails, and how long saving takes")
     for name in ("mtbf", "save", "price"):
@@ -106,15 +151,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--top shows at most {MOST_SHOWN:,} layouts, not {args.top:,}")
     if (args.deadline is not None) != (args.find == "cluster"):
         raise UserError("--deadline is for --find cluster, which needs it")
-    if args.find:
-        _check_find(args)
-    cluster = cluster_of(args)
-    workload = Workload(**given(args, Workload))
-    return _find(args, model, cluster, workload) if args.find else _plan(args, model, cluster, workload)
 
 
 TRAINING = (
-    "seq", "batch", "fix", "reserve", "tokens", "price", "pue", "host_watts", "mtbf", "save", "restart", "find",
+    "seq", "batch", "fix", "reserve", "tokens", "pue", "host_watts", "mtbf", "save", "restart", "find",
     "deadline", "host_memory", "optimizer", "lora", "links",
 )  # fmt: skip
 SERVING = ("prompt", "output", "concurrency")
@@ -126,32 +166,31 @@ def _check_kind(args: argparse.Namespace) -> None:
     if strange:
         kind = "training: leave it out with --serve" if args.serve else "serving: add --serve"
         raise UserError(f"--{strange[0].replace('_', '-')} belongs to {kind}")
-    needed = SERVING if args.serve else ("batch",) if args.find == "sequence" else ("seq", "batch")
-    if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
-        only_batch = args.find == "batch" and missing == ["--batch"]
-        why = ": the step whose largest micro-batch is reported, too" if only_batch else ""
-        raise UserError(f"plan{' --serve' * args.serve} needs {', '.join(missing)}{why}")
+    if missing := [f"--{name}" for name in SERVING if args.serve and getattr(args, name) is None]:
+        raise UserError(f"plan --serve needs {', '.join(missing)}")
     if args.serve and args.by == "memory":
         raise UserError("--by memory is for training; serving has throughput, cost and pareto")
 
 
 def _check_find(args: argparse.Namespace) -> None:
     """Reject options that an inverse question does not use."""
-    idle = ["mtbf", "save", "links"] + (["tokens", "price", "pue", "host_watts"] if args.find != "cluster" else [])
+    idle = ["mtbf", "save", "links"] + (["tokens", "pue", "host_watts"] if args.find != "cluster" else [])
     named = [name.replace("_", "-") for name in idle if getattr(args, name) is not None]
     named += ["by"] * (args.by != "throughput") + ["top"] * (args.top != TOP)
     if named:
         raise UserError(f"--{named[0]} does nothing with --find {args.find}: leave it out")
 
 
-def _plan(args: argparse.Namespace, model: Model, cluster: Cluster, workload: Workload) -> int:
+def _plan(
+    args: argparse.Namespace, model: Model, cluster: Cluster, workload: Workload, assumed: tuple[str, ...]
+) -> int:
     from shardwise.cli.show.link_table import link_tables
     from shardwise.planner import plan
     from shardwise.planner.tables import campaign_lines, plan_tables
 
     chosen = {"engine": args.engine, "by": args.by, "top": args.top}
     with working(f"pricing layouts of {model.name} on {cluster}"):
-        best = plan(model, cluster, workload, fixed=_fixed(args), reserved=_reserved(args), **chosen)
+        best = plan(model, cluster, workload, fixed=fixed_keys(args), reserved=reserved(args), **chosen)
     campaign = _campaign(args, best)
     requests = []
     if isinstance(model, ModelConfig):
@@ -160,8 +199,15 @@ def _plan(args: argparse.Namespace, model: Model, cluster: Cluster, workload: Wo
         raise UserError("--emit writes configurations of models that have one; a traced module has split: leave it out")
     file, lines = emitted(args, requests)
     uses = _links(best) if args.links else ()
-    data = best.to_json() | campaign | file | ({"links": [use.to_json() for use in uses]} if args.links else {})
-    shown = chain(plan_tables(best), campaign_lines(campaign), link_tables(uses, best.winner.seconds), lines)
+    data = (
+        best.to_json()
+        | {"assumed": list(assumed)}
+        | campaign
+        | file
+        | ({"links": [use.to_json() for use in uses]} if args.links else {})
+    )
+    notes, priced_lines = (f"assumed: {note}" for note in assumed), campaign_lines(campaign, cluster.device.name)
+    shown = chain(notes, plan_tables(best), priced_lines, link_tables(uses, best.winner.seconds), lines)
     written = write_plan(args.out, best) if args.out and not args.emit else ()
     return print_result(args, data, chain(shown, written))
 
@@ -176,26 +222,30 @@ def _links(best: Plan) -> tuple[LinkUse, ...]:
     return link_uses(best.model, layout, best.cluster, report.roles)
 
 
-def _fixed(args: argparse.Namespace) -> dict[str, Any]:
+def fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
     from shardwise.predict.fixing import fixed_of
 
     return fixed_of(args.fix or "")
 
 
-def _reserved(args: argparse.Namespace) -> float | None:
+def reserved(args: argparse.Namespace) -> float | None:
     return None if args.reserve is None else bytes_of("--reserve", args.reserve)
 
 
 def _campaign(args: argparse.Namespace, outcome: Plan) -> dict[str, Any]:
-    """Duration of a whole run with the winner, and how much of the time failures leave."""
-    reported: dict[str, Any] = {}
+    """Price of the winner, duration of a whole run with it, and how much of the time failures leave."""
     one = outcome.winner
+    reported: dict[str, Any] = {
+        "price": priced(price_of(outcome.cluster.device, args.price), one.layout.ranks, outcome.tokens_per_second(one))
+    }
     if args.tokens is not None:
         from shardwise.planner.goals import run_of
 
         tokens, power = tokens_of(args.tokens), _power(args)
-        reported["run"] = _told(run_of(one, outcome.cluster, outcome.workload, tokens, args.price, power))
-    for name in ("price", "pue", "host_watts"):
+        reported["run"] = _told(
+            run_of(one, outcome.cluster, outcome.workload, tokens, _price(args, outcome.cluster), power)
+        )
+    for name in ("pue", "host_watts"):
         if args.tokens is None and getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} needs --tokens: how long the run is")
     if args.mtbf is not None:
@@ -204,6 +254,12 @@ def _campaign(args: argparse.Namespace, outcome: Plan) -> dict[str, Any]:
         share = goodput(args.mtbf * 3600 / one.layout.ranks, args.save, args.restart or 0.0)
         reported["goodput"] = {"interval_seconds": share.interval, "share": share.share}
     return reported
+
+
+def _price(args: argparse.Namespace, cluster: Cluster) -> float | None:
+    """US dollars per device-hour: --price, else the lowest list price."""
+    price = price_of(cluster.device, args.price)
+    return price and price.usd
 
 
 def _power(args: argparse.Namespace) -> Power:
@@ -228,17 +284,20 @@ def _told(run: Run) -> dict[str, Any]:
     }
 
 
-def _find(args: argparse.Namespace, model: Model, cluster: Cluster, workload: Workload) -> int:
+def _find(
+    args: argparse.Namespace, model: Model, cluster: Cluster, workload: Workload, assumed: tuple[str, ...]
+) -> int:
     from shardwise.planner.runnable import space_for
     from shardwise.planner.tables import answer_lines
     from shardwise.predict.memory.capacity import usable_bytes
 
-    space, _ = space_for(model, cluster, workload, args.engine, _fixed(args))
+    space, _ = space_for(model, cluster, workload, args.engine, fixed_keys(args))
     try:
-        answer = _answer(args, space, usable_bytes(cluster, _reserved(args)))
+        answer = _answer(args, space, usable_bytes(cluster, reserved(args)))
     finally:
         progress()
-    return print_result(args, answer, answer_lines(args.find, answer))
+    notes = (f"assumed: {note}" for note in assumed)
+    return print_result(args, answer | {"assumed": list(assumed)}, chain(notes, answer_lines(args.find, answer)))
 
 
 def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, Any]:
@@ -250,7 +309,9 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
         if not 0 < args.deadline < float("inf"):
             raise UserError("--deadline must be a positive number of days")
         tokens, deadline = tokens_of(args.tokens), args.deadline * goals.DAY
-        run = goals.cheapest_cluster(space, usable, tokens, deadline, args.price, _power(args), progress)
+        run = goals.cheapest_cluster(
+            space, usable, tokens, deadline, _price(args, space.cluster), _power(args), progress
+        )
         return _told(run) | _refusal(space, run.one.layout)
     if args.find == "model":
         return {"model": goals.largest_model(space, usable).name, "cluster": str(space.cluster)}
@@ -270,7 +331,7 @@ def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, 
 
 def _size(space: Space, size: Size) -> dict[str, Any]:
     if size.best is None:
-        empty = ("layout", "seconds", "tokens_per_second", "efficiency", "not_runnable")
+        empty = ("layout", "seconds", "tokens_per_second", "efficiency", *GROUPS, "not_runnable")
         return {"cluster": str(size.cluster), **dict.fromkeys(empty)}
     return {
         "cluster": str(size.cluster),
@@ -278,6 +339,7 @@ def _size(space: Space, size: Size) -> dict[str, Any]:
         "seconds": size.best.seconds,
         "tokens_per_second": size.tokens_per_second,
         "efficiency": size.efficiency,
+        **grouped(size.best.parts),
         **_refusal(space, size.best.layout),
     }
 

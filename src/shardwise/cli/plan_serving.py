@@ -14,6 +14,7 @@ from shardwise.interop import ServerSettings, WriteRequest
 from shardwise.interop.reading.settings import PREFILL_TOKENS
 from shardwise.layout import Workload
 from shardwise.model.parameters import count
+from shardwise.planner.price_words import money, price_line, priced
 from shardwise.planner.serving import TYPES, Deployment, ServingPlan, plan_serving
 from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
     model, cluster = model_of(args), Cluster.parse(args.cluster)
     with working(f"pricing deployments of {model.name} on {cluster}"):
-        result = plan_serving(model, cluster, workload, engine=args.engine, by=args.by, top=args.top)
+        result = plan_serving(model, cluster, workload, engine=args.engine, by=args.by, top=args.top, price=args.price)
     file, lines = emitted(args, [_request(result, one) for one in result.ranked])
     return print_result(args, result.to_json() | file, chain(serving_tables(result), lines))
 
@@ -49,12 +50,14 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
         f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "
         f"{_ORDERS[plan.by]}\n"
     )
-    yield _table(plan.ranked)
+    yield _table(plan, plan.ranked)
     yield from plan.warnings
     if plan.by != "pareto":
         yield "\ntokens/s against time per token, with as many clients as the batch size"
-        yield _table(_spread(plan.curve, 8))
+        yield _table(plan, _spread(plan.curve, 8))
     yield ""
+    best = plan.winner
+    yield price_line(priced(plan.price, best.devices, best.tokens_per_second), plan.cluster.device.name)
     yield from _weighed(plan)
 
 
@@ -68,17 +71,18 @@ _ORDERS = {
 _COLUMNS = (
     Column("layout", left=True, wraps=True), Column("weights", left=True), Column("devices", drop=4),
     Column("batch size", drop=1), Column("first token", drop=2), Column("per token"), Column("tokens/s"),
-    Column("per device", drop=5), Column("memory", drop=3), Column("cache", drop=6),
+    Column("per device", drop=5), Column("memory", drop=3), Column("cache", drop=7), Column("USD/M tokens", drop=6),
 )  # fmt: skip
 
 
-def _table(deployments: Sequence[Deployment]) -> FittedTable:
+def _table(plan: ServingPlan, deployments: Sequence[Deployment]) -> FittedTable:
     table = FittedTable(_COLUMNS)
     for one in deployments:
         table.add_row(
             str(one.layout), TYPES[one.weights], str(one.devices), f"{one.layout.dp} x {one.batch}",
             format_time(one.first_token), format_time(one.token), format_count(one.tokens_per_second),
             format_count(one.rate), format_bytes(one.held), f"{format_count(one.cache_tokens)} tokens",
+            money(plan.usd(one)),
         )  # fmt: skip
     return table
 

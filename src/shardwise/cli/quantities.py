@@ -27,10 +27,11 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def length_of(text: str) -> int:
-    """A number of tokens: 8192, 8k, 1M; k is 1,024 and M its square, as contexts of models are named. For argparse."""
+    """A number of tokens, sequences or clients: 8192, 8k, 1M; k is 1,024 and M its square, as contexts of models are
+    named. For argparse."""
     match = re.fullmatch(r"(\d{1,12})([kKmM]?)", text.strip())
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, such as 8192 or 8k")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, such as 8192 or 8k")
     return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
 
 

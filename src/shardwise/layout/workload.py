@@ -19,7 +19,7 @@ class Workload:
     """A training step: `batch` sequences of `seq` tokens over all ranks. Or serving: prompt, output and concurrency."""
 
     seq: int = option(0, "tokens per sequence, such as 8192 or 8k", metavar="N", shown="", tokens=True)
-    batch: int = option(0, "sequences per step, over all ranks", metavar="N", shown="")
+    batch: int = option(0, "sequences per step, over all ranks", metavar="N", shown="", tokens=True)
     isolate_documents: bool = option(False, "attention does not cross documents")
     optimizer: str = option(
         DEFAULT,

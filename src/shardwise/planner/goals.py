@@ -13,6 +13,7 @@ from typing import NamedTuple
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Workload
+from shardwise.layout.usual_workload import odd_part
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.catalog import catalog
@@ -191,7 +192,7 @@ def longest_sequence(space: Space, usable: float) -> tuple[int, SmallestCandidat
         return None if learned and seq > positions else fits(of(seq), usable)
 
     shortest = min(1024, positions) if learned else 1024
-    odd = _odd(space.cluster.devices)
+    odd = odd_part(space.cluster.devices)
     seq = next(filter(fitting, dict.fromkeys((shortest * odd, shortest))), 0)
     if not seq:
         seq = shortest if learned or of(shortest).frames else shortest * odd
@@ -204,11 +205,6 @@ def longest_sequence(space: Space, usable: float) -> tuple[int, SmallestCandidat
     found = fitting(seq)
     assert found
     return seq, found
-
-
-def _odd(number: int) -> int:
-    """The odd part of a number: what is left of it without its factors of two."""
-    return number // (number & -number)
 
 
 def largest_batch(space: Space, usable: float) -> tuple[int, SmallestCandidate]:
@@ -224,7 +220,7 @@ def largest_batch(space: Space, usable: float) -> tuple[int, SmallestCandidate]:
         return fits(on, usable, filter(None, map(at_once, on.frames)))
 
     devices = space.cluster.devices
-    odd = _odd(devices)
+    odd = odd_part(devices)
     # Fewer sequences than replicas may have too few ranks to shard over: what does not fit may do so twice as large.
     sizes = [odd << k for k in range(25) if k == 0 or odd << k <= 1 << 24]
     batch = 0

@@ -24,6 +24,7 @@ from shardwise.predict.memory.capacity import explained, usable_bytes
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
 from shardwise.report.terminal import Renderable
+from shardwise.report.units import format_bytes
 
 EXPERTS = (
     "experts: published steps of such models are predicted 14% off on average, from -61% to +17% (27 rows of "
@@ -146,7 +147,7 @@ def plan(
     `none_runs` says so. by: "throughput", "memory", "cost" (device-seconds per step, on as many nodes as pay off: 1, 2,
     4, ... and all), or "pareto" (all that no other one beats in time and memory). fixed: keys of the layout and the
     value that they must have. reserved: bytes of a device that training cannot have; None is the usual. explain: with
-    alternatives and what memory costs.
+    alternatives and what memory costs, or, where nothing fits, with what would have to change.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
@@ -158,7 +159,7 @@ def plan(
     space, none_runs = space_for(model, cluster, workload, engine, fixed or {})
     result = winners(space, by, top, usable, explain)
     if not result.best:
-        raise _nothing(space, usable, reserved)
+        raise _nothing(space, usable, reserved) if explain else _nothing_at_all(space, usable)
     explained_too = explain and by in ("throughput", "cost")
     return Plan(
         model, cluster, workload, space.engine.name, by, usable, result.best, result.considered, result.fitting,
@@ -172,6 +173,15 @@ def _nothing(space: Space, usable: float, reserved: float | None) -> UserError:
     if leanest is None:
         return shortfall.why_not_on_the_host(space) if space.size else shortfall.why_no_layout(space)
     return shortfall.why_nothing_fits(space, usable, leanest, reserved)
+
+
+def _nothing_at_all(space: Space, usable: float) -> UserError:
+    """`_nothing` without a search for what would have to change."""
+    if not space.frames:
+        return shortfall.why_no_layout(space)
+    return UserError(
+        f"does not fit {space.cluster}: none of {space.size:,} layouts needs at most {format_bytes(usable)} per device"
+    )
 
 
 def _alternative_json(one: Alternative) -> dict[str, Any]:

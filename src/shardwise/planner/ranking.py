@@ -124,17 +124,17 @@ def price_places(space: Space, places: Sequence[CandidateIndex], pricing: Pricin
 
 def blocks(
     space: Space, exact: ExactMemory, pricing: Pricing | None, usable: float, overlaps: bool = False,
-    unlimited: bool = False, frames: Iterable[LayoutColumns] | None = None,
+    unlimited: bool = False, frames: Iterable[LayoutColumns] | None = None, bound: MemoryBound | None = None,
 ) -> Iterator[tuple[int, Block]]:  # fmt: skip
     """(how many shardings count, the block) for all blocks of a space. pricing: None for bytes alone. frames: those of
-    the space, or some of them."""
-    bound: MemoryBound | ExactBound = ExactBound(exact.total)
-    if isinstance(space.model, ModelConfig):
-        bound = MemoryBound(space.model, space.workload, space.attention, exact.backend)
+    the space, or some of them. bound: kept between clusters."""
+    bounds: MemoryBound | ExactBound = bound or ExactBound(exact.total)
+    if bound is None and isinstance(space.model, ModelConfig):
+        bounds = MemoryBound(space.model, space.workload, space.attention, exact.backend)
     prices = pricing and Prices(space.model, space.workload, space.attention, pricing, space.frames)
     for frame in space.frames if frames is None else frames:
         possible = np.array(frame.possible)[:, None, :]
-        nbytes = np.where(possible & _fits_host(space, frame), bound.total(frame), np.inf)
+        nbytes = np.where(possible & _fits_host(space, frame), bounds.total(frame), np.inf)
         variants = list(distinct(frame, space.engine)) if overlaps else [(space.engine, frame.shardings)]
         for engine, shardings in variants:
             chosen = np.array([sharding in shardings for sharding in frame.shardings])[None, :, None]

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardwise.cluster import Cluster
+from shardwise.cluster.prices import DevicePrice, price_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan, Workload
 from shardwise.layout.context import PageCut
@@ -118,6 +119,15 @@ class ServingPlan(Answer[Deployment]):
     quantised: tuple[Deployment, Deployment] | None
     gathering: Deployment | None
     crossover: tuple[int, int | None] | None
+    price: DevicePrice | None = None
+    """Of one device; None where it has no list price and none was given."""
+
+    def usd(self, one: Deployment) -> float | None:
+        """US dollars per million tokens."""
+        return self.price and self.price.per_million_tokens(one.devices, one.tokens_per_second)
+
+    def _row(self, one: Deployment) -> dict[str, Any]:
+        return one.to_json() | {"usd_per_million_tokens": self.usd(one)}
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -135,8 +145,9 @@ class ServingPlan(Answer[Deployment]):
     def to_json(self) -> dict[str, Any]:
         """Plain data: what `plan --serve --json` prints."""
         return self.asked_json() | {
-            "ranked": [one.to_json() for one in self.ranked],
-            "curve": [one.to_json() for one in self.curve],
+            "ranked": [self._row(one) for one in self.ranked],
+            "curve": [self._row(one) for one in self.curve],
+            "price": self.price and self.price.to_json(),
             "quantised_on_fewer": self.quantised and self.quantised[0].to_json(),
             "split_on_more": self.quantised and self.quantised[1].to_json(),
             "gathering": self.gathering and self.gathering.to_json(),
@@ -153,13 +164,15 @@ def plan_serving(
     engine: str | None = None,
     by: By = "throughput",
     top: int = 10,
+    price: float | None = None,
 ) -> ServingPlan:
     """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
     of tp, pp and replicas, cp and ep by doubling, each type of weights that the device computes with, 1, 2, 4, ...
     sequences at a time.
 
     model, cluster: objects, or their names. engine: a profile of `predict.time.ENGINES`; None for the usual one. by:
-    "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token).
+    "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token). price: US
+    dollars per device-hour; None for the lowest list price.
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
     """
@@ -184,7 +197,29 @@ def plan_serving(
         model, cluster, workload, engine, by, room,
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
         _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
+        price_of(cluster.device, price),
     )  # fmt: skip
+
+
+def fastest_deployment(
+    model: ModelConfig, cluster: Cluster, workload: Workload, engine: str | None = None
+) -> Deployment | None:
+    """The deployment of most tokens/s without context or expert parallelism, with any type of weights; None where
+    nothing fits. Raises `UserError` as `plan_serving` does."""
+    _check(model, cluster, workload, 1)
+    profile = serving_engine(engine or usual_engine(cluster, ENGINE))
+    space = _Space(model, cluster, workload, profile, usable_bytes(cluster))
+    result = [one for weights in space.types for one in space.split(weights, curve=False)[0]]
+    return min(result, key=lambda one: _order(one, "throughput"), default=None)
+
+
+def least_bytes(model: ModelConfig, tokens: int, weights: str) -> float:
+    """Bytes of one GPU that holds the whole model, its blocks in one of `TYPES`, and the cache of one sequence."""
+    plan = plan_of(model, Layout())
+    each = sum(_stored(plan, placed, weights, cpu=False) for unit in plan.units for placed in unit.placed)
+    served = ServingSetup(tokens, 1, int8=weights == "int8")
+    page = model.layers * page_bytes_of_block(model, 1, "bfloat16", PAGE)
+    return each + passing_bytes(plan, served) + served.pages * page
 
 
 def _check(model: ModelConfig, cluster: Cluster, workload: Workload, top: int) -> None:
@@ -272,18 +307,19 @@ class _Space:
 
         return [name for name in TYPES if name == "bfloat16" or known(name)]
 
-    def split(self, weights: str) -> tuple[list[Deployment], list[Deployment]]:
+    def split(self, weights: str, curve: bool = True) -> tuple[list[Deployment], list[Deployment]]:
         """Deployments that fit with one type of weights, none of which gathers: for the clients that there are, as many
-        sequences at a time as they need or memory allows; and for as many clients as sequences, 1, 2, 4, ..."""
-        rows = [row for tp in self.tps for row in self._rows(tp, weights)]
+        sequences at a time as they need or memory allows; and for as many clients as sequences, 1, 2, 4, ..., if
+        `curve`."""
+        rows = [row for tp in self.tps for row in self._rows(tp, weights) if curve or row[-1]]
         if not rows:
             return [], []
         tp, pp, dp, batch, cache, held, most = (np.array(column) for column in zip(*rows, strict=True))
         clients = np.where(most, self.workload.concurrency, dp * batch)
-        slower, faster = (
-            self._answered(*self._seconds(weights, tp, pp, dp, np.minimum(batch, each)), batch, each)
-            for each in (-(-clients // dp), np.maximum(clients // dp, 1))
-        )
+        most_clients, fewest = -(-clients // dp), np.maximum(clients // dp, 1)
+        slower = faster = self._answered_by(weights, tp, pp, dp, batch, most_clients)
+        if (most_clients != fewest).any():
+            faster = self._answered_by(weights, tp, pp, dp, batch, fewest)
         rates = self._rate(clients, dp, slower[2], faster[2])
         asked: list[Deployment] = []
         free: list[Deployment] = []
@@ -293,6 +329,9 @@ class _Space:
             one = Deployment(layout, weights, int(batch[i]), first, each, rate, float(held[i]), int(cache[i]))
             (asked if most[i] else free).append(one)
         return asked, free
+
+    def _answered_by(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num, clients: Num) -> tuple[Num, Num, Num]:
+        return self._answered(*self._seconds(weights, tp, pp, dp, np.minimum(batch, clients)), batch, clients)
 
     def _rows(self, tp: int, weights: str) -> Iterator[tuple[float, ...]]:
         """(tp, pp, replicas, sequences of a replica, tokens of its cache, bytes, whether it is for the clients that
@@ -341,11 +380,12 @@ class _Space:
     def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
         """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
         serving = ServingLayout(weights, "bfloat16", tp)
-        few, many = (
-            (self._token(serving, pp, dp, batch, pricing), *self._prompt(serving, pp, dp, pricing))
-            for pricing in (pricing_for(self.cluster, True), pricing_for(self.cluster, False))
-        )
-        token, read, busy = (np.where(batch <= FEW, *each) for each in zip(few, many, strict=True))
+        few = np.asarray(batch) <= FEW
+        priced = []
+        for kind in np.unique(few).tolist():
+            pricing = pricing_for(self.cluster, kind)
+            priced.append((self._token(serving, pp, dp, batch, pricing), *self._prompt(serving, pp, dp, pricing)))
+        token, read, busy = (np.where(few, each[-1], each[0]) for each in zip(*priced, strict=True))
         return token, read, busy
 
     def _token(self, serving: ServingLayout, pp: Num, dp: Num, batch: Num, pricing: Pricing) -> Num:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.layout import Mesh
 from shardwise.model.parameters import count
 from shardwise.planner.alternatives import Alternative
+from shardwise.planner.price_words import money, price_line
 from shardwise.planner.runnable import OWN
 from shardwise.predict.tables import node_line
 from shardwise.report import time_parts
@@ -134,7 +135,7 @@ def _time(plan: Plan) -> Table:
 
 def _binding(plan: Plan) -> Iterator[str]:
     one = plan.winner
-    computed = sum(one.parts[name] for name in ("matmul", "attention", "memory", "optimizer"))
+    computed = time_parts.grouped(one.parts)["compute"]
     share = format_share(max(one.parts.values()) / one.seconds)
     yield (
         f"\nbound by: {time_parts.longest(one.parts)} ({share} of the step). "
@@ -165,8 +166,9 @@ def why_not(one: Alternative, plan: Plan) -> str:
     return f"{name}{crosses}: {slower}, {grew}; best such layout {one.best.layout}"
 
 
-def campaign_lines(campaign: dict[str, Any]) -> Iterator[str]:
-    """A whole run's days and money, and what failures leave of the time."""
+def campaign_lines(campaign: dict[str, Any], device: str) -> Iterator[str]:
+    """Price, a whole run's days and money, and what failures leave of the time."""
+    yield "\n" + price_line(campaign["price"], device)
     if run := campaign.get("run"):
         yield "\n" + _run(run)
     if share := campaign.get("goodput"):
@@ -180,13 +182,13 @@ def campaign_lines(campaign: dict[str, Any]) -> Iterator[str]:
 
 
 def _run(run: dict[str, Any]) -> str:
-    money = "" if run["cost"] is None else f", {run['cost']:,.0f} at that price"
+    cost = "" if run["cost"] is None else f", {money(run['cost'])} USD"
     took, kwh = format_time(run["seconds"]), run["energy_kwh_at_most"]
     host = f", {run['host_watts']:g} W of a host each" if run["host_watts"] else ""
     energy = f"no energy, since the power of {run['device']} is not known"
     if kwh:
         energy = f"{_energy(kwh)} (boards at full power{host}, PUE {run['pue']:g})"
-    return f"a whole run: {run['steps']:,} steps, {took}, {run['device_hours']:,.0f} device-hours{money}, {energy}"
+    return f"a whole run: {run['steps']:,} steps, {took}, {run['device_hours']:,.0f} device-hours{cost}, {energy}"
 
 
 def _energy(kwh: float) -> str:
@@ -211,7 +213,8 @@ def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[Renderable]:
         yield _curve(answer["sizes"])
         yield (
             f"\nefficiency: tokens/s per device, of the {format_count(answer['ideal_tokens_per_second_per_device'])} "
-            f"of the fastest layout on any of these clusters if memory were no limit ({answer['ideal_on']})"
+            f"of the fastest layout on any of these clusters if memory were no limit ({answer['ideal_on']}): so never "
+            "above 100%; compute, communication that is not hidden, and the pipeline's bubble are shares of the step"
         )
         refused = Counter(size["not_runnable"] for size in answer["sizes"] if size["not_runnable"])
         yield from (f"{layouts} of these: {reason}" for reason, layouts in refused.items())
@@ -242,13 +245,21 @@ def _batch(answer: dict[str, Any]) -> Iterator[str]:
 def _curve(sizes: list[dict[str, Any]]) -> FittedTable:
     columns = (
         Column("cluster", left=True), Column("layout", left=True, wraps=True), Column("step"),
-        Column("tokens/s", drop=1), Column("efficiency"),
+        Column("tokens/s", drop=5), *(Column(name, drop=drop) for drop, name in enumerate(_SHOWN, 1)),
+        Column("efficiency"),
     )  # fmt: skip
     table = FittedTable(columns, title="the same batch on more nodes")
     for size in sizes:
         if size["layout"] is None:
-            table.add_row(size["cluster"], "nothing fits", "", "", "")
+            table.add_row(size["cluster"], "nothing fits", *[""] * (len(columns) - 2))
             continue
-        speed, efficiency = format_count(size["tokens_per_second"]), format_share(size["efficiency"])
-        table.add_row(size["cluster"], size["layout"], format_time(size["seconds"]), speed, efficiency)
+        parts = (format_share(size[name] / size["seconds"]) for name in _SHOWN)
+        table.add_row(
+            size["cluster"], size["layout"], format_time(size["seconds"]), format_count(size["tokens_per_second"]),
+            *parts, format_share(size["efficiency"]),
+        )  # fmt: skip
     return table
+
+
+_SHOWN = ("compute", "communication", "bubble")
+"""Groups of a step's parts in the scaling table; what is left of the step is waiting for launches."""

@@ -34,6 +34,19 @@ TOKEN = {
 }
 """Parts of a token or a prompt."""
 
+GROUPS = {
+    "compute": ("matmul", "attention", "memory", "optimizer", "emulated"),
+    "communication": ("tensor", "experts", "pipeline", "data", "offload", "outer", "servers"),
+    "bubble": ("bubble",),
+    "waiting": ("host", "stragglers"),
+}
+"""Parts of a training step, grouped: arithmetic, communication that it does not hide, idle stages, the rest."""
+
+
+def grouped(parts: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each of `GROUPS`, which add up to those of the parts."""
+    return {name: sum(parts.get(part, 0.0) for part in group) for name, group in GROUPS.items()}
+
 
 def longest(parts: Mapping[str, float]) -> str:
     """The longest part of a step or a token, in words."""
