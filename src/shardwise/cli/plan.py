@@ -37,7 +37,6 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.usual_workload import odd_part
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
-from shardwise.planner.price_words import priced
 from shardwise.report.time_parts import GROUPS, grouped
 
 if TYPE_CHECKING:
@@ -188,7 +187,7 @@ def _plan(
     from shardwise.planner import plan
     from shardwise.planner.tables import campaign_lines, plan_tables
 
-    chosen = {"engine": args.engine, "by": args.by, "top": args.top}
+    chosen = {"engine": args.engine, "by": args.by, "top": args.top, "price": args.price}
     with working(f"pricing layouts of {model.name} on {cluster}"):
         best = plan(model, cluster, workload, fixed=fixed_keys(args), reserved=reserved(args), **chosen)
     campaign = _campaign(args, best)
@@ -206,7 +205,7 @@ def _plan(
         | file
         | ({"links": [use.to_json() for use in uses]} if args.links else {})
     )
-    notes, priced_lines = (f"assumed: {note}" for note in assumed), campaign_lines(campaign, cluster.device.name)
+    notes, priced_lines = (f"assumed: {note}" for note in assumed), campaign_lines(campaign)
     shown = chain(notes, plan_tables(best), priced_lines, link_tables(uses, best.winner.seconds), lines)
     written = write_plan(args.out, best) if args.out and not args.emit else ()
     return print_result(args, data, chain(shown, written))
@@ -233,11 +232,9 @@ def reserved(args: argparse.Namespace) -> float | None:
 
 
 def _campaign(args: argparse.Namespace, outcome: Plan) -> dict[str, Any]:
-    """Price of the winner, duration of a whole run with it, and how much of the time failures leave."""
+    """Duration of a whole run with the winner, and how much of the time failures leave."""
     one = outcome.winner
-    reported: dict[str, Any] = {
-        "price": priced(price_of(outcome.cluster.device, args.price), one.layout.ranks, outcome.tokens_per_second(one))
-    }
+    reported: dict[str, Any] = {}
     if args.tokens is not None:
         from shardwise.planner.goals import run_of
 

@@ -82,7 +82,7 @@ def _trained(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         "tokens_per_second": best.tokens_per_second(one),
         "mfu": best.utilisation(one),
         "bytes": one.held.total,
-        "price": priced(price_of(cluster.device, args.price), one.layout.ranks, best.tokens_per_second(one)),
+        "price": best.price(one),
     }
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.cluster.prices import DevicePrice, price_of
 from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.model.flops import MFU, training_flops_per_sequence
@@ -15,6 +16,7 @@ from shardwise.model.parameters import Model
 from shardwise.planner import shortfall
 from shardwise.planner.alternatives import Alternative
 from shardwise.planner.answer import Answer
+from shardwise.planner.price_words import priced
 from shardwise.planner.pricing import Priced
 from shardwise.planner.runnable import space_for, why_not_trained
 from shardwise.planner.space import Space
@@ -49,6 +51,8 @@ class Plan(Answer[Priced], Printable):
     """Reason why none of the layouts runs here yet, in a plan for this runtime; empty if all run."""
     capacity: str = ""
     """Derivation of the usable bytes; empty where nothing is reserved."""
+    device_price: DevicePrice | None = None
+    """Of one device; None where it has no list price and none was given."""
 
     def tables(self) -> Iterator[Renderable]:
         """What `shardwise plan` prints."""
@@ -86,6 +90,10 @@ class Plan(Answer[Priced], Printable):
     def _flops(self) -> float:
         return float(self.workload.batch * training_flops_per_sequence(self.model, self.workload.seq))
 
+    def price(self, one: Priced) -> dict[str, Any] | None:
+        """US dollars per hour and per million tokens, with the source; None where the device has no price."""
+        return priced(self.device_price, one.layout.ranks, self.tokens_per_second(one))
+
     def device_seconds(self, one: Priced) -> float:
         """Device-seconds of one step: its cost, up to the price of a device."""
         return one.layout.ranks * one.seconds
@@ -98,6 +106,7 @@ class Plan(Answer[Priced], Printable):
             "none_runs_here": self.none_runs or None,
             "unlimited": None if self.unlimited is None else self._row(self.unlimited),
             "alternatives": [_alternative_json(each) for each in self.alternatives],
+            "price": self.price(self.winner),
             "notes": list(self.notes),
             "warnings": list(self.warnings),
         }
@@ -137,6 +146,7 @@ def plan(
     explain: bool = True,
     seq: int | None = None,
     batch: int | None = None,
+    price: float | None = None,
 ) -> Plan:
     """The best `top` layouts for training `model` on `cluster`, exactly: every layout that the engine can run is
     compared with a device's memory, and priced if it fits.
@@ -147,7 +157,8 @@ def plan(
     `none_runs` says so. by: "throughput", "memory", "cost" (device-seconds per step, on as many nodes as pay off: 1, 2,
     4, ... and all), or "pareto" (all that no other one beats in time and memory). fixed: keys of the layout and the
     value that they must have. reserved: bytes of a device that training cannot have; None is the usual. explain: with
-    alternatives and what memory costs, or, where nothing fits, with what would have to change.
+    alternatives and what memory costs, or, where nothing fits, with what would have to change. price:
+    US dollars per device-hour; None is the lowest list price.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
@@ -164,7 +175,7 @@ def plan(
     return Plan(
         model, cluster, workload, space.engine.name, by, usable, result.best, result.considered, result.fitting,
         tuple(result.alternatives(usable)) if explained_too else (), result.unlimited() if explained_too else None,
-        none_runs, explained(cluster, reserved),
+        none_runs, explained(cluster, reserved), price_of(cluster.device, price),
     )  # fmt: skip
 
 

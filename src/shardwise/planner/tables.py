@@ -74,6 +74,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
     if plan.notes:
         yield "\nwhat is assumed"
         yield from (f"  {note}" for note in plan.notes)
+    yield "\n" + price_line(plan.price(winner), plan.cluster.device.name)
 
 
 _ORDERS = {
@@ -166,9 +167,8 @@ def why_not(one: Alternative, plan: Plan) -> str:
     return f"{name}{crosses}: {slower}, {grew}; best such layout {one.best.layout}"
 
 
-def campaign_lines(campaign: dict[str, Any], device: str) -> Iterator[str]:
-    """Price, a whole run's days and money, and what failures leave of the time."""
-    yield "\n" + price_line(campaign["price"], device)
+def campaign_lines(campaign: dict[str, Any]) -> Iterator[str]:
+    """A whole run's days and money, and what failures leave of the time."""
     if run := campaign.get("run"):
         yield "\n" + _run(run)
     if share := campaign.get("goodput"):
