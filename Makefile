@@ -72,7 +72,7 @@ lessons: $(VENV)/.docs  ## the lessons as notebooks: build/lessons/
 		$(BIN)/jupytext --quiet --to ipynb --output build/$${lesson%.py}.ipynb $$lesson || exit 1; done
 
 fit: $(VENV)/.test  ## fit the time model's constants: make fit TABLES="training.json serving.json"
-	@$(BIN)/python benchmarks/fit_constants.py $(TABLES) --cross --write
+	@$(BIN)/python benchmarks/fit_constants.py $(TABLES) --write
 
 bench: $(VENV)/.bench  ## steps, saves and reshards beside what a user would pick instead: about an hour on two cores
 	@$(BIN)/python benchmarks/train_step.py --json benchmarks/results/train_step.json

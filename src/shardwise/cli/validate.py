@@ -9,6 +9,7 @@ import argparse
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from shardwise.cli.output import print_json, show
@@ -25,11 +26,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experts", action="store_true", help="models with experts instead, each with ranges fitted without it"
     )
+    parser.add_argument(
+        "--left-out",
+        action="store_true",
+        help="errors and ranges with each source left out of the fit, beside in-sample",
+    )
+    parser.add_argument("--blocks", type=Path, metavar="FILE", help="kernels and blocks measured on one device instead")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.blocks:
+        return _blocks(args)
     rows = [row for table in _tables(args) for row in scoreboard.read(table)]
     runs_to_score, skipped = scoreboard.cases(rows)
+    if args.left_out:
+        return _left_out(scoreboard.left_out_scores(runs_to_score), args.json)
     predictions, refused = scoreboard.predict(runs_to_score)
     if args.experts:
         return _experts(predictions, args.json)
@@ -71,6 +82,44 @@ def _experts(predictions: list[Prediction], as_json: bool) -> int:
         table.add_row(score.model, str(score.rows), *(f"{100 * share:.1f}%" for share in shares))
     show(table)
     print("no constant is fitted on these rows, so their errors are the same with a model left out")
+    return 0
+
+
+def _left_out(ranked: list[scoreboard.LeftOutScore], as_json: bool) -> int:
+    """Print each source's error with and without it among what was fitted on."""
+    if not ranked:
+        raise UserError("no row of these tables can be predicted")
+    if as_json:
+        print_json([asdict(score) for score in ranked])
+        return 0
+    headings = ("rows", "in-sample", "left out", "dense", "bias", "in range", "width", "interval score")
+    table = plain_table(["source"], headings, "mean errors, with each source left out of the fit")
+    for score in ranked:
+        shares = (score.in_sample, score.left_out, score.dense, score.bias, score.coverage, score.mean_width)
+        shown = ("-" if share is None else f"{100 * share:.1f}%" for share in shares)
+        name = score.source if score.fitted_on else f"{score.source} (never fitted on)"
+        table.add_row(name, str(score.rows), *shown, f"{score.interval_score:.2f}")
+    show(table)
+    large = [score.large for score in ranked if score.large is not None]
+    if large:
+        print(
+            f"dense models of {scoreboard.LARGE / 1e9:.0f}B and more, in-sample, mean over sources: {fmean(large):.1%}"
+        )
+    print(f"inside the 80% range, mean over sources: {scoreboard.weighted_coverage(ranked):.1%}")
+    return 0
+
+
+def _blocks(args: argparse.Namespace) -> int:
+    """Print the errors of kernels and blocks, one model left out at a time."""
+    scores = scoreboard.block_scores(*scoreboard.read_blocks(args.blocks))
+    if args.json:
+        print_json([asdict(score) for score in scores])
+        return 0
+    table = plain_table(["kind"], ("rows", "mean error", "bias", "worst model"), "each model left out")
+    for score in scores:
+        shares = (score.mean_abs_error, score.bias, score.worst)
+        table.add_row(score.kind, str(score.rows), *(f"{100 * share:.1f}%" for share in shares))
+    show(table)
     return 0
 
 

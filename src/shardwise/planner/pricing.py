@@ -104,7 +104,7 @@ def price_all(
             engine,
             sum(mine.values()),
             mine,
-            time_range(mine, pricing.constants, len(_notes(layout, pricing)), bool(model.experts)),
+            time_range(mine, pricing.constants, len(_notes(layout, pricing)), bool(model.experts), engine.uncertain),
             *rank,
             exact.node(layout),
         )

@@ -102,7 +102,8 @@ def step_seconds(
     parts, slowed = with_stragglers(parts, model, layout, slow, emulated)
     busy = {name: float(seconds) for name, seconds in step.busy.items()}
     host = pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params)) if busy else ()
-    around = time_range(parts, pricing.constants, assumed=len(host), routed=bool(model.experts))
+    unknown = engine_of(name).uncertain
+    around = time_range(parts, pricing.constants, assumed=len(host), routed=bool(model.experts), unknown=unknown)
     notes = (*pricing.constants.notes, *host, *outer, *([slowed] if slowed else []))
     return StepTiming(name, sum(parts.values()), float(around.low), float(around.high), parts, notes, busy)
 

@@ -58,6 +58,11 @@ class Constants:
                 return self.peaks[name]
         raise UserError(f"{self.name} computes nothing in {dtype}; known are {', '.join(self.peaks)}")
 
+    def ceiling(self, dtype: str) -> float:
+        """FLOP/s that products of a dtype reach over seconds at most: as measured on the device, else its family's
+        share of the peak."""
+        return self.sustained.get(dtype) or self.peak(dtype) * self.value("sustained_share")
+
     def plateau(self, dtype: str) -> float:
         return self.plateaus.get(dtype, 1.0)
 
@@ -131,7 +136,7 @@ def constants(device: Device) -> Constants:
     entry, family = _entry(device.name), _file()["families"]
     values: dict[str, float] = {}
     sources: dict[str, str] = {}
-    for level in (family[entry["family"]]["values"], entry.get("values", {})):
+    for level in (_file()["shared"]["values"], family[entry["family"]]["values"], entry.get("values", {})):
         for name, told in level.items():
             values[name], sources[name] = told["value"], told["source"]
     kernels = family[entry["family"]]
@@ -164,8 +169,9 @@ def _measured(device: Device) -> Constants:
     if device.memory_bandwidth is None:
         raise UserError(f"{device.name}: the memory bandwidth is not known")
     kernels = families[table["family"]]
-    values = {name: told["value"] for name, told in kernels["values"].items()}
-    sources = {name: told["source"] for name, told in kernels["values"].items()}
+    known = _file()["shared"]["values"] | kernels["values"]
+    values = {name: told["value"] for name, told in known.items()}
+    sources = {name: told["source"] for name, told in known.items()}
     missing = [key for key in ("sms", "values", "matmul", "attention") if key not in table]
     missing += [dtype for dtype in ("matmul.float32", "matmul.bfloat16") if not _at(table, dtype)]
     if missing:

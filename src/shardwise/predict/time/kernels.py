@@ -50,14 +50,13 @@ class Kernels:
         turn = self.constants.form(dtype).get("turns", {}).get(turned, 1.0)
         seconds = turn * self._isolated(m, n, k, dtype, batch) / self.constants.value("sustained")
         # Products in a row heat the device up to its power limit, and no longer run as fast as one alone.
-        ceiling = self.constants.sustained.get(dtype)
-        return np.maximum(seconds, 2.0 * batch * m * n * k / ceiling) if ceiling else seconds
+        return np.maximum(seconds, 2.0 * batch * m * n * k / self.constants.ceiling(dtype))
 
     def _isolated(self, m: Num, n: Num, k: Num, dtype: str, batch: Num) -> Num:
         """Seconds of a product that runs alone, as it was measured."""
         m, n, k, batch = (np.asarray(x, dtype=float) for x in (m, n, k, batch))
         form = self.constants.form(dtype)
-        peak = self.constants.peak(dtype) * self.constants.plateau(dtype)
+        peak = self.constants.peak(dtype) * self.constants.plateau(dtype) * self.constants.value("clock")
         tiled = self._tiles(m, n, k, peak, batch, dtype)
         width = WIDTH[dtype]
         traffic = batch * (width * (m * k + k * n) + max(width, 2.0) * m * n)
@@ -97,7 +96,7 @@ class Kernels:
         square = causal & (np.asarray(queries) == keys) & (seen == keys)
         pairs = queries * np.where(square, (seen + 1) / 2, seen * attended)
         flops = 4.0 * batch * heads * head_dim * pairs
-        peak = self.constants.peak(dtype) * form["efficiency"]
+        peak = self.constants.peak(dtype) * form["efficiency"] * self.constants.value("clock")
         compute = flops / peak * (1 + form["short_tokens"] / seen)
         moved = WIDTH[dtype] * 2.0 * batch * head_dim * (heads * queries + kv_heads * keys)
         seconds = compute + moved / (self.constants.bandwidth * form["bandwidth_share"]) + form["latency_s"]

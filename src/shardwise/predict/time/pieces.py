@@ -18,6 +18,7 @@ from shardwise.model.blueprint import Blueprint, Part
 from shardwise.model.parameters import Model, blueprint
 from shardwise.predict.time.block import PartSeconds, Shape, core_of, core_width, routed, tally_part
 from shardwise.predict.time.exchange import exchange_seconds
+from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import Num, StepShape
@@ -147,8 +148,11 @@ def _block_seconds(part: Part, model: ModelConfig, shape: Shape, split: StepShap
         for kind in tally.forward
     }
     ahead, back = _tensor(part, model, shape, split, engine, pricing)
-    around = _context(model, shape, split, pricing, tally)
-    ahead, back = ahead + around[0], back + around[1]
+    around, merged = (
+        _context(model, shape, split, engine, pricing, tally),
+        _merged(model, shape, split, engine, pricing),
+    )
+    ahead, back = ahead + around[0] + merged[0], back + around[1] + merged[1]
     parts["tensor"] = ahead + back
     busy = sum(parts.values())
     parts["experts"] = _exchanged(part, model, shape, split, engine, pricing, busy)
@@ -179,21 +183,31 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
             pricing: Pricing) -> tuple[Num, Num]:  # fmt: skip
     """Exposed collectives of a block over tp and cp, forward and backward: sums (Shoeybi et al. 2019), under
     sp scatters, with gathers that come again in backward (Korthikanti et al. 2022)."""
-    hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
+    hidden = _hidden(engine, pricing)
     whole = _recomputed(split)[0]
     if split.tpkind == "gathered":
         forward, backward = _gathered(part, shape, split, pricing)
         return forward, forward * whole + backward * (1 - hidden)
     gather, scatter = _sequences(model, shape, split, pricing)
+    if engine.gathers_narrow and shape.narrow:
+        gather = gather * WIDTH[shape.dtype] / shape.width
     # Where tp splits experts, too, their tokens enter and leave as those of another cut part.
     experts = 1.0 * (np.asarray(split.expert_tp) > 1) if routed(part) else 0.0
     gathered, summed = part.gathered + experts, part.summed + experts
     forward = gathered * gather + summed * scatter + _statistics(part, shape, split, pricing)
     # Of backward's, the gathers that come again for weights' gradients have nothing beside them.
-    again = gathered * gather
-    exposed_back = again + forward * (1 - hidden)
+    again, exposed_back = gathered * gather * engine.gathers_again, forward * (1 - hidden)
+    if engine.tensor_pipelined:
+        forward, again = forward * (1 - hidden), again * (1 - hidden)
+    exposed_back = again + exposed_back
     joined = _slices(part, model, shape, split, pricing)
     return forward + joined, (forward + joined) * whole + exposed_back + joined
+
+
+def _hidden(engine: EngineProfile, pricing: Pricing) -> float:
+    """Share of a tensor-parallel collective that what runs beside it hides."""
+    name = "tensor_piped" if engine.tensor_pipelined else "tensor_hidden" if engine.tensor_overlap else ""
+    return pricing.constants.value(name) if name else 0.0
 
 
 def _slices(part: Part, model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing) -> Num:
@@ -246,14 +260,27 @@ def _ends(
     return gather + scatter, 2 * gather + scatter * (1 - hidden) + sum(tokens)
 
 
+def _merged(
+    model: ModelConfig, shape: Shape, split: StepShape, engine: EngineProfile, pricing: Pricing
+) -> tuple[Num, Num]:
+    """Passes over memory that merge a ring's pieces of attention, forward (again where that is) and backward."""
+    steps = np.asarray(split.cp) - 1
+    if not np.any(steps > 0) or not engine.ring_bytes[0] or split.cpkind == "ulysses":
+        return 0.0, 0.0
+    elements = steps * shape.tokens * model.heads / split.tp * core_width(core_of(model))
+    ahead, back = (pricing.kernels.pass_over(elements * nbytes) for nbytes in engine.ring_bytes)
+    again = np.where(np.asarray(split.recompute) == "none", 0, 1)
+    return np.where(steps > 0, ahead, 0.0), np.where(steps > 0, back + again * ahead, 0.0)
+
+
 def _context(
-    model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing, tally: PartSeconds
+    model: ModelConfig, shape: Shape, split: StepShape, engine: EngineProfile, pricing: Pricing, tally: PartSeconds
 ) -> tuple[Num, Num]:
     """Exposed time of the messages over cp, forward and backward; a core that is computed again has the
     forward ones again (`traffic.context_rows` counts them)."""
     if not np.any(np.asarray(split.cp) > 1):
         return 0.0, 0.0
-    kv = np.maximum(model.kv_heads / split.tp, 1)
+    kv = np.maximum((model.heads if engine.kv_repeated else model.kv_heads) / split.tp, 1)
     head = shape.micro * split.seq * core_width(core_of(model)) * split.width  # bytes of a head, of all ranks' tokens
     again = np.where(np.asarray(split.recompute) == "none", 0, 1)
 

@@ -28,8 +28,14 @@ class EngineProfile:
     """One kernel for bias, dropout and residual."""
     fused_rope: bool = False
     """One kernel for the rotation."""
+    rope_passes: tuple[float, float] = (6.0, 6.0)
+    """Passes of 16 bits over queries and keys of a rotation that is not fused, (forward, backward)."""
     fused_norm: bool = True
     """One kernel for an RMSNorm, not one for each of its operations."""
+    torch_norm: bool = False
+    """That kernel is torch's, slower than a copy of as many bytes."""
+    products_apart: bool = False
+    """Maps of one input are a product each, whose gradients of the input autograd adds."""
     fused_loss: bool = False
     """Cross-entropy without fp32 copies of the logits."""
     loss_passes: tuple[float, float] = (2.0, 2.0)
@@ -61,6 +67,22 @@ class EngineProfile:
     """Weight gradients are added to fp32 ones inside the product."""
     tensor_overlap: bool = False
     """The tensor-parallel collective of a backward product runs beside the weight gradient's."""
+    ring_bytes: tuple[float, float] = (0.0, 0.0)
+    """Bytes moved per element of a rank's queries to merge each further piece of a ring's attention, (forward,
+    backward)."""
+    kv_repeated: bool = False
+    """Context parallelism sends keys and values once for each head of queries."""
+    tensor_pipelined: bool = False
+    """Every tensor-parallel collective runs in pieces beside the product that it belongs to, forward as well."""
+    gathers_narrow: bool = False
+    """Under sequence parallelism, inputs of narrow products are gathered in their narrow type."""
+    gathers_again: bool = True
+    """Under sequence parallelism, inputs are not kept whole but gathered again for the weights' gradients."""
+    selective: Literal["core", "operations"] = "core"
+    """What recompute=selective repeats: the attention's core, or all operations but attention and every other
+    product."""
+    uncertain: bool = False
+    """Nothing is known of the software: its times have a range of their own."""
     grad_overlap: bool = True
     """Gradients are reduced beside the last backward."""
     gather_overlap: bool = True
@@ -84,7 +106,8 @@ class EngineProfile:
     vocab_multiple: int = 1
     """The vocabulary is padded to a multiple of this, times tp."""
     attention_kernel: str = "measured"
-    """"measured" (the device's best, as in its constants) or "triton" (FlashAttention in Triton)."""
+    """"measured" (the device's best, as in its constants), "flash2" (FlashAttention-2) or "triton" (FlashAttention in
+    Triton)."""
     softmax_multiple: int = 1
     """The fused softmax needs sequences x heads of a rank to be a multiple of this."""
     metric_losses: int = 0
@@ -107,6 +130,8 @@ class EngineProfile:
     """Serving: all-reduces of small messages read the peers' buffers at once."""
     scales_apart: bool = False
     """Serving: products with int8 weights are multiplied with their scales by a kernel of its own."""
+    host_overlap: bool = False
+    """Serving: without a pipeline, the host prepares a pass while the one before it runs."""
     decode_kernels: int = 6
     """Serving: launches of a block beside its products and its attention."""
     cache_share: float = 0.9

@@ -46,12 +46,14 @@ def time_range(
     known: Constants,
     assumed: int = 0,
     routed: bool = False,
+    unknown: bool = False,
     sigma: Mapping[str, float] | None = None,
 ) -> Range:
     """The range around the sum of `parts` (seconds by part, numbers or arrays), a factor up and down.
 
     assumed: how many facts about the run were not known and had to be assumed. routed: the model has experts, whose
-    loads and host are known less well. sigma: uncertainties in place of the stored ones (`uncertainty`).
+    loads and host are known less well. unknown: nothing is known of the software. sigma: uncertainties in place of the
+    stored ones (`uncertainty`).
     """
     seconds = sum(parts.values())
     sigma = sigma or uncertainty()
@@ -62,6 +64,7 @@ def time_range(
     squared = sigma["common"] ** 2 + assumed * sigma["assumed"] ** 2
     squared = squared + (sigma["borrowed"] ** 2 if known.notes else 0.0)
     squared = squared + (sigma["routed"] ** 2 if routed else 0.0)
+    squared = squared + (sigma["software"] ** 2 if unknown else 0.0)
     for kind, part in of_kind.items():
         squared = squared + (sigma[kind] * part / seconds) ** 2
     factor = np.exp(Z80 * np.sqrt(squared))

@@ -101,7 +101,8 @@ def decode_pass(
     block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
     block["memory"] = _elementwise(model, serving, batch, engine, pricing)
     block["tensor"] = _sums(model, serving, batch, engine, pricing)
-    return PassSeconds(block, head, known.value("iteration_s") * (not engine.compiled) + batch * engine.request_s)
+    host = 0.0 if engine.compiled else _host(sum(block.values()) * model.layers, serving, engine, pricing)
+    return PassSeconds(block, head, host + batch * engine.request_s)
 
 
 def decode_products(
@@ -140,7 +141,15 @@ def prefill_pass(
     )
     block["memory"] = _elementwise(model, serving, tokens, engine, pricing)
     block["tensor"] = _sums(model, serving, tokens, engine, pricing)
-    return PassSeconds(block, 0.0, pricing.constants.value("iteration_s") + 0.0 * tokens)
+    return PassSeconds(block, 0.0, _host(sum(block.values()) * model.layers, serving, engine, pricing))
+
+
+def _host(device: Num, serving: ServingLayout, engine: EngineProfile, pricing: Pricing) -> Num:
+    """Seconds for which a pass waits for the host. Each stage has a host of its own, which prepares a pass after the
+    stage before it has sent. device: seconds of the pass on the device."""
+    once, stages = pricing.constants.value("iteration_s"), np.asarray(serving.pp)
+    waited = np.maximum(once - device, 0.0) if engine.host_overlap else once + 0.0 * device
+    return np.where(stages == 1, waited, once * stages)
 
 
 def _windows(model: ModelConfig) -> list[tuple[int, float]]:

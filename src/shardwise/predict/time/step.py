@@ -89,7 +89,9 @@ def _on_device(
     parts = {name: seconds * split.micro_batches for name, seconds in micro.items()}
     parts["bubble"] = fill
     parts["pipeline"] = _hops(split, engine, sent)
-    window = total(micro, "experts") * 2 / 3
+    # Under interleaving a chunk's last backward pass has those of other chunks behind it, a round of pp micro-batches.
+    rounds = np.where(np.asarray(split.virtual) > 1, np.minimum(split.pp, split.micro_batches), 1)
+    window = total(micro, "experts") * 2 / 3 * rounds
     parts["data"] = parts["data"] + _reduced(model, split, engine, pricing, sent, window)
     parts["data"] = parts["data"] + _added(model, split, engine, pricing)
     parts["optimizer"] = _optimizer(model, split, engine, pricing)

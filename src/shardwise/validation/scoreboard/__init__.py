@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from shardwise.validation.scoreboard.blocks import BlockScore, block_scores, read_blocks
+from shardwise.validation.scoreboard.left_out import LARGE, LeftOutScore, left_out_scores, weighted_coverage
 from shardwise.validation.scoreboard.memory import memory_scores
 from shardwise.validation.scoreboard.misses import reason
 from shardwise.validation.scoreboard.mixtures import MixtureScore, mixture_scores
@@ -15,6 +17,7 @@ RUNS = Path(__file__).parent / "published_runs.json"
 """Steps of large published runs, which no constant is fitted on: docs/published_runs.md."""
 
 __all__ = [
-    "MISS", "PUBLISHED", "RUNS", "MixtureScore", "Prediction", "Score", "cases", "memory_scores", "mixture_scores",
-    "predict", "read", "reason", "scores",
+    "LARGE", "MISS", "PUBLISHED", "RUNS", "BlockScore", "LeftOutScore", "MixtureScore", "Prediction", "Score",
+    "block_scores", "cases", "left_out_scores", "memory_scores", "mixture_scores", "predict", "read", "read_blocks",
+    "reason", "scores", "weighted_coverage",
 ]  # fmt: skip

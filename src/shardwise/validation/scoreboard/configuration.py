@@ -1,4 +1,4 @@
-"""A row of a table in our terms: model, cluster, split, engine profile.
+"""A row of a table in our terms: model, split, engine profile; `hardware.py` has the cluster.
 
 Missing keys are unknown: what is assumed for them is added to `assumed`, a sentence each. All functions raise
 `UserError` with the reason where a row cannot be understood.
@@ -6,50 +6,25 @@ Missing keys are unknown: what is assumed for them is added to `assumed`, a sent
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.cluster import Cluster, Link, catalog
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.config import Experts, LatentAttention
-from shardwise.predict.time.constants import known_devices
 from shardwise.predict.time.step import StepShape
 
 Row = Mapping[str, Any]
 
-DEVICES = {
-    "A100-SXM": "A100-80GB-SXM",
-    "A100-80GB-SXM (Selene)": "A100-80GB-SXM",
-    "A100-80GB 330W hybrid cube mesh": "A100-80GB-SXM",
-    "A100-80GB": "A100-80GB-SXM",
-    "A100-40GB": "A100-40GB-SXM",
-    "DGX-H100": "H100-80GB-SXM",
-    "DGX-B200": "B200",
-    "DGX-B300": "B300",
-    "DGX-GB200": "GB200-NVL72",
-    "DGX-GB300": "GB300-NVL72",
-}
-"""A device's name in tables -> its name in the catalog, where they differ."""
-
-NETWORKS = {
-    "Omni-Path 4x100Gb/s": (4 * 100e9 / 8 / 8, "Omni-Path, 4 x 100 Gb/s a node of 8 GPUs, from the row"),
-    "8x200Gb/s HDR": (25e9, "InfiniBand HDR, 8 x 200 Gb/s a node of 8 GPUs, from the row"),
-    "1600 Gb/s": (25e9, "RoCE, 1600 Gb/s a node of 8 GPUs, from the row"),
-    "400 Gb/s RDMA per GPU": (50e9, "RDMA, 400 Gb/s a GPU, from the row"),
-}
-"""Start of what tables say about the network -> bytes/s a GPU, and the words for it."""
-
-PRECISIONS = {
-    "MXFP8": "float8_e4m3fn",
-    "FP8": "float8_e4m3fn",
-    "amp_fp8": "float8_e4m3fn",
-    "NVFP4": "float4",
-    "FP4": "float4",
-    "int8": "int8",
-    "int4-g32": "int4",
-}
-"""Precisions of matrix products that are not 16 bits."""
+PRECISIONS = (
+    (r"(amp_|mx)?fp8", "float8_e4m3fn"),
+    (r"(nv|mx)?fp4", "float4"),
+    (r"int8", "int8"),
+    (r"int4", "int4"),
+    (r"(fp32|tf32|float32)", "float32"),
+)
+"""Start of a precision's name, in lower case -> torch's name of the products' type. All others are of 16 bits."""
 
 
 def whole(row: Row, key: str, default: int | None = None) -> int:
@@ -70,36 +45,63 @@ def source(row: Row) -> str:
     return str(row.get("source", "")).lower()
 
 
+SOFTWARE = (
+    ("torchtitan", "torchtitan"),
+    ("korthikanti", "megatron-lm-2022"),
+    ("llm-foundry", "llm-foundry"),
+    ("fsdp", "llm-foundry"),
+    ("megatron-bridge", "megatron-bridge"),
+    ("nemo", "megatron-core"),
+    ("megatron core", "megatron-core"),
+    ("megatron-core", "megatron-core"),
+    ("flash", "flash-attention-zero1"),
+)
+"""Word of a row, in lower case -> the profile of its software; the first one counts."""
+
+
 def engine_of(row: Row, assumed: list[str]) -> str:
     """The profile of the software that a row's key `engine` or, without it, its own words name."""
     if row.get("engine") is not None:
         return str(row["engine"])
     words = " ".join(str(row.get(key, "")) for key in ("source", "notes", "schedule", "techniques")).lower()
-    if "megatron-deepspeed" in words:
+    if "megatron-deepspeed" in words and "flash" not in words:
         wide = row.get("precision") == "bf16" and row.get("zero_stage")
         return "megatron-deepspeed-bf16" if wide else "megatron-deepspeed-2022"
-    if "korthikanti" in words:
-        return "megatron-lm-2022"
-    if "llm-foundry" in words or "fsdp" in words:
-        return "llm-foundry-pure" if "mode pure" in words else "llm-foundry"
-    if "megatron-bridge" in words or "nemo" in words or "megatron core" in words:
-        return "megatron-bridge"
-    assumed.append("software not named: priced as Megatron-LM of 2022")
-    return "megatron-lm-2022"
+    name = next((profile for word, profile in SOFTWARE if word in words), "")
+    if name == "torchtitan":
+        return "torchtitan-compiled" if row.get("compile") else name
+    if name == "llm-foundry" and "mode pure" in words:
+        return "llm-foundry-pure"
+    if not name:
+        # vTrain measured Megatron-LM of 2022; its rows say so by their schedule and precision alone.
+        if "vtrain" in words:
+            return "megatron-lm-2022"
+        assumed.append("software not named: an unknown one, with a wider range")
+    return name or "unknown"
+
+
+SEQUENCE = ("megatron-bridge", "nemo", "torchtitan")
+"""Words of software that always has sequence parallelism beside tensor parallelism."""
 
 
 def split_of(row: Row, model: ModelConfig, assumed: list[str]) -> StepShape:
     """The degrees and counts of a training row. Raises `UserError` where they contradict each other."""
-    tp, pp, cp, gpus = whole(row, "tp"), whole(row, "pp"), whole(row, "cp", 1), whole(row, "gpus")
-    dp = whole(row, "dp", max(gpus // (tp * pp * cp), 1))
+    gpus, cp, pp = whole(row, "gpus"), whole(row, "cp", 1), whole(row, "pp", 1 if row.get("dp") else None)
+    stated = whole(row, "dp", 0)
+    tp = whole(row, "tp", max(gpus // (stated * pp * cp), 1) if stated else None)
+    dp = stated or max(gpus // (tp * pp * cp), 1)
     micro, batch = whole(row, "mbs"), whole(row, "gbs")
     if tp * pp * cp * dp != gpus:
         raise UserError(f"tp x pp x cp x dp = {tp * pp * cp * dp}, but there are {gpus} GPUs")
     if batch % (dp * micro):
         raise UserError(f"a batch of {batch} does not divide among dp x micro = {dp} x {micro}")
     recompute = _recompute(row, assumed)
+    if "rowwise" in str(row.get("precision")).lower():
+        assumed.append("products scaled by row, without fast sums: at the rate of 16 bits (torchtitan issue 1207)")
     zero = stage_of(row, assumed)
-    sp = "sequence parallel" in str(row.get("techniques", "")) or ("megatron-bridge" in source(row) and tp > 1)
+    words = f"{source(row)} {row.get('techniques', '')}"
+    # torchtitan: models/llama3/infra/parallelize.py, apply_tp: norms and residual streams are cut by sequence.
+    sp = "sequence parallel" in words or (tp > 1 and any(word in words for word in SEQUENCE))
     return StepShape(
         seq=whole(row, "seq"),
         micro=micro,
@@ -119,7 +121,7 @@ def split_of(row: Row, model: ModelConfig, assumed: list[str]) -> StepShape:
 
 
 def _recompute(row: Row, assumed: list[str]) -> str:
-    text = str(row.get("recompute") or "").split(" ")[0]
+    text = str(row.get("recompute") or "").removeprefix("per-op ").split(" ")[0]
     if text not in ("none", "selective", "full"):
         assumed.append("recompute not stated: none")
         return "none"
@@ -133,7 +135,7 @@ def stage_of(row: Row, assumed: list[str]) -> int:
         return sharding
     if row.get("zero_stage") is not None:
         return min(whole(row, "zero_stage", 0), 3)
-    zero = 1 if "megatron-bridge" in source(row) else 0
+    zero = 1 if any(word in source(row) for word in ("megatron-bridge", "nemo")) else 0
     assumed.append(f"ZeRO stage not stated: {zero}")
     return zero
 
@@ -149,11 +151,17 @@ def _virtual(row: Row, model: ModelConfig, pp: int, assumed: list[str]) -> int:
 
 
 def _dtype(row: Row) -> str:
-    precision = str(row.get("precision") or "").split()
-    if not precision:
+    if not row.get("precision"):
         return "float8_e4m3fn" if "megatron-bridge" in source(row) else "bfloat16"
-    head = precision[0].split("-")[0] if precision[0].startswith("FP8") else precision[0]
-    return PRECISIONS.get(head, "bfloat16")
+    return dtype_of(row)
+
+
+def dtype_of(row: Row) -> str:
+    """Torch's name of the type of a row's matrix products; 16 bits where it names none that is known."""
+    text = str(row.get("precision")).lower()
+    if "rowwise" in text:
+        return "bfloat16"
+    return next((dtype for pattern, dtype in PRECISIONS if re.match(pattern, text)), "bfloat16")
 
 
 def model_of(row: Row, assumed: list[str]) -> ModelConfig:
@@ -199,35 +207,3 @@ def model_of(row: Row, assumed: list[str]) -> ModelConfig:
         experts=experts,
         latent_attention=latent,
     )
-
-
-def cluster_of(row: Row, assumed: list[str]) -> Cluster:
-    """The devices, and the network that the row names, else the usual one. Raises `UserError` for devices that are
-    not in the catalog, or have no constants."""
-    gpu = str(row.get("gpu"))
-    name = DEVICES.get(gpu, gpu)
-    try:
-        entry = catalog.lookup(name)
-    except UserError:
-        raise UserError(f"device {gpu} is not in the catalog") from None
-    if entry.device.name not in known_devices():
-        raise UserError(f"device {gpu} has no constants of time")
-    gpus = whole(row, "gpus")
-    usual = 72 if "NVL72" in entry.device.name else 8
-    per_node = min(gpus, whole(row, "gpus_per_node", usual))
-    if per_node == 72 or (usual == 72 and gpus > 64):
-        # Jobs on NVL72 racks use 64 of the 72 GPUs, where degrees are powers of two.
-        per_node = 64
-    nodes = -(-gpus // per_node)
-    return Cluster(nodes, per_node, entry.device, entry.intra, _network(row, entry.inter, nodes, assumed))
-
-
-def _network(row: Row, usual: Link, nodes: int, assumed: list[str]) -> Link:
-    """The network that the row names, else the usual one of such devices."""
-    text = str(row.get("inter_node") or "")
-    for start, (bandwidth, words) in NETWORKS.items():
-        if text.startswith(start):
-            return Link(usual.alpha, bandwidth, words, kind="network")
-    if text and nodes > 1:
-        assumed.append(f"network {text!r} not known: {usual.source}")
-    return usual

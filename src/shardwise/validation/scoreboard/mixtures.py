@@ -43,7 +43,8 @@ def with_experts(predictions: Sequence[Prediction]) -> list[Prediction]:
 def range_of(one: Prediction, sigma: Mapping[str, float]) -> Range:
     """The range of a row with other uncertainties."""
     known, routed = constants(one.case.cluster.device), one.case.kind == "train" and bool(one.case.model.experts)
-    return time_range(one.parts, known, len(one.case.assumed), routed, sigma)
+    unknown = one.case.software.uncertain
+    return time_range(one.parts, known, len(one.case.assumed), routed, unknown, sigma)
 
 
 def coverage(predictions: Sequence[Prediction], sigma: Mapping[str, float]) -> float:

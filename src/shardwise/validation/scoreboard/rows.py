@@ -20,15 +20,16 @@ from shardwise.predict.time.profiles import EngineProfile, engine
 from shardwise.predict.time.serving import ServingLayout
 from shardwise.predict.time.step import StepShape
 from shardwise.validation.scoreboard.configuration import (
-    PRECISIONS,
     Row,
-    cluster_of,
+    dtype_of,
     engine_of,
     model_of,
     split_of,
     whole,
 )
 from shardwise.validation.scoreboard.conventions import step_seconds_of
+from shardwise.validation.scoreboard.hardware import cluster_of
+from shardwise.validation.scoreboard.layouts import laid_out
 from shardwise.validation.scoreboard.recipes import ENGINES, recipe_of
 
 REQUESTS = {
@@ -37,6 +38,10 @@ REQUESTS = {
 }  # fmt: skip
 """(prompt, output) -> requests of one benchmark: NVIDIA/TensorRT-LLM, docs/source/performance/perf-overview.md, the
 table under "Preparing a Dataset"."""
+
+
+SERVERS = {"gpt-fast": "gpt-fast", "vllm": "vllm", "tensorrt": "tensorrt-llm", "trtllm": "tensorrt-llm"}
+"""Word of a serving row, in lower case -> the profile of its software."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +160,10 @@ def _serving(row: Row, model: ModelConfig, cluster: Cluster, rate: float, assume
     requests = REQUESTS.get((prompt, output), 1500)
     if kind == "throughput" and (prompt, output) not in REQUESTS:
         assumed.append(f"number of requests not known: {requests}")
-    weights = PRECISIONS.get(str(row.get("precision")), "bfloat16")
-    name = "gpt-fast" if row.get("compile") else "tensorrt-llm"
+    weights, name = dtype_of(row), _server(row, assumed)
     # The tokens that gpt-fast makes after the prompt: generate.py, --max_new_tokens 200.
     output = output or 200
-    cache = "bfloat16" if kind == "decode" else "float8_e4m3fn"
+    cache = "float8_e4m3fn" if name == "tensorrt-llm" and kind == "throughput" else "bfloat16"
     served = ServingLayout(weights, cache, whole(row, "tp"), whole(row, "pp"))
     return PublishedCase(
         row, row["source_id"], kind, model, cluster, name, str(row.get("precision")), rate,
@@ -167,11 +171,23 @@ def _serving(row: Row, model: ModelConfig, cluster: Cluster, rate: float, assume
     )  # fmt: skip
 
 
+def _server(row: Row, assumed: list[str]) -> str:
+    """The profile of the software that serves."""
+    words = f"{row.get('source')} {row.get('notes')}".lower()
+    name = next((name for word, name in SERVERS.items() if word in words), None)
+    if name is None:
+        assumed.append("software not named: as TensorRT-LLM")
+    return name or "tensorrt-llm"
+
+
 def _training(row: Row, model: ModelConfig, cluster: Cluster, assumed: list[str]) -> PublishedCase:
     seconds = step_seconds_of(row, model)
     name = engine_of(row, assumed)
     recipe: Mapping[str, Any] = {}
+    row = laid_out(row, model, cluster, name, assumed)
     split = split_of(row, model, assumed)
+    if name.startswith("torchtitan") and "async" in str(row.get("techniques", "")).lower():
+        recipe = {"tensor_pipelined": True}
     if model.experts and name == ENGINES["tokens"]:
         found = recipe_of(row, cluster.device.name, WIDTH[split.dtype] < 2)
         if found:

@@ -115,7 +115,7 @@ def _trained(group: list[PublishedCase], prices: _Prices) -> list[Prediction]:
     shape = (len(group),)
     parts = {name: np.broadcast_to(np.asarray(part, dtype=float), shape) for name, part in step.parts.items()}
     routed = bool(group[0].model.experts)
-    around = time_range(parts, pricing.constants, len(group[0].assumed), routed)
+    around = time_range(parts, pricing.constants, len(group[0].assumed), routed, group[0].software.uncertain)
     return [
         Prediction(
             case,

@@ -1,0 +1,89 @@
+"""Devices and networks of published rows: names near the catalog's, texts parsed, what is assumed said."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.cluster import Link, catalog
+from shardwise.errors import UserError
+from shardwise.validation.scoreboard.hardware import cluster_of, network_of
+
+USUAL = catalog.lookup("H100-80GB-SXM").inter
+
+
+def bandwidth(text: str, per_node: int = 8) -> tuple[float | None, list[str]]:
+    assumed: list[str] = []
+    return network_of(text, USUAL, per_node, 4, assumed).bandwidth, assumed
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([100, 200, 400]),
+    st.sampled_from(["Gb/s", "Gbps", "Gbit/s", " Gb/s"]),
+)
+def test_a_count_of_ports_is_of_a_node(count, rate, unit):
+    found, assumed = bandwidth(f"{count}x{rate}{unit} InfiniBand")
+    assert found == pytest.approx(count * rate * 1e9 / 8 / 8)
+    assert not assumed
+
+
+@given(st.sampled_from([100, 200, 400, 800]), st.sampled_from(["per GPU", "/GPU", "each GPU", "per device"]))
+def test_a_rate_of_a_device_is_its_own(rate, words):
+    assert bandwidth(f"{rate} Gb/s RDMA {words}") == (rate * 1e9 / 8, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_second", "said"),
+    [
+        ("1600 Gb/s/node RoCE (section title)", 25e9, False),
+        ("Omni-Path 4x100Gb/s per node (Jean Zay)", 6.25e9, False),
+        ("3.2 Tb/s EFA per node", 50e9, False),
+        ("25 GB/s per GPU", 25e9, False),
+        ("NDR InfiniBand", 50e9, True),
+        ("400 Gb/s InfiniBand", 50e9, True),
+        ("3200 Gb/s", 50e9, True),
+    ],
+)
+def test_published_texts(text, bytes_per_second, said):
+    found, assumed = bandwidth(text)
+    assert found == pytest.approx(bytes_per_second)
+    assert bool(assumed) is said
+
+
+def test_without_a_text_or_other_nodes_the_network_is_the_usual_one():
+    assert network_of("", USUAL, 8, 4, []) == USUAL
+    assert network_of("8x200Gb/s", USUAL, 8, 1, []) == USUAL
+    assumed: list[str] = []
+    assert network_of("carrier pigeons", USUAL, 8, 2, assumed) == USUAL
+    assert "'carrier pigeons' not known" in assumed[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "said"),
+    [
+        ("H100-96GB-HBM2e-500W", "H100-96GB-HBM2e", False),
+        ("RTX-6000-Pro-Blackwell-SE", "RTX-PRO-6000-Server", False),
+        ("MI250X one GCD", "MI250X-GCD", False),
+        ("DGX-GB300", "GB300-NVL72", False),
+        ("A100-80GB-SXM (Selene)", "A100-80GB-SXM", False),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB-SXM", True),
+        ("A800 80GB", "A100-80GB-SXM", None),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090", True),
+        ("Tesla V100-SXM2-16GB", "V100-SXM-32GB", True),
+        ("H100 NVL", "H100-PCIe", True),
+    ],
+)
+def test_names_of_tables_are_the_catalogs_or_near_them(name, device, said):
+    assumed: list[str] = []
+    row = {"gpu": name, "gpus": 8}
+    if said is None:
+        with pytest.raises(UserError, match=f"device {name} is not in the catalog"):
+            cluster_of(row, assumed)
+        return
+    assert cluster_of(row, assumed).device.name == device
+    assert [f"device {name} taken as {device}"] * said == assumed
+
+
+def test_a_link_keeps_its_latency():
+    link = network_of("8x200Gb/s HDR IB per node", Link(3e-6, 1e9, "usual", kind="network"), 8, 2, [])
+    assert (link.alpha, link.bandwidth, link.kind) == (3e-6, 25e9, "network")
