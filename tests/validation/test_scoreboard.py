@@ -1,8 +1,6 @@
 """The scoreboard: rows are read, counted once or skipped with the reason; the project's own table as a regression."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +12,6 @@ from shardwise.model.parameters import count
 from shardwise.validation.scoreboard import PUBLISHED, cases, predict, read, scores
 from shardwise.validation.scoreboard.configuration import model_of
 
-ROOT = Path(__file__).resolve().parents[2]
-
 ROWS = read(PUBLISHED)
 MOST = {
     "korthikanti22": 0.04,
@@ -26,6 +22,8 @@ MOST = {
     "megatron-core": 0.15,
     "gpt-fast": 0.08,
     "trtllm-v1.0": 0.15,
+    "torchtitan": 0.15,
+    "nemo2-longseq": 0.05,
 }
 """Source -> mean absolute error that its few rows here must stay below."""
 
@@ -158,14 +156,3 @@ def test_a_network_that_is_not_known_is_among_what_was_assumed(network, words):
     one = cases([{**row, "inter_node": network}])[0][0]
     more = [told for told in one.assumed if told not in before.assumed]
     assert (len(more) == 1 and words in more[0]) if words else more == []
-
-
-def test_a_constant_says_that_it_was_fitted_where_it_was_and_nowhere_else():
-    spec = importlib.util.spec_from_file_location("fit_constants", ROOT / "benchmarks" / "fit_constants.py")
-    fit = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fit)
-    values = {name: family["values"] for name, family in json.loads(fit.FILE.read_text())["families"].items()}
-    for name, constants in values.items():
-        fitted = {value for _, bounds in fit.FITTED.get(name, []) for value in bounds}
-        said = {value for value, told in constants.items() if told["source"].startswith(fit.SOURCE)}
-        assert said == fitted, name
