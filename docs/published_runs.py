@@ -53,7 +53,8 @@ MT-NLG is predicted 17 to 20% too fast. The same software's BLOOM rows, which co
 The reason is not known: the paper gives the time of a step alone, and the profile of Megatron-DeepSpeed has no constant
 of its own to absorb it.
 
-Llama 3 is predicted 15 to 18% too fast, Nemotron-4 11 to 12%. Llama 3's software is Meta's own and is priced as Megatron-Core.
+Llama 3 is predicted 15 to 18% too fast, Nemotron-4 11 to 12%. Llama 3's software is Meta's own and is priced as
+Megatron-Core.
 
 ## Sources and assumptions
 """

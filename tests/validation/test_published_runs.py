@@ -13,7 +13,7 @@ from shardwise.validation import scoreboard
 
 PAGE = Path(__file__).parents[2] / "docs" / "published_runs.md"
 TOO_FAST = "mt-nlg"
-"""The one run that is predicted more than 20% too fast at its largest size, for a reason that is not known (docs/published_runs.md)."""
+"""The runs that are predicted about 20% too fast, for a reason that is not known (docs/published_runs.md)."""
 
 
 @pytest.fixture(scope="module")
