@@ -136,7 +136,7 @@ def constants(device: Device) -> Constants:
     entry, family = _entry(device.name), _file()["families"]
     values: dict[str, float] = {}
     sources: dict[str, str] = {}
-    for level in (_file()["shared"]["values"], family[entry["family"]]["values"], entry.get("values", {})):
+    for level in (_values(entry["family"]), entry.get("values", {})):
         for name, told in level.items():
             values[name], sources[name] = told["value"], told["source"]
     kernels = family[entry["family"]]
@@ -169,9 +169,10 @@ def _measured(device: Device) -> Constants:
     if device.memory_bandwidth is None:
         raise UserError(f"{device.name}: the memory bandwidth is not known")
     kernels = families[table["family"]]
-    known = _file()["shared"]["values"] | kernels["values"]
+    known = _values(table["family"])
     values = {name: told["value"] for name, told in known.items()}
     sources = {name: told["source"] for name, told in known.items()}
+    values["sustained_share"] = 1.0  # its peak is what its own products reach
     missing = [key for key in ("sms", "values", "matmul", "attention") if key not in table]
     missing += [dtype for dtype in ("matmul.float32", "matmul.bfloat16") if not _at(table, dtype)]
     if missing:
@@ -192,6 +193,12 @@ def _measured(device: Device) -> Constants:
         sources=sources | dict.fromkeys([*own, "matmul", "attention"], device.source),
         nccl=kernels["nccl"] or "",
     )
+
+
+def _values(family: str) -> dict[str, Any]:
+    """Values of a family: its own, else those that all share, without those that it has not (null)."""
+    known = _file()["shared"]["values"] | _file()["families"][family]["values"]
+    return {name: told for name, told in known.items() if told is not None}
 
 
 def _at(table: Mapping[str, Any], path: str) -> Any:

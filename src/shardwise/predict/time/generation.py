@@ -116,9 +116,10 @@ class DecodeStrategy:
         """`token` for each of `contexts`; what does not depend on the context is priced once."""
         through, pricing, group = self.decoding(sequences, np.array(contexts, float))
         coming = _coming(self.model, self.layout, pricing) if self.layout.stage == 3 else []
+        varying = np.broadcast_arrays(through.block["attention"], through.host)
         passes = (
-            replace(through, block={**through.block, "attention": seconds})
-            for seconds in np.asarray(through.block["attention"]).tolist()
+            replace(through, block={**through.block, "attention": seconds}, host=host)
+            for seconds, host in zip(*(each.tolist() for each in varying), strict=True)
         )
         return [self._decoded(sequences, one, pricing, group, coming) for one in passes]
 
