@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness import forked
 from harness.command_line import mistake
 from shardwise.api import TrainResult
 from shardwise.cli.estimate import parameters_of
@@ -206,10 +207,17 @@ class TestEstimate:
         assert (code, err) == (0, "")
         assert all(word in out for word in ("8.00 kB", "12.0 kB", "fits", "all_reduce", "16.0 kB", "a note"))
 
-    @pytest.mark.parametrize("left_out", ["--layout", "--cluster", "--seq", "--batch"])
+    @pytest.mark.parametrize("left_out", ["--layout", "--cluster"])
     def test_what_is_missing_is_named(self, command, left_out):
         at = self.FULL.index(left_out)
         mistake(command(*self.FULL[:at], *self.FULL[at + 2 :]), f"estimate needs {left_out} ".strip())
+
+    def test_a_workload_that_is_not_given_is_said(self):
+        words = ("estimate", "llama-3-8b", "--layout", "dp=8,zero=3", "--cluster", "8xH100")
+        done = forked.shardwise(*words, environment=dict(os.environ), timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert "assumed: --seq 8192: the context length of llama-3-8b" in done.stdout
+        assert "assumed: --batch 256: 2,097,152 tokens per step" in done.stdout
 
     def test_wrong_values(self, command):
         def with_(option: str, value: str) -> tuple[int, str, str]:
