@@ -1,7 +1,7 @@
 """Put known mistakes back one at a time and see that a test fails for each: `python tests/mutation/run.py [WORD]`.
 
 Works on a copy of src/. A mistake whose text is not found exactly once is an error, and so are tests that break instead
-of failing, or a test that fails without the mistake, too: each one that noticed is run again on the source as it is.
+of failing, or a test that fails without the mistake, too: at the end all that noticed run on the source as it is.
 WORD: only the mistakes of that trap number, or with it in their words.
 """
 
@@ -23,10 +23,11 @@ from mistakes import MISTAKES, TESTS, Mistake
 ROOT = Path(__file__).resolve().parents[2]
 PASSED, FAILED = 0, 1
 SECONDS_A_JOB = 40
+FAILURE = re.compile(r"^FAILED (.+?\]?)(?: - |$)", re.MULTILINE)
 
 
 def pytest(source: Path, *chosen: str) -> tuple[int, str]:
-    """Run the tests that pytest's arguments choose on the package in `source`, up to the first failure.
+    """Run the tests that pytest's arguments choose on the package in `source`.
 
     Returns (exit code, output).
     """
@@ -38,7 +39,7 @@ def pytest(source: Path, *chosen: str) -> tuple[int, str]:
         "SHARDWISE_TEST_LIMIT": str(SECONDS_A_JOB),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=line", "-p", "no:cacheprovider", *chosen]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
@@ -76,18 +77,25 @@ def copy_of(source: Path) -> Iterator[Path]:
         yield target
 
 
-def survives(clean: Path, mistake: Mistake) -> str | None:
-    """None when a test fails because of the mistake; else what happened instead."""
+def noticed_by(clean: Path, mistake: Mistake) -> tuple[str | None, str | None]:
+    """(the test that fails when the mistake is made, None), or (None, what happened instead)."""
     with copy_of(clean) as source:
         put_back(source, mistake)
-        code, output = pytest(source, *TESTS, "-k", mistake.tests)
+        code, output = pytest(source, "-x", *TESTS, "-k", mistake.tests)
     if code == PASSED:
-        return "SURVIVED"
-    failed = re.search(r"^FAILED (.+?\]?)(?: - |$)", output, re.MULTILINE)
+        return None, "SURVIVED"
+    failed = FAILURE.search(output)
     if code != FAILED or failed is None:
-        return f"BROKE (exit {code}): {output.strip().splitlines()[-1]}"
-    code, output = pytest(clean, failed[1])
-    return None if code == PASSED else f"FAILS ANYWAY: {failed[1]}: {output.strip().splitlines()[-1]}"
+        return None, f"BROKE (exit {code}): {output.strip().splitlines()[-1]}"
+    return failed[1], None
+
+
+def fail_anyway(clean: Path, tests: list[str]) -> list[str]:
+    """Of `tests`, those that fail on the source without a mistake, too."""
+    code, output = pytest(clean, *tests) if tests else (PASSED, "")
+    if code not in (PASSED, FAILED):
+        return [f"BROKE (exit {code}): {output.strip().splitlines()[-1]}"]
+    return FAILURE.findall(output)
 
 
 def main(argv: list[str]) -> int:
@@ -97,15 +105,17 @@ def main(argv: list[str]) -> int:
         if problem := why_not(clean, chosen):
             print(problem)
             return 1
-        failures = 0
+        noticed = []
         for mistake in chosen:
             started = time.monotonic()
-            problem = survives(clean, mistake)
-            failures += problem is not None
+            test, problem = noticed_by(clean, mistake)
+            noticed += [test] if test else []
             seconds = f"{time.monotonic() - started:4.0f} s"
             print(f"trap {mistake.trap:2}  {problem or 'noticed':8}  {seconds}  {mistake.what}", flush=True)
-    print(f"{len(chosen) - failures} of {len(chosen)} mistakes noticed")
-    return 1 if failures else 0
+        wrong = fail_anyway(clean, sorted(set(noticed)))
+    print(*(f"FAILS ANYWAY: {test}" for test in wrong), sep="\n", end="\n" if wrong else "")
+    print(f"{len(noticed)} of {len(chosen)} mistakes noticed, {len(wrong)} of these tests fail without a mistake, too")
+    return 1 if wrong or len(noticed) < len(chosen) else 0
 
 
 def why_not(clean: Path, chosen: list[Mistake]) -> str | None:
