@@ -2,9 +2,10 @@
 
     python benchmarks/check_gpu.py [--json FILE] [--tiny]      or: make check-gpu
 
-Needs `PYTHONPATH=src` and no network: torch, numpy, rich and safetensors. A few minutes on one device. Each check is a
-row: ok, failed, or skipped with the reason. With more devices, layouts of two and four ranks run over NCCL and their
-ledgers are compared with the prediction. The exit code is 1 if a check failed.
+Needs `PYTHONPATH=src` and no network: torch, numpy, rich and safetensors. A few minutes on one device: most of a check
+is the start of its processes, so that some run side by side. Each check is a row: ok, failed, or skipped with the
+reason. With more devices, layouts of two and four ranks run over NCCL and their ledgers are compared with the
+prediction. The exit code is 1 if a check failed.
 
 Without a CUDA device, or with --tiny, the same checks run in a short form on the CPU, which shows that the script
 works. No tokenizer is needed: the text is a corpus of random tokens that repeat.
@@ -13,6 +14,7 @@ works. No tokenizer is needed: the text is a corpus of random tokens that repeat
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -21,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -96,15 +99,15 @@ class Checks:
     def __init__(self, folder: Path, device: str, tiny: bool) -> None:
         self.folder, self.device, self.tiny = folder, device, tiny
         self.corpus = write_corpus(folder / "corpora" / "random")
-        self._runs = 0
-        self._kept: dict[tuple[str, str], list[float]] = {}
+        self._runs = itertools.count(1)
+        self._kept: dict[tuple[str, str], Future[list[float]]] = {}
+        self._keeping = threading.Lock()
 
     def config(self, name: str, layout: str, device: str, **options: object) -> TrainConfig:
         """A short training run with a directory of its own."""
-        self._runs += 1
         return TrainConfig(
             model=model_of(name), layout=Layout.parse(layout), workload=Workload(seq=SEQ, batch=BATCH), data="random",
-            out=str(self.folder / f"run-{self._runs}"), corpus=str(self.corpus), device=device, tensorboard=False,
+            out=str(self.folder / f"run-{next(self._runs)}"), corpus=str(self.corpus), device=device, tensorboard=False,
             **{"steps": 4, "optimizer": OptimizerConfig(lr=1e-3), "validate_batches": 1} | options,  # type: ignore[arg-type]
         )  # fmt: skip
 
@@ -113,11 +116,16 @@ class Checks:
             return api.run(config, LaunchConfig(progress=lambda line: None, rank0_stdout=output.fileno()))
 
     def on_cpu(self, name: str, layout: str) -> list[float]:
-        """Losses of the same steps on one CPU rank."""
-        key = (name, layout)
-        if key not in self._kept:
-            self._kept[key] = self.train(self.config(name, layout, "cpu")).losses
-        return self._kept[key]
+        """Losses of the same steps on one CPU rank, computed for the first check that asks."""
+        with self._keeping:
+            first = (name, layout) not in self._kept
+            found = self._kept.setdefault((name, layout), Future())
+        if first:
+            try:
+                found.set_result(self.train(self.config(name, layout, "cpu")).losses)
+            except FAILURES as error:
+                found.set_exception(error)
+        return found.result()
 
     def losses(self, name: str, layout: str, precision: str) -> str:
         """Losses on the device equal the CPU's."""
@@ -144,7 +152,7 @@ class Checks:
         begun = self.train(self.config("tiny-llama", "precision=fp32", first, steps=3))
         with open(os.devnull, "w") as output:
             resumed = api.resume(
-                begun.out, steps=6, out=str(self.folder / f"resumed-{self._runs}"), device=second,
+                begun.out, steps=6, out=str(self.folder / f"resumed-{next(self._runs)}"), device=second,
                 progress=lambda line: None, rank0_stdout=output.fileno(),
             )  # fmt: skip
         return close(resumed.losses[-3:], straight[3:], TOLERANCE["fp32"])
@@ -247,9 +255,12 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, short form"
     print(f"{name}, torch {torch.__version__}", flush=True)
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for check, function in Checks(Path(folder), device, device == "cpu").every():
-            rows.append(checked(check, function))
+    side_by_side = max(2, (os.cpu_count() or 1) // 2)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(side_by_side) as pool:
+        checks = Checks(Path(folder), device, device == "cpu").every()
+        started = [(check, pool.submit(checked, check, function)) for check, function in checks]
+        for check, outcome in started:
+            rows.append(outcome.result())
             print(f"{rows[-1].outcome:8}{check:50} {rows[-1].seconds:5.1f} s  {rows[-1].detail}", flush=True)
     if args.json:
         about = {"device": name, "devices": torch.cuda.device_count(), "torch": torch.__version__}
