@@ -99,6 +99,19 @@ def test_a_run_from_text_to_result(ranks):
         _ = result.report
 
 
+def test_a_result_prints(ranks):
+    result = train(report=True)
+    assert repr(result) == "<TrainResult: 2 steps: loss None, None on held-out text, in runs/small-model-1>"
+    rates = {"tokens_per_s": 8500.0, "median_step_s": 0.06, "mfu": 0.123}
+    result.summary.update(layout="dp=2", loss=4.5, validation_loss="NaN", **rates)
+    assert str(result).splitlines() == [
+        "2 steps as dp=2: loss 4.500, NaN on held-out text, in runs/small-model-1",
+        "60.0 ms per step, 8.50k tokens/s, 12.3% of the matrix products that the ranks reach alone (MFU)",
+    ]
+    result.predicted.write(result.out / "reports" / "measured.json")
+    assert "memory per rank" in str(result) and result._repr_html_().count("saved activations") == 1
+
+
 def test_the_next_run_gets_the_next_name_and_the_same_corpus(ranks):
     first, second = train(), train(seed=1)
     assert (first.out.name, second.out.name) == ("small-model-1", "small-model-2")

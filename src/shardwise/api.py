@@ -24,8 +24,10 @@ from shardwise.layout import Layout, Workload, check_runnable, fewer_ranks
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.options import check_type
+from shardwise.report.printing import Printable
 from shardwise.report.run_directory import RunDirectory, make_next, next_free, occupied
 from shardwise.report.step_report import StepReport
+from shardwise.report.units import format_count, format_share, format_time
 from shardwise.runtime.installed import require
 from shardwise.runtime.job import restart
 from shardwise.runtime.job.config import LaunchConfig, TrainConfig
@@ -38,6 +40,7 @@ from shardwise.runtime.job.text import with_corpus
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
     from shardwise.layout.units import Backend
+    from shardwise.report.terminal import Renderable
 
 RUNS = Path("runs")
 
@@ -47,13 +50,30 @@ _OPTIONS = [
 ]
 
 
-@dataclass(frozen=True)
-class TrainResult:
+@dataclass(frozen=True, repr=False)
+class TrainResult(Printable):
     """A finished run. out: its directory. summary: what the trainer wrote to result.json, in which a loss that is no
     number is the text "NaN"."""
 
     out: Path
     summary: dict[str, Any]
+
+    def conclusion(self) -> str:
+        """The run in one sentence."""
+        said = self.summary.get  # older runs wrote less
+        layout = f" as {said('layout')}" if said("layout") else ""
+        losses = f"loss {_loss(said('loss'))}, {_loss(said('validation_loss'))} on held-out text"
+        return f"{said('steps')} steps{layout}: {losses}, in {self.out}"
+
+    def tables(self) -> Iterator[Renderable]:
+        """The conclusion, how fast the run was, and, of a run with `report=True`, the measured step."""
+        yield self.conclusion()
+        rate, share = self.summary.get("tokens_per_s"), self.summary.get("mfu")
+        if rate:
+            used = f", {format_share(share)} of the matrix products that the ranks reach alone (MFU)" if share else ""
+            yield f"{format_time(self.summary['median_step_s'])} per step, {format_count(rate)} tokens/s{used}"
+        if RunDirectory(self.out).report("measured").exists():
+            yield from self.report.tables()
 
     @property
     def losses(self) -> list[float]:
@@ -83,6 +103,11 @@ class TrainResult:
             raise UserError(f"the run in {out} has no result: {error.strerror}") from None
         except ValueError:
             raise UserError(f"{out / 'result.json'} is damaged") from None
+
+
+def _loss(value: float | str | None) -> str:
+    """A loss of `TrainResult.summary` in words: nats a token, or "NaN"."""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def train(

@@ -31,7 +31,7 @@ def test_the_table_and_what_is_said_about_the_winner(capsys):
         "80% range",
         "tokens/s",
         "MFU",
-        "best: ",
+        "best of ",
         "saved activations",
         "✓ fits",
         "bound by: ",
@@ -78,7 +78,7 @@ def test_fixed_keys_hold(capsys):
 def test_other_orders(by, capsys):
     assert main([*SMALL, "--by", by]) == 0
     assert ("device-seconds first" in (out := capsys.readouterr().out)) == (by == "cost")
-    assert "best: " in out
+    assert "best of " in out
 
 
 def test_experts_are_planned_and_their_error_is_said(capsys):
@@ -102,13 +102,13 @@ def test_experts_are_planned_and_their_error_is_said(capsys):
 )
 def test_latent_attention_and_alibi_are_planned(model, cluster, fix, capsys):
     assert main(["plan", model, "--cluster", cluster, "--seq", "2048", "--batch", "512", "--fix", fix]) == 0
-    assert "best: " in capsys.readouterr().out
+    assert "best of " in capsys.readouterr().out
 
 
 def test_where_nothing_runs_here_all_are_ranked_under_a_line_that_says_so(capsys):
     alibi = ["plan", "bloom-176b", "--cluster", "8x8xH100", "--seq", "2048", "--batch", "64", "--top", "2"]
     assert main(alibi) == 0
-    assert "None of these run here yet: ALiBi positions" in capsys.readouterr().out.splitlines()[1]
+    assert "None of these run here yet: ALiBi positions" in capsys.readouterr().out.splitlines()[0]
     assert main([*alibi, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["none_runs_here"] == "ALiBi positions"

@@ -10,6 +10,7 @@ import pytest
 
 import shardwise
 from shardwise import UserError, Workload, compare, estimate, plan
+from shardwise.planner.serving import plan_serving
 from shardwise.report.printing import Printable
 
 STEP: dict[str, Any] = {"seq": 4096, "batch": 16}
@@ -19,16 +20,18 @@ STEP: dict[str, Any] = {"seq": 4096, "batch": 16}
 def results() -> dict[str, Printable]:
     predicted = [estimate("llama-3-8b", layout, cluster="8xH100", **STEP) for layout in ("dp=8,zero=2", "dp=4,tp=2")]
     best = plan("llama-3-8b", "8xH100", fixed={"pp": 1, "cp": 1}, top=3, **STEP)
-    return {"estimate": predicted[0], "plan": best, "compare": compare(*predicted)}
+    served = plan_serving("llama-3-8b", "2xH100", Workload(prompt=512, output=128, concurrency=8))
+    return {"estimate": predicted[0], "plan": best, "compare": compare(*predicted), "serving plan": served}
 
 
-@pytest.mark.parametrize("name", ["estimate", "plan", "compare"])
+@pytest.mark.parametrize("name", ["estimate", "plan", "compare", "serving plan"])
 def test_a_result_prints_its_tables(name: str, results: dict[str, Printable], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = results[name]
     text = str(result)
     assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) > 10 and "\x1b" not in text
     assert re.fullmatch(rf"<{type(result).__name__}: .+>", repr(result)) and result.conclusion() in repr(result)
+    assert result.conclusion() in " ".join(text.split())[:500]
     html = result._repr_html_()
     assert html.startswith("<pre") and html.endswith("</pre>")
     monkeypatch.setenv("COLUMNS", "100")

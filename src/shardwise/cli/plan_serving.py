@@ -1,9 +1,8 @@
-"""Output of `plan --serve`: the ranked deployments, tokens/s against time per token, and what was weighed."""
+"""`plan --serve`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from shardwise.cli.models import model_of
@@ -13,11 +12,7 @@ from shardwise.cluster import Cluster
 from shardwise.interop import ServerSettings, WriteRequest
 from shardwise.interop.reading.settings import PREFILL_TOKENS
 from shardwise.layout import Workload
-from shardwise.model.parameters import count
-from shardwise.planner.price_words import money, price_line, priced
-from shardwise.planner.serving import TYPES, Deployment, ServingPlan, plan_serving
-from shardwise.report.terminal import Column, FittedTable, Renderable
-from shardwise.report.units import format_bytes, format_count, format_share, format_time
+from shardwise.planner.serving import Deployment, ServingPlan, plan_serving
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     with working(f"pricing deployments of {model.name} on {cluster}"):
         result = plan_serving(model, cluster, workload, engine=args.engine, by=args.by, top=args.top, price=args.price)
     file, lines = emitted(args, [_request(result, one) for one in result.ranked])
-    return print_result(args, result.to_json() | file, chain(serving_tables(result), lines))
+    return print_result(args, result.to_json() | file, chain(result.tables(), lines))
 
 
 def _request(plan: ServingPlan, one: Deployment) -> WriteRequest:
@@ -36,86 +31,3 @@ def _request(plan: ServingPlan, one: Deployment) -> WriteRequest:
         weights=one.weights, length=work.prompt + work.output, sequences=one.batch, tokens=PREFILL_TOKENS
     )
     return WriteRequest(plan.model, one.layout, served=served, cluster=plan.cluster)
-
-
-def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
-    """All that is printed for a plan of serving."""
-    work = plan.workload
-    clients = f"{work.concurrency:,} client{'s' * (work.concurrency > 1)}"
-    yield (
-        f"{plan.model.name}: {format_count(count(plan.model))} parameters on {plan.cluster}, {clients}, prompts of "
-        f"{work.prompt:,} tokens, answers of {work.output:,}, software of {plan.engine}"
-    )
-    yield (
-        f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "
-        f"{_ORDERS[plan.by]}\n"
-    )
-    yield _table(plan, plan.ranked)
-    yield from plan.warnings
-    if plan.by != "pareto":
-        yield "\ntokens/s against time per token, with as many clients as the batch size"
-        yield _table(plan, _spread(plan.curve, 8))
-    yield ""
-    best = plan.winner
-    yield price_line(priced(plan.price, best.devices, best.tokens_per_second), plan.cluster.device.name)
-    yield from _weighed(plan)
-
-
-_ORDERS = {
-    "throughput": "most tokens/s first",
-    "cost": "most tokens/s of a device first",
-    "pareto": "the Pareto front of time per token and tokens/s, with as many clients as the batch size",
-}
-
-
-_COLUMNS = (
-    Column("layout", left=True, wraps=True), Column("weights", left=True), Column("devices", drop=4),
-    Column("batch size", drop=1), Column("first token", drop=2), Column("per token"), Column("tokens/s"),
-    Column("per device", drop=5), Column("memory", drop=3), Column("cache", drop=7), Column("USD/M tokens", drop=6),
-)  # fmt: skip
-
-
-def _table(plan: ServingPlan, deployments: Sequence[Deployment]) -> FittedTable:
-    table = FittedTable(_COLUMNS)
-    for one in deployments:
-        table.add_row(
-            str(one.layout), TYPES[one.weights], str(one.devices), f"{one.layout.dp} x {one.batch}",
-            format_time(one.first_token), format_time(one.token), format_count(one.tokens_per_second),
-            format_count(one.rate), format_bytes(one.held), f"{format_count(one.cache_tokens)} tokens",
-            money(plan.usd(one)),
-        )  # fmt: skip
-    return table
-
-
-def _spread(deployments: Sequence[Deployment], most: int) -> list[Deployment]:
-    """At most so many of them, the first and the last included."""
-    if len(deployments) <= most:
-        return list(deployments)
-    return [deployments[round(i * (len(deployments) - 1) / (most - 1))] for i in range(most)]
-
-
-def _weighed(plan: ServingPlan) -> Iterator[str]:
-    if plan.quantised:
-        fewer, split = plan.quantised
-        yield (
-            f"quantised on fewer or split on more: {TYPES[fewer.weights]} on {fewer.devices} ({fewer.layout}) gives "
-            f"{format_share(fewer.tokens_per_second / split.tokens_per_second)} of the tokens/s of bf16 on "
-            f"{split.devices} ({split.layout}), a token every {format_time(fewer.token)} against "
-            f"{format_time(split.token)}"
-        )
-    if plan.gathering:
-        one = plan.gathering
-        share = format_share(one.tokens_per_second / plan.winner.tokens_per_second)
-        yield (
-            f"gathering weights, at best {one.layout}: {share} of the winner's tokens/s, a token every "
-            f"{format_time(one.token)}"
-        )
-    if plan.crossover:
-        ranks, tokens = plan.crossover
-        result = f"from about {format_count(tokens)} tokens of one pass on" if tokens else "with no number of tokens"
-        yield f"on {ranks} devices of a node gathering is faster than tensor parallelism {result}"
-    if any(one.weights in ("int8", "int4") for one in plan.ranked):
-        yield (
-            "int8 and int4: weights alone, multiplied in 16 bits at the speed of 16-bit products on fewer bytes, which "
-            "only good kernels reach; int4 takes 5 bits per weight, with a scale and a zero for each group of 32"
-        )

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -57,7 +57,11 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.serving import INT4_GROUP_BYTES, ServingLayout, decode_pass, decode_products, prefill_pass
 from shardwise.predict.traffic.slow_links import tensor_warnings
+from shardwise.report.printing import Printable
 from shardwise.report.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwise.report.terminal import Renderable
 
 Num = Any
 By = Literal["throughput", "cost", "pareto"]
@@ -106,8 +110,8 @@ class Deployment:
         }
 
 
-@dataclass(frozen=True)
-class ServingPlan(Answer[Deployment]):
+@dataclass(frozen=True, repr=False)
+class ServingPlan(Answer[Deployment], Printable):
     """The best deployments. curve: the Pareto front over time per token and tokens/s, with as many clients as the
     batch size, from one on; fastest tokens first. quantised: the best in fewer bits on at most half of the
     devices that the best in 16 bits takes, and that one; None where there is no such pair. gathering: the best of those
@@ -121,6 +125,18 @@ class ServingPlan(Answer[Deployment]):
     crossover: tuple[int, int | None] | None
     price: DevicePrice | None = None
     """Of one device; None where it has no list price and none was given."""
+
+    def tables(self) -> Iterator[Renderable]:
+        """What `shardwise plan --serve` prints."""
+        from shardwise.planner.serving_tables import serving_tables
+
+        return serving_tables(self)
+
+    def conclusion(self) -> str:
+        """The best deployment in one sentence."""
+        from shardwise.planner.serving_tables import serving_conclusion
+
+        return serving_conclusion(self)
 
     def usd(self, one: Deployment) -> float | None:
         """US dollars per million tokens."""

@@ -33,19 +33,21 @@ def plan_conclusion(plan: Plan) -> str:
     memory = f"{format_bytes(one.held.total)} of {format_bytes(plan.usable)} per device"
     return (
         f"best of {plan.considered:,} layouts of {plan.model.name} on {plan.cluster}: {one.layout}, "
-        f"{format_time(one.seconds)} per step, {memory}, bound by {time_parts.longest(one.parts)}"
+        f"{format_time(one.seconds)} per step ({format_share(plan.utilisation(one))} MFU), {memory}, "
+        f"bound by {time_parts.longest(one.parts)}"
     )
 
 
 def plan_tables(plan: Plan) -> Iterator[Renderable]:
     """All that is printed for a plan."""
     workload, winner = plan.workload, plan.winner
-    yield (
-        f"{plan.model.name}: {format_count(count(plan.model))} parameters on {plan.cluster}, "
-        f"{workload.batch} sequences of {workload.seq} tokens per step, engine {plan.engine}"
-    )
     if plan.none_runs:
         yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
+    yield f"{plan_conclusion(plan)}\n"
+    yield (
+        f"{plan.model.name}: {format_count(count(plan.model))} parameters, {workload.batch} sequences of "
+        f"{workload.seq} tokens per step, engine {plan.engine}"
+    )
     runs = "" if plan.none_runs else f" that {plan.engine} can run"
     # The count is by the lower bound of their bytes.
     yield (
@@ -54,10 +56,10 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
     )
     yield f"{plan.capacity}\n" if plan.capacity else ""
     yield _ranked(plan)
-    yield f"\nbest: {winner.layout}"
+    yield ""
     yield from _refused(plan)
     yield from plan.warnings
-    yield ""
+    yield f"the best, {winner.layout}:\n"
     ranks = Mesh.of(winner.layout, plan.model).stage(winner.place)
     name = "all" if winner.layout.pp == 1 else f"fullest: stage {winner.place}"
     role = Role(name, ranks, winner.held, ())
