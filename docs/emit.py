@@ -37,8 +37,8 @@ HEAD = """\
 # Layouts for other engines
 
 `shardwise emit LAYOUT --model MODEL --for ENGINE` writes a layout as another engine's configuration. `shardwise plan
-... --emit ENGINE` does it for the best layout that the engine can express. `shardwise explain FILE`
-reads the result back.
+... --emit ENGINE` does it for the best layout that the engine can express: it prices with the engine's profile, and
+shows the layout's step under every engine's. `shardwise explain FILE` reads the result back.
 
 ```
 shardwise emit dp=8,tp=2,zero=1,sp --model llama-3-8b --seq 8192 --batch 128 --for megatron --out train.sh

@@ -1,10 +1,14 @@
 """`plan --emit`: the best layout that an engine expresses, as its file."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from shardwise.interop import read
+from shardwise.interop.writing.writer import WRITERS, why_not_written
+from shardwise.layout import Layout
+from shardwise.model.catalog import get
 
 TRAIN = ("plan", "llama-3-8b", "--cluster", "8xH100", "--seq", 4096, "--batch", 64)
 SERVE = ("plan", "llama-3-8b", "--cluster", "8xH100", "--serve", "--prompt", 1024, "--output", 256, "--concurrency", 64)
@@ -18,14 +22,17 @@ def test_the_winner_is_written(command, tmp_path):
     assert data["emitted"]["layout"] == data["ranked"][0]["layout"] == str(read([str(path)]).layout)
 
 
-def test_another_layout_is_written_where_the_winner_cannot_be(command, tmp_path):
+def test_what_the_engine_cannot_express_is_not_ranked(command, tmp_path):
     path = tmp_path / "ds.json"
-    asked = (*TRAIN, "--fix", "zero=1,tp=2", "--emit", "deepspeed", "--out", path, "--top", 200)
-    code, out, err = command(*asked)
+    asked = (*TRAIN, "--engine", "shardwise", "--fix", "zero=1,tp=2")
+    code, out, err = command(*asked, "--emit", "deepspeed", "--out", path, "--json")
     assert code == 0, err
-    words = " ".join(out.split())
-    assert "the best layout cannot be written: DeepSpeed cannot express" in words and "written in its place:" in words
-    assert read([str(path)], 8).layout.tp == 2
+    ranked = [Layout.parse(row["layout"]) for row in json.loads(out)["ranked"]]
+    assert read([str(path)], 8).layout.tp == 2 and json.loads(out)["emitted"]["why_not_the_best"] is None
+    assert not any(why_not_written(WRITERS["deepspeed"], layout, get("llama-3-8b")) for layout in ranked)
+    _, out, _ = command(*asked, "--json")
+    free = [Layout.parse(row["layout"]) for row in json.loads(out)["ranked"]]
+    assert any(why_not_written(WRITERS["deepspeed"], layout, get("llama-3-8b")) for layout in free)
 
 
 def test_a_server_is_written(command):
@@ -36,6 +43,34 @@ def test_a_server_is_written(command):
     assert f"--max-running-requests {best['sequences_of_a_replica']}" in data["emitted"]["text"]
 
 
+@pytest.mark.parametrize("engine", ["torchtitan", "accelerate", "transformers"])
+def test_an_engine_is_planned_by_its_own_profile_and_gets_the_values_that_it_has(command, engine):
+    code, out, err = command(*TRAIN, "--emit", engine, "--json")
+    data = json.loads(out)
+    assert code == 0, err
+    best, written = (Layout.parse(text) for text in (data["ranked"][0]["layout"], data["emitted"]["layout"]))
+    assert data["engine"] == WRITERS[engine].profile and written == replace(best, grads="fp32")
+    rows = {row["engine"]: row for row in data["by_engine"]}
+    assert set(rows) == {name for name, writer in WRITERS.items() if not writer.serves}
+    assert rows[engine]["seconds"] == pytest.approx(data["ranked"][0]["seconds"], rel=1e-9)
+    # FSDP2 as it comes is no faster than torchtitan's of the same version, nor than Megatron-Core.
+    assert rows["torchtitan"]["seconds"] >= rows["accelerate"]["seconds"] > rows["megatron"]["seconds"]
+
+
+def test_each_engine_says_what_it_cannot_express(command):
+    code, out, err = command(*TRAIN, "--fix", "zero=1", "--emit", "megatron")
+    assert code == 0 and "the layout that is written, under each engine's profile" in out, err
+    _, out, _ = command(*TRAIN, "--fix", "zero=1", "--emit", "megatron", "--json")
+    cannot = {row["engine"]: row["cannot"] for row in json.loads(out)["by_engine"]}
+    assert cannot.pop("megatron") == cannot.pop("torchrun") == ""
+    assert all(cannot.values()) and cannot["accelerate"] == "not zero=1: FSDP shards parameters and gradients, too"
+
+
+def test_an_engine_that_is_written_for_is_a_name_of_its_profile(command):
+    code, out, _ = command(*TRAIN, "--engine", "deepspeed", "--json")
+    assert code == 0 and json.loads(out)["engine"] == WRITERS["deepspeed"].profile == "unknown"
+
+
 @pytest.mark.parametrize(
     ("asked", "line"),
     [
@@ -44,7 +79,7 @@ def test_a_server_is_written(command):
         ((*TRAIN, "--emit", "none"), "no engine 'none'"),
         ((*SERVE, "--out", "x"), "--out writes a training plan, or the file of --emit"),
         ((*TRAIN, "--find", "model", "--emit", "megatron"), "leave it out with --find"),
-        ((*TRAIN, "--fix", "tp=2,pp=2,cp=2", "--emit", "accelerate"), "best layouts can be written (more with --top)"),
+        ((*TRAIN, "--fix", "tp=2,pp=2,cp=2", "--emit", "accelerate"), "no layout that fits will do; the best, "),
         ((*TRAIN, "--set", "layers=4", "--emit", "torchtitan"), "which --set changes"),
     ],
 )

@@ -5,6 +5,8 @@ With --dry-run the same is observed instead: the runtime itself, on fake tensors
 With --breakdown: the terms behind the totals (parameters by mechanism, bytes per parameter under each ZeRO stage, saved
 tensors, FLOPs, recompute modes).
 
+With --compare: another layout beside it, quantity by quantity.
+
 With --links: calls and bytes of each axis, and their time inside a node and between nodes.
 
 With --zero-table N,...: bytes a GPU of ZeRO stages 0 to 3 on N GPUs, for MODEL or for --params parameters.
@@ -31,6 +33,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
 from shardwise.report import StepReport, tables
+from shardwise.report.predictions import prediction_tables, predictions_json
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_count
 from shardwise.runtime.job.config import TrainConfig
@@ -46,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="run the runtime itself on fake tensors; needs torch")
     parser.add_argument("--verbose", action="store_true", help="every collective of the step, in place of sums")
     parser.add_argument("--breakdown", action="store_true", help="the terms behind the totals, in place of the ledger")
+    parser.add_argument("--compare", metavar="TEXT", help="another layout, whose step is compared with this one's")
     parser.add_argument("--links", action="store_true", help="communication by axis and link, in place of the ledger")
     parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
     parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
@@ -65,8 +69,15 @@ def _step(args: argparse.Namespace) -> int:
     from shardwise.predict import estimate
 
     layout, cluster = Layout.parse(args.layout), cluster_of(args)
-    workload, assumed = workload_of(args, model, layout.dp * layout.micro)
+    other = Layout.parse(args.compare) if args.compare is not None else layout
+    parts = math.lcm(layout.dp * layout.micro, other.dp * other.micro)
+    workload, assumed = workload_of(args, model, parts)
     slowed = _slowed(args)
+    if args.compare is not None:
+        check_alone(args, "compare", "dry_run", "breakdown", "links", "verbose")
+        a, b = (estimate(model, each, workload, cluster, **slowed) for each in (layout, other))
+        notes = (f"assumed: {note}" for note in assumed)
+        return print_result(args, predictions_json(a, b), chain(notes, prediction_tables(a, b)))
     if args.links:
         return _links(args, model, layout, workload, cluster, assumed)
     if args.breakdown:
@@ -103,9 +114,7 @@ def _links(
     from shardwise.predict import estimate
     from shardwise.predict.time.link_use import link_uses
 
-    for name in ("dry_run", "slow", "emulate", "breakdown", "verbose"):
-        if getattr(args, name):
-            raise UserError(f"--{name.replace('_', '-')} does nothing with --links: leave it out")
+    check_alone(args, "links", "dry_run", "slow", "emulate", "breakdown", "verbose")
     report = noted(estimate(model, layout, workload, cluster), assumed)
     if report.time is None:
         raise UserError(f"--links needs the time of a step, which has none on {cluster}: {'; '.join(report.notes)}")
@@ -114,6 +123,13 @@ def _links(
     return print_result(
         args, data, chain(_head(model, layout, workload, cluster, assumed), link_tables(uses, report.time))
     )
+
+
+def check_alone(args: argparse.Namespace, flag: str, *others: str) -> None:
+    """Raise `UserError` where one of `others` is given, which change nothing beside --`flag`."""
+    for name in others:
+        if getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} does nothing with --{flag}: leave it out")
 
 
 def noted(report: StepReport, assumed: tuple[str, ...]) -> StepReport:
@@ -130,9 +146,7 @@ def _breakdown(
     from shardwise.predict.breakdown import breakdown
     from shardwise.predict.recompute_modes import recompute_modes
 
-    for name in ("dry_run", "slow", "emulate", "verbose"):
-        if getattr(args, name):
-            raise UserError(f"--{name.replace('_', '-')} does nothing with --breakdown: leave it out")
+    check_alone(args, "breakdown", "dry_run", "slow", "emulate", "verbose")
     if isinstance(model, Blueprint):
         raise UserError("--breakdown needs a model with a configuration, which a traced module has not: leave it out")
     report = noted(estimate(model, layout, workload, cluster), assumed)
@@ -206,7 +220,7 @@ def _zero_table(args: argparse.Namespace) -> int:
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
     single = ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "optimizer", "slow", "emulate")
-    for name in (*single, "lora", "dry_run", "breakdown", "verbose"):
+    for name in (*single, "lora", "compare", "dry_run", "breakdown", "verbose"):
         if getattr(args, name) not in (None, False):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} belongs to one step's estimate: leave it out with --zero-table")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from shardwise.cli.clusters import add_cluster, cluster_of, usual_cluster
 from shardwise.cli.flags import add_flags
 from shardwise.cli.models import add_lora, add_model, subject_of
 from shardwise.cli.output import print_result, progress, working
-from shardwise.cli.plan_emit import check_emit, emitted
+from shardwise.cli.plan_emit import check_emit, emitted, profile_of, refusals
 from shardwise.cli.plan_file import write_plan
 from shardwise.cli.plan_models import several
 from shardwise.cli.quantities import bytes_of, length_of
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from shardwise.planner.plan import Plan
     from shardwise.planner.space import Space
     from shardwise.predict.time.link_use import LinkUse
+    from shardwise.report.terminal import Renderable
 
 FINDS = ("cluster", "model", "sequence", "batch", "scaling")
 TOP, MOST_SHOWN = 10, 10_000
@@ -187,16 +189,12 @@ def _plan(
     from shardwise.planner import plan
     from shardwise.planner.tables import campaign_lines, plan_tables
 
-    chosen = {"engine": args.engine, "by": args.by, "top": args.top, "price": args.price}
+    chosen = {"engine": profile_of(args), "by": args.by, "top": args.top, "price": args.price}
+    chosen |= {"fixed": fixed_keys(args), "reserved": reserved(args), "refuses": refusals(args, model)}
     with working(f"pricing layouts of {model.name} on {cluster}"):
-        best = plan(model, cluster, workload, fixed=fixed_keys(args), reserved=reserved(args), **chosen)
+        best = plan(model, cluster, workload, **chosen)
     campaign = _campaign(args, best)
-    requests = []
-    if isinstance(model, ModelConfig):
-        requests = [WriteRequest(model, one.layout, workload, None, cluster) for one in best.ranked]
-    elif args.emit:
-        raise UserError("--emit writes configurations of models that have one; a traced module has split: leave it out")
-    file, lines = emitted(args, requests)
+    file, lines = _written(args, best)
     uses = _links(best) if args.links else ()
     data = (
         best.to_json()
@@ -209,6 +207,22 @@ def _plan(
     shown = chain(notes, plan_tables(best), priced_lines, link_tables(uses, best.winner.seconds), lines)
     written = write_plan(args.out, best) if args.out and not args.emit else ()
     return print_result(args, data, chain(shown, written))
+
+
+def _written(args: argparse.Namespace, best: Plan) -> tuple[dict[str, Any], Iterator[Renderable]]:
+    """The file of --emit, and its layout under each engine's profile, for --json and as lines; empty without --emit."""
+    if not args.emit:
+        return {}, iter(())
+    if not isinstance(model := best.model, ModelConfig):
+        raise UserError("--emit writes configurations of models that have one; a traced module has split: leave it out")
+    from shardwise.cli.show.software_table import software_json, software_steps, software_tables
+    from shardwise.planner.exact import ExactMemory
+
+    memory = ExactMemory(model, best.workload, best.cluster)
+    requests = [WriteRequest(model, one.layout, best.workload, None, best.cluster) for one in best.ranked]
+    data, lines = emitted(args, requests, lambda layout: memory.total(layout, best.usable) <= best.usable)
+    rows = software_steps(model, Layout.parse(data["emitted"]["layout"]), best.workload, best.cluster)
+    return data | {"by_engine": software_json(rows)}, chain(software_tables(rows, args.emit), lines)
 
 
 def _links(best: Plan) -> tuple[LinkUse, ...]:
@@ -288,7 +302,7 @@ def _find(
     from shardwise.planner.tables import answer_lines
     from shardwise.predict.memory.capacity import usable_bytes
 
-    space, _ = space_for(model, cluster, workload, args.engine, fixed_keys(args))
+    space, _ = space_for(model, cluster, workload, profile_of(args), fixed_keys(args))
     try:
         answer = _answer(args, space, usable_bytes(cluster, reserved(args)))
     finally:

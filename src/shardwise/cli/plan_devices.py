@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.cli.models import model_of, subject_of
 from shardwise.cli.output import print_result
+from shardwise.cli.plan_emit import profile_of
 from shardwise.cli.quantities import bytes_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster.prices import price_date
@@ -45,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
         model = model_of(args)
         workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
         notes: tuple[str, ...] = ()
-        needs = serving_needs(model, workload, args.engine, args.price)
+        needs = serving_needs(model, workload, profile_of(args), args.price)
     else:
         subject = subject_of(args)
         if not isinstance(subject, ModelConfig):
             raise UserError(f"{subject.name} is a traced module: give --cluster, such as 8xH100")
         model = subject
         workload, notes = workload_of(args, model)
-        needs = training_needs(model, workload, args.engine, args.price)
+        needs = training_needs(model, workload, profile_of(args), args.price)
     data = {
         "model": model.name, "workload": workload.to_json(), "assumed": list(notes), "prices_of": price_date(),
         "devices": [need.to_json() for need in needs],

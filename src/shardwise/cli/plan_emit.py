@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError, os_errors
 from shardwise.interop import EngineFile, WriteRequest, write
-from shardwise.interop.writing.writer import writer_for
+from shardwise.interop.writing.writer import WRITERS, why_not_written, writer_for
+from shardwise.layout import Layout
+from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog
+from shardwise.model.parameters import Model
+from shardwise.predict.time.profiles import ENGINES
 
 
 def check_emit(args: argparse.Namespace) -> None:
@@ -33,29 +39,55 @@ def check_emit(args: argparse.Namespace) -> None:
         raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
 
 
+def profile_of(args: argparse.Namespace) -> str | None:
+    """The profile that prices a plan: of --engine, which may name an engine that `emit` writes for, else of --emit;
+    None for the usual one."""
+    if args.engine is None:
+        return WRITERS[args.emit].profile if args.emit else None
+    return WRITERS[args.engine].profile if args.engine in WRITERS and args.engine not in ENGINES else str(args.engine)
+
+
+def refusals(args: argparse.Namespace, model: Model) -> Callable[[Layout], str] | None:
+    """What the engine of --emit cannot express of a layout, for the search; None where nothing is to be written, or the
+    model alone is refused."""
+    if not args.emit or not isinstance(model, ModelConfig) or writer_for(args.emit).objection(model):
+        return None
+    writer = writer_for(args.emit)
+    return cache(lambda layout: why_not_written(writer, replace(layout, **writer.fixed), model))
+
+
 def source_of(text: str) -> str:
     """MODEL as an engine loads it: a path as it is typed, else the catalog's name."""
     return text.strip().lower() if text.strip().lower() in catalog() else text
 
 
-def best_file(engine: str, requests: Sequence[WriteRequest]) -> tuple[EngineFile, str]:
-    """The file of the first request that the engine expresses, and why it does not express the very first; "" where it
-    does. Raises `UserError` with that reason where none is expressed."""
-    reason = ""
+def best_file(
+    engine: str, requests: Sequence[WriteRequest], fits: Callable[[Layout], bool] = lambda layout: True
+) -> tuple[EngineFile, str]:
+    """The file of the first request that the engine expresses, if need be with its own values of keys that plans do not
+    search, where that `fits`; and why it does not express the very first, "" where it does. Raises `UserError` with
+    that reason where none is expressed."""
+    own, reason = writer_for(engine).fixed, ""
     for request in requests:
         try:
             return write(engine, request), reason
         except UserError as error:
             reason = reason or str(error)
+        changed = replace(request.layout, **own)
+        if own and changed != request.layout and fits(changed):
+            with suppress(UserError):
+                return write(engine, replace(request, layout=changed)), reason
     raise UserError(f"none of the {len(requests)} best layouts can be written (more with --top): {reason}")
 
 
-def emitted(args: argparse.Namespace, requests: Sequence[WriteRequest]) -> tuple[dict[str, Any], Iterator[str]]:
+def emitted(
+    args: argparse.Namespace, requests: Sequence[WriteRequest], fits: Callable[[Layout], bool] = lambda layout: True
+) -> tuple[dict[str, Any], Iterator[str]]:
     """({"emitted": ...} for --json, lines), both empty without --emit. Writes --out."""
     if args.emit is None:
         return {}, iter(())
     named = [replace(request, source=source_of(args.model)) for request in requests]
-    file, reason = best_file(args.emit, named)
+    file, reason = best_file(args.emit, named, fits)
     if args.out:
         with os_errors(f"write {args.out}"):
             Path(args.out).write_text(file.text, encoding="utf-8")

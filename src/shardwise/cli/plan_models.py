@@ -10,6 +10,7 @@ from typing import Any
 from shardwise.cli.clusters import cluster_of
 from shardwise.cli.models import model_of, subject_of
 from shardwise.cli.output import print_result, progress
+from shardwise.cli.plan_emit import profile_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.cluster.prices import price_of
@@ -67,7 +68,7 @@ def _trained(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     model = subject_of(args)
     workload, assumed = workload_of(args, model, odd_part(cluster.devices))
     best = plan(
-        model, cluster, workload, engine=args.engine, by=args.by, top=1, fixed=fixed_keys(args),
+        model, cluster, workload, engine=profile_of(args), by=args.by, top=1, fixed=fixed_keys(args),
         reserved=reserved(args), explain=False,
     )  # fmt: skip
     one = best.winner
@@ -90,7 +91,7 @@ def _served(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     from shardwise.planner.serving import TYPES, plan_serving
 
     model, workload = model_of(args), Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
-    one = plan_serving(model, cluster, workload, engine=args.engine, by=args.by, top=1).winner
+    one = plan_serving(model, cluster, workload, engine=profile_of(args), by=args.by, top=1).winner
     return {
         "model": model.name,
         "parameters": count(model),

@@ -7,7 +7,7 @@ from itertools import chain
 
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_result, working
-from shardwise.cli.plan_emit import emitted
+from shardwise.cli.plan_emit import emitted, profile_of
 from shardwise.cluster import Cluster
 from shardwise.interop import ServerSettings, WriteRequest
 from shardwise.interop.reading.settings import PREFILL_TOKENS
@@ -20,7 +20,9 @@ def run(args: argparse.Namespace) -> int:
     workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
     model, cluster = model_of(args), Cluster.parse(args.cluster)
     with working(f"pricing deployments of {model.name} on {cluster}"):
-        result = plan_serving(model, cluster, workload, engine=args.engine, by=args.by, top=args.top, price=args.price)
+        result = plan_serving(
+            model, cluster, workload, engine=profile_of(args), by=args.by, top=args.top, price=args.price
+        )
     file, lines = emitted(args, [_request(result, one) for one in result.ranked])
     return print_result(args, result.to_json() | file, chain(result.tables(), lines))
 

@@ -5,6 +5,7 @@ A search compares columns of candidates with a lower bound (`bounds.py`), and fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from math import ceil, inf
 from typing import NamedTuple
@@ -18,6 +19,9 @@ from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.node_bytes import NodeBytes, node_bytes
 from shardwise.report.step_report import Bytes
 
+Refuses = Callable[[Layout], str]
+"""Why a layout cannot be chosen, whatever it needs; empty where it can."""
+
 
 class FullestRank(NamedTuple):
     """The rank of a layout that needs most memory."""
@@ -30,8 +34,8 @@ class FullestRank(NamedTuple):
 class ExactMemory:
     """Memory of layouts of one model and workload on a cluster; each layout is followed once."""
 
-    def __init__(self, model: Model, workload: Workload, cluster: Cluster) -> None:
-        self.model, self.workload, self.cluster = model, workload, cluster
+    def __init__(self, model: Model, workload: Workload, cluster: Cluster, refuses: Refuses | None = None) -> None:
+        self.model, self.workload, self.cluster, self.refuses = model, workload, cluster, refuses
         self.backend = usual_backend(cluster)
         self.node = cache(self._node)
         self._fullest: dict[Layout, FullestRank] = {}
@@ -49,7 +53,9 @@ class ExactMemory:
 
     def total(self, layout: Layout, usable: float = float("inf")) -> float:
         """Bytes of the fullest rank, as `of` names it. On a CPU with its part of what is off the device, since all is
-        in one memory; infinite where a node's host has too little memory."""
+        in one memory; infinite where a node's host has too little memory, and for layouts that are refused."""
+        if self.refuses and self.refuses(layout):
+            return inf
         held, host = self.of(layout, usable).bytes.total, self.cluster.host.memory_bytes
         if layout.offload_home == "none" or held > usable:
             return held

@@ -16,6 +16,7 @@ from shardwise.model.parameters import Model
 from shardwise.planner import shortfall
 from shardwise.planner.alternatives import Alternative
 from shardwise.planner.answer import Answer
+from shardwise.planner.exact import Refuses
 from shardwise.planner.price_words import priced
 from shardwise.planner.pricing import Priced
 from shardwise.planner.runnable import space_for, why_not_trained
@@ -147,6 +148,7 @@ def plan(
     seq: int | None = None,
     batch: int | None = None,
     price: float | None = None,
+    refuses: Refuses | None = None,
 ) -> Plan:
     """The best `top` layouts for training `model` on `cluster`, exactly: every layout that the engine can run is
     compared with a device's memory, and priced if it fits.
@@ -158,7 +160,8 @@ def plan(
     4, ... and all), or "pareto" (all that no other one beats in time and memory). fixed: keys of the layout and the
     value that they must have. reserved: bytes of a device that training cannot have; None is the usual. explain: with
     alternatives and what memory costs, or, where nothing fits, with what would have to change. price:
-    US dollars per device-hour; None is the lowest list price.
+    US dollars per device-hour; None is the lowest list price. refuses: why a layout is not to be ranked, "" where it
+    is.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
@@ -168,7 +171,9 @@ def plan(
         raise UserError(f"--top must be a positive integer, not {top}")
     usable = usable_bytes(cluster, reserved)
     space, none_runs = space_for(model, cluster, workload, engine, fixed or {})
-    result = winners(space, by, top, usable, explain)
+    result = winners(space, by, top, usable, explain, refuses)
+    if not result.best and refuses and (others := winners(space, by, 1, usable, explain).best):
+        raise UserError(f"no layout that fits will do; the best, {others[0].layout}: {refuses(others[0].layout)}")
     if not result.best:
         raise _nothing(space, usable, reserved) if explain else _nothing_at_all(space, usable)
     explained_too = explain and by in ("throughput", "cost")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -188,7 +189,7 @@ def _leanest(rows: Iterable[Candidate], exact: ExactMemory, top: int, usable: fl
             return best[:top], True
         limit = best[top - 1].nbytes if len(best) >= top else usable
         nbytes = exact.total(one.place.layout, limit)
-        if nbytes <= limit:
+        if nbytes <= limit and not (best and nbytes == inf):  # of what cannot be chosen at any size, one will do
             best = _sorted([*best, one._replace(nbytes=nbytes)], 1, 0)
     return best[:top], False
 

@@ -7,8 +7,9 @@ from typing import Literal
 
 import numpy as np
 
+from shardwise.layout import Layout
 from shardwise.planner.alternatives import Alternative, against, having, neighbours
-from shardwise.planner.exact import ExactMemory
+from shardwise.planner.exact import ExactMemory, Refuses
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import CandidateIndex, Found, best_of, price_places, search
 from shardwise.planner.space import Space, powers
@@ -35,20 +36,28 @@ class Winners:
     """The first one's search."""
 
     def alternatives(self, usable: float) -> list[Alternative]:
-        """For each neighboring value of a key, the fastest candidate that has it and fits."""
+        """For each neighboring value of a key, the fastest candidate that has it and fits. Values that only refused
+        candidates have are left out."""
         winner, fastest, leanest = self.best[0], {}, {}
-        choices = list(neighbours(self.found.blocks, winner))
-        for choice in choices:
+        choices = []
+        for choice in neighbours(self.found.blocks, winner):
             blocks = having(self.found.blocks, *choice)
             if place := best_of(blocks, self.exact, "throughput", 1, usable):
                 fastest[choice] = place[0]
             else:
-                leanest[choice] = self.exact.of(best_of(blocks, self.exact, "memory")[0].layout).bytes.total
+                lean = best_of(blocks, self.exact, "memory")[0].layout
+                if self._refused(lean):
+                    continue
+                leanest[choice] = self.exact.of(lean).bytes.total
+            choices.append(choice)
         priced = dict(zip(fastest, self._priced(list(fastest.values())), strict=True))
         return [
             against(winner, *choice, priced.get(choice), leanest.get(choice, 0), self.space.cluster)
             for choice in choices
         ]
+
+    def _refused(self, layout: Layout) -> bool:
+        return bool(self.exact.refuses and self.exact.refuses(layout))
 
     def unlimited(self) -> Priced | None:
         """The fastest candidate if memory were no limit; None where that is the first."""
@@ -56,31 +65,37 @@ class Winners:
         at = int(np.argmin(block.seconds))
         if not float(block.seconds.flat[at]) < self.best[0].seconds * (1 - ROUNDING):
             return None
-        return self._priced([block.place(at)])[0]
+        place = block.place(at)
+        return None if self._refused(place.layout) else self._priced([place])[0]
 
     def _priced(self, places: list[CandidateIndex]) -> list[Priced]:
         return price_places(self.space, places, self.pricing, self.exact)
 
 
-def winners(space: Space, by: By, top: int, usable: float, explain: bool) -> Winners:
-    """The search of a space. explain: price what does not fit, too, for the alternatives."""
+def winners(space: Space, by: By, top: int, usable: float, explain: bool, refuses: Refuses | None = None) -> Winners:
+    """The search of a space. explain: price what does not fit, too, for the alternatives. refuses: None for nothing."""
     if by == "cost":
-        return _cheapest(space, usable, top)
-    return _searched(space, by, usable, top, explain)
+        return _cheapest(space, usable, top, refuses)
+    return _searched(space, by, usable, top, explain, refuses)
 
 
 def _searched(
-    space: Space, by: Literal["throughput", "memory", "pareto"], usable: float, top: int, explain: bool
+    space: Space,
+    by: Literal["throughput", "memory", "pareto"],
+    usable: float,
+    top: int,
+    explain: bool,
+    refuses: Refuses | None,
 ) -> Winners:
-    pricing, exact = Pricing(space.cluster), ExactMemory(space.model, space.workload, space.cluster)
+    pricing, exact = Pricing(space.cluster), ExactMemory(space.model, space.workload, space.cluster, refuses)
     found = search(space, pricing, by, top, usable, unlimited=explain, exact=exact)
     return Winners(found.best, found.considered, found.fitting, space, pricing, exact, found)
 
 
-def _cheapest(space: Space, usable: float, top: int) -> Winners:
+def _cheapest(space: Space, usable: float, top: int, refuses: Refuses | None) -> Winners:
     """The candidates of least device-seconds over clusters of 1, 2, 4, ... and all nodes."""
     parts = (replace(space, cluster=replace(space.cluster, nodes=count)) for count in powers(space.cluster.nodes))
-    searches = [_searched(part, "throughput", usable, top, explain=True) for part in parts]
+    searches = [_searched(part, "throughput", usable, top, True, refuses) for part in parts]
     rows = [(one.layout.ranks * one.seconds, i, one, each) for each in searches for i, one in enumerate(each.best)]
     rows.sort(key=lambda row: row[:2])
     return replace(

@@ -107,4 +107,6 @@ WRITER = EngineWriter(
     write=write,
     comment=lambda text, comments: commented(comments) + text,
     file="accelerate.yaml",
+    profile="fsdp2",
+    fixed=fsdp.GRADS,
 )

@@ -124,4 +124,5 @@ WRITER = EngineWriter(
     write=write,
     comment=lambda text, comments: json.dumps({COMMENT: comments, **json.loads(text)}, indent=2) + "\n",
     file="deepspeed.json",
+    profile="unknown",
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from shardwise.interop.writing.canonical import SHARDING, defaults
 from shardwise.interop.writing.limits import Limit, only
 
+GRADS = {"grads": "fp32"}
 LIMITS = (
     only("precision", ("bf16", "fp32"), "fp32", "it has no fp64"),
     Limit("zero", lambda x: x.zero == 1 and x.data_ranks > 1, lambda _: defaults(*SHARDING) | {"zero": 3},
           "FSDP shards parameters and gradients, too"),
-    Limit("grads", lambda x: x.precision == "bf16" and x.grads == "bf16", lambda _: {"grads": "fp32"},
+    Limit("grads", lambda x: x.precision == "bf16" and x.grads == "bf16", lambda _: GRADS,
           "FSDP keeps its shards and their gradients in fp32"),
     Limit("shard", lambda x: bool(x.shard) and x.shard % x.cp > 0, lambda _: {"shard": 0}, "FSDP shards over whole cp"),
     only("recompute", ("none", "full"), "full", "it recomputes blocks"),

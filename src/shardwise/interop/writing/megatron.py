@@ -150,5 +150,6 @@ WRITER = EngineWriter(
     write=write,
     comment=with_comments,
     file="megatron.sh",
+    profile="megatron-core",
     objection=megatron_model.objection,
 )

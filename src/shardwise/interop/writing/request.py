@@ -52,6 +52,10 @@ class EngineWriter:
     """Text with comments."""
     file: str
     """Usual name of the file; its suffix tells the reader its kind."""
+    profile: str
+    """Profile of the planner (`predict.time.ENGINES`) that prices it."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Layout keys that plans do not search, with the value that its layouts have."""
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     serves: bool = False
     loads_model: bool = False

@@ -63,6 +63,7 @@ WRITER = EngineWriter(
     write=write,
     comment=with_comments,
     file="sglang.sh",
+    profile="vllm",
     serves=True,
     loads_model=True,
 )

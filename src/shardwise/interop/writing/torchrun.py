@@ -38,5 +38,6 @@ WRITER = EngineWriter(
     write=write,
     comment=with_comments,
     file="train.sh",
+    profile="shardwise",
     loads_model=True,
 )

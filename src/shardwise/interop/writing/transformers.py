@@ -70,5 +70,7 @@ WRITER = EngineWriter(
     write=write,
     comment=lambda text, comments: json.dumps({COMMENT: comments, **json.loads(text)}, indent=2) + "\n",
     file="transformers.json",
+    profile="fsdp2",
+    fixed=fsdp.GRADS,
     optimizers=("adamw", "sgd"),
 )  # fmt: skip

@@ -84,6 +84,7 @@ WRITER = EngineWriter(
     write=write,
     comment=with_comments,
     file="vllm.sh",
+    profile="vllm",
     serves=True,
     loads_model=True,
 )

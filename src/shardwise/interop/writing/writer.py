@@ -7,9 +7,10 @@ from dataclasses import replace
 from shardwise.errors import LayoutError, UserError, did_you_mean
 from shardwise.interop.writing import accelerate, deepspeed, megatron, sglang, torchrun, torchtitan, transformers, vllm
 from shardwise.interop.writing.canonical import canonical
-from shardwise.interop.writing.limits import first_broken, nearest
+from shardwise.interop.writing.limits import Limit, first_broken, nearest
 from shardwise.interop.writing.request import EngineFile, EngineWriter, WriteRequest
 from shardwise.layout import Layout, check
+from shardwise.model import ModelConfig
 
 _ENGINES = (
     megatron.WRITER, torchtitan.WRITER, deepspeed.WRITER, accelerate.WRITER, transformers.WRITER, vllm.WRITER,
@@ -68,6 +69,19 @@ def nearest_layout(engine: str, request: WriteRequest) -> Layout | None:
     return canonical(layout, request.model)
 
 
+def why_not_written(writer: EngineWriter, layout: Layout, model: ModelConfig) -> str:
+    """What of a layout or its model an engine cannot express, and why; empty where it expresses all."""
+    if reason := writer.objection(model):
+        return f"not {model.name}: {reason}"
+    limit = first_broken(writer.bounds, canonical(layout, model), model)
+    return f"not {_said(limit, layout)}: {limit.why}" if limit else ""
+
+
+def _said(limit: Limit, layout: Layout) -> str:
+    value = getattr(layout, limit.key)
+    return limit.key if value is True else f"{limit.key}={value}"
+
+
 def _version(writer: EngineWriter, version: str) -> str:
     if version and version not in writer.versions:
         known = ", ".join(filter(None, writer.versions))
@@ -98,6 +112,4 @@ def _check_limits(writer: EngineWriter, request: WriteRequest) -> None:
         return
     other = nearest_layout(writer.name, request)
     hint = f"nearest that it can: {other}" if other else "change that key: no layout near it suits model and batch"
-    value = getattr(request.layout, limit.key)
-    said = limit.key if value is True else f"{limit.key}={value}"
-    raise LayoutError(f"{writer.title} cannot express {said}: {limit.why}; {hint}")
+    raise LayoutError(f"{writer.title} cannot express {_said(limit, request.layout)}: {limit.why}; {hint}")
