@@ -3,14 +3,24 @@ of their own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import multiprocessing
+import os
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from harness.generation import Script, Seen, _hearing, run
+from shardwise.ops.context import OpContext
+from shardwise.ops.cuda.products import Chooser, CudaProducts
 from shardwise.ops.paged import Rows
+from shardwise.ops.products import MakeProduct
 from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.tensor.lowering import context_of
+from shardwise.serving import maps
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.graphs import Result
 from shardwise.serving.job import weights_in
@@ -29,6 +39,7 @@ class Twice:
     rows: list[int] = field(default_factory=list)
     wrong: int = 0
     buckets: list[tuple[int, int]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
 
 class _Twice(TokenGenerator):
@@ -50,12 +61,59 @@ class _Twice(TokenGenerator):
         return decoded
 
 
-def compare(rank: int, script: Script) -> Twice:
+class _WithKernels(_Twice):
+    """Computes decode steps by Triton's kernels, in Triton's interpreter."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.chooser = Chooser(kernels=True)
+
+    def _keep(self, part: str) -> MakeProduct:
+        if self.plan.kind(part) == "embedding":
+            return super()._keep(part)
+        return CudaProducts(self.chooser, self.dtype, int8=self.job.quantize == "int8")
+
+    def load(self, *args: Any, **options: Any) -> None:
+        def as_on_cuda(*given: Any) -> OpContext:
+            context = context_of(*given)
+            return replace(context, options=replace(context.options, device="cuda"))
+
+        maps.context_of = as_on_cuda
+        super().load(*args, **options)
+        maps.context_of = context_of
+        assert self.steps is not None and not self.steps.shape.gathers
+        clock = count(1000, -1)  # every candidate is faster than the one before
+        self.steps.prepare = lambda rows: self.chooser.choose(rows, lambda run: float(next(clock)))
+
+
+def with_kernels(script: Script) -> Twice:
+    """`compare`, with kernels, in a new process: Triton asks for its interpreter when it is imported."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        process = context.Process(target=_interpreted, args=(there, script))
+        process.start()
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+    there.close()
+    result: Twice = here.recv()
+    process.join()
+    return result
+
+
+def _interpreted(pipe: Any, script: Script) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    pipe.send(compare(0, script, _WithKernels))
+    dist.destroy_process_group()
+
+
+def compare(rank: int, script: Script, kind: type[_Twice] = _Twice) -> Twice:
     """Run a script on one rank, whose caches hold no numbers before they are written."""
     job = script.job
     comms = make_comms(job.layout, job.model, rank, timeout=60.0, transport=job.transport)
     device = torch.device("cpu")
-    static = _Twice(job, comms, rank, device, static=True)
+    static = kind(job, comms, rank, device, static=True)
     static.eager = TokenGenerator(job, comms, rank, device)
     static.twice = Twice()
     assert not static.eager.static, "on a CPU the eager form is the default"
@@ -65,6 +123,6 @@ def compare(rank: int, script: Script) -> Twice:
         generator.load(weights_in(job.weights)[1])
     run(Lockstep(static, _hearing(script.asked[0])), static.twice.seen)
     assert static.steps is not None, static.notices
-    static.twice.buckets = static.steps.buckets
+    static.twice.buckets, static.twice.notices = static.steps.buckets, static.notices
     comms.close()
     return static.twice

@@ -11,20 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from harness.decode_steps import Twice
+from harness.decode_steps import Twice, with_kernels
 from harness.generation import Script
 from harness.huggingface import pretrained
 from harness.pool import run_ranks
+from harness.triton import needs_interpreter
 from shardwise.layout import Layout
 from shardwise.ops.paged import DecodeRows
-from shardwise.serving.graphs import DecodeSteps, StaticInputs, StepShape, capturable, decodes, padded_batch
+from shardwise.serving.graphs import DecodeShape, DecodeSteps, StaticInputs, capturable, decodes, padded_batch
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Cancel, Command, Request, Sampling, Token
 from shardwise.serving.scheduler import Chunk, EngineStep, Sequence
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 3}, "gpt2": {"n_layer": 3}, "gemma2": {"num_hidden_layers": 3},
-    "qwen3": {"num_hidden_layers": 3}, "olmo2": {"num_hidden_layers": 2}, "deepseek_v3": {}, "mixtral": {},
+    "qwen3": {"num_hidden_layers": 3}, "olmo2": {"num_hidden_layers": 2}, "qwen2": {"num_hidden_layers": 2},
+    "deepseek_v3": {}, "mixtral": {},
 }  # fmt: skip
 
 
@@ -95,9 +97,26 @@ def test_sampled_tokens_and_probabilities_are_those_of_eager_steps(folders: Any)
             assert one.logprob == pytest.approx(other.logprob, abs=1e-9, nan_ok=True)
 
 
+@needs_interpreter
+@pytest.mark.parametrize(("family", "quantize"), [("llama", "none"), ("qwen3", "none"), ("gemma2", "none"),
+                                                  ("qwen2", "none"), ("llama", "int8")])  # fmt: skip
+def test_kernels_compute_what_plain_forms_do(folders: Any, family: str, quantize: str) -> None:
+    """In Triton's interpreter, in fp32; int8 beside the same matrices in int8."""
+    first: list[Command] = [Request(n, tuple(range(n, 3 * n)), Sampling(max_tokens=7 - n)) for n in range(1, 4)]
+    folder = folders(family)
+    job = ServingJob(
+        weights_in(folder)[0], Layout.parse("precision=fp32"), str(folder), context=20, page=4, quantize=quantize
+    )
+    asked: dict[int, list[Command]] = {0: first}
+    result = with_kernels(Script(job, {0: asked}))
+    assert not result.notices and result.wrong == 0
+    assert len(result.errors) > 3 and max(result.errors) < 1e-4
+    assert {rows for rows, _ in result.buckets} == {1, 2, 4} and {pages for _, pages in result.buckets} == {5}
+
+
 def test_buckets() -> None:
     assert [padded_batch(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 40]
-    gathers = StepShape(size=4, spare=9, most=6, gathers=True)
+    gathers = DecodeShape(size=4, spare=9, most=6, gathers=True)
     held = [gathers.pages(step([length])) for length in (1, 4, 5, 8, 9, 17, 24)]
     assert held == [1, 1, 2, 2, 4, 6, 6]
     assert replace(gathers, gathers=False).pages(step([1])) == 6
@@ -114,7 +133,7 @@ def step(lengths: list[int], pages: list[list[int]] | None = None) -> EngineStep
 
 
 def test_padding_rows_write_to_the_spare_page() -> None:
-    inputs = StaticInputs(4, 2, StepShape(size=4, spare=9, most=6, gathers=True), torch.device("cpu"))
+    inputs = StaticInputs(4, 2, DecodeShape(size=4, spare=9, most=6, gathers=True), torch.device("cpu"))
     inputs.fill(step([5, 8, 3], [[3, 1], [5, 0], [2]]))
     inputs.fill(step([5, 2], [[4, 8], [7]]))
     rows = inputs.rows()
@@ -147,6 +166,6 @@ def test_a_failed_step_leaves_the_eager_form(folders: Any) -> None:
     def fail(rows: DecodeRows) -> torch.Tensor:
         raise RuntimeError("out of memory\nand more")
 
-    steps = DecodeSteps(fail, StepShape(4, 9, 6, gathers=True), torch.device("cpu"), capture=False)
+    steps = DecodeSteps(fail, DecodeShape(4, 9, 6, gathers=True), torch.device("cpu"), capture=False)
     with pytest.raises(RuntimeError, match="out of memory"):
         steps.run(step([3]))

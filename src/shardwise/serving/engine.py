@@ -24,14 +24,18 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import LocalInterval, needs
-from shardwise.decoder.attention import Rope
+from shardwise.decoder.attention import Attention, Rope
 from shardwise.decoder.experts import Mixture
+from shardwise.decoder.latent_attention import MultiHeadLatentAttention
 from shardwise.layout import Workload, unit_plan
 from shardwise.layout.axes import CP
 from shardwise.layout.context import PageCut
 from shardwise.layout.experts import experts_across
 from shardwise.layout.placement import cache_shape
 from shardwise.ops.cpu.products import Packed, int8
+from shardwise.ops.cuda import launch
+from shardwise.ops.cuda.decode import attends
+from shardwise.ops.cuda.products import Chooser, CudaProducts
 from shardwise.ops.generate_experts import ServedExperts
 from shardwise.ops.paged import DecodeRows, PagedCache, Rows
 from shardwise.ops.products import MakeProduct, Plain
@@ -41,7 +45,7 @@ from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.shared_collective import flat_array
 from shardwise.runtime.zero.flat_unit import torch_dtype
-from shardwise.serving.graphs import DecodeSteps, Result, StepShape, alone, capturable, decodes
+from shardwise.serving.graphs import DecodeShape, DecodeSteps, Result, alone, capturable, decodes
 from shardwise.serving.job import ServingJob, Weights
 from shardwise.serving.maps import apply_generation
 from shardwise.serving.rows import context_rows_of, rows_of
@@ -71,6 +75,7 @@ class TokenGenerator:
             static = device.type == "cuda" and capturable(job.layout, job.model)
         self.static = static
         self.steps: DecodeSteps | None = None
+        self.chooser = Chooser(launch.serve(self.dtype, device))
         self.notices: list[str] = []
         """Lines about forms that were chosen, or could not be used."""
         self.caches = {part: self._cache(part) for part in plan.blocks(self.stage)}
@@ -126,9 +131,11 @@ class TokenGenerator:
         for module in self.stages.decoder.modules():
             if isinstance(module, Rope):
                 module.move(self.device)
-        shape = StepShape(job.page, job.pages, -(-job.context // job.page), gathers=True)
+        cores = [m for m in self.stages.decoder.modules() if isinstance(m, Attention | MultiHeadLatentAttention)]
+        gathers = not self.chooser.kernels or not all(attends(module) for module in cores)
+        shape = DecodeShape(job.page, job.pages, -(-job.context // job.page), gathers)
         capture = self.device.type == "cuda" and capturable(job.layout, job.model)
-        return DecodeSteps(self._decode, shape, self.device, capture)
+        return DecodeSteps(self._decode, shape, self.device, capture, self.chooser.measure)
 
     def _decode(self, rows: DecodeRows) -> Tensor:
         x: Tensor | None = None
@@ -171,6 +178,8 @@ class TokenGenerator:
     def _keep(self, part: str) -> MakeProduct:
         """Form in which a part's matrices are stored. A table that is looked up in stays as it is."""
         table = self.plan.kind(part) == "embedding" or part in self.plan.blueprint.sharing
+        if self.device.type == "cuda" and self.plan.layout.stage < 3 and self.plan.kind(part) != "embedding":
+            return CudaProducts(self.chooser, self.dtype, int8=self.job.quantize == "int8" and not table)
         if table or self.plan.layout.stage == 3:
             return Plain()
         if self.job.quantize == "int8":
@@ -216,11 +225,17 @@ class TokenGenerator:
         self.comms.pulse.work("the forward pass")
         try:
             return self.steps.run(turn)
-        except RuntimeError as error:
-            self.steps = None
-            self.notices.append(f"decode steps run without CUDA graphs: {str(error).splitlines()[0]}")
-            print(self.notices[-1], file=sys.stderr, flush=True)
-            return None
+        except Exception as error:  # a kernel that does not compile, a capture that fails: there is another form
+            return self._fall_back(turn, error)
+
+    def _fall_back(self, turn: EngineStep, error: Exception) -> Result | None:
+        """Decode steps without kernels, and if these fail, too, no decode steps."""
+        kernels, self.chooser.kernels = self.chooser.kernels, False
+        self.steps = self._decode_steps() if kernels else None
+        without = "Triton's kernels" if kernels else "static shapes"
+        self.notices.append(f"decode steps do without {without}: {type(error).__name__}: {str(error)[:300]}")
+        print(self.notices[-1], file=sys.stderr, flush=True)
+        return self.decode(turn)
 
     @torch.inference_mode()
     def idle(self) -> None:

@@ -58,7 +58,7 @@ def decodes(turn: EngineStep) -> bool:
 
 
 @dataclass(frozen=True)
-class StepShape:
+class DecodeShape:
     """Sizes that all buckets share."""
 
     size: int
@@ -81,7 +81,7 @@ class StepShape:
 class StaticInputs:
     """A bucket's inputs: one tensor on the device, and its image in (pinned) host memory."""
 
-    def __init__(self, batch: int, pages: int, shape: StepShape, device: torch.device) -> None:
+    def __init__(self, batch: int, pages: int, shape: DecodeShape, device: torch.device) -> None:
         self.batch, self.shape = batch, shape
         count = batch * (_NUMBERS + pages)
         self._host = torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -150,7 +150,7 @@ class DecodeSteps:
 
     forward: Callable[[DecodeRows], Tensor]
     """All parts of the decoder: logits [B, vocab]."""
-    shape: StepShape
+    shape: DecodeShape
     device: torch.device
     capture: bool
     """Whether a bucket becomes a CUDA graph."""
