@@ -40,6 +40,8 @@ class Twice:
     wrong: int = 0
     buckets: list[tuple[int, int]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    shapes: int = 0
+    """Kinds of matrices that kernels multiply with."""
 
 
 class _Twice(TokenGenerator):
@@ -124,5 +126,6 @@ def compare(rank: int, script: Script, kind: type[_Twice] = _Twice) -> Twice:
     run(Lockstep(static, _hearing(script.asked[0])), static.twice.seen)
     assert static.steps is not None, static.notices
     static.twice.buckets, static.twice.notices = static.steps.buckets, static.notices
+    static.twice.shapes = len(static.chooser.matrices)
     comms.close()
     return static.twice

@@ -111,6 +111,7 @@ def test_kernels_compute_what_plain_forms_do(folders: Any, family: str, quantize
     result = with_kernels(Script(job, {0: asked}))
     assert not result.notices and result.wrong == 0
     assert len(result.errors) > 3 and max(result.errors) < 1e-4
+    assert result.shapes <= 5, "queries, keys and values are one matrix, and so are gate and up"
     assert {rows for rows, _ in result.buckets} == {1, 2, 4} and {pages for _, pages in result.buckets} == {5}
 
 

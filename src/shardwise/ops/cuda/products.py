@@ -75,6 +75,8 @@ class Chooser:
 
     def choose(self, count: int, seconds: Callable[[Callable[[], object]], float]) -> None:
         """Choose forms for so many rows, unless that was done. seconds: that a function takes on the device."""
+        if not self.kernels:
+            return
         rows = self.rows_of(count)
         for shape, matrices in self.matrices.items():
             if (shape, rows) in self._chosen:
