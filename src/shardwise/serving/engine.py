@@ -95,8 +95,9 @@ class TokenGenerator:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values on this rank."""
-        return sum(cache.tensor.nbytes for cache in self.caches.values())
+        """Bytes of keys and values on this rank, without the spare page of static decode steps."""
+        pages = self.job.pages
+        return sum(cache.tensor.nbytes // (pages + self.static) * pages for cache in self.caches.values())
 
     @property
     def parameter_bytes(self) -> int:

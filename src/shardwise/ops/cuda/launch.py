@@ -21,8 +21,8 @@ _LANES = 16
 """Fewest rows of a tile that tensor cores multiply."""
 _KEYS = 32
 """Keys per step of attention."""
-_FILL = 256
-"""Programs of attention that keep a device busy: about two per multiprocessor."""
+_FILL = 512
+"""Programs of attention that keep a device busy: about four per multiprocessor."""
 
 
 @cache
