@@ -29,12 +29,11 @@ def choose(
     logits: [B, vocab]. places: how many tokens precede each in its sequence. greedy: `likeliest(logits)`, where it is
     there already. Where that is `NOTHING`, the token is, too.
     """
-    tokens = likeliest(logits) if greedy is None else greedy.clone()
+    greedy = likeliest(logits) if greedy is None else greedy
     logprobs = torch.full((len(samplings),), torch.nan, dtype=torch.float64)
     if not any(sampling.temperature > 0 or sampling.logprobs for sampling in samplings):
-        return tokens.cpu().double(), logprobs
-    nothing = tokens == NOTHING
-    tokens.clamp_(min=0)
+        return greedy.cpu().double(), logprobs
+    nothing, tokens = greedy == NOTHING, greedy.clamp(min=0)
     for row, (sampling, place) in enumerate(zip(samplings, places, strict=True)):
         if sampling.temperature > 0:
             tokens[row] = _draw(logits[row], sampling, uniform(sampling.seed, place))
