@@ -31,6 +31,7 @@ from shardwise.layout.axes import PP, TP
 from shardwise.predict.serving_layout import lockstep_axes, replicas_in_step
 from shardwise.runtime.transport.protocol import Work
 from shardwise.serving.engine import TokenGenerator
+from shardwise.serving.graphs import alone
 from shardwise.serving.messages import Answer, Cancel, Command, Drain, Request
 from shardwise.serving.pages import Pages
 from shardwise.serving.sampling import choose
@@ -68,7 +69,7 @@ class Lockstep:
         self._replicas = replicas_in_step(layout) if own else 1
         self._replica = self.comms.index(self._step) // layout.tp if own else 0
         self._hearers = TP if own else self._step
-        self._others = self.depth > 1 or self.comms.size(self._step) > 1
+        self._others = not alone(layout)
         """Whether other ranks are in step with this one."""
         self._state = IDLE
         self._draining = False

@@ -169,8 +169,8 @@ def attend(queries: Tensor, shape: HeadShape, cache: Tensor, size: int, rows: De
     kernels().attend_part[(batch, kv, splits)](
         queries, cache, rows.table, rows.lengths, partial_sums, tops, totals, rule.scale, rule.softcap,
         cache.shape[2], rows.table.shape[1],
-        HEADS=heads, KV=kv, WIDTH=width, LANES=max(_LANES, power(heads // kv)), PADDED=max(_LANES, power(width)), SIZE=size,
-        WINDOW=rule.window, CAPPED=bool(rule.softcap), SPLITS=splits, KEYS=_KEYS, num_warps=4,
+        HEADS=heads, KV=kv, WIDTH=width, LANES=max(_LANES, power(heads // kv)), PADDED=max(_LANES, power(width)),
+        SIZE=size, WINDOW=rule.window, CAPPED=bool(rule.softcap), SPLITS=splits, KEYS=_KEYS, num_warps=4,
     )  # fmt: skip
     kernels().attend_join[(batch * heads,)](
         partial_sums, tops, totals, out, WIDTH=width, PADDED=power(width), SPLITS=splits, num_warps=4
