@@ -186,7 +186,7 @@ def _one(q: Tensor, kv: Tensor, values: int, rule: ScoreRule) -> Tensor:
     if q.device.type != "cpu" and not rule.softcap:
         grouped = q.view(1, kv.shape[1], -1, q.shape[2])
         k, v = keys_and_values(kv, values)
-        return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=rule.scale).view(1, -1)
+        return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=rule.scale).reshape(1, -1)
     if q.dtype == torch.bfloat16:
         # For so few rows oneDNN takes longer to begin with a product in bf16 than fp32 takes to end it.
         return _one(q.float(), kv.float(), values, rule).to(q.dtype)

@@ -24,9 +24,9 @@ from shardwise.ops.products import Product, quantise, widened
 MANY = 64
 """Rows from which on products are the library's."""
 ONE_ROW = {
-    1: [Tile(8, 1024, 4, 1), Tile(4, 1024, 4, 1), Tile(4, 2048, 4, 1), Tile(8, 2048, 8, 1), Tile(8, 1024, 4, 3),
-        Tile(4, 1024, 4, 3)],
-    2: [Tile(4, 1024, 4, 1), Tile(2, 1024, 4, 1), Tile(8, 512, 4, 1), Tile(8, 1024, 8, 1), Tile(4, 1024, 4, 3)],
+    1: [Tile(8, 1024, 4, 1), Tile(4, 1024, 4, 1), Tile(4, 2048, 4, 1), Tile(2, 2048, 4, 1), Tile(8, 2048, 8, 1),
+        Tile(2, 4096, 4, 1), Tile(2, 4096, 8, 1), Tile(4, 4096, 8, 1), Tile(8, 1024, 4, 3), Tile(4, 2048, 4, 2)],
+    2: [Tile(4, 1024, 4, 1), Tile(2, 1024, 4, 1), Tile(2, 2048, 4, 1), Tile(1, 4096, 4, 1), Tile(8, 1024, 8, 1)],
     4: [Tile(4, 512, 4, 1), Tile(2, 512, 4, 1), Tile(8, 512, 8, 1)],
 }  # fmt: skip
 """Bytes of a number -> tiles that are tried."""
