@@ -89,8 +89,9 @@ bench-scaling: $(VENV)/.train  ## throughput on 1, 2 and 4 ranks against the ide
 check-gpu: $(VENV)/.train  ## is training, memory, resume and generation right on the CUDA devices here? short form on CPU without one
 	@$(BIN)/python benchmarks/check_gpu.py
 
-bench-gpu: $(VENV)/.train  ## one CUDA device: speed and memory beside FSDP2 and torch.compile; tiny on CPU without one
+bench-gpu: $(VENV)/.train  ## one CUDA device: training beside FSDP2, decoding beside transformers; tiny on CPU without one
 	@$(BIN)/python benchmarks/gpu.py
+	@$(BIN)/python benchmarks/gpu_decode.py
 
 clean:  ## remove what was built or cached, .venv included; runs/ stays
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,12 @@ LAYOUTS = (
     ("tiny-llama", "cp=2"), ("tiny-mixtral", "dp=2,ep=2"), ("tiny-llama", "dp=2,tp=2,zero=3"),
     ("tiny-llama", "tp=2,pp=2,schedule=interleaved,virtual=2"),
 )  # fmt: skip
+DECODED = (
+    ("tiny-llama", "fp32", "none"), ("tiny-llama", "bf16", "none"), ("tiny-llama", "bf16", "int8"),
+    ("tiny-gpt", "fp32", "none"), ("tiny-gemma2", "fp32", "none"), ("tiny-olmo2", "fp32", "none"),
+)  # fmt: skip
+DECODE_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2}
+"""Largest difference of a logit between forms of a decode step, in parts of the largest logit."""
 FAILURES = (UserError, RunFailed, AssertionError, RuntimeError, OSError)
 
 
@@ -102,6 +109,8 @@ class Checks:
         self._runs = itertools.count(1)
         self._kept: dict[tuple[str, str], Future[list[float]]] = {}
         self._keeping = threading.Lock()
+        self._here = threading.Lock()
+        """For checks that compute in this process: a capture of a CUDA graph forbids other work."""
 
     def config(self, name: str, layout: str, device: str, **options: object) -> TrainConfig:
         """A short training run with a directory of its own."""
@@ -161,29 +170,43 @@ class Checks:
         """Greedy answers of the device are the CPU's, token by token."""
         run = self.train(self.config("tiny-llama", "precision=fp32", "cpu", steps=8)).out
         answers = [
-            self._answer(run, device, layout if device == self.device else "") for device in ("cpu", self.device)
+            self._answers(run, device, layout if device == self.device else "") for device in ("cpu", self.device)
         ]
         assert answers[0] == answers[1], f"{answers[1]} instead of {answers[0]}"
-        return f"{len(answers[0])} tokens equal"
+        return f"{sum(map(len, answers[0]))} tokens of {len(answers[0])} requests equal"
 
-    def _answer(self, run: Path, device: str, layout: str) -> list[int]:
+    def _answers(self, run: Path, device: str, layout: str) -> list[list[int]]:
+        """Tokens of requests of different lengths, which are computed together."""
         text = f"{layout},precision=fp32".removeprefix(",")
         job = ServingJob(model_of("tiny-llama"), Layout.parse(text), str(run), context=128, device=device)
-        tokens: list[int] = []
-        ended = threading.Event()
+        requests = [(19, 24), (3, 40), (50, 11), (33, 30), (16, 17)]
+        tokens: list[list[int]] = [[] for _ in requests]
+        ended = threading.Semaphore(0)
 
-        def take(answer: Token | Finished) -> None:
+        def take(index: int, answer: Token | Finished) -> None:
             if isinstance(answer, Token):
-                tokens.append(answer.token)
+                tokens[index].append(answer.token)
             else:
-                ended.set()
+                ended.release()
 
         with Service(job) as service:
             service.start()
-            service.submit(list(range(1, 20)), Sampling(max_tokens=24), take)
-            if not ended.wait(120):
-                raise RuntimeError("no answer within two minutes")
+            for index, (prompt, count) in enumerate(requests):
+                ids = list(range(1 + index, 1 + index + prompt))
+                service.submit(ids, Sampling(max_tokens=count), partial(take, index))
+            for _ in requests:
+                if not ended.acquire(timeout=120):
+                    raise RuntimeError("no answer within two minutes")
         return tokens
+
+    def decode_steps(self, name: str, precision: str, quantize: str = "none") -> str:
+        """Decode steps with static shapes, as CUDA graphs where there is a device, give the logits of eager ones."""
+        import gpu_decode  # beside this script
+
+        with self._here:
+            worst, forms = gpu_decode.difference(model_of(name), precision, quantize, torch.device(self.device))
+        assert worst <= DECODE_TOLERANCE[precision], f"logits differ by {worst:.1e} of the largest one; {forms}"
+        return f"logits within {worst:.1e} of the largest one; {forms}"
 
     def ranks(self, name: str, layout: str) -> str:
         """A layout over several ranks: the losses of one rank, and the predicted ledger."""
@@ -214,6 +237,9 @@ class Checks:
         yield f"resume cpu to {self.device}", lambda: self.resume("cpu", self.device)
         if self.device != "cpu":
             yield f"resume {self.device} to cpu", lambda: self.resume(self.device, "cpu")
+        for name, precision, quantize in DECODED[:1] if self.tiny else DECODED:
+            check = partial(self.decode_steps, name, precision, quantize)
+            yield " ".join(("decode steps", name, precision, quantize)).removesuffix(" none"), check
         yield "generation", self.generation
         for name, layout in LAYOUTS[1:3] if self.tiny else LAYOUTS:
             yield f"ranks {name} {layout}", lambda n=name, text=layout: self.ranks(n, text)
@@ -250,6 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--tiny", action="store_true", help="the short form on the CPU, even beside a GPU")
+    parser.add_argument("--only", default="", metavar="TEXT", help="checks with TEXT in their name")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not args.tiny else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, short form"
@@ -258,7 +285,7 @@ def main() -> None:
     side_by_side = max(2, (os.cpu_count() or 1) // 2)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(side_by_side) as pool:
         checks = Checks(Path(folder), device, device == "cpu").every()
-        started = [(check, pool.submit(checked, check, function)) for check, function in checks]
+        started = [(check, pool.submit(checked, check, function)) for check, function in checks if args.only in check]
         for check, outcome in started:
             rows.append(outcome.result())
             print(f"{rows[-1].outcome:8}{check:50} {rows[-1].seconds:5.1f} s  {rows[-1].detail}", flush=True)

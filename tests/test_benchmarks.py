@@ -49,7 +49,7 @@ def test_the_hosts_update_beside_torchs(tmp_path: Path) -> None:
     assert found["disk"].get("read", 1) > 0 and ("write" in found["disk"] or "why_not" in found["disk"])
 
 
-TORCH = ("experts", "a step of experts", "a step of a module", "zeropp", "stragglers")
+TORCH = ("gpu_decode", "experts", "a step of experts", "a step of a module", "zeropp", "stragglers")
 """All start processes that import torch."""
 
 
@@ -83,6 +83,18 @@ def test_module_step_beside_fsdp2(tmp_path: Path) -> None:
     assert found["parameters"] < 100_000
     for result in found["results"]:
         assert len(result["rows"]) == 2 and all(row["same_loss"] and row["speed"] > 0 for row in result["rows"])
+
+
+@of_some("gpu_decode", TORCH, 1)
+def test_decoding_in_static_steps_and_eagerly(tmp_path: Path) -> None:
+    found = tiny(tmp_path, "gpu_decode", "--without", "transformers")
+    rows = {(row["name"], row["form"], row["batch"]): row for row in found["rows"]}
+    assert rows.keys() == {
+        ("shardwise bf16", "graphs", 1), ("shardwise bf16", "graphs", 3), ("shardwise bf16", "eager", 1),
+        ("shardwise int8", "graphs", 1), ("shardwise int8", "graphs", 3),
+    }  # fmt: skip
+    assert all(row["tokens_per_s"] > 0 and not row["failure"] for row in rows.values())
+    assert not found["measures_gpu"] and found["ratios"]["int8 over bf16, batch 3"] > 0
 
 
 @of_some("stragglers", TORCH, 1)

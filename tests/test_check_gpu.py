@@ -49,4 +49,5 @@ def test_the_full_form_has_every_layout_model_and_precision(script: ModuleType, 
     for model in script.MODELS:
         assert {f"losses {model} {precision}" for precision in ("fp64", "fp32", "bf16")} <= set(names)
     assert {f"ranks {model} {layout}" for model, layout in script.LAYOUTS} <= set(names)
+    assert {"decode steps tiny-llama fp32", "decode steps tiny-llama bf16 int8"} <= set(names)
     assert {"resume cpu to cuda", "resume cuda to cpu", "generation", "memory compile=block"} <= set(names)

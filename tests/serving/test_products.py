@@ -120,7 +120,7 @@ def test_products_of_bytes_pass_on_what_is_no_number(rows: int) -> None:
 def test_wide_matrices_are_turned_back_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "WIDE_OUTPUTS", 16)
     x, numbers = torch.randn(40, 32), torch.randint(-127, 128, (53, 32), dtype=torch.int8)
-    assert float((products._widened(x, numbers) - x @ numbers.float().t()).abs().max()) < 1e-2
+    assert float((products.widened(x, numbers) - x @ numbers.float().t()).abs().max()) < 1e-2
 
 
 def test_eight_bits_are_the_nearest() -> None:

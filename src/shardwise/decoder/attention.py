@@ -65,6 +65,10 @@ class Rope(nn.Module):
             return _yarn(inverse, scaling, config.rope_theta)
         return _llama3(inverse, scaling) if scaling else inverse
 
+    def move(self, device: torch.device) -> None:
+        """Keep the frequencies on a device, so that computing tables there copies nothing."""
+        self._inverse = self._inverse.to(device)
+
     def shared(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The tables of a batch's positions, made once for all blocks."""
         tables: tuple[Tensor, Tensor] = batch.shared("rope", lambda: self.whole(batch.positions, dtype))

@@ -84,6 +84,26 @@ class Rows(Batch):
     wanted: Tensor | None = None
 
 
+@dataclass
+class DecodeRows(Rows):
+    """One token of each of B sequences in tensors whose shapes do not depend on the sequences' lengths."""
+
+    table: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Pages of each sequence: int64 [B, P]. Entries past its length name any page of finite numbers."""
+    lengths: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Tokens of each sequence, the new one included: int64 [B]."""
+
+    def seen(self, rule: ScoreRule, length: int) -> Tensor:
+        """Mask [B, 1, 1, length], True where the token sees a key; made once for all blocks of a window."""
+
+        def mask() -> Tensor:
+            keys, ends = torch.arange(length, device=self.lengths.device), self.lengths[:, None]
+            return rule.seen(ends - 1, keys[None])[:, None, None]
+
+        seen: Tensor = self.shared(f"seen in window {rule.window}", mask)
+        return seen
+
+
 class PagedCache:
     """Keys and values of one block on one rank. tensor: [planes, K, slots, D]. V: numbers of attention's output for a
     head of queries. size: slots of a page."""
@@ -99,6 +119,8 @@ class PagedCache:
         """Keep a turn's keys and values, and attend. heads: [T, H + planes K, D], queries first; returns [T, H V]."""
         self.store(heads, rows)
         q = heads[:, : -self.shape.rows]
+        if isinstance(rows, DecodeRows):
+            return self._decode(q, rows, rule)
         groups = rows.groups
         if rule.window:
             name = f"groups of window {rule.window}"
@@ -121,6 +143,13 @@ class PagedCache:
         kv = self._pages.index_select(1, group.pages)
         kv = kv.view(shape.planes, shape.heads, group.sequences, -1, shape.width)
         return kv[:, :, :, group.skip : group.skip + group.length]
+
+    def _decode(self, q: Tensor, rows: DecodeRows, rule: ScoreRule) -> Tensor:
+        """q: [B, H, D]; returns [B, H V]."""
+        shape = self.shape
+        kv = self._pages.index_select(1, rows.table.flatten())
+        kv = kv.view(shape.planes, shape.heads, len(q), -1, shape.width)
+        return _several(q, *keys_and_values(kv, shape.values), rows.seen(rule, kv.shape[3]), rows, rule)
 
     def _group(self, q: Tensor, group: AttentionGroup, rows: Rows, rule: ScoreRule) -> Tensor:
         """q: [rows of all its sequences, H, D]; returns [rows, H V]."""
@@ -157,7 +186,7 @@ def _one(q: Tensor, kv: Tensor, values: int, rule: ScoreRule) -> Tensor:
     if q.device.type != "cpu" and not rule.softcap:
         grouped = q.view(1, kv.shape[1], -1, q.shape[2])
         k, v = keys_and_values(kv, values)
-        return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=rule.scale).view(1, -1)
+        return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=rule.scale).reshape(1, -1)
     if q.dtype == torch.bfloat16:
         # For so few rows oneDNN takes longer to begin with a product in bf16 than fp32 takes to end it.
         return _one(q.float(), kv.float(), values, rule).to(q.dtype)

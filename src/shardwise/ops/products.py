@@ -59,7 +59,7 @@ class Int8:
             rows = x.reshape(-1, x.shape[-1])
             rows = F.pad(rows, (0, padding)) if padding else rows
             if len(rows) > _FEW:
-                y = _widened(rows, numbers).mul_(scales)
+                y = widened(rows, numbers).mul_(scales)
             else:
                 y = torch._weight_int8pack_mm(rows, numbers, scales)
             if bias is not None:
@@ -72,7 +72,7 @@ class Int8:
         return row_int8_bytes(*weight.shape, width=weight.element_size())
 
 
-def _widened(rows: Tensor, numbers: Tensor) -> Tensor:
+def widened(rows: Tensor, numbers: Tensor) -> Tensor:
     """rows [n, in] times `numbers` [out, in], which are converted to the rows' type block by block: [n, out]."""
     if len(numbers) <= WIDE_OUTPUTS:
         return F.linear(rows, numbers.to(rows.dtype))

@@ -28,6 +28,7 @@ from shardwise.ops.blocked_attention import blocked_attention
 from shardwise.ops.context import Mode, OpContext, Options
 from shardwise.ops.cpu.attention import short_attention
 from shardwise.ops.cpu.norm import mirrored_norm
+from shardwise.ops.cuda import decode
 from shardwise.ops.experts import mixture, routed_parts
 from shardwise.ops.fusion import LLAMA_HALVES
 from shardwise.ops.head import uncapped_head
@@ -118,13 +119,16 @@ TABLE = (
     Row("generate", RMSNorm, mirrored_norm, "cpu"),
     Row("generate", JointNorm, joint_norm, when=_splits),
     Row("generate", Attention, generate.attention),
+    Row("generate", Attention, decode.attention, "cuda"),
     Row("generate", MultiHeadLatentAttention, generate.latent_attention, covers=lambda module: [module.kv_up]),
     Row("generate", GatedMLP, generate.gated_mlp),
     Row("generate", MLP, generate.mlp),
     Row("generate", Mixture, generate_experts.mixture, covers=generate_experts.served_parts),
     Row("generate", LlamaBlock, generate.block),
+    Row("generate", LlamaBlock, decode.block, "cuda"),
     Row("generate", GPTBlock, generate.block),
     Row("generate", Head, generate.head),
+    Row("generate", Head, decode.head, "cuda"),
 )
 """If several rows match a module, they are applied in this order, each to the result of the one before."""
 

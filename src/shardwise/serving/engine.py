@@ -16,6 +16,7 @@ the turn's tokens, and on B, the rows whose logits are wanted, alone:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -23,15 +24,20 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import LocalInterval, needs
+from shardwise.decoder.attention import Attention, Rope
 from shardwise.decoder.experts import Mixture
+from shardwise.decoder.latent_attention import MultiHeadLatentAttention
 from shardwise.layout import Workload, unit_plan
 from shardwise.layout.axes import CP
 from shardwise.layout.context import PageCut
 from shardwise.layout.experts import experts_across
 from shardwise.layout.placement import cache_shape
 from shardwise.ops.cpu.products import Packed, int8
+from shardwise.ops.cuda import launch
+from shardwise.ops.cuda.decode import attends
+from shardwise.ops.cuda.products import Chooser, CudaProducts
 from shardwise.ops.generate_experts import ServedExperts
-from shardwise.ops.paged import PagedCache, Rows
+from shardwise.ops.paged import DecodeRows, PagedCache, Rows
 from shardwise.ops.products import MakeProduct, Plain
 from shardwise.predict.serving_layout import rows_here
 from shardwise.runtime.context.cache import ContextCache, ContextRows, collect
@@ -39,6 +45,7 @@ from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.shared_collective import flat_array
 from shardwise.runtime.zero.flat_unit import torch_dtype
+from shardwise.serving.graphs import DecodeShape, DecodeSteps, Result, alone, capturable, decodes
 from shardwise.serving.job import ServingJob, Weights
 from shardwise.serving.maps import apply_generation
 from shardwise.serving.rows import context_rows_of, rows_of
@@ -49,9 +56,12 @@ Progress = Callable[[int, int], object]
 
 
 class TokenGenerator:
-    """Forward passes of one rank. rank: of the whole job."""
+    """Forward passes of one rank. rank: of the whole job. static: whether decode steps have static shapes
+    (`graphs.py`); where it is left out, on CUDA devices if the layout and the model allow it."""
 
-    def __init__(self, job: ServingJob, comms: Comms, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, job: ServingJob, comms: Comms, rank: int, device: torch.device, *, static: bool | None = None
+    ) -> None:
         self.job, self.comms, self.rank, self.device = job, comms, rank, device
         self.plan = plan = unit_plan(job.model, job.layout, Workload(), rank=rank, backend=comms.backend)
         self.stages = StageRunner(plan, comms, device)
@@ -61,6 +71,13 @@ class TokenGenerator:
         self._saved = 0
         """Bytes that weights take less than in their flat buffers."""
         self.cut = PageCut(job.page, job.layout.cp)
+        if static is None:
+            static = device.type == "cuda" and capturable(job.layout, job.model)
+        self.static = static
+        self.steps: DecodeSteps | None = None
+        self.chooser = Chooser(launch.serve(self.dtype, device))
+        self.notices: list[str] = []
+        """Lines about forms that were chosen, or could not be used."""
         self.caches = {part: self._cache(part) for part in plan.blocks(self.stage)}
         if plan.layout.stage < 3:
             for unit in self.engine.units.values():
@@ -71,12 +88,16 @@ class TokenGenerator:
         job, shape = self.job, cache_shape(self.job.model, self.job.layout.tp)
         if self.cut.cp > 1:
             return ContextCache(self.comms, self.cut, part, shape, job.pages, self.dtype, self.device)
-        return PagedCache(shape, job.pages, job.page, self.dtype, self.device)
+        cache = PagedCache(shape, job.pages + self.static, job.page, self.dtype, self.device)
+        if self.static:
+            cache.tensor[:, :, job.pages * job.page :] = 0  # the spare page, which is attended to and never begins
+        return cache
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values on this rank."""
-        return sum(cache.tensor.nbytes for cache in self.caches.values())
+        """Bytes of keys and values on this rank, without the spare page of static decode steps."""
+        pages = self.job.pages
+        return sum(cache.tensor.nbytes // (pages + self.static) * pages for cache in self.caches.values())
 
     @property
     def parameter_bytes(self) -> int:
@@ -101,6 +122,28 @@ class TokenGenerator:
                 done += self._read(weights, held)
                 progress(done, total)
             self._adopt(part)
+        if self.static:
+            self.steps = self._decode_steps()
+
+    def _decode_steps(self) -> DecodeSteps:
+        """Decode steps with static shapes."""
+        job = self.job
+        assert alone(job.layout), "a step that communicates has no static form"
+        for module in self.stages.decoder.modules():
+            if isinstance(module, Rope):
+                module.move(self.device)
+        cores = [m for m in self.stages.decoder.modules() if isinstance(m, Attention | MultiHeadLatentAttention)]
+        gathers = not self.chooser.kernels or not all(attends(module) for module in cores)
+        shape = DecodeShape(job.page, job.pages, -(-job.context // job.page), gathers)
+        capture = self.device.type == "cuda" and capturable(job.layout, job.model)
+        return DecodeSteps(self._decode, shape, self.device, capture, self.chooser.measure)
+
+    def _decode(self, rows: DecodeRows) -> Tensor:
+        x: Tensor | None = None
+        for part in self.plan.stages[self.stage]:
+            x = self.stages.parts[part].forward(x, rows)
+        assert x is not None
+        return x
 
     def _twice(self, part: str) -> int:
         """Elements of a part that are there twice while it is laid out."""
@@ -136,6 +179,8 @@ class TokenGenerator:
     def _keep(self, part: str) -> MakeProduct:
         """Form in which a part's matrices are stored. A table that is looked up in stays as it is."""
         table = self.plan.kind(part) == "embedding" or part in self.plan.blueprint.sharing
+        if self.device.type == "cuda" and self.plan.layout.stage < 3 and self.plan.kind(part) != "embedding":
+            return CudaProducts(self.chooser, self.dtype, int8=self.job.quantize == "int8" and not table)
         if table or self.plan.layout.stage == 3:
             return Plain()
         if self.job.quantize == "int8":
@@ -172,6 +217,26 @@ class TokenGenerator:
             x = self.stages.parts[part].forward(x, rows)
         assert x is not None
         return x
+
+    def decode(self, turn: EngineStep) -> Result | None:
+        """(logits [B, vocab], greedy tokens [B]) of a step with a static form; None for another one, which `forward`
+        computes."""
+        if self.steps is None or not decodes(turn):
+            return None
+        self.comms.pulse.work("the forward pass")
+        try:
+            return self.steps.run(turn)
+        except Exception as error:  # a kernel that does not compile, a capture that fails: there is another form
+            return self._fall_back(turn, error)
+
+    def _fall_back(self, turn: EngineStep, error: Exception) -> Result | None:
+        """Decode steps without kernels, and if these fail, too, no decode steps."""
+        kernels, self.chooser.kernels = self.chooser.kernels, False
+        self.steps = self._decode_steps() if kernels else None
+        without = "Triton's kernels" if kernels else "static shapes"
+        self.notices.append(f"decode steps do without {without}: {type(error).__name__}: {str(error)[:300]}")
+        print(self.notices[-1], file=sys.stderr, flush=True)
+        return self.decode(turn)
 
     @torch.inference_mode()
     def idle(self) -> None:

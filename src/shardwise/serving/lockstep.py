@@ -31,6 +31,7 @@ from shardwise.layout.axes import PP, TP
 from shardwise.predict.serving_layout import lockstep_axes, replicas_in_step
 from shardwise.runtime.transport.protocol import Work
 from shardwise.serving.engine import TokenGenerator
+from shardwise.serving.graphs import alone
 from shardwise.serving.messages import Answer, Cancel, Command, Drain, Request
 from shardwise.serving.pages import Pages
 from shardwise.serving.sampling import choose
@@ -68,6 +69,8 @@ class Lockstep:
         self._replicas = replicas_in_step(layout) if own else 1
         self._replica = self.comms.index(self._step) // layout.tp if own else 0
         self._hearers = TP if own else self._step
+        self._others = not alone(layout)
+        """Whether other ranks are in step with this one."""
         self._state = IDLE
         self._draining = False
         self._turns: deque[tuple[EngineStep, Tensor | None]] = deque()
@@ -124,7 +127,9 @@ class Lockstep:
 
     def _control(self) -> list[Command]:
         """Commands that all ranks of the replica now receive."""
-        header = torch.zeros(1 + self._replicas, dtype=torch.int64, device=self.generator.device)
+        # One rank alone sends it nowhere, and a device would only make the host wait.
+        device = self.generator.device if self._others else "cpu"
+        header = torch.zeros(1 + self._replicas, dtype=torch.int64, device=device)
         message = b""
         idle = max(self._state, self._own_state) != ACTIVE
         if self._hear is not None:
@@ -167,6 +172,8 @@ class Lockstep:
         """This stage's part of a turn; on the last stage what it has chosen: [2, B] tokens and log-probabilities."""
         generator = self.generator
         generator.begin(turn)
+        if (decoded := generator.decode(turn)) is not None:
+            return self._choose(turn, *decoded)
         x = None
         if not self.first:
             shape = 1, generator.tokens_here(turn), generator.plan.model.hidden
@@ -176,14 +183,18 @@ class Lockstep:
         if not self.last:
             self._send(y, self.place + 1, f"stage {self.place + 1}")
             return None
-        wanted = turn.wanted
-        if not wanted:
+        if not turn.wanted:
             return None
-        samplings = [sequence.request.sampling for sequence in wanted]
-        chosen = torch.stack(choose(y, samplings, [len(sequence.tokens) for sequence in wanted]))
+        chosen = self._choose(turn, y)
         for stage in range(self.place):
             self._send(chosen.to(generator.device), stage, TOKENS)
         return chosen
+
+    def _choose(self, turn: EngineStep, logits: Tensor, greedy: Tensor | None = None) -> Tensor:
+        """[2, B] tokens and log-probabilities, on the CPU."""
+        wanted = turn.wanted
+        samplings = [sequence.request.sampling for sequence in wanted]
+        return torch.stack(choose(logits, samplings, [len(sequence.tokens) for sequence in wanted], greedy))
 
     def _arrive(self, turn: EngineStep, chosen: Tensor | None) -> list[Answer]:
         """The tokens of a turn are known."""

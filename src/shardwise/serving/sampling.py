@@ -14,18 +14,29 @@ _FEW = 512
 """Likeliest tokens that are sorted first: mostly the share `top_p` lies among them."""
 
 
-def choose(logits: Tensor, samplings: list[Sampling], places: list[int]) -> tuple[Tensor, Tensor]:
+def likeliest(logits: Tensor) -> Tensor:
+    """The first greatest of each row [B, vocab], int64 [B]. Of logits that are no numbers, or the greatest of which is
+    infinite, there is no token: `NOTHING`. On CUDA the host does not wait."""
+    tokens = _greatest(logits)
+    return tokens.masked_fill(~logits.gather(1, tokens[:, None])[:, 0].isfinite(), NOTHING)
+
+
+def choose(
+    logits: Tensor, samplings: list[Sampling], places: list[int], greedy: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(tokens [B], logarithms of their probabilities [B], NaN where they are not wanted), both float64 and on the CPU.
 
-    logits: [B, vocab]. places: how many tokens precede each in its sequence. Of logits that are no numbers, or the
-    greatest of which is infinite, there is no token: `NOTHING`.
+    logits: [B, vocab]. places: how many tokens precede each in its sequence. greedy: `likeliest(logits)`, where it is
+    there already. Where that is `NOTHING`, the token is, too.
     """
-    tokens = _greatest(logits)
-    nothing = ~logits.gather(1, tokens[:, None])[:, 0].isfinite()
+    greedy = likeliest(logits) if greedy is None else greedy
+    logprobs = torch.full((len(samplings),), torch.nan, dtype=torch.float64)
+    if not any(sampling.temperature > 0 or sampling.logprobs for sampling in samplings):
+        return greedy.cpu().double(), logprobs
+    nothing, tokens = greedy == NOTHING, greedy.clamp(min=0)
     for row, (sampling, place) in enumerate(zip(samplings, places, strict=True)):
         if sampling.temperature > 0:
             tokens[row] = _draw(logits[row], sampling, uniform(sampling.seed, place))
-    logprobs = torch.full((len(samplings),), torch.nan, dtype=torch.float64)
     if wanted := [row for row, sampling in enumerate(samplings) if sampling.logprobs]:
         asked = logits if len(wanted) == len(samplings) else logits[wanted]
         wide = torch.log_softmax(asked, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
