@@ -2,7 +2,8 @@
 
 One compiled function serves all blocks: their weights are its inputs, so blocks of equal shape differ in data alone.
 What it cannot hold stays eager and splits it in pieces: the linear maps of tensor parallelism, which communicate, and
-dropout, whose masks are hashes of counters that change every step. A block without either is one graph.
+dropout, whose masks are hashes of counters that change every step. A block without either is one graph, which under
+recompute=full contains the recomputation: the compiler leaves out what backward does not read, such as the last map.
 
 Blocks are compiled when the program is built, on zeros: what is missing for it is said before any step, and no step's
 time has compilation in it. Importing this module brings in the compiler, which takes seconds.
@@ -17,14 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.decoder import Batch, Decoder
 from shardwise.errors import UserError
+from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
+from shardwise.ops.cuda.cross_entropy import LossForm
 from shardwise.ops.table import install, lower
 from shardwise.runtime.job.setup import blank_batch
 from shardwise.runtime.tensor.lowering import context_of
 from shardwise.runtime.torch_versions import compile_apart, default_backend
+from shardwise.runtime.zero.flat_unit import torch_dtype
 
 Block = Any
 """A block of either decoder."""
@@ -44,15 +49,36 @@ def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> fl
     whole = not any(block.breaks for block in lowered)
     # apart: a process may hold several programs, and their compilations would count as one another's
     first: Block = blocks[plan.first_blocks[0]]
-    compiled = compile_apart(type(first).forward, fullgraph=whole)
+    inside = whole and plan.layout.recompute == "full"
+    compiled = compile_apart(_recomputed if inside else type(first).forward, fullgraph=whole)
     for block in blocks.values():
         install(block, _calling(compiled, block))
+        vars(block)["recomputes"] = inside
     try:
         _run_once(first, plan, device)
     except TorchDynamoException as error:
         raise UserError(
             f"compile=block: torch.compile failed: {_first_line(error)}; leave compile=block out to train without it"
         ) from error
+    return time.perf_counter() - started
+
+
+def _recomputed(block: Block, x: Tensor, batch: Batch) -> Tensor:
+    """A block that saves its input alone."""
+    forward = type(block).forward
+    out: Tensor = checkpoint(forward, block, x, batch, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def compile_loss(form: LossForm, plan: UnitPlan, device: torch.device) -> float:
+    """Compile the loss's two passes over the logits of one micro-batch, on zeros; returns the seconds that it took."""
+    started = time.perf_counter()
+    wide = torch_dtype(plan.master_dtype)
+    shape = plan.tokens, width_held(plan.model.vocab, plan.layout.tp)
+    logits = torch.zeros(shape, dtype=torch_dtype(plan.layout.dtype), device=device)
+    columns = torch.zeros(plan.tokens, 1, dtype=torch.int64, device=device)
+    lse = form.log_sums(logits, wide)
+    form.differentiate(logits, lse, lse.clone(), columns, lse[:, None].clone())
     return time.perf_counter() - started
 
 

@@ -68,11 +68,13 @@ class TrainProgram(StageRunner):
         """Called when the arithmetic of a step is done, before its exchange is waited for."""
         self.compile_seconds = 0.0
         if plan.layout.compile == "block" and plan.first_blocks:
-            from shardwise.runtime.compiling import compile_blocks  # brings in the compiler, which takes seconds
+            from shardwise.runtime.compiling import compile_blocks, compile_loss  # brings in the compiler: seconds
 
             comms.pulse.work("the compilation of the blocks")
             with self.engine.compile_guard(plan.first_blocks[0]):
                 self.compile_seconds = compile_blocks(self.decoder, plan, device)
+            if self.loss_form is not None and plan.of_kind("head"):
+                self.compile_seconds += compile_loss(self.loss_form, plan, device)
             self.expert_loads.forget()
 
     def step(

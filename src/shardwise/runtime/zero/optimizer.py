@@ -33,7 +33,7 @@ from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
 from shardwise.runtime.zero.flat_unit import HOST, FlatUnit, Values, torch_dtype
 from shardwise.runtime.zero.int8_values import Int8Values
-from shardwise.runtime.zero.update import update
+from shardwise.runtime.zero.update import divides, update
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -119,6 +119,8 @@ class Optimizer:
         self._device = engine.device
         self._steps = {device: torch.zeros((), device=device) for device in {self._device, HOST}}
         """Number of the update, on each device that updates."""
+        self._divisor = torch.ones((), device=self._device)
+        """Divisor of gradients that are clipped in the update's own kernel."""
         self._gradient = torch.empty(gradient_chunk(engine.plan), dtype=torch_dtype(engine.plan.master_dtype))
         """A chunk of offloaded gradients, converted and clipped."""
         self._sums_on_host = accumulates_on_host(engine.plan)
@@ -210,10 +212,12 @@ class Optimizer:
                 own = gradient
                 if gradient.dtype != master.dtype or gradient.device != master.device:
                     own = self._gradient[: len(master)].copy_(gradient) if away else gradient.to(master)
-                if coefficient < 1.0:
+                clips, inside = coefficient < 1.0, divides(self.kind, master)
+                if clips and not inside:
                     own.mul_(coefficient)
+                divisor = self._divisor.fill_(1 / coefficient) if clips and inside else None
                 number = self._steps[master.device]
-                update(self.kind, (master, own, *moments), number, self.config, lr, span.decay)
+                update(self.kind, (master, own, *moments), number, self.config, lr, span.decay, divisor)
                 if apart and flat.file is None:
                     flat.put(at, master)
                 at += len(master)

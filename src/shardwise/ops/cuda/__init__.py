@@ -1,0 +1,1 @@
+"""Forms that pay on CUDA devices alone: compositions of torch's own fused kernels."""
