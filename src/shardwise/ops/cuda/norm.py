@@ -6,9 +6,9 @@ Saves its input and 1/rms of each row, as the decoder's own does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder.modules import RMSNorm
@@ -28,8 +28,27 @@ def norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, norm: RMSNorm) -> tuple[T
     return dx, dw
 
 
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: RMSNorm) -> Tensor:
+        normed, rstd = norm_forward(x, norm)
+        ctx.norm = norm
+        ctx.save_for_backward(x, rstd, weight)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, rstd, _ = ctx.saved_tensors
+        return *norm_backward(grads[0], x, rstd, ctx.norm), None
+
+
 def fused_norm(norm: RMSNorm, at: OpContext) -> Callable[[Tensor], Tensor] | None:
     """torch's RMSNorm; None for a zero-centered weight, which it does not know."""
     if norm.zero_centered:
         return None
-    return lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = _FusedNorm.apply(x, norm.weight, norm)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward
