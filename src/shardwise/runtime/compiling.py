@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from shardwise.errors import UserError
 from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.cuda.cross_entropy import LossForm
+from shardwise.ops.gradients import grad_slot
 from shardwise.ops.table import install, lower
 from shardwise.runtime.job.setup import blank_batch
 from shardwise.runtime.tensor.lowering import context_of
@@ -35,8 +36,16 @@ Block = Any
 """A block of either decoder."""
 
 
-def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> float:
-    """Compile the rank's blocks, at least one, whose parameters are bound to memory; returns the seconds that it took.
+class CompiledBlocks(NamedTuple):
+    """Result of `compile_blocks`."""
+
+    seconds: float
+    whole: bool
+    """Whether a block is one graph."""
+
+
+def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> CompiledBlocks:
+    """Compile the rank's blocks, at least one, whose parameters are bound to memory.
 
     Under tensor parallelism all ranks must call this together: a block is run once, collectives included. Raises
     `UserError` where torch.compile lacks a compiler, or fails.
@@ -60,7 +69,34 @@ def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> fl
         raise UserError(
             f"compile=block: torch.compile failed: {_first_line(error)}; leave compile=block out to train without it"
         ) from error
-    return time.perf_counter() - started
+    return CompiledBlocks(time.perf_counter() - started, whole)
+
+
+def write_gradients(block: Block) -> None:
+    """Let the gradients that a whole compiled block's backward returns be copied to their slots, or added to what is
+    there. Autograd would add them to slots of zeros, in twice as many passes over memory."""
+    weights = [weight for weight in block.parameters() if weight.requires_grad]
+    compiled = block.forward
+
+    def forget(grads: object) -> None:
+        for weight in weights:
+            weight.grad = None  # so that autograd hands the gradient over as it is
+
+    def keep(weight: Tensor) -> None:
+        assert weight.grad is not None
+        slot = grad_slot(weight)
+        slot.add(weight.grad)
+        weight.grad = slot.view
+
+    def forward(x: Tensor, batch: Batch) -> Tensor:
+        y: Tensor = compiled(x, batch)
+        if y.grad_fn is not None:
+            y.grad_fn.register_prehook(forget)
+        return y
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(keep)
+    install(block, forward)
 
 
 def _recomputed(block: Block, x: Tensor, batch: Batch) -> Tensor:
