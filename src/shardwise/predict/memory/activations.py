@@ -114,11 +114,12 @@ def recomputes_activation(plan: UnitPlan, routed: bool) -> bool:
     return plan.layout.compile == "block" and plan.model.gated and not routed
 
 
-def compiles_whole(plan: UnitPlan) -> bool:
-    """Whether a compiled block is one graph (`ops/compiled.py`)."""
-    layout, model = plan.layout, plan.model
-    splits = layout.tp > 1 or layout.cp > 1 or uses_blocked_attention(plan)
-    return layout.compile == "block" and not (splits or model.dropout or model.attention_dropout or model.experts)
+def recomputes_output(plan: UnitPlan) -> bool:
+    """Whether backward computes attention's output again, for the map that reads it, too: recompute=selective in the
+    same compiled graph as the map (`ops/compiled.py`)."""
+    layout = plan.layout
+    apart = layout.tp > 1 or layout.cp > 1 or plan.model.attention_dropout or uses_blocked_attention(plan)
+    return layout.compile == "block" and layout.recompute == "selective" and not apart
 
 
 def block_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
@@ -136,9 +137,7 @@ def block_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     items |= _attention_core(plan, core)
     if core is not s and plan.layout.attention == "sdpa":
         items["output of some heads"] = core.tokens * core.attended * s.element
-    # A whole graph computes attention's output again as well as the maps' input that it is.
-    again = compiles_whole(plan) and plan.layout.recompute == "selective"
-    if (reads.output and not again) or (core is s and core_saves_output(plan)):
+    if (reads.output and not recomputes_output(plan)) or (core is s and core_saves_output(plan)):
         items["attention output"] = s.tokens * s.attended * s.element
     items |= _branch_output(plan, s, "attention")
     if not plan.model.parallel_residual and (pre or reads.feed_forward):

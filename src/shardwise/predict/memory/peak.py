@@ -132,6 +132,7 @@ def backwards(
                 + here
                 + coming
                 + block[plan.alike(part), part == parts[-1]]
+                + _returned_gradients(plan, s, part)
                 + _recomputed_from_input(plan, s, part, parts, apart)
             )
     return moments
@@ -227,6 +228,13 @@ def _final_norm_backward(plan: UnitPlan, s: Sizes) -> int:
 def _positions(plan: UnitPlan, s: Sizes) -> int:
     """The gradient of learned positions: of the whole table, before it is added to where it stays."""
     return plan.model.max_positions * s.hidden * s.element if plan.model.positions == "learned" else 0
+
+
+def _returned_gradients(plan: UnitPlan, s: Sizes, part: str) -> int:
+    """Gradients of a compiled block's weights, which its backward returns all together."""
+    if plan.layout.compile != "block" or plan.layout.tp > 1:  # maps that communicate write theirs
+        return 0
+    return sum(unit.padded for unit in plan.trained_units(part)) * s.element
 
 
 def _recomputed_from_input(plan: UnitPlan, s: Sizes, part: str, parts: list[str], apart: bool) -> int:
