@@ -50,6 +50,7 @@ class BlockTensors:
         self.statistics = s.statistic if plan.model.norm == "rmsnorm" else 2 * s.element
         self.rotates = bool(plan.model.rotated)
         self.cuda = plan.backend == "nccl"
+        self.compiled = plan.layout.compile == "block"
         self.reads = MapInputs.of(plan, part)
         lora = plan.model.lora
         self.low = s.tokens * lora.rank * s.element if lora else 0
@@ -172,7 +173,7 @@ class BlockTensors:
     def _normed(self, rows: int, width: int) -> None:
         """A norm's output and its statistics."""
         self.live.allocate(rows * (width * self.s.element + self.statistics))
-        self.live.transient(norm_forward(self.plan, self.s, rows * width))
+        self.live.transient(norm_forward(self.plan, self.s, rows * width, self.compiled))
 
     def _add(self) -> None:
         """The sum with the residual stream, of what dropout leaves."""
@@ -382,7 +383,7 @@ class BlockTensors:
     def _norm_backward(self, width: int = 0) -> None:
         """From the gradient of a norm's output, which stays, to that of its input."""
         s, elements = self.s, self.s.stream * (width or self.s.hidden)
-        self.live.transient(norm_backward(self.plan, s, elements))
+        self.live.transient(norm_backward(self.plan, s, elements, self.compiled))
         self.live.allocate(elements * s.element)
         self.live.free(s.stream * self.statistics)
 

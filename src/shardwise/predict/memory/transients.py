@@ -62,15 +62,15 @@ def fuses_norms(plan: UnitPlan) -> bool:
     return plan.model.norm != "rmsnorm" or (plan.backend == "nccl" and not plan.model.norm_zero_centered)
 
 
-def norm_forward(plan: UnitPlan, s: Sizes, elements: int) -> int:
-    """RMSNorm of bf16: the input, and its product with 1/rms, in fp32."""
-    return 0 if fuses_norms(plan) or s.element != 2 else 2 * 4 * elements
+def norm_forward(plan: UnitPlan, s: Sizes, elements: int, compiled: bool = False) -> int:
+    """RMSNorm of bf16: the input, and its product with 1/rms, in fp32. compiled: whether it is in compiled code."""
+    return 0 if compiled or fuses_norms(plan) or s.element != 2 else 2 * 4 * elements
 
 
-def norm_backward(plan: UnitPlan, s: Sizes, elements: int) -> int:
+def norm_backward(plan: UnitPlan, s: Sizes, elements: int, compiled: bool = False) -> int:
     """RMSNorm: normed input, its product with the gradient; for bf16 in fp32, with a copy of that. The result is one of
     these."""
-    if fuses_norms(plan):
+    if compiled or fuses_norms(plan):
         return elements * s.element
     return elements * (3 * 4 + 2 if s.element == 2 else 2 * s.element)
 
