@@ -113,7 +113,7 @@ def compile_loss(form: LossForm, plan: UnitPlan, device: torch.device) -> float:
     shape = plan.tokens, width_held(plan.model.vocab, plan.layout.tp)
     logits = torch.zeros(shape, dtype=torch_dtype(plan.layout.dtype), device=device)
     columns = torch.zeros(plan.tokens, 1, dtype=torch.int64, device=device)
-    lse = form.log_sums(logits, wide)
+    lse = form.log_sums(logits, columns if plan.layout.tp == 1 else None, wide)
     form.differentiate(logits, lse, lse.clone(), columns, lse[:, None].clone())
     return time.perf_counter() - started
 

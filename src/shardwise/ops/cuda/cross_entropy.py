@@ -19,14 +19,15 @@ from shardwise.ops.cuda.limits import loss_rows
 class LossForm(NamedTuple):
     """The two passes over logits [n, columns] of a cross-entropy."""
 
-    log_sums: Callable[[Tensor, torch.dtype], Tensor]
-    """(logits, dtype) -> log-sum-exp of each row [n], in `dtype`."""
+    log_sums: Callable[[Tensor, Tensor | None, torch.dtype], Tensor]
+    """(logits, columns [n, 1], dtype) -> log-sum-exp of each row [n], in `dtype`. columns: any of each row; None for
+    the largest ones, which have the sums best where ranks compare them."""
     differentiate: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
     """(logits, their log-sum-exp [n], factor [n], target column [n, 1], `there` [n, 1]): overwrite the logits with
     softmax * factor, and `there` added at the target columns."""
 
 
-def log_sums(rows: Tensor, wide: torch.dtype) -> Tensor:
+def log_sums(rows: Tensor, columns: Tensor | None, wide: torch.dtype) -> Tensor:
     """Log-sum-exp of each row: a column's logit less its log-probability."""
     lse = torch.empty(len(rows), dtype=wide, device=rows.device)
     step = loss_rows(len(rows), rows.shape[1], wide.itemsize)
@@ -35,8 +36,11 @@ def log_sums(rows: Tensor, wide: torch.dtype) -> Tensor:
         part = rows[start : start + step]
         logged = room[: len(part)].copy_(part)
         torch.log_softmax(logged, -1, out=logged)
-        # The largest column has it best: of others the difference cancels.
-        torch.sub(part.amax(-1), logged.amax(-1), out=lse[start : start + step])
+        if columns is None:
+            torch.sub(part.amax(-1), logged.amax(-1), out=lse[start : start + step])
+        else:
+            at = columns[start : start + step]
+            torch.sub(part.gather(1, at), logged.gather(1, at), out=lse[start : start + step, None])
     return lse
 
 
@@ -52,7 +56,7 @@ BLOCKS = LossForm(log_sums, differentiate)
 """Eager kernels."""
 
 
-def _log_sums(rows: Tensor, wide: torch.dtype) -> Tensor:
+def _log_sums(rows: Tensor, columns: Tensor | None, wide: torch.dtype) -> Tensor:
     return torch.logsumexp(rows.to(wide), -1)
 
 

@@ -49,7 +49,10 @@ class _CrossEntropy(torch.autograd.Function):
         wide = torch.float32 if logits.dtype == torch.bfloat16 else logits.dtype
         local = (_column(flat, start, stop) if split else flat.clamp(min=0))[:, None]
         target = rows.gather(1, local)
-        own_lse = form.log_sums(rows, wide) if form else _log_sums(rows, target, local, split, wide)
+        if form:
+            own_lse = form.log_sums(rows, None if split else local, wide)
+        else:
+            own_lse = _log_sums(rows, target, local, split, wide)
         lse, target = own_lse, target[:, 0].to(wide)
         if split:
             top = own_lse.clone()
