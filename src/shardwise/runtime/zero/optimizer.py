@@ -212,10 +212,9 @@ class Optimizer:
                 own = gradient
                 if gradient.dtype != master.dtype or gradient.device != master.device:
                     own = self._gradient[: len(master)].copy_(gradient) if away else gradient.to(master)
-                clips, inside = coefficient < 1.0, divides(self.kind, master)
-                if clips and not inside:
-                    own.mul_(coefficient)
-                divisor = self._divisor.fill_(1 / coefficient) if clips and inside else None
+                divisor = None
+                if coefficient < 1.0:
+                    divisor = self._clip(own, coefficient)
                 number = self._steps[master.device]
                 update(self.kind, (master, own, *moments), number, self.config, lr, span.decay, divisor)
                 if apart and flat.file is None:
@@ -226,6 +225,13 @@ class Optimizer:
             flat.put(start, tensors[0])
         if self.engine.plan.layout.offload_home != "none":
             self._note_copies(flat, away, len(tensors[0]))
+
+    def _clip(self, gradient: Tensor, coefficient: float) -> Tensor | None:
+        """Scale a gradient, now or by the divisor that is returned for its update."""
+        if divides(self.kind, gradient):
+            return self._divisor.fill_(1 / coefficient)
+        gradient.mul_(coefficient)
+        return None
 
     def _note_copies(self, flat: FlatUnit, away: bool, elements: int) -> None:
         """Gradients have come to where their state is, and new weights have gone from there to where they are kept."""

@@ -19,10 +19,10 @@ BLOCK = {"cpu": 1 << 17, "cuda": 1 << 21}
 """Elements that momentum decays and then updates, while a cache of the device holds them."""
 
 
-def divides(kind: str, weights: Tensor) -> bool:
+def divides(kind: str, gradient: Tensor) -> bool:
     """Whether the update divides gradients as it reads them: AdamW's kernel on CUDA, by a number in fp32. That saves a
     pass over memory; a CPU's cache holds the chunk of gradients anyway."""
-    return kind == "adamw" and weights.is_cuda and weights.dtype == torch.float32
+    return kind == "adamw" and gradient.is_cuda and gradient.dtype == torch.float32
 
 
 def update(
