@@ -15,6 +15,7 @@ from harness.space import MODELS
 from shardwise.decoder import modules
 from shardwise.decoder.modules import RMSNorm
 from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.model.catalog import get
 from shardwise.ops.context import OpContext
 from shardwise.ops.cuda import halves, norm
 from shardwise.ops.cuda.cross_entropy import BLOCKS
@@ -69,3 +70,24 @@ def test_saved_tensors_and_peak(name: str, recompute: str, precision: str, vocab
     for kind in ("parameters", "gradients", "optimizer", "saved", "comm"):
         assert getattr(predicted, kind) == getattr(observed, kind), kind
     assert predicted.total == pytest.approx(observed.total, rel=0.002)
+
+
+MEASURED = [
+    ("llama-3.2-1b", 4096, 2, "none", "off", 32.2),
+    ("llama-3.2-1b", 4096, 2, "selective", "off", 32.2),
+    ("llama-3.2-1b", 4096, 2, "full", "off", 20.9),
+    ("llama-3.2-1b", 4096, 2, "none", "block", 30.05),
+    ("llama-3.2-3b", 8192, 1, "selective", "block", 67.35),
+    ("llama-3.2-3b", 8192, 1, "full", "block", 53.05),
+]
+"""(model, tokens of a sequence, sequences, recompute, compile, peak in GB) by `benchmarks/gpu.py` on one H100, torch
+2.11, 2026-11-23."""
+
+
+@pytest.mark.parametrize(("name", "seq", "micro", "recompute", "compiled", "peak"), MEASURED)
+def test_peaks_measured_on_a_device(
+    name: str, seq: int, micro: int, recompute: str, compiled: str, peak: float
+) -> None:
+    layout = Layout(micro=micro, recompute=recompute, compile=compiled)
+    plan = unit_plan(get(name), layout, Workload(seq=seq, batch=micro), backend="nccl")
+    assert predict_bytes(plan).total == pytest.approx(peak * 1e9, rel=0.01)
