@@ -1,4 +1,4 @@
-"""RMSNorm by torch's own kernels: one forward, and one or two backward, where elementwise operators take sixteen.
+"""RMSNorm by torch's own kernels: one forward, and one or two backward, where the decoder's own takes nineteen.
 
 Saves its input and 1/rms of each row, as the decoder's own does.
 """
