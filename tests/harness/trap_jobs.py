@@ -36,7 +36,7 @@ def cross_entropy(rank: int, payload: tuple[Layout, ModelConfig, Tensor, Tensor,
     The last of the payload: how many logits the loss works on at a time, and the device whose form it takes.
     """
     layout, model, logits, targets, chunk, device = payload
-    form = loss_form(torch.device(device), compiled=False, cap=None)
+    form = loss_form(torch.device(device), None)
     with (
         patch("shardwise.runtime.tensor.loss.loss_chunk", lambda _: chunk),
         patch("shardwise.ops.cuda.limits.LOSS_BYTES", 8 * chunk),

@@ -193,12 +193,10 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, form: cross_entropy.LossF
     return loss.detach(), leaf.grad
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("form", [cross_entropy.BLOCKS, cross_entropy.ONE_PASS], ids=["blocks", "kernels"])
 @pytest.mark.parametrize("bytes_at_once", [1, 8 * 31 * 4, 1 << 20])
-def test_loss(compiled: bool, bytes_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss(form: cross_entropy.LossForm, bytes_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LOSS_BYTES", bytes_at_once)
-    eager = cross_entropy.LossForm(cross_entropy._log_sums, cross_entropy._differentiate)
-    form = eager if compiled else cross_entropy.BLOCKS
     logits, targets = 9 * random(2, 5, 31), torch.arange(10).view(2, 5)
     targets[1, 2] = IGNORED
     loss, grad = loss_and_gradient(logits, targets, form)

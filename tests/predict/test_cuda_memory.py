@@ -18,7 +18,7 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.ops.context import OpContext
 from shardwise.ops.cuda import halves, norm
-from shardwise.ops.cuda.cross_entropy import BLOCKS
+from shardwise.ops.cuda.cross_entropy import LossForm
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.runtime.dryrun import _observe
 from shardwise.runtime.pipeline import stages
@@ -53,7 +53,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
         monkeypatch.setattr(place, "norm_forward", forward)
         monkeypatch.setattr(place, "norm_backward", backward)
     monkeypatch.setattr(lowering, "context_of", context_of)
-    monkeypatch.setattr(stages, "loss_form", lambda *arguments: BLOCKS)
+    kernels = LossForm(lambda rows, at, wide: rows.new_empty(len(rows), dtype=wide), lambda *arguments: None)
+    monkeypatch.setattr(stages, "loss_form", lambda *arguments: kernels)
     modules._scalar.cache_clear()
     yield FakeTensorMode()
     modules._scalar.cache_clear()

@@ -22,15 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.decoder import Batch, Decoder
 from shardwise.errors import UserError
-from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
-from shardwise.ops.cuda.cross_entropy import LossForm
 from shardwise.ops.gradients import grad_slot
 from shardwise.ops.table import install, lower
 from shardwise.runtime.job.setup import blank_batch
 from shardwise.runtime.tensor.lowering import context_of
 from shardwise.runtime.torch_versions import compile_apart, default_backend
-from shardwise.runtime.zero.flat_unit import torch_dtype
 
 Block = Any
 """A block of either decoder."""
@@ -104,18 +101,6 @@ def _recomputed(block: Block, x: Tensor, batch: Batch) -> Tensor:
     forward = type(block).forward
     out: Tensor = checkpoint(forward, block, x, batch, use_reentrant=False, preserve_rng_state=False)
     return out
-
-
-def compile_loss(form: LossForm, plan: UnitPlan, device: torch.device) -> float:
-    """Compile the loss's two passes over the logits of one micro-batch, on zeros; returns the seconds that it took."""
-    started = time.perf_counter()
-    wide = torch_dtype(plan.master_dtype)
-    shape = plan.tokens, width_held(plan.model.vocab, plan.layout.tp)
-    logits = torch.zeros(shape, dtype=torch_dtype(plan.layout.dtype), device=device)
-    columns = torch.zeros(plan.tokens, 1, dtype=torch.int64, device=device)
-    lse = form.log_sums(logits, columns if plan.layout.tp == 1 else None, wide)
-    form.differentiate(logits, lse, lse.clone(), columns, lse[:, None].clone())
-    return time.perf_counter() - started
 
 
 def check_compiler(device: torch.device) -> None:

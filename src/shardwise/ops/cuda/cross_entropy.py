@@ -1,13 +1,15 @@
 """Cross-entropy on CUDA: the sums of large blocks of rows, and gradients on the logits in place.
 
-Launches cost more than passes over memory there, so blocks are as large as memory allows (`limits.py`). Under
-compile=block a compiler makes each of the two functions one pass, without any block.
+Launches cost more than passes over memory there, so blocks are as large as memory allows (`limits.py`). Where Triton
+is, two kernels read the logits once each, without any block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -56,18 +58,37 @@ BLOCKS = LossForm(log_sums, differentiate)
 """Eager kernels."""
 
 
-def _log_sums(rows: Tensor, columns: Tensor | None, wide: torch.dtype) -> Tensor:
-    return torch.logsumexp(rows.to(wide), -1)
-
-
-def _differentiate(rows: Tensor, lse: Tensor, factor: Tensor, columns: Tensor, there: Tensor) -> None:
-    softmax = (rows.to(lse.dtype) - lse[:, None]).exp() * factor[:, None]
-    hit = torch.arange(rows.shape[1], device=rows.device) == columns
-    rows.copy_(torch.where(hit, softmax + there, softmax))
+_BLOCK = 4096
+"""Logits that a program reads per step."""
 
 
 @cache
-def one_pass() -> LossForm:
-    """Each function as one kernel of torch's compiler."""
-    options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
-    return LossForm(torch.compile(_log_sums, **options), torch.compile(_differentiate, **options))
+def _kernels() -> Any:
+    return import_module("shardwise.ops.cuda.loss_kernels")
+
+
+def _log_sums(rows: Tensor, columns: Tensor | None, wide: torch.dtype) -> Tensor:
+    if rows.dtype == torch.float64:
+        return log_sums(rows, columns, wide)
+    out = torch.empty(len(rows), dtype=wide, device=rows.device)
+    _kernels().log_sums[(len(rows),)](rows, out, rows.shape[1], BLOCK=_BLOCK, num_warps=8)
+    return out
+
+
+def _differentiate(rows: Tensor, lse: Tensor, factor: Tensor, columns: Tensor, there: Tensor) -> None:
+    if rows.dtype == torch.float64:
+        return differentiate(rows, lse, factor, columns, there)
+    grid = len(rows), -(-rows.shape[1] // _BLOCK)
+    _kernels().differentiate[grid](
+        rows, lse, factor, columns.contiguous(), there.contiguous(), rows.shape[1], BLOCK=_BLOCK, num_warps=8
+    )
+    return None
+
+
+ONE_PASS = LossForm(_log_sums, _differentiate)
+"""Triton's kernels, which read the logits once each; fp64, which they do not sum in, by eager ones."""
+
+
+def cuda_form() -> LossForm:
+    """The form for CUDA devices."""
+    return ONE_PASS if find_spec("triton") is not None else BLOCKS

@@ -189,11 +189,10 @@ def tables(plan: UnitPlan, s: Sizes) -> int:
 
 def loss(plan: UnitPlan, s: Sizes) -> int:
     """Log-probabilities of a chunk; bf16 logits are first converted. Where logits are capped also, in backward, the
-    slopes of their cap. On CUDA without a cap one chunk in the precision of sums (`ops/cuda/cross_entropy.py`), and
-    none of it if compiled."""
+    slopes of their cap. On CUDA without a cap nothing, and of fp64 one chunk (`ops/cuda/cross_entropy.py`)."""
     if plan.backend == "nccl" and not plan.model.logit_softcap:
         wide = s.statistic
-        return 0 if plan.layout.compile == "block" else loss_rows(s.tokens, s.vocab, wide) * s.vocab * wide
+        return loss_rows(s.tokens, s.vocab, wide) * s.vocab * wide if s.element == 8 else 0
     rows = max(1, min(s.tokens, loss_chunk(s.tokens * s.vocab) // s.vocab))
     capped = 2 if plan.model.logit_softcap else 1
     return rows * s.vocab * (2 * 4 if s.element == 2 else capped * s.element)

@@ -267,7 +267,7 @@ def _softmax(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -
 def _loss(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
     x, targets = _leaf((1, *shape), dtype, device), torch.zeros(1, shape[0], dtype=torch.int64, device=device)
     alone: Any = _Alone()
-    form = loss_form(device, compiled=False, cap=None)
+    form = loss_form(device, None)
     return lambda: torch.autograd.grad(summed_cross_entropy(x, targets, 0, shape[1], alone, form=form), x)
 
 

@@ -114,7 +114,7 @@ class StageRunner:
         if plan.layout.offload_activations != "none":
             self.offloaded = OffloadedActivations(device, comms, self.engine.host, self.engine.lasting())
         self.vocabulary = vocabulary_range(plan)
-        self.loss_form = loss_form(device, plan.layout.compile == "block", plan.model.logit_softcap)
+        self.loss_form = loss_form(device, plan.model.logit_softcap)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.parts = {name: part for name, part in self.decoder.parts() if name in plan.parts}
         self.moment: Callable[[list[WeightGradient]], object] = no_moment

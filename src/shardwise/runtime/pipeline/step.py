@@ -71,7 +71,7 @@ class TrainProgram(StageRunner):
             self._compile()
 
     def _compile(self) -> None:
-        from shardwise.runtime.compiling import compile_blocks, compile_loss, write_gradients  # brings in the compiler
+        from shardwise.runtime.compiling import compile_blocks, write_gradients  # brings in the compiler
 
         plan = self.plan
         self.comms.pulse.work("the compilation of the blocks")
@@ -81,8 +81,6 @@ class TrainProgram(StageRunner):
         for name in plan.of_kind("block") if compiled.whole else ():
             write_gradients(self.parts[name])
             self.engine.overwrite(name)
-        if self.loss_form is not None and plan.of_kind("head"):
-            self.compile_seconds += compile_loss(self.loss_form, plan, self.device)
         self.expert_loads.forget()
 
     def step(

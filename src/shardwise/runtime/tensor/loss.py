@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.axes import TP
-from shardwise.ops.cuda.cross_entropy import BLOCKS, LossForm, one_pass
+from shardwise.ops.cuda.cross_entropy import LossForm, cuda_form
 from shardwise.ops.limits import loss_chunk
 from shardwise.runtime.transport.comms import Comms
 
@@ -121,11 +121,11 @@ def _column(targets: Tensor, start: int, stop: int) -> Tensor:
     return torch.where(_inside(targets, start, stop), targets - start, 0)
 
 
-def loss_form(device: torch.device, compiled: bool, cap: float | None) -> LossForm | None:
+def loss_form(device: torch.device, cap: float | None) -> LossForm | None:
     """The form of a device's loss; None for blocks in a CPU's cache, which also a cap of the logits needs."""
     if device.type != "cuda" or cap:
         return None
-    return one_pass() if compiled else BLOCKS
+    return cuda_form()
 
 
 def summed_cross_entropy(

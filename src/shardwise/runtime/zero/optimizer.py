@@ -117,7 +117,7 @@ class Optimizer:
         self.looks_at_norm = True
         self.steps = 0
         self._device = engine.device
-        self._steps = {device: torch.zeros((), device=device) for device in {self._device, HOST}}
+        self._steps = {device.type: torch.zeros((), device=device) for device in {self._device, HOST}}
         """Number of the update, on each device that updates."""
         self._divisor = torch.ones((), device=self._device)
         """Divisor of gradients that are clipped in the update's own kernel."""
@@ -215,7 +215,7 @@ class Optimizer:
                 divisor = None
                 if coefficient < 1.0:
                     divisor = self._clip(own, coefficient)
-                number = self._steps[master.device]
+                number = self._steps[master.device.type]
                 update(self.kind, (master, own, *moments), number, self.config, lr, span.decay, divisor)
                 if apart and flat.file is None:
                     flat.put(at, master)
