@@ -27,18 +27,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise import api
+from shardwise.decoder.attention import Rope
+from shardwise.decoder.modules import RMSNorm
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
+from shardwise.ops.context import OpContext, Options
+from shardwise.ops.cuda.cross_entropy import BLOCKS, ONE_PASS, LossForm
+from shardwise.ops.table import lower
 from shardwise.report import compare
 from shardwise.runtime.job.config import LaunchConfig, OptimizerConfig, TrainConfig
 from shardwise.runtime.job.launch import RunFailed
+from shardwise.runtime.tensor.loss import summed_cross_entropy
 from shardwise.serving.job import ServingJob
 from shardwise.serving.messages import Finished, Sampling, Token
 from shardwise.serving.service import Service
@@ -224,8 +231,21 @@ class Checks:
             raise Skip("torch.compile needs a C++ compiler on the CPU")
         return self.losses("tiny-llama", "compile=block", "fp32")
 
+    def form(self, name: str, dtype: torch.dtype) -> str:
+        """A form for CUDA gives the output and the gradients of the plain module, on the device."""
+        if name in CUDA_ALONE and self.device == "cpu":
+            raise Skip(CUDA_ALONE[name])
+        mine, plain = FORMS[name](torch.device(self.device), dtype)
+        worst = max(float((a - b).norm() / b.norm()) for a, b in zip(mine, plain, strict=True))
+        assert worst <= FORM_TOLERANCE[dtype], f"differs by {worst:.1e}"
+        return f"outputs and gradients within {worst:.1e}"
+
     def every(self) -> Iterator[tuple[str, Callable[[], str]]]:
         """Name and function of each check, the most basic first."""
+        for name in FORMS:
+            for dtype in FORM_TOLERANCE:
+                title = f"form {name} {str(dtype).removeprefix('torch.')}"
+                yield title, lambda n=name, d=dtype: self.form(n, d)
         for name in MODELS[:1] if self.tiny else MODELS:
             for precision in ("fp32",) if self.tiny else TOLERANCE:
                 yield f"losses {name} {precision}", lambda n=name, p=precision: self.losses(n, "", p)
@@ -250,6 +270,78 @@ class Checks:
         if self.device == "cuda" and torch.cuda.device_count() < 2:
             raise Skip("needs 2 devices, and there is 1")
         return self.generation("tp=2")
+
+
+Outcomes = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""(output and gradients of a form, those of the plain module in float64)."""
+
+
+def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
+def _module(form: torch.nn.Module, plain: torch.nn.Module, x: torch.Tensor, *others: object) -> Outcomes:
+    """A module with the form of the table, and the module itself in float64."""
+    lower(form, OpContext("", Options("train", "cuda")))
+    wide = x.double().requires_grad_()
+    x.requires_grad_()
+    grad = _random(x.device, x.dtype, *x.shape).flip(0)
+    outcomes = []
+    for module, leaf, dy in ((form, x, grad), (plain, wide, grad.double())):
+        out = module(leaf, *(_as(other, leaf.dtype) for other in others))
+        weights = list(module.parameters())
+        outcomes.append([out, *torch.autograd.grad(out, [leaf, *weights], dy)])
+    return tuple([tensor.detach().double() for tensor in found] for found in outcomes)  # type: ignore[return-value]
+
+
+def _as(value: object, dtype: torch.dtype) -> object:
+    return tuple(tensor.to(dtype) for tensor in value) if isinstance(value, tuple) else value
+
+
+def _norm(device: torch.device, dtype: torch.dtype) -> Outcomes:
+    form, plain = RMSNorm(512, 1e-5).to(device, dtype), RMSNorm(512, 1e-5).to(device, torch.float64)
+    form.weight.data = _random(device, dtype, 512)
+    plain.weight.data = form.weight.data.double()
+    return _module(form, plain, _random(device, dtype, 4, 96, 512))
+
+
+def _rotary(device: torch.device, dtype: torch.dtype) -> Outcomes:
+    form, plain = Rope(model_of("tiny-llama")), Rope(model_of("tiny-llama"))
+    width = form.config.head_dim
+    tables = form.whole(torch.arange(96, device=device).expand(4, 96), torch.float64)
+    rounded = tuple(table.to(dtype).double() for table in tables)
+    return _module(form, plain, _random(device, dtype, 4, 96, 8, width), rounded)
+
+
+def _loss(form: LossForm, device: torch.device, dtype: torch.dtype) -> Outcomes:
+    logits, targets = 4 * _random(device, dtype, 4, 96, 3000), torch.arange(384, device=device).view(4, 96)
+    targets[1, 2] = -100
+    wide = logits.double().requires_grad_()
+    logits.requires_grad_()
+    plain = torch.nn.functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum")
+    alone: Any = _Alone()
+    loss = summed_cross_entropy(logits * 1, targets, 0, 3000, alone, form=form)
+    grads = [torch.autograd.grad(out / 383, leaf)[0] for out, leaf in ((loss, logits), (plain, wide))]
+    return [loss.detach().double(), grads[0].double()], [plain.detach(), grads[1]]
+
+
+class _Alone:
+    """The loss's view of a rank that shares no vocabulary."""
+
+    def size(self, axes: object) -> int:
+        return 1
+
+
+FORMS: dict[str, Callable[[torch.device, torch.dtype], Outcomes]] = {
+    "norm": _norm, "rotary": _rotary, "loss": partial(_loss, BLOCKS),
+    "loss kernels": partial(_loss, ONE_PASS),
+}  # fmt: skip
+CUDA_ALONE = {
+    "norm": "the backward of torch's fused RMSNorm exists on CUDA alone",
+    "loss kernels": "Triton's kernels run on CUDA alone",
+}
+FORM_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""Largest relative difference of a form from the plain module in float64."""
 
 
 def close(found: list[float], expected: list[float], tolerance: float) -> str:

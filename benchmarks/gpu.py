@@ -1,7 +1,8 @@
 """shardwise on one CUDA device, beside the script that a user would write: FSDP2 and torch.compile, world size one.
 
     python benchmarks/gpu.py [--models llama-3.2-1b llama-3.2-3b] [--seq 4096 8192] [--recompute none selective full]
-                             [--compile off block] [--tokens 8192] [--rounds 2] [--steps 10] [--json FILE] [--tiny]
+                             [--compile off block] [--tokens 8192] [--rounds 2] [--steps 10] [--json FILE]
+                             [--quick | --tiny]
 
 Both train the same Llama in bf16 from the same weights on the same tokens, with fp32 master weights, fused AdamW,
 gradient clipping and torch's fused attention, and read the loss after every step. Each measurement is a process of its
@@ -10,7 +11,8 @@ tokens/s, MFU (causal attention counted once, recomputation not), the predicted 
 of memory. What runs out of memory is said to.
 
 Without a CUDA device, or with --tiny, the same script trains a tiny model on the CPU, which shows that it works and
-nothing else.
+nothing else. --quick takes six settings, one round and few steps, and starts each process while the one before it
+measures, so that it is over in a few minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import argparse
 import json
 import multiprocessing
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +57,12 @@ from shardwise.runtime.pipeline.step import TrainProgram
 TINY = ModelConfig("tiny", vocab=512, hidden=128, layers=3, heads=4, kv_heads=2, ffn=352, max_positions=256)
 DEVICES = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-80GB": "A100"}
 """torch's names of the devices in the catalog."""
+QUICK = (
+    ("llama-3.2-1b", 4096, "none", "off"), ("llama-3.2-1b", 4096, "none", "block"),
+    ("llama-3.2-3b", 8192, "full", "block"), ("llama-3.2-3b", 8192, "selective", "block"),
+    ("llama-3.2-1b", 4096, "full", "off"), ("llama-3.2-1b", 4096, "selective", "off"),
+)  # fmt: skip
+"""(model, tokens of a sequence, recompute, compile) of --quick, the most telling first."""
 OPTIMIZER = OptimizerConfig(lr=1e-4)
 WARM_UP = 3
 SEED = 0
@@ -273,32 +283,58 @@ def _peak_rate(device: str) -> dict[str, Any]:
     return {"flops_per_s": matmul_rate(torch.device(device), torch.bfloat16)}
 
 
-def _child(pipe: Any, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+def _child(pipe: Any) -> None:
+    """Run what comes through the pipe, and send its result back."""
     try:
+        function, arguments = pipe.recv()
         pipe.send(function(*arguments))
+    except EOFError:
+        return  # nothing came
     except FAILURE as error:
         memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
         line = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
-        pipe.send({"failure": "out of memory" if memory else line})
+        where = "" if memory else traceback.format_exc()
+        pipe.send({"failure": "out of memory" if memory else line, "traceback": where})
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """`function(*arguments)` in a new process; {"failure": one line} where it fails."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(theirs, function, arguments))
-    process.start()
-    theirs.close()
-    try:
-        result: dict[str, Any] = ours.recv()
-    except EOFError:
+class Processes:
+    """Runs functions, each in a new process. ahead: start the next one while a function runs, which takes seconds."""
+
+    def __init__(self, ahead: bool) -> None:
+        self._ahead = ahead
+        self._next: tuple[Any, Any] | None = None
+
+    def _start(self) -> tuple[Any, Any]:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_child, args=(theirs,))
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def run(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+        """`function(*arguments)`; {"failure": one line} where it fails, whose traceback goes to standard error."""
+        process, pipe = self._next or self._start()
+        pipe.send((function, arguments))
+        self._next = self._start() if self._ahead else None
+        try:
+            result: dict[str, Any] = pipe.recv()
+        except EOFError:
+            process.join()
+            result = {"failure": f"the process ended with {process.exitcode}"}
         process.join()
-        result = {"failure": f"the process ended with {process.exitcode}"}
-    process.join()
-    return result
+        sys.stderr.write(result.pop("traceback", ""))
+        return result
+
+    def close(self) -> None:
+        """End the process that waits, if there is one."""
+        if self._next is not None:
+            process, pipe = self._next
+            pipe.close()
+            process.join()
 
 
 # -- all of them
@@ -316,8 +352,8 @@ class Machine:
     measured: float
 
     @classmethod
-    def here(cls, device: str) -> Machine:
-        found = alone(_peak_rate, device)
+    def here(cls, device: str, processes: Processes) -> Machine:
+        found = processes.run(_peak_rate, device)
         if "failure" in found:
             raise SystemExit(f"the device cannot be used: {found['failure']}")
         if device == "cpu":
@@ -340,13 +376,13 @@ class Machine:
         return Cluster(1, 1, Device(self.name, "cuda", self.memory, None, {}, "torch"), unknown, unknown)
 
 
-def compare(setting: Setting, machine: Machine, rounds: int) -> dict[str, Any]:
+def compare(setting: Setting, machine: Machine, rounds: int, processes: Processes) -> dict[str, Any]:
     """Ours and theirs by turns, `rounds` times; a row of the results."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):
         for name, done in runs.items():
             if not any("failure" in run for run in done):
-                done.append(alone(_measure, name, setting))
+                done.append(processes.run(_measure, name, setting))
     predicted = estimate(setting.model, setting.layout, setting.workload, machine.cluster()).roles[0].peak_bytes
     row: dict[str, Any] = {
         "model": setting.model.name, "seq": setting.seq, "micro": setting.micro, "recompute": setting.recompute,
@@ -404,6 +440,11 @@ def _predicted(row: dict[str, Any]) -> str:
 
 
 def settings(args: argparse.Namespace, device: str) -> list[Setting]:
+    if args.quick:
+        return [
+            Setting(get(name), seq, max(1, args.tokens // seq), recompute, compiled, args.steps, device)
+            for name, seq, recompute, compiled in QUICK
+        ]
     models = [TINY if name == TINY.name else get(name) for name in args.models]
     return [
         Setting(model, seq, max(1, args.tokens // seq), recompute, compiled, args.steps, device)
@@ -417,6 +458,7 @@ def settings(args: argparse.Namespace, device: str) -> list[Setting]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: does the script work?")
+    parser.add_argument("--quick", action="store_true", help="six settings, one round, few steps")
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--seq", nargs="+", type=int)
     parser.add_argument("--recompute", nargs="+", choices=("none", "selective", "full"))
@@ -429,10 +471,13 @@ def arguments() -> argparse.Namespace:
     if not args.tiny and not torch.cuda.is_available():
         print("no CUDA device here: a tiny model on the CPU shows that the script works; GPU figures stay unmeasured")
         args.tiny = True
+    args.quick = args.quick and not args.tiny
     large = {
         "models": ["llama-3.2-1b", "llama-3.2-3b"], "seq": [4096, 8192], "recompute": ["none", "selective", "full"],
         "compile": ["off", "block"], "tokens": 8192, "rounds": 2, "steps": 10,
     }  # fmt: skip
+    if args.quick:
+        large |= {"rounds": 1, "steps": 6}
     tiny = {"models": [TINY.name], "seq": [64], "recompute": ["none", "full"], "tokens": 128, "rounds": 1, "steps": 3}
     for name, value in (large | tiny if args.tiny else large).items():
         if getattr(args, name) is None:
@@ -442,20 +487,22 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    machine = Machine.here("cpu" if args.tiny else "cuda")
+    processes = Processes(ahead=args.quick)
+    machine = Machine.here("cpu" if args.tiny else "cuda", processes)
     peak = f"{machine.peak / 1e12:,.0f} TFLOP/s by the catalog" if machine.peak else "not in the catalog"
     print(f"{machine.name}: bf16 matrix products at {machine.measured / 1e12:,.3g} TFLOP/s measured, peak {peak}")
     print(f"MFU is a share of the {'catalog' if machine.peak else 'measured'} rate; torch {torch.__version__}")
-    rows = []
-    for setting in settings(args, machine.device):
-        rows.append(compare(setting, machine, args.rounds))
+    about = {"machine": asdict(machine), "torch": torch.__version__, "measures_gpu": not args.tiny}
+    chosen, rows = settings(args, machine.device), []
+    sizes = {setting.model.name: format_count(count(setting.model)) for setting in chosen}
+    for setting in chosen:
+        rows.append(compare(setting, machine, args.rounds, processes))
         show(rows[-1])
+        if args.json:  # after each setting: what is cut off leaves the others
+            args.json.write_text(json.dumps(about | {"parameters": sizes, "rows": rows}, indent=1) + "\n")
+    processes.close()
     if args.tiny:
         print("a tiny model on the CPU: these figures say nothing about a GPU, whose own are unmeasured")
-    if args.json:
-        about = {"machine": asdict(machine), "torch": torch.__version__, "measures_gpu": not args.tiny}
-        sizes = {name: format_count(count(s.model)) for s in settings(args, machine.device) for name in [s.model.name]}
-        args.json.write_text(json.dumps(about | {"parameters": sizes, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,26 +21,31 @@ from shardwise.layout.axes import DATA
 from shardwise.layout.placement import width_held
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
+from shardwise.ops.cuda.cross_entropy import LossForm
 from shardwise.runtime.job.setup import make_comms
-from shardwise.runtime.tensor.loss import summed_cross_entropy
+from shardwise.runtime.tensor.loss import loss_form, summed_cross_entropy
 from shardwise.runtime.transport.adding import Target
 
 Boundary = dict[str, tuple[Tensor, Tensor | None]]
 """Module -> (its output, that output's gradient), of one micro-batch."""
 
 
-def cross_entropy(rank: int, payload: tuple[Layout, ModelConfig, Tensor, Tensor, int]) -> tuple[float, Tensor]:
+def cross_entropy(rank: int, payload: tuple[Layout, ModelConfig, Tensor, Tensor, int, str]) -> tuple[float, Tensor]:
     """Summed loss, and the gradient of this rank's columns. Padding columns start as large as logits get.
 
-    The last of the payload: how many logits the loss works on at a time.
+    The last of the payload: how many logits the loss works on at a time, and the device whose form it takes.
     """
-    layout, model, logits, targets, chunk = payload
-    with patch("shardwise.runtime.tensor.loss.loss_chunk", lambda _: chunk):
-        return _cross_entropy(rank, layout, model, logits, targets)
+    layout, model, logits, targets, chunk, device = payload
+    form = loss_form(torch.device(device), None)
+    with (
+        patch("shardwise.runtime.tensor.loss.loss_chunk", lambda _: chunk),
+        patch("shardwise.ops.cuda.limits.LOSS_BYTES", 8 * chunk),
+    ):
+        return _cross_entropy(rank, layout, model, logits, targets, form)
 
 
 def _cross_entropy(
-    rank: int, layout: Layout, model: ModelConfig, logits: Tensor, targets: Tensor
+    rank: int, layout: Layout, model: ModelConfig, logits: Tensor, targets: Tensor, form: LossForm | None
 ) -> tuple[float, Tensor]:
     comms = make_comms(layout, model, rank, timeout=60.0)
     width = width_held(model.vocab, layout.tp)
@@ -48,7 +53,7 @@ def _cross_entropy(
     local = torch.full((*logits.shape[:-1], width), 1e4, dtype=logits.dtype)
     local[..., : stop - start] = logits[..., start:stop]
     local.requires_grad_()
-    loss = summed_cross_entropy(local * 1, targets, start, stop, comms)
+    loss = summed_cross_entropy(local * 1, targets, start, stop, comms, form=form)
     loss.backward()
     assert local.grad is not None
     return loss.item(), local.grad[..., : stop - start].clone()

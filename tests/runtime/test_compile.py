@@ -166,6 +166,26 @@ def test_the_measured_step_is_the_compiled_one_and_saves_no_weights() -> None:
         assert 0 < rank.outcome.role.bytes.saved < predicted
 
 
+RANDOM_STATE = 5056
+"""Bytes of a CPU's random state, which compiled code of a checkpoint saves, needed or not."""
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_saved_tensors_of_whole_compiled_blocks(name: str, recompute: str) -> None:
+    model = MODELS[name].replace(
+        hidden=64, head_dim=16, ffn=176, layers=2, max_positions=64, dropout=0.0, attention_dropout=0.0
+    )
+    layout = Layout.parse(f"micro=2,recompute={recompute},precision=bf16")
+    case = Case(model, Workload(48, 2), "bf16")
+    plan = unit_plan(model, compiled(layout), case.workload)
+    (rank,) = train(case, layout, TRACED)
+    # Rotary tables are saved once for all blocks; where they are made, they are counted beside saved tensors.
+    tables = 2 * plan.tokens * model.rotated * 2 * (model.positions == "rope")
+    state = 0 if recompute == "none" else model.layers * RANDOM_STATE
+    assert rank.outcome.role.bytes.saved == predict_bytes(plan).saved + tables + state
+
+
 def test_without_a_compiler_one_line_says_what_to_do() -> None:
     import torch
     import torch._inductor.config as inductor

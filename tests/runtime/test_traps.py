@@ -136,7 +136,9 @@ def test_trap_05_every_rank_logs_the_global_loss(dp: int, tp: int, sp: bool, ord
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["ordinary", "huge", "one shard far below", "one token far above"])
-def test_trap_09_vocabulary_parallel_cross_entropy(tp: int, kind: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_trap_09_vocabulary_parallel_cross_entropy(tp: int, kind: str, device: str) -> None:
+    """device: whose form computes it, here always on the CPU."""
     model = MODELS["neox"]
     generator = torch.Generator().manual_seed(tp)
     width = width_held(model.vocab, tp)
@@ -154,7 +156,7 @@ def test_trap_09_vocabulary_parallel_cross_entropy(tp: int, kind: str) -> None:
     loss = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
     loss.backward()
     pieces = 2 * width if kind == "ordinary" else 1 << 20
-    results = run_ranks("harness.trap_jobs:cross_entropy", tp, (Layout(tp=tp), model, logits, targets, pieces))
+    results = run_ranks("harness.trap_jobs:cross_entropy", tp, (Layout(tp=tp), model, logits, targets, pieces, device))
     for mine, _ in results:
         assert mine == pytest.approx(loss.item(), rel=1e-12)
     gradient = torch.cat([piece for _, piece in results], -1)

@@ -6,7 +6,9 @@ first one's input: memory of one block at a quadratic cost. Dropout draws the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,23 @@ from torch import Tensor
 
 from shardwise.decoder.attention import CoreAttention
 from shardwise.ops.context import OpContext
+
+_running = threading.local()
+
+
+def computes_again() -> bool:
+    """Whether this thread computes a piece for its saved tensors alone: its output has been there before, and the last
+    operation of a piece may leave it out."""
+    return bool(getattr(_running, "again", False))
+
+
+@contextmanager
+def _again() -> Iterator[None]:
+    _running.again = True
+    try:
+        yield
+    finally:
+        _running.again = False
 
 
 class _Recompute(torch.autograd.Function):
@@ -26,7 +45,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-        with torch.enable_grad():
+        with torch.enable_grad(), _again():
             out = ctx.run(*inputs)
         torch.autograd.backward(out, grads)
         return (None, *(x.grad for x in inputs))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardwise.decoder.adapters import AdaptedLinear
-from shardwise.decoder.attention import Attention, CoreAttention
+from shardwise.decoder.attention import Attention, CoreAttention, Rope
 from shardwise.decoder.decoder import Head
 from shardwise.decoder.experts import Mixture
 from shardwise.decoder.feed_forward import GatedMLP
@@ -29,6 +29,9 @@ from shardwise.ops.context import Mode, OpContext, Options
 from shardwise.ops.cpu.attention import short_attention
 from shardwise.ops.cpu.norm import mirrored_norm
 from shardwise.ops.cuda import decode
+from shardwise.ops.cuda.halves import cuda_halves
+from shardwise.ops.cuda.norm import fused_norm
+from shardwise.ops.cuda.rotary import rotary
 from shardwise.ops.experts import mixture, routed_parts
 from shardwise.ops.fusion import LLAMA_HALVES
 from shardwise.ops.head import uncapped_head
@@ -74,6 +77,14 @@ def _by_hand(options: Options) -> bool:
     return options.split or not options.compiled
 
 
+def _eager(options: Options) -> bool:
+    return not options.compiled
+
+
+def _in_halves(options: Options) -> bool:
+    return options.fused is LLAMA_HALVES
+
+
 def _splits(options: Options) -> bool:
     return options.split
 
@@ -99,7 +110,10 @@ TABLE = (
     Row("train", CoreAttention, core_across_ranks, when=lambda o: o.cut_sequence),
     Row("train", CoreAttention, recomputed_core, when=lambda o: o.recompute == "selective"),
     Row("train", Mixture, mixture, writes=True, covers=routed_parts),
-    Row("train", LlamaBlock, llama_halves, when=lambda o: o.fused is LLAMA_HALVES, writes=True, covers=_halves),
+    Row("train", RMSNorm, fused_norm, "cuda", when=_eager),
+    Row("train", Rope, rotary, "cuda", when=_eager),
+    Row("train", LlamaBlock, llama_halves, when=_in_halves, writes=True, covers=_halves),
+    Row("train", LlamaBlock, cuda_halves, "cuda", when=_in_halves, writes=True, covers=_halves),
     Row("compiled", Linears, compiled.leave_eager, when=_splits, covers=_maps, breaks=True),
     Row("compiled", Linear, compiled.leave_eager, when=_splits, breaks=True),
     Row("compiled", AdaptedLinear, compiled.leave_eager, when=_splits, breaks=True),

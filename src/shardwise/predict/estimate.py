@@ -180,8 +180,8 @@ def _notes(model: Model, layout: Layout, backend: Backend) -> list[str]:
         notes.append("saved activations are those of the eager CPU path; CUDA kernels may save a little differently")
     if layout.compile != "off":
         notes.append(
-            "compile=block: saved activations and the rest of the peak are those of eager blocks; the compiler chooses "
-            "anew what to keep and what to compute again, and mostly keeps less"
+            "compile=block: saved activations are those of torch's own partitioner; the rest of the peak is that of "
+            "eager blocks, beside the gradients that a block's backward returns"
         )
     if layout.sync == "local" and layout.every > 1:
         notes.append(

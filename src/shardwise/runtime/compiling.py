@@ -2,7 +2,8 @@
 
 One compiled function serves all blocks: their weights are its inputs, so blocks of equal shape differ in data alone.
 What it cannot hold stays eager and splits it in pieces: the linear maps of tensor parallelism, which communicate, and
-dropout, whose masks are hashes of counters that change every step. A block without either is one graph.
+dropout, whose masks are hashes of counters that change every step. A block without either is one graph, which under
+recompute=full contains the recomputation: the compiler leaves out what backward does not read, such as the last map.
 
 Blocks are compiled when the program is built, on zeros: what is missing for it is said before any step, and no step's
 time has compilation in it. Importing this module brings in the compiler, which takes seconds.
@@ -12,15 +13,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.decoder import Batch, Decoder
 from shardwise.errors import UserError
 from shardwise.layout.units import UnitPlan
+from shardwise.ops.gradients import grad_slot
 from shardwise.ops.table import install, lower
 from shardwise.runtime.job.setup import blank_batch
 from shardwise.runtime.tensor.lowering import context_of
@@ -30,8 +33,16 @@ Block = Any
 """A block of either decoder."""
 
 
-def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> float:
-    """Compile the rank's blocks, at least one, whose parameters are bound to memory; returns the seconds that it took.
+class CompiledBlocks(NamedTuple):
+    """Result of `compile_blocks`."""
+
+    seconds: float
+    whole: bool
+    """Whether a block is one graph."""
+
+
+def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> CompiledBlocks:
+    """Compile the rank's blocks, at least one, whose parameters are bound to memory.
 
     Under tensor parallelism all ranks must call this together: a block is run once, collectives included. Raises
     `UserError` where torch.compile lacks a compiler, or fails.
@@ -44,16 +55,52 @@ def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> fl
     whole = not any(block.breaks for block in lowered)
     # apart: a process may hold several programs, and their compilations would count as one another's
     first: Block = blocks[plan.first_blocks[0]]
-    compiled = compile_apart(type(first).forward, fullgraph=whole)
+    inside = whole and plan.layout.recompute == "full"
+    compiled = compile_apart(_recomputed if inside else type(first).forward, fullgraph=whole)
     for block in blocks.values():
         install(block, _calling(compiled, block))
+        vars(block)["recomputes"] = inside
     try:
         _run_once(first, plan, device)
     except TorchDynamoException as error:
         raise UserError(
             f"compile=block: torch.compile failed: {_first_line(error)}; leave compile=block out to train without it"
         ) from error
-    return time.perf_counter() - started
+    return CompiledBlocks(time.perf_counter() - started, whole)
+
+
+def write_gradients(block: Block) -> None:
+    """Let the gradients that a whole compiled block's backward returns be copied to their slots, or added to what is
+    there. Autograd would add them to slots of zeros, in twice as many passes over memory."""
+    weights = [weight for weight in block.parameters() if weight.requires_grad]
+    compiled = block.forward
+
+    def forget(grads: object) -> None:
+        for weight in weights:
+            weight.grad = None  # so that autograd hands the gradient over as it is
+
+    def keep(weight: Tensor) -> None:
+        assert weight.grad is not None
+        slot = grad_slot(weight)
+        slot.add(weight.grad)
+        weight.grad = slot.view
+
+    def forward(x: Tensor, batch: Batch) -> Tensor:
+        y: Tensor = compiled(x, batch)
+        if y.grad_fn is not None:
+            y.grad_fn.register_prehook(forget)
+        return y
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(keep)
+    install(block, forward)
+
+
+def _recomputed(block: Block, x: Tensor, batch: Batch) -> Tensor:
+    """A block that saves its input alone."""
+    forward = type(block).forward
+    out: Tensor = checkpoint(forward, block, x, batch, use_reentrant=False, preserve_rng_state=False)
+    return out
 
 
 def check_compiler(device: torch.device) -> None:

@@ -107,6 +107,21 @@ def core_saves_output(plan: UnitPlan) -> bool:
     return (plan.layout.attention == "sdpa" and plan.layout.recompute != "selective") or cuts_attention(plan)
 
 
+def recomputes_activation(plan: UnitPlan, routed: bool) -> bool:
+    """Whether backward computes silu(gate) again: torch.compile saves what a matrix product reads (normed inputs,
+    attention's output, silu(gate) * up) or has made (gate, up), and recomputes what elementwise kernels alone read
+    (`ban_recompute_materialized_backward` of its partitioner)."""
+    return plan.layout.compile == "block" and plan.model.gated and not routed
+
+
+def recomputes_output(plan: UnitPlan) -> bool:
+    """Whether backward computes attention's output again, for the map that reads it, too: recompute=selective in the
+    same compiled graph as the map (`ops/compiled.py`)."""
+    layout = plan.layout
+    apart = layout.tp > 1 or layout.cp > 1 or plan.model.attention_dropout or uses_blocked_attention(plan)
+    return layout.compile == "block" and layout.recompute == "selective" and not apart
+
+
 def block_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """Everything that one block saves without recomputing the whole block, its input included: name -> bytes."""
     reads, pre = MapInputs.of(plan, part), plan.model.norm_placement != "post"
@@ -122,7 +137,7 @@ def block_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     items |= _attention_core(plan, core)
     if core is not s and plan.layout.attention == "sdpa":
         items["output of some heads"] = core.tokens * core.attended * s.element
-    if reads.output or (core is s and core_saves_output(plan)):
+    if (reads.output and not recomputes_output(plan)) or (core is s and core_saves_output(plan)):
         items["attention output"] = s.tokens * s.attended * s.element
     items |= _branch_output(plan, s, "attention")
     if not plan.model.parallel_residual and (pre or reads.feed_forward):
@@ -132,6 +147,8 @@ def block_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     names = ["gate", "up", "activation", "product"] if plan.model.gated else ["up", "activation"]
     if not reads.down:
         names.pop()
+    if recomputes_activation(plan, plan.routes_in(part)):
+        names.remove("activation")
     if plan.routes_in(part):
         items |= MixtureTensors.of(plan, s, part).saved()
         inner = s.tokens * shared_width(plan) * s.element

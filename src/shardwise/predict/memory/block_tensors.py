@@ -9,7 +9,13 @@ from __future__ import annotations
 from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.limits import dense_rows
-from shardwise.predict.memory.activations import MapInputs, Sizes, query_norms, shared_width
+from shardwise.predict.memory.activations import (
+    MapInputs,
+    Sizes,
+    query_norms,
+    recomputes_activation,
+    shared_width,
+)
 from shardwise.predict.memory.context_tensors import attention_tensors
 from shardwise.predict.memory.expert_tensors import MixtureTensors
 from shardwise.predict.memory.transients import (
@@ -18,6 +24,7 @@ from shardwise.predict.memory.transients import (
     gather,
     norm_backward,
     norm_forward,
+    rolled,
     scatter,
     weight_gradient,
 )
@@ -41,7 +48,9 @@ class BlockTensors:
         """Ranks whose outputs of each map are gathered."""
         # A row's statistics: one number in fp32, or two in the precision of the weights.
         self.statistics = s.statistic if plan.model.norm == "rmsnorm" else 2 * s.element
-        self.rolled = plan.model.rotated / plan.model.head_dim
+        self.rotates = bool(plan.model.rotated)
+        self.cuda = plan.backend == "nccl"
+        self.compiled = plan.layout.compile == "block"
         self.reads = MapInputs.of(plan, part)
         lora = plan.model.lora
         self.low = s.tokens * lora.rank * s.element if lora else 0
@@ -56,27 +65,30 @@ class BlockTensors:
         self._forward(saves)
         return self.live.most
 
-    def _forward(self, saves: bool) -> None:
+    def _forward(self, saves: bool, again: bool = False) -> None:
         """Ends with the block's output, and what is saved besides its input."""
         start = self.live.now
         if self.plan.fuses_blocks:
-            self._fused_forward()
+            self._fused_forward(again and self.plan.layout.recompute == "full")
         else:
             self._plain_forward(saves)
         if not saves:
             self.live.free(self.live.now - start - self.stream)
 
-    def _fused_forward(self) -> None:
+    def _fused_forward(self, again: bool) -> None:
+        """again: whether it is computed for backward, by recompute=full."""
         live = self.live
         self._norm()
         self._column([self.attention.qkv])
-        live.transient(int(self.rolled * (self.q + self.k)))
+        # On CUDA a rotated copy takes the place of what the product gave.
+        live.transient(self.attention.qkv if self.cuda else rolled(self.plan, self.q + self.k))
         self.attention.forward(live, saves=not self.attention.selective)
         self._row(self.s.attended)  # and the residual, in its place
         self._norm()
         self._column([2 * self.inner])
         live.allocate(2 * self.inner)  # silu, product
-        self._row(self.s.ffn)
+        if not again or not self.cuda or self.plan.layout.tp > 1:  # else nothing reads the output
+            self._row(self.s.ffn)
 
     def _plain_forward(self, saves: bool) -> None:
         live, stream = self.live, self.stream
@@ -143,10 +155,10 @@ class BlockTensors:
             for rows, width in query_norms(self.plan, self.s):
                 self._normed(rows, width)
             live.free(0 if saves else self.q + self.k)
-        if self.rolled:
+        if self.rotates:
             for nbytes in (self.q, self.k):
                 live.allocate(nbytes)
-                live.transient(int(self.rolled * nbytes))
+                live.transient(rolled(self.plan, nbytes))
             live.free(self.q + self.k)
 
     def _post_norm(self, saves: bool) -> None:
@@ -161,7 +173,7 @@ class BlockTensors:
     def _normed(self, rows: int, width: int) -> None:
         """A norm's output and its statistics."""
         self.live.allocate(rows * (width * self.s.element + self.statistics))
-        self.live.transient(norm_forward(self.plan, self.s, rows * width))
+        self.live.transient(norm_forward(self.plan, self.s, rows * width, self.compiled))
 
     def _add(self) -> None:
         """The sum with the residual stream, of what dropout leaves."""
@@ -222,7 +234,9 @@ class BlockTensors:
         live, recompute = self.live, self.plan.layout.recompute in ("full", "input")
         live.allocate(self.stream)
         if recompute:
-            self._forward(saves=True)
+            self._forward(saves=True, again=True)
+        elif recomputes_activation(self.plan, self.mixture is not None):
+            live.allocate(self.inner)
         kept = keeps_gradient or recompute or (self.apart and not self.sp and not self.plan.model.dropout)
         if self.plan.fuses_blocks:
             self._fused_backward(kept)
@@ -243,7 +257,7 @@ class BlockTensors:
         whole = self.attention.backward(live, self.apart)
         if not whole:
             live.allocate(qkv)
-        live.transient(int(self.rolled * (self.q + self.k)))
+        live.transient(rolled(self.plan, self.q + self.k))
         self._column_backward([self.s.q + self.s.k + self.s.v], 0 if whole else qkv)
         self._norm_backward()
         live.free(stream + (0 if whole and self.apart else qkv))
@@ -296,17 +310,17 @@ class BlockTensors:
         """From the gradient of the core's output to that of the norm's."""
         live, s, model = self.live, self.s, self.plan.model
         whole = self.attention.backward(live, self.apart)
-        if self.rolled:
+        if self.rotates:
             for nbytes in (self.k, self.q):
                 live.allocate(nbytes)
-                live.transient(int(self.rolled * nbytes))
+                live.transient(rolled(self.plan, nbytes))
                 live.free(0 if whole else nbytes)
         if model.qk_norm:
             for rows, width in reversed(query_norms(self.plan, s)):
                 live.transient(norm_backward(self.plan, s, rows * width))
                 # Its input goes with the statistics; the gradient takes the place of the output's.
                 live.free(rows * (width * s.element + self.statistics))
-        grads = self.attention.qkv + (self.q + self.k if self.rolled and whole else 0)
+        grads = self.attention.qkv + (self.q + self.k if self.rotates and whole else 0)
         copies = 0
         if self.attention.math and not self.attention.selective:
             # with heads side by side
@@ -369,7 +383,7 @@ class BlockTensors:
     def _norm_backward(self, width: int = 0) -> None:
         """From the gradient of a norm's output, which stays, to that of its input."""
         s, elements = self.s, self.s.stream * (width or self.s.hidden)
-        self.live.transient(norm_backward(self.plan, s, elements))
+        self.live.transient(norm_backward(self.plan, s, elements, self.compiled))
         self.live.allocate(elements * s.element)
         self.live.free(s.stream * self.statistics)
 

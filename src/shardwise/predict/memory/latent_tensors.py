@@ -6,6 +6,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.model.config import LatentAttention
 from shardwise.predict.memory.activations import Sizes
 from shardwise.predict.memory.block_tensors import BlockTensors
+from shardwise.predict.memory.transients import rolled
 
 
 def block_tensors(plan: UnitPlan, s: Sizes, part: str, apart: bool = False, adds: bool = False) -> BlockTensors:
@@ -50,7 +51,7 @@ class LatentBlockTensors(BlockTensors):
         self._column([self.q], rank)
         live.free(0 if saves or not rank else self._low(rank))
         live.allocate(self.q)
-        live.transient(int(self.rolled * self.q))
+        live.transient(rolled(self.plan, self.q))
         live.free(self.q)
 
     def _keys_and_values(self, saves: bool) -> None:
@@ -73,7 +74,7 @@ class LatentBlockTensors(BlockTensors):
         self._keys_and_values_backward()
         live, rank = self.live, self._latent.q_rank
         live.allocate(self.q)
-        live.transient(int(self.rolled * self.q))
+        live.transient(rolled(self.plan, self.q))
         live.free(self.q)
         live.allocate(self.q if copied else 0)  # heads side by side
         self._column_backward([self.s.q], self.q * (1 + copied), rank)

@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.layout.homes import on_device
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.cpu.limits import ATTENTION_ROWS
+from shardwise.ops.cuda.limits import loss_rows
 from shardwise.ops.limits import loss_chunk, optimizer_chunk
 from shardwise.predict.memory.activations import (
     Sizes,
@@ -131,6 +132,7 @@ def backwards(
                 + here
                 + coming
                 + block[plan.alike(part), part == parts[-1]]
+                + _returned_gradients(plan, s, part)
                 + _recomputed_from_input(plan, s, part, parts, apart)
             )
     return moments
@@ -187,7 +189,10 @@ def tables(plan: UnitPlan, s: Sizes) -> int:
 
 def loss(plan: UnitPlan, s: Sizes) -> int:
     """Log-probabilities of a chunk; bf16 logits are first converted. Where logits are capped also, in backward, the
-    slopes of their cap."""
+    slopes of their cap. On CUDA without a cap nothing, and of fp64 one chunk (`ops/cuda/cross_entropy.py`)."""
+    if plan.backend == "nccl" and not plan.model.logit_softcap:
+        wide = s.statistic
+        return loss_rows(s.tokens, s.vocab, wide) * s.vocab * wide if s.element == 8 else 0
     rows = max(1, min(s.tokens, loss_chunk(s.tokens * s.vocab) // s.vocab))
     capped = 2 if plan.model.logit_softcap else 1
     return rows * s.vocab * (2 * 4 if s.element == 2 else capped * s.element)
@@ -222,6 +227,13 @@ def _final_norm_backward(plan: UnitPlan, s: Sizes) -> int:
 def _positions(plan: UnitPlan, s: Sizes) -> int:
     """The gradient of learned positions: of the whole table, before it is added to where it stays."""
     return plan.model.max_positions * s.hidden * s.element if plan.model.positions == "learned" else 0
+
+
+def _returned_gradients(plan: UnitPlan, s: Sizes, part: str) -> int:
+    """Gradients of a compiled block's weights, which its backward returns all together."""
+    if plan.layout.compile != "block" or plan.layout.tp > 1:  # maps that communicate write theirs
+        return 0
+    return sum(unit.padded for unit in plan.trained_units(part)) * s.element
 
 
 def _recomputed_from_input(plan: UnitPlan, s: Sizes, part: str, parts: list[str], apart: bool) -> int:

@@ -57,17 +57,28 @@ def gather(plan: UnitPlan, s: Sizes, width: int = 0) -> int:
     return (1 if plan.layout.micro == 1 else 2) * s.tokens * (width or s.hidden) * s.element
 
 
-def norm_forward(plan: UnitPlan, s: Sizes, elements: int) -> int:
-    """RMSNorm of bf16: the input, and its product with 1/rms, in fp32."""
-    return 2 * 4 * elements if plan.model.norm == "rmsnorm" and s.element == 2 else 0
+def fuses_norms(plan: UnitPlan) -> bool:
+    """Whether a norm is torch's own kernel, with no tensors beside its result (`ops/cuda/norm.py`)."""
+    return plan.model.norm != "rmsnorm" or (plan.backend == "nccl" and not plan.model.norm_zero_centered)
 
 
-def norm_backward(plan: UnitPlan, s: Sizes, elements: int) -> int:
+def norm_forward(plan: UnitPlan, s: Sizes, elements: int, compiled: bool = False) -> int:
+    """RMSNorm of bf16: the input, and its product with 1/rms, in fp32. compiled: whether it is in compiled code."""
+    return 0 if compiled or fuses_norms(plan) or s.element != 2 else 2 * 4 * elements
+
+
+def norm_backward(plan: UnitPlan, s: Sizes, elements: int, compiled: bool = False) -> int:
     """RMSNorm: normed input, its product with the gradient; for bf16 in fp32, with a copy of that. The result is one of
     these."""
-    if plan.model.norm != "rmsnorm":
+    if compiled or fuses_norms(plan):
         return elements * s.element
     return elements * (3 * 4 + 2 if s.element == 2 else 2 * s.element)
+
+
+def rolled(plan: UnitPlan, nbytes: int) -> int:
+    """Rotary embedding of queries or keys of so many bytes: the rotated part, rolled. On CUDA none
+    (`ops/cuda/rotary.py`)."""
+    return 0 if plan.backend == "nccl" else nbytes * plan.model.rotated // plan.model.head_dim
 
 
 def dropout(elements: int, rows: int) -> int:

@@ -40,7 +40,7 @@ from shardwise.model import ModelConfig
 from shardwise.ops.context import OpContext, Options
 from shardwise.ops.cpu.attention import short_attention
 from shardwise.ops.limits import optimizer_chunk
-from shardwise.ops.table import install
+from shardwise.ops.table import install, lower
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.output import rewrite_line
 from shardwise.runtime.job.rank import RankJob, leave, main
@@ -49,7 +49,7 @@ from shardwise.runtime.measure.hardware import settle
 from shardwise.runtime.measure.host import host_rates, of_all_ranks
 from shardwise.runtime.measure.samples import Probed, within_limits
 from shardwise.runtime.pipeline.stages import StageRunner
-from shardwise.runtime.tensor.loss import summed_cross_entropy
+from shardwise.runtime.tensor.loss import loss_form, summed_cross_entropy
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.process_group import gather_objects
@@ -236,6 +236,7 @@ def _add(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Ca
 def _norm(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
     norm = RMSNorm(shape[1], 1e-5).to(device, dtype)
     nn.init.ones_(norm.weight)
+    lower(norm, OpContext("", Options("train", device.type)))
     x, dy = _leaf((1, *shape), dtype, device), torch.randn(1, *shape, device=device).to(dtype)
     return lambda: torch.autograd.grad(x + norm(x), (x, norm.weight), dy)
 
@@ -250,6 +251,7 @@ def _rotation(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) 
     heads = shape[1] // 128
     config = MODEL.replace(hidden=shape[1], heads=heads, kv_heads=heads, head_dim=128, max_positions=shape[0])
     rope = Rope(config)
+    lower(rope, OpContext("", Options("train", device.type)))
     tables = rope.whole(torch.arange(shape[0], device=device)[None], dtype)
     x = _leaf((1, shape[0], heads, 128), dtype, device)
     dy = torch.randn_like(x)
@@ -264,8 +266,9 @@ def _softmax(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -
 
 def _loss(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
     x, targets = _leaf((1, *shape), dtype, device), torch.zeros(1, shape[0], dtype=torch.int64, device=device)
-    alone = _Alone()
-    return lambda: torch.autograd.grad(summed_cross_entropy(x, targets, 0, shape[1], alone), x)  # type: ignore[arg-type]
+    alone: Any = _Alone()
+    form = loss_form(device, None)
+    return lambda: torch.autograd.grad(summed_cross_entropy(x, targets, 0, shape[1], alone, form=form), x)
 
 
 def _packing(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:

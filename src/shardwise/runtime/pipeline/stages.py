@@ -19,7 +19,7 @@ from shardwise.ops.gradients import WeightGradient, WeightGradients
 from shardwise.ops.recompute import recompute
 from shardwise.runtime.offload.activations import OffloadedActivations, SavedTensors, batch_storages
 from shardwise.runtime.offload.file import OffloadFile
-from shardwise.runtime.tensor.loss import summed_cross_entropy
+from shardwise.runtime.tensor.loss import loss_form, summed_cross_entropy
 from shardwise.runtime.tensor.lowering import lower_for_training, vocabulary_range
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
@@ -114,6 +114,7 @@ class StageRunner:
         if plan.layout.offload_activations != "none":
             self.offloaded = OffloadedActivations(device, comms, self.engine.host, self.engine.lasting())
         self.vocabulary = vocabulary_range(plan)
+        self.loss_form = loss_form(device, plan.model.logit_softcap)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.parts = {name: part for name, part in self.decoder.parts() if name in plan.parts}
         self.moment: Callable[[list[WeightGradient]], object] = no_moment
@@ -131,7 +132,8 @@ class StageRunner:
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The summed loss of the valid tokens of a micro-batch."""
         with self.comms.in_phase("loss"):
-            return summed_cross_entropy(logits, targets, *self.vocabulary, self.comms, self.plan.model.logit_softcap)
+            cap = self.plan.model.logit_softcap
+            return summed_cross_entropy(logits, targets, *self.vocabulary, self.comms, cap, self.loss_form)
 
     def forward(self, stage: int, x: Tensor | None, batch: Batch) -> Tensor:
         """The forward pass of a stage, from what the stage before has sent (None for the first) to its own output.
@@ -186,7 +188,8 @@ class StageRunner:
             x.register_hook(lambda grad: finish())
         engine.use_unit("forward", name)
         with nullcontext() if saved is None else saved.saving():
-            if self.plan.layout.recompute == "full" and self.plan.kind(name) == "block":
+            again = self.plan.layout.recompute == "full" and self.plan.kind(name) == "block"
+            if again and not getattr(part, "recomputes", False):  # a compiled block may do so itself
                 assert x is not None
                 y = recompute(lambda x: part(x, batch), x)
             else:

@@ -68,12 +68,20 @@ class TrainProgram(StageRunner):
         """Called when the arithmetic of a step is done, before its exchange is waited for."""
         self.compile_seconds = 0.0
         if plan.layout.compile == "block" and plan.first_blocks:
-            from shardwise.runtime.compiling import compile_blocks  # brings in the compiler, which takes seconds
+            self._compile()
 
-            comms.pulse.work("the compilation of the blocks")
-            with self.engine.compile_guard(plan.first_blocks[0]):
-                self.compile_seconds = compile_blocks(self.decoder, plan, device)
-            self.expert_loads.forget()
+    def _compile(self) -> None:
+        from shardwise.runtime.compiling import compile_blocks, write_gradients  # brings in the compiler
+
+        plan = self.plan
+        self.comms.pulse.work("the compilation of the blocks")
+        with self.engine.compile_guard(plan.first_blocks[0]):
+            compiled = compile_blocks(self.decoder, plan, self.device)
+        self.compile_seconds = compiled.seconds
+        for name in plan.of_kind("block") if compiled.whole else ():
+            write_gradients(self.parts[name])
+            self.engine.overwrite(name)
+        self.expert_loads.forget()
 
     def step(
         self, micro_batches: list[tuple[Batch, Tensor]], lr: float, agrees: bool = True

@@ -205,6 +205,13 @@ class Engine:
                     assert isinstance(self.module.head.out, TiedLinear)
                     self.module.head.out.use(_leaf(weight, grad_slot))
 
+    def overwrite(self, part: str) -> None:
+        """From now on whatever computes `part`'s gradients adds each of them to its slot."""
+        for flat in self._trained(part):
+            flat.full_grads.take()  # views need memory
+            flat.overwrite(lambda placed: True)
+            flat.full_grads.free()
+
     @property
     def trained(self) -> list[FlatUnit]:
         """The units with gradients."""

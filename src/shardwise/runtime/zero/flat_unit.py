@@ -168,20 +168,26 @@ class FlatUnit:
 
     def make_grad_slots(self, overwrites: Callable[[Placed], bool]) -> list[GradSlot]:
         """A slot for each parameter's gradient. Those which are not overwritten, and the padding, must be emptied."""
-        grads, self.grad_slots = self.full_grads.take(), []
-        self._overwritten, self._added_to = [], []
-        at = 0  # start of the span of gradients that autograd adds to
-        for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True):
-            stop = start + placed.numel
-            self.grad_slots.append(GradSlot(grads[start:stop].view(placed.view)))
-            self.grad_slots[-1].empty = overwrites(placed)
-            if self.grad_slots[-1].empty:
-                self._overwritten.append(self.grad_slots[-1])
-                self._added_to += [grads[at:start]] if at < start else []
-                at = stop
-        self._added_to += [grads[at:]] if at < len(grads) else []
+        grads = self.full_grads.take()
+        self.grad_slots = [
+            GradSlot(grads[start : start + placed.numel].view(placed.view))
+            for start, placed in zip(self.unit.offsets, self.unit.placed, strict=True)
+        ]
+        self.overwrite(overwrites)
         self.full_grads.free()
         return self.grad_slots
+
+    def overwrite(self, overwrites: Callable[[Placed], bool]) -> None:
+        """Empty only what is not overwritten, from the next `allocate_grads` on."""
+        grads, self._overwritten, self._added_to = self.full_grads.tensor, [], []
+        at = 0  # start of the span of gradients that autograd adds to
+        for start, placed, slot in zip(self.unit.offsets, self.unit.placed, self.grad_slots, strict=True):
+            slot.empty = overwrites(placed)
+            if slot.empty:
+                self._overwritten.append(slot)
+                self._added_to += [grads[at:start]] if at < start else []
+                at = start + placed.numel
+        self._added_to += [grads[at:]] if at < len(grads) else []
 
     def allocate_grads(self) -> None:
         """Memory for what backward is about to add up, with nothing in it."""

@@ -33,7 +33,7 @@ from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
 from shardwise.runtime.zero.flat_unit import HOST, FlatUnit, Values, torch_dtype
 from shardwise.runtime.zero.int8_values import Int8Values
-from shardwise.runtime.zero.update import update
+from shardwise.runtime.zero.update import divides, update
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -117,8 +117,10 @@ class Optimizer:
         self.looks_at_norm = True
         self.steps = 0
         self._device = engine.device
-        self._steps = {device: torch.zeros((), device=device) for device in {self._device, HOST}}
+        self._steps = {device.type: torch.zeros((), device=device) for device in {self._device, HOST}}
         """Number of the update, on each device that updates."""
+        self._divisor = torch.ones((), device=self._device)
+        """Divisor of gradients that are clipped in the update's own kernel."""
         self._gradient = torch.empty(gradient_chunk(engine.plan), dtype=torch_dtype(engine.plan.master_dtype))
         """A chunk of offloaded gradients, converted and clipped."""
         self._sums_on_host = accumulates_on_host(engine.plan)
@@ -210,10 +212,11 @@ class Optimizer:
                 own = gradient
                 if gradient.dtype != master.dtype or gradient.device != master.device:
                     own = self._gradient[: len(master)].copy_(gradient) if away else gradient.to(master)
+                divisor = None
                 if coefficient < 1.0:
-                    own.mul_(coefficient)
-                number = self._steps[master.device]
-                update(self.kind, (master, own, *moments), number, self.config, lr, span.decay)
+                    divisor = self._clip(own, coefficient)
+                number = self._steps[master.device.type]
+                update(self.kind, (master, own, *moments), number, self.config, lr, span.decay, divisor)
                 if apart and flat.file is None:
                     flat.put(at, master)
                 at += len(master)
@@ -222,6 +225,13 @@ class Optimizer:
             flat.put(start, tensors[0])
         if self.engine.plan.layout.offload_home != "none":
             self._note_copies(flat, away, len(tensors[0]))
+
+    def _clip(self, gradient: Tensor, coefficient: float) -> Tensor | None:
+        """Scale a gradient, now or by the divisor that is returned for its update."""
+        if divides(self.kind, gradient):
+            return self._divisor.fill_(1 / coefficient)
+        gradient.mul_(coefficient)
+        return None
 
     def _note_copies(self, flat: FlatUnit, away: bool, elements: int) -> None:
         """Gradients have come to where their state is, and new weights have gone from there to where they are kept."""
