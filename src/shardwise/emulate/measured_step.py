@@ -1,0 +1,331 @@
+"""`measure_step`: time of a layout's step from one rank's real share on the device at hand, and the network model.
+
+Ranks without a pipeline: as many shares as the real run has ranks on this host run at once, each with the waits that
+the network model predicts; where their collectives meet, the slower one counts. A pipeline: every kind of rank runs its
+own computations, and the schedule's simulation (`schedule.pipeline.simulate`) composes the step from their times.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+from shardwise.cluster import Cluster
+from shardwise.cluster.catalog import machine_memory
+from shardwise.emulate.share_job import Share, ShareJob, ShareStep
+from shardwise.emulate.share_prices import SIZES, collectives_of, message_seconds, price_rows
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Mesh, Workload, check_runnable
+from shardwise.layout.units import Backend, UnitPlan, unit_plan
+from shardwise.model import ModelConfig
+from shardwise.report.step_report import LedgerRow, StepReport
+from shardwise.report.units import format_bytes
+from shardwise.runtime.dryrun import kind_of_work
+from shardwise.runtime.measure.job import whole
+from shardwise.schedule.pipeline.action import COMPUTE
+from shardwise.schedule.pipeline.simulate import simulate
+from shardwise.schedule.pipeline.times import Times
+
+WARM, REPEATS = 2, 5
+PROCESS_BYTES = 0.5e9
+"""Memory of a process with torch before it holds anything."""
+_TIMEOUT = 600.0
+
+
+@dataclass(frozen=True)
+class WaitSum:
+    """Waits of one share for one kind of collective in a step."""
+
+    op: str
+    axes: str
+    calls: int
+    predicted: float
+    """Seconds that the collectives last, hidden or not."""
+    waited: float
+    """Seconds for which the share stood still."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Time of a step, composed of measured arithmetic and predicted waits."""
+
+    seconds: float
+    """The median of `repeats`."""
+    repeats: tuple[float, ...]
+    """Seconds of each measured step."""
+    parts: dict[str, float]
+    """Seconds of arithmetic by part of the step, of the share that computes longest."""
+    waits: tuple[WaitSum, ...]
+    """Its waits for collectives."""
+    others: float
+    """Seconds for which it waits for other ranks: the bubble of a pipeline, or the slower ones where they meet."""
+    device: str
+    ranks: tuple[int, ...]
+    """Ranks of the layout whose shares ran."""
+    processes: int
+    """Shares that ran at once."""
+    warm: int
+    """Steps before those that count."""
+    ledger_differs: tuple[str, ...]
+    """Rows of the recorded ledger that the prediction does not have, or the other way round."""
+    notes: tuple[str, ...]
+    """What was not measured."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"low": min(self.repeats), "high": max(self.repeats)}
+
+
+@dataclass(frozen=True)
+class ShareSettings:
+    """Settings of a measurement. device: "cpu" or "cuda"; backend: of the real run's collectives; name: of the device,
+    where the processes do not know better."""
+
+    device: str
+    backend: Backend
+    name: str
+    warm: int = WARM
+    repeats: int = REPEATS
+
+
+def measure_step(
+    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, report: StepReport, settings: ShareSettings
+) -> MeasuredStep:
+    """Run the shares and compose the step. report: the layout's prediction with the backend of `settings`.
+
+    Raises `UserError` for a layout that cannot run in shares, a share that does not fit this machine, and a cluster
+    whose collectives have no price; `RunFailed` when a process dies.
+    """
+    check_measurable(layout, model, workload, cluster)
+    mesh, cores = Mesh.of(layout, model), len(os.sched_getaffinity(0))
+    on_host = min(layout.ranks, cluster.devices_per_node)
+    processes = 1 if settings.device == "cuda" else min(on_host, cores)
+    plans = [
+        unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=settings.backend)
+        for place in range(layout.pp)
+    ]
+    rounds = _rounds(plans, mesh, processes)
+    check_memory(report, mesh, rounds, settings.device)
+    collectives = collectives_of(cluster, layout)
+    ledgers = {rank: role.ledger for role in report.roles for rank in role.ranks}
+    background = settings.device == "cuda" or (settings.backend == "gloo" and cores > on_host)
+    shares: dict[int, Share] = {}
+    device = settings.name
+    for ranks in rounds:
+        prices = [row for rank in sorted(set(ranks)) for row in price_rows(collectives, mesh, rank, ledgers[rank])]
+        found = _run(model, layout, workload, settings, ranks, prices, background)
+        device = found["device"] or device
+        for share in map(Share.from_json, found["shares"]):
+            shares.setdefault(share.rank, share)
+    repeats = range(settings.repeats)
+    if layout.pp == 1:
+        seconds = tuple(meeting([share.steps[i] for share in shares.values()]) for i in repeats)
+    else:
+        overlap = settings.device == "cuda"
+        message = message_seconds(collectives, mesh, ledgers[0])
+        seconds = tuple(pipelined(plans, mesh, shares, i, message, overlap) for i in repeats)
+    busiest = max(shares.values(), key=lambda share: fmean(sum(step.parts.values()) for step in share.steps))
+    parts, waits = _parts(busiest), _waits(busiest)
+    others = median(seconds) - sum(parts.values()) - sum(wait.waited for wait in waits)
+    notes = _notes(layout, model, cluster, settings, on_host, cores, processes, background)
+    return MeasuredStep(
+        median(seconds), seconds, parts, waits, max(others, 0.0), device, tuple(sorted(shares)), processes,
+        settings.warm, differences(shares.values(), ledgers, bool(model.experts)), notes,
+    )  # fmt: skip
+
+
+def check_measurable(layout: Layout, model: ModelConfig, workload: Workload, cluster: Cluster) -> None:
+    """Raise `UserError` for what does not run in shares."""
+    check_runnable(layout, model, workload, cluster.devices)
+    if layout.sync != "allreduce":
+        raise UserError(f"--measure runs ranks that make every step together, not sync={layout.sync}: leave it out")
+    if layout.algorithm != "auto":
+        raise UserError(f"--measure replaces collectives by waits, so algorithm={layout.algorithm} cannot run: leave it out")
+    if "nvme" in (layout.offload_home, layout.offload_params):
+        raise UserError("--measure does not write state to disk: choose offload=cpu in place of nvme")
+
+
+def check_memory(report: StepReport, mesh: Mesh, rounds: Sequence[Sequence[int]], device: str) -> None:
+    """Raise `UserError` where the shares of a round do not fit this machine's memory, or the device's."""
+    peaks = {rank: (role.peak_bytes, role.host.total) for role in report.roles for rank in role.ranks}
+    if device == "cuda":
+        import torch
+
+        free = torch.cuda.mem_get_info(0)[0]
+        need = max(peaks[rank][0] for ranks in rounds for rank in ranks)
+        where = "free on the device at hand"
+    else:
+        free = machine_memory() or 0
+        need = max(sum(sum(peaks[rank]) + PROCESS_BYTES for rank in ranks) for ranks in rounds)
+        where = "in this machine's memory"
+    if free and need > free:
+        count = len(rounds[0])
+        raise UserError(
+            f"--measure: {count} share{'s' * (count > 1)} of this layout need{'s' * (count == 1)} {format_bytes(need)}, "
+            f"and {format_bytes(free)} are {where}: choose a smaller micro-batch, recompute=full or a finer split"
+        )
+
+
+def _rounds(plans: Sequence[UnitPlan], mesh: Mesh, processes: int) -> list[list[int]]:
+    """Ranks that run at once. Of a pipeline each kind of work once, and more of them as load up to `processes`."""
+    if len(plans) == 1:
+        return [list(range(processes))]
+    kinds: dict[str, int] = {}
+    for place, plan in enumerate(plans):
+        kinds.setdefault(kind_of_work(plan), mesh.rank(pp=place))
+    ranks = list(kinds.values())
+    rounds = [ranks[start : start + processes] for start in range(0, len(ranks), processes)]
+    return [(of_round * processes)[:processes] for of_round in rounds]
+
+
+def _run(
+    model: ModelConfig, layout: Layout, workload: Workload, settings: ShareSettings, ranks: list[int], prices: list[Any],
+    background: bool,
+) -> dict[str, Any]:  # fmt: skip
+    def job(out: str) -> dict[str, Any]:
+        return asdict(
+            ShareJob(
+                model=model.to_json(), layout=str(layout), workload=workload.to_json(), backend=settings.backend,
+                device=settings.device, ranks=ranks, sizes=SIZES, prices=prices, background=background,
+                warm=settings.warm, repeats=settings.repeats, timeout=_TIMEOUT, out=out,
+            )
+        )  # fmt: skip
+
+    found: dict[str, Any] = whole("shardwise.emulate.share", job, len(ranks))
+    return found
+
+
+def meeting(steps: Sequence[ShareStep]) -> float:
+    """Seconds of a step whose shares ran at once: at each collective those of a group meet, and the slowest counts.
+
+    Without the same collectives on all, the longest share's.
+    """
+    if len({tuple((wait.op, wait.axes) for wait in step.waits) for step in steps}) > 1:
+        return max(step.seconds for step in steps)
+    clocks, last = [0.0] * len(steps), [0.0] * len(steps)
+    for waits in zip(*(step.waits for step in steps), strict=True):
+        arrived: dict[tuple[int, ...], float] = defaultdict(float)
+        for i, wait in enumerate(waits):
+            clocks[i] += wait.start - last[i]
+            last[i] = wait.stop
+            arrived[wait.ranks] = max(arrived[wait.ranks], clocks[i])
+        clocks = [arrived[wait.ranks] + wait.stop - wait.start for wait in waits]
+    return max(clock + step.seconds - end for clock, step, end in zip(clocks, steps, last, strict=True))
+
+
+def pipelined(
+    plans: Sequence[UnitPlan], mesh: Mesh, shares: Mapping[int, Share], repeat: int, message: tuple[float, float],
+    overlap: bool,
+) -> float:  # fmt: skip
+    """Seconds of a pipeline's step, simulated from what each kind of rank took for its computations.
+
+    message: seconds of a message between stages, and of the tied table's. overlap: messages continue beside
+    computations.
+    """
+    schedule = plans[0].schedule
+    assert schedule is not None
+    ran = {kind_of_work(plan): plan for plan in reversed(plans) if mesh.rank(pp=plan.pp_rank) in shares}
+    times: dict[int, tuple[float, float, float]] = {}
+    for plan in plans:
+        same = ran[kind_of_work(plan)]
+        mine = stage_times(same, shares[mesh.rank(pp=same.pp_rank)].steps[repeat])
+        times |= dict(zip(plan.stages, mine.values(), strict=True))
+    forward, back, weight = zip(*(times[stage] for stage in range(schedule.stages)), strict=True)
+    steps = [share.steps[repeat] for share in shares.values()]
+    whole_schedule = simulate(
+        schedule, Times(forward, back, weight, hop=message[0], overlap=overlap, tied=message[1])
+    )
+    before, after = max(step.began for step in steps), max(step.seconds - step.ends[-1] for step in steps)
+    return before + whole_schedule.makespan + after
+
+
+def stage_times(plan: UnitPlan, step: ShareStep) -> dict[int, tuple[float, float, float]]:
+    """Stage -> mean seconds of its forward passes, of its inputs' gradients and of its weights'; where both gradients
+    are computed at once, they count as the inputs'."""
+    computations = [part for action in plan.actions if action.kind in COMPUTE for part in action.leaves()]
+    took: dict[tuple[int, str], list[float]] = defaultdict(list)
+    before = step.began
+    for part, end in zip(computations, step.ends, strict=True):
+        took[part.stage, part.kind].append(end - before)
+        before = end
+    means = {key: fmean(seconds) for key, seconds in took.items()}
+    return {
+        stage: (
+            means[stage, "F"],
+            means.get((stage, "I"), means.get((stage, "B"), 0.0)),
+            means.get((stage, "W"), 0.0) if (stage, "I") in means else 0.0,
+        )
+        for stage in plan.stages
+    }
+
+
+def _parts(share: Share) -> dict[str, float]:
+    names = sorted({name for step in share.steps for name in step.parts})
+    return {name: median(step.parts.get(name, 0.0) for step in share.steps) for name in names}
+
+
+def _waits(share: Share) -> tuple[WaitSum, ...]:
+    """Waits of the share by operation and axes, the median over its steps."""
+    kinds = sorted({(wait.op, wait.axes) for step in share.steps for wait in step.waits})
+    sums = []
+    for op, axes in kinds:
+        mine = [[wait for wait in step.waits if (wait.op, wait.axes) == (op, axes)] for step in share.steps]
+        sums.append(
+            WaitSum(
+                op, axes, round(median(map(len, mine))), median(sum(w.predicted for w in waits) for waits in mine),
+                median(sum(w.stop - w.start for w in waits) for waits in mine),
+            )
+        )  # fmt: skip
+    return tuple(sorted(sums, key=lambda wait: -wait.waited))
+
+
+def differences(
+    shares: Sequence[Share] | Any, ledgers: Mapping[int, Sequence[LedgerRow]], routed: bool
+) -> tuple[str, ...]:
+    """Rows of the recorded ledgers that differ from the predicted ones. routed: rows of tokens on their way to experts
+    differ from step to step, and count without their elements."""
+
+    def rows(ledger: Sequence[LedgerRow]) -> dict[LedgerRow, int]:
+        counts: dict[LedgerRow, int] = defaultdict(int)
+        for row in ledger:
+            bare = replace(row, elements=0, count=0) if routed and row.op == "all_to_all" else replace(row, count=0)
+            counts[bare] += row.count
+        return counts
+
+    wrong = set()
+    for share in shares:
+        seen, expected = rows([LedgerRow(*row) for row in share.ledger]), rows(ledgers[share.rank])
+        for row in seen.keys() | expected.keys():
+            if seen.get(row, 0) != expected.get(row, 0):
+                words = f"{row.phase} {row.op} over {row.axes} for {row.unit}, {row.elements} elements"
+                wrong.add(f"rank {share.rank}: {words}: {seen.get(row, 0)} recorded, {expected.get(row, 0)} predicted")
+    return tuple(sorted(wrong))
+
+
+def _notes(
+    layout: Layout, model: ModelConfig, cluster: Cluster, settings: ShareSettings, on_host: int, cores: int,
+    processes: int, background: bool,
+) -> tuple[str, ...]:  # fmt: skip
+    """What was not measured, a sentence each."""
+    notes = ["not measured: the network; its waits are predicted from the cluster's numbers"]
+    if layout.pp > 1:
+        notes.append(
+            "not measured: the pipeline's order; stages ran without waiting for each other, and the schedule's "
+            "simulation composed their times"
+        )
+    if settings.device == "cpu" and on_host > 1:
+        if processes < on_host:
+            notes.append(
+                f"the real run has {on_host} ranks on a host, this machine {cores} cores: {processes} shares ran at once, "
+                "so the load of the others on memory is missing"
+            )
+        if not background:
+            notes.append("collectives hide behind nothing: the ranks' own cores do their work")
+    if layout.ranks > processes and layout.pp == 1 and (layout.cp > 1 or model.experts):
+        notes.append("ranks whose share of attention or of experts is larger than those that ran may take longer")
+    if model.experts:
+        notes.append("routing to experts is that of a fresh model on random tokens: each rank gets as many rows as it sends")
+    return tuple(notes)
