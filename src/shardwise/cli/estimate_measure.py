@@ -1,5 +1,5 @@
-"""`shardwise estimate --measure`: one rank's real share of the layout runs on the device at hand, its collectives replaced
-by waits of the predicted length."""
+"""`shardwise estimate --measure`: one rank's real share of the layout runs on the device at hand, with waits of the
+predicted length in place of its collectives."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def measured_report(
     device = _device(args.device or "auto", cluster)
     backend = _backend(args.transport or "auto", cluster)
     report = estimate(model, layout, workload, cluster, backend=backend)
-    settings = ShareSettings(
-        device, backend, cpu_name() if device == "cpu" else "", repeats=args.repeats or REPEATS
-    )
+    settings = ShareSettings(device, backend, cpu_name() if device == "cpu" else "", repeats=args.repeats or REPEATS)
     words = f"running shares of {model.name} under {layout}"
     if sys.stderr.isatty():
         progress(words)
@@ -94,12 +92,14 @@ def _device(wanted: str, cluster: Cluster) -> Literal["cpu", "cuda"]:
             f"--device {wanted}: {cluster} has devices of kind {kind}, and a share runs on one of them; leave --device "
             "out, or name another --cluster"
         )
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"--measure runs shares on CPUs and CUDA devices, and {cluster} has others")
     if kind == "cuda" and not has_cuda():
         raise UserError(
             f"--measure runs a share on a device of {cluster}, and torch sees no CUDA device here: run it where there "
             "is one, or name a --cluster of CPUs"
         )
-    return kind
+    return "cuda" if kind == "cuda" else "cpu"
 
 
 def _backend(transport: str, cluster: Cluster) -> Backend:

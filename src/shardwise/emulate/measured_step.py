@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check_runnable
 from shardwise.layout.units import Backend, UnitPlan, unit_plan
 from shardwise.model import ModelConfig
+from shardwise.predict.time.network import Collectives
 from shardwise.report.step_report import LedgerRow, StepReport
 from shardwise.report.units import format_bytes
 from shardwise.runtime.dryrun import kind_of_work
@@ -91,50 +93,131 @@ class ShareSettings:
     repeats: int = REPEATS
 
 
-def measure_step(
-    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, report: StepReport, settings: ShareSettings
-) -> MeasuredStep:
-    """Run the shares and compose the step. report: the layout's prediction with the backend of `settings`.
+@dataclass(frozen=True)
+class SharePlan:
+    """Shares to run, and the composition of a step from what they took."""
+
+    model: ModelConfig
+    layout: Layout
+    workload: Workload
+    cluster: Cluster
+    settings: ShareSettings
+    ledgers: Mapping[int, Sequence[LedgerRow]]
+    """Predicted ledger of each rank."""
+    rounds: tuple[tuple[int, ...], ...]
+    """Ranks of the layout whose shares run at once."""
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return Mesh.of(self.layout, self.model)
+
+    @cached_property
+    def places(self) -> list[UnitPlan]:
+        """Plan of the first rank at each place of the pipeline."""
+        return places(self.model, self.layout, self.workload, self.settings.backend)
+
+    @cached_property
+    def collectives(self) -> Collectives:
+        return collectives_of(self.cluster, self.layout)
+
+    @property
+    def on_host(self) -> int:
+        """Ranks of the real run on one host."""
+        return min(self.layout.ranks, self.cluster.devices_per_node)
+
+    @property
+    def background(self) -> bool:
+        """Whether collectives continue while a rank computes: gloo's threads need cores that no rank computes on."""
+        spare = cores() > self.on_host
+        return self.settings.device == "cuda" or (self.settings.backend == "gloo" and spare)
+
+    def job(self, ranks: Sequence[int], out: str) -> ShareJob:
+        """The job of processes that play these ranks. out: file for what they find."""
+        priced = [
+            row
+            for rank in sorted(set(ranks))
+            for row in price_rows(self.collectives, self.mesh, rank, self.ledgers[rank])
+        ]
+        return ShareJob(
+            model=self.model.to_json(), layout=str(self.layout), workload=self.workload.to_json(),
+            backend=settings.backend, device=settings.device, ranks=list(ranks), sizes=SIZES, prices=priced,
+            background=self.background, warm=settings.warm, repeats=settings.repeats, timeout=_TIMEOUT, out=out,
+        )  # fmt: skip
+
+    def composed(self, shares: Mapping[int, Share], device: str = "") -> MeasuredStep:
+        """The step, from the share of each rank that ran. device: its name, as the processes have it."""
+        seconds = self._seconds(shares)
+        busiest = max(shares.values(), key=lambda share: fmean(sum(step.parts.values()) for step in share.steps))
+        parts, waits = _parts(busiest), _waits(busiest)
+        others = median(seconds) - sum(parts.values()) - sum(wait.waited for wait in waits)
+        return MeasuredStep(
+            median(seconds), seconds, parts, waits, max(others, 0.0), device or self.settings.name,
+            tuple(sorted(shares)), len(self.rounds[0]), self.settings.warm,
+            differences(shares.values(), self.ledgers, bool(self.model.experts)), _notes(self),
+        )  # fmt: skip
+
+    def _seconds(self, shares: Mapping[int, Share]) -> tuple[float, ...]:
+        """Seconds of each measured step."""
+        repeats = range(min(len(share.steps) for share in shares.values()))
+        if self.layout.pp == 1:
+            return tuple(meeting([share.steps[i] for share in shares.values()]) for i in repeats)
+        message, overlap = message_seconds(self.collectives, self.mesh, self.ledgers[0]), self.settings.device == "cuda"
+        return tuple(pipelined(self.places, self.mesh, shares, i, message, overlap) for i in repeats)
+
+
+def plan_shares(
+    model: ModelConfig,
+    layout: Layout,
+    workload: Workload,
+    cluster: Cluster,
+    report: StepReport,
+    settings: ShareSettings,
+) -> SharePlan:  # fmt: skip
+    """The shares that measure a layout. report: its prediction with the backend of `settings`.
 
     Raises `UserError` for a layout that cannot run in shares, a share that does not fit this machine, and a cluster
-    whose collectives have no price; `RunFailed` when a process dies.
+    whose collectives have no price.
     """
     check_measurable(layout, model, workload, cluster)
-    mesh, cores = Mesh.of(layout, model), len(os.sched_getaffinity(0))
     on_host = min(layout.ranks, cluster.devices_per_node)
-    processes = 1 if settings.device == "cuda" else min(on_host, cores)
-    plans = [
-        unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=settings.backend)
-        for place in range(layout.pp)
-    ]
-    rounds = _rounds(plans, mesh, processes)
-    check_memory(report, mesh, rounds, settings.device)
-    collectives = collectives_of(cluster, layout)
+    processes = 1 if settings.device == "cuda" else min(on_host, cores())
+    rounds = _rounds(places(model, layout, workload, settings.backend), Mesh.of(layout, model), processes)
+    check_memory(report, rounds, settings.device)
     ledgers = {rank: role.ledger for role in report.roles for rank in role.ranks}
-    background = settings.device == "cuda" or (settings.backend == "gloo" and cores > on_host)
+    collectives_of(cluster, layout)
+    return SharePlan(model, layout, workload, cluster, settings, ledgers, rounds)
+
+
+def measure_step(
+    model: ModelConfig,
+    layout: Layout,
+    workload: Workload,
+    cluster: Cluster,
+    report: StepReport,
+    settings: ShareSettings,
+) -> MeasuredStep:  # fmt: skip
+    """Run the shares and compose the step. Arguments and errors as for `plan_shares`; `RunFailed` when a process
+    dies."""
+    plan = plan_shares(model, layout, workload, cluster, report, settings)
     shares: dict[int, Share] = {}
-    device = settings.name
-    for ranks in rounds:
-        prices = [row for rank in sorted(set(ranks)) for row in price_rows(collectives, mesh, rank, ledgers[rank])]
-        found = _run(model, layout, workload, settings, ranks, prices, background)
-        device = found["device"] or device
+    device = ""
+    for ranks in plan.rounds:
+        found = whole("shardwise.emulate.share", lambda out, ranks=ranks: asdict(plan.job(ranks, out)), len(ranks))  # type: ignore[misc]
+        device = found["device"]
         for share in map(Share.from_json, found["shares"]):
             shares.setdefault(share.rank, share)
-    repeats = range(settings.repeats)
-    if layout.pp == 1:
-        seconds = tuple(meeting([share.steps[i] for share in shares.values()]) for i in repeats)
-    else:
-        overlap = settings.device == "cuda"
-        message = message_seconds(collectives, mesh, ledgers[0])
-        seconds = tuple(pipelined(plans, mesh, shares, i, message, overlap) for i in repeats)
-    busiest = max(shares.values(), key=lambda share: fmean(sum(step.parts.values()) for step in share.steps))
-    parts, waits = _parts(busiest), _waits(busiest)
-    others = median(seconds) - sum(parts.values()) - sum(wait.waited for wait in waits)
-    notes = _notes(layout, model, cluster, settings, on_host, cores, processes, background)
-    return MeasuredStep(
-        median(seconds), seconds, parts, waits, max(others, 0.0), device, tuple(sorted(shares)), processes,
-        settings.warm, differences(shares.values(), ledgers, bool(model.experts)), notes,
-    )  # fmt: skip
+    return plan.composed(shares, device)
+
+
+def places(model: ModelConfig, layout: Layout, workload: Workload, backend: Backend) -> list[UnitPlan]:
+    """Plan of the first rank at each place of the pipeline."""
+    mesh = Mesh.of(layout, model)
+    return [unit_plan(model, layout, workload, rank=mesh.rank(pp=at), backend=backend) for at in range(layout.pp)]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def check_measurable(layout: Layout, model: ModelConfig, workload: Workload, cluster: Cluster) -> None:
@@ -143,19 +226,21 @@ def check_measurable(layout: Layout, model: ModelConfig, workload: Workload, clu
     if layout.sync != "allreduce":
         raise UserError(f"--measure runs ranks that make every step together, not sync={layout.sync}: leave it out")
     if layout.algorithm != "auto":
-        raise UserError(f"--measure replaces collectives by waits, so algorithm={layout.algorithm} cannot run: leave it out")
+        raise UserError(
+            f"--measure replaces collectives by waits, so algorithm={layout.algorithm} cannot run: leave it out"
+        )
     if "nvme" in (layout.offload_home, layout.offload_params):
         raise UserError("--measure does not write state to disk: choose offload=cpu in place of nvme")
 
 
-def check_memory(report: StepReport, mesh: Mesh, rounds: Sequence[Sequence[int]], device: str) -> None:
+def check_memory(report: StepReport, rounds: Sequence[Sequence[int]], device: str) -> None:
     """Raise `UserError` where the shares of a round do not fit this machine's memory, or the device's."""
     peaks = {rank: (role.peak_bytes, role.host.total) for role in report.roles for rank in role.ranks}
     if device == "cuda":
         import torch
 
-        free = torch.cuda.mem_get_info(0)[0]
-        need = max(peaks[rank][0] for ranks in rounds for rank in ranks)
+        free: float = torch.cuda.mem_get_info(0)[0]
+        need = max(float(peaks[rank][0]) for ranks in rounds for rank in ranks)
         where = "free on the device at hand"
     else:
         free = machine_memory() or 0
@@ -163,39 +248,23 @@ def check_memory(report: StepReport, mesh: Mesh, rounds: Sequence[Sequence[int]]
         where = "in this machine's memory"
     if free and need > free:
         count = len(rounds[0])
+        words = f"{count} shares of this layout need" if count > 1 else "a share of this layout needs"
         raise UserError(
-            f"--measure: {count} share{'s' * (count > 1)} of this layout need{'s' * (count == 1)} {format_bytes(need)}, "
-            f"and {format_bytes(free)} are {where}: choose a smaller micro-batch, recompute=full or a finer split"
+            f"--measure: {words} {format_bytes(need)}, and {format_bytes(free)} are {where}: choose a smaller "
+            "micro-batch, recompute=full or a finer split"
         )
 
 
-def _rounds(plans: Sequence[UnitPlan], mesh: Mesh, processes: int) -> list[list[int]]:
+def _rounds(plans: Sequence[UnitPlan], mesh: Mesh, processes: int) -> tuple[tuple[int, ...], ...]:
     """Ranks that run at once. Of a pipeline each kind of work once, and more of them as load up to `processes`."""
     if len(plans) == 1:
-        return [list(range(processes))]
+        return (tuple(range(processes)),)
     kinds: dict[str, int] = {}
     for place, plan in enumerate(plans):
         kinds.setdefault(kind_of_work(plan), mesh.rank(pp=place))
     ranks = list(kinds.values())
     rounds = [ranks[start : start + processes] for start in range(0, len(ranks), processes)]
-    return [(of_round * processes)[:processes] for of_round in rounds]
-
-
-def _run(
-    model: ModelConfig, layout: Layout, workload: Workload, settings: ShareSettings, ranks: list[int], prices: list[Any],
-    background: bool,
-) -> dict[str, Any]:  # fmt: skip
-    def job(out: str) -> dict[str, Any]:
-        return asdict(
-            ShareJob(
-                model=model.to_json(), layout=str(layout), workload=workload.to_json(), backend=settings.backend,
-                device=settings.device, ranks=ranks, sizes=SIZES, prices=prices, background=background,
-                warm=settings.warm, repeats=settings.repeats, timeout=_TIMEOUT, out=out,
-            )
-        )  # fmt: skip
-
-    found: dict[str, Any] = whole("shardwise.emulate.share", job, len(ranks))
-    return found
+    return tuple(tuple((of_round * processes)[:processes]) for of_round in rounds)
 
 
 def meeting(steps: Sequence[ShareStep]) -> float:
@@ -235,9 +304,7 @@ def pipelined(
         times |= dict(zip(plan.stages, mine.values(), strict=True))
     forward, back, weight = zip(*(times[stage] for stage in range(schedule.stages)), strict=True)
     steps = [share.steps[repeat] for share in shares.values()]
-    whole_schedule = simulate(
-        schedule, Times(forward, back, weight, hop=message[0], overlap=overlap, tied=message[1])
-    )
+    whole_schedule = simulate(schedule, Times(forward, back, weight, hop=message[0], overlap=overlap, tied=message[1]))
     before, after = max(step.began for step in steps), max(step.seconds - step.ends[-1] for step in steps)
     return before + whole_schedule.makespan + after
 
@@ -282,9 +349,7 @@ def _waits(share: Share) -> tuple[WaitSum, ...]:
     return tuple(sorted(sums, key=lambda wait: -wait.waited))
 
 
-def differences(
-    shares: Sequence[Share] | Any, ledgers: Mapping[int, Sequence[LedgerRow]], routed: bool
-) -> tuple[str, ...]:
+def differences(shares: Iterable[Share], ledgers: Mapping[int, Sequence[LedgerRow]], routed: bool) -> tuple[str, ...]:
     """Rows of the recorded ledgers that differ from the predicted ones. routed: rows of tokens on their way to experts
     differ from step to step, and count without their elements."""
 
@@ -305,27 +370,27 @@ def differences(
     return tuple(sorted(wrong))
 
 
-def _notes(
-    layout: Layout, model: ModelConfig, cluster: Cluster, settings: ShareSettings, on_host: int, cores: int,
-    processes: int, background: bool,
-) -> tuple[str, ...]:  # fmt: skip
+def _notes(plan: SharePlan) -> tuple[str, ...]:
     """What was not measured, a sentence each."""
+    layout, model, on_host, at_once = plan.layout, plan.model, plan.on_host, len(plan.rounds[0])
     notes = ["not measured: the network; its waits are predicted from the cluster's numbers"]
     if layout.pp > 1:
         notes.append(
             "not measured: the pipeline's order; stages ran without waiting for each other, and the schedule's "
             "simulation composed their times"
         )
-    if settings.device == "cpu" and on_host > 1:
-        if processes < on_host:
+    if plan.settings.device == "cpu" and on_host > 1:
+        if at_once < on_host:
             notes.append(
-                f"the real run has {on_host} ranks on a host, this machine {cores} cores: {processes} shares ran at once, "
-                "so the load of the others on memory is missing"
+                f"not measured: {on_host} ranks on one host; on {cores()} cores {at_once} shares ran at once, without "
+                "the others' load on memory"
             )
-        if not background:
+        if not plan.background:
             notes.append("collectives hide behind nothing: the ranks' own cores do their work")
-    if layout.ranks > processes and layout.pp == 1 and (layout.cp > 1 or model.experts):
-        notes.append("ranks whose share of attention or of experts is larger than those that ran may take longer")
+    if layout.ranks > at_once and layout.pp == 1 and (layout.cp > 1 or model.experts):
+        notes.append("not measured: ranks with a larger part of attention or of experts than those that ran")
     if model.experts:
-        notes.append("routing to experts is that of a fresh model on random tokens: each rank gets as many rows as it sends")
+        notes.append(
+            "routing to experts is that of a fresh model on random tokens, and each rank gets as many rows as it sends"
+        )
     return tuple(notes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -64,12 +65,15 @@ class ShareRecorder(TimelineRecorder):
 
     def __init__(self, program: TrainProgram, prices: Prices) -> None:
         super().__init__(program)
-        self._prices, self._ends = prices, []  # type: ignore[var-annotated]
+        self._prices = prices
+        self._ends: list[Any] = []
         comms = program.comms
-        self._groups = {comms.mesh.name(axes): comms.mesh.group(axes, comms.rank) for axes in axes_of(program.plan.model)}
+        self._groups = {
+            comms.mesh.name(axes): comms.mesh.group(axes, comms.rank) for axes in axes_of(program.plan.model)
+        }
         program.moment = lambda kept: self._ends.append(self.now())
 
-    def step(self, before: float) -> ShareStep:
+    def share_step(self, before: float) -> ShareStep:
         """The step, once it is over. before: seconds of the preparation of its micro-batches."""
         end = self.since_start(self._end)
         parts: dict[str, float] = defaultdict(float)
@@ -95,7 +99,9 @@ class ShareRecorder(TimelineRecorder):
                 continue
             ranks = self._groups[axes]
             predicted = self._prices.seconds(op, elements * DTYPE_BYTES[dtype], ranks)
-            waits.append(ShareWait(op, axes, ranks, predicted, self._seconds(flight.waited), self._seconds(flight.back)))
+            waits.append(
+                ShareWait(op, axes, ranks, predicted, self._seconds(flight.waited), self._seconds(flight.back))
+            )
         return sorted(waits, key=lambda wait: wait.start)
 
 
@@ -115,7 +121,9 @@ class ShareRun:
         )
         steps = job.warm + job.repeats
         eos = 0 if self.workload.isolate_documents else None
-        tokens = np.random.default_rng(SEED).integers(0, model.vocab, steps * self.workload.batch * self.workload.seq + 1)
+        tokens = np.random.default_rng(SEED).integers(
+            0, model.vocab, steps * self.workload.batch * self.workload.seq + 1
+        )
         sampler = Sampler(tokens, self.workload.seq, SEED, eos=eos)
         self.batches = Batches(plan, sampler, mesh.index(REPLICA + DP, rank), self.device)
 
@@ -126,9 +134,15 @@ class ShareRun:
         batch = self.workload.batch
         micro_batches = self.batches.step(number * batch, batch, random.key(SEED, "dropout", number))
         before = time.perf_counter() - started
-        with ShareRecorder(self.program, self.prices) as recorder:
+        recorder = ShareRecorder(self.program, self.prices)
+        with recorder:
             self.program.step(micro_batches, self.config.lr)
-        return recorder.step(before)
+        return recorder.share_step(before)
+
+    def to_json(self, steps: Sequence[ShareStep]) -> dict[str, Any]:
+        """Measured steps, as `Share.from_json` reads them, with the ledger of the last one."""
+        ledger = [astuple(row) for row in self.program.comms.ledger()]
+        return {"rank": self.program.comms.rank, "steps": [asdict(step) for step in steps], "ledger": ledger}
 
 
 def run(process: int, job: ShareJob) -> None:
@@ -142,9 +156,7 @@ def run(process: int, job: ShareJob) -> None:
         if process == 0:
             rewrite_line(f"ranks {', '.join(map(str, job.ranks))}: step {number + 1} of {total}")
         steps.append(share.step(number))
-    ledger = [astuple(row) for row in share.program.comms.ledger()]
-    mine = {"rank": job.ranks[process], "steps": [asdict(step) for step in steps[job.warm :]], "ledger": ledger}
-    every = gather_objects(mine)
+    every = gather_objects(share.to_json(steps[job.warm :]))
     if process == 0:
         rewrite_line("")
         name = torch.cuda.get_device_name(0) if job.device == "cuda" else ""
