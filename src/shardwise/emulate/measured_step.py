@@ -138,6 +138,7 @@ class SharePlan:
             for rank in sorted(set(ranks))
             for row in price_rows(self.collectives, self.mesh, rank, self.ledgers[rank])
         ]
+        settings = self.settings
         return ShareJob(
             model=self.model.to_json(), layout=str(self.layout), workload=self.workload.to_json(),
             backend=settings.backend, device=settings.device, ranks=list(ranks), sizes=SIZES, prices=priced,
