@@ -17,11 +17,9 @@ from shardwise.emulate.measured_step import (
     MeasuredStep,
     ShareSettings,
     check_memory,
-    differences,
     measure_step,
-    meeting,
-    stage_times,
 )
+from shardwise.emulate.share_composition import differences, meeting, stage_times
 from shardwise.emulate.share_job import Share, ShareJob, ShareStep, ShareWait
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan

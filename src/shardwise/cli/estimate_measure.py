@@ -4,11 +4,10 @@ predicted length in place of its collectives."""
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Literal
 
 from shardwise.cli.calibrate_device import cpu_name
-from shardwise.cli.output import progress, working
+from shardwise.cli.output import progress
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
@@ -71,15 +70,11 @@ def measured_report(
     backend = _backend(args.transport or "auto", cluster)
     report = estimate(model, layout, workload, cluster, backend=backend)
     settings = ShareSettings(device, backend, cpu_name() if device == "cpu" else "", repeats=args.repeats or REPEATS)
-    words = f"running shares of {model.name} under {layout}"
-    if sys.stderr.isatty():
-        progress(words)
-        measured = measure_step(model, layout, workload, cluster, report, settings)
+    progress(f"running shares of {model.name} under {layout}")
+    try:
+        return report, measure_step(model, layout, workload, cluster, report, settings)
+    finally:
         progress()
-    else:
-        with working(words):
-            measured = measure_step(model, layout, workload, cluster, report, settings)
-    return report, measured
 
 
 def _device(wanted: str, cluster: Cluster) -> Literal["cpu", "cuda"]:

@@ -8,16 +8,16 @@ own computations, and the schedule's simulation (`schedule.pipeline.simulate`) c
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import machine_memory
-from shardwise.emulate.share_job import Share, ShareJob, ShareStep
+from shardwise.emulate.share_composition import WaitSum, differences, meeting, parts_of, pipelined, waits_of
+from shardwise.emulate.share_job import Share, ShareJob
 from shardwise.emulate.share_prices import SIZES, collectives_of, message_seconds, price_rows
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check_runnable
@@ -28,27 +28,11 @@ from shardwise.report.step_report import LedgerRow, StepReport
 from shardwise.report.units import format_bytes
 from shardwise.runtime.dryrun import kind_of_work
 from shardwise.runtime.measure.job import whole
-from shardwise.schedule.pipeline.action import COMPUTE
-from shardwise.schedule.pipeline.simulate import simulate
-from shardwise.schedule.pipeline.times import Times
 
 WARM, REPEATS = 2, 5
 PROCESS_BYTES = 0.5e9
 """Memory of a process with torch before it holds anything."""
 _TIMEOUT = 600.0
-
-
-@dataclass(frozen=True)
-class WaitSum:
-    """Waits of one share for one kind of collective in a step."""
-
-    op: str
-    axes: str
-    calls: int
-    predicted: float
-    """Seconds that the collectives last, hidden or not."""
-    waited: float
-    """Seconds for which the share stood still."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +133,7 @@ class SharePlan:
         """The step, from the share of each rank that ran. device: its name, as the processes have it."""
         seconds = self._seconds(shares)
         busiest = max(shares.values(), key=lambda share: fmean(sum(step.parts.values()) for step in share.steps))
-        parts, waits = _parts(busiest), _waits(busiest)
+        parts, waits = parts_of(busiest), waits_of(busiest)
         others = median(seconds) - sum(parts.values()) - sum(wait.waited for wait in waits)
         return MeasuredStep(
             median(seconds), seconds, parts, waits, max(others, 0.0), device or self.settings.name,
@@ -268,113 +252,16 @@ def _rounds(plans: Sequence[UnitPlan], mesh: Mesh, processes: int) -> tuple[tupl
     return tuple(tuple((of_round * processes)[:processes]) for of_round in rounds)
 
 
-def meeting(steps: Sequence[ShareStep]) -> float:
-    """Seconds of a step whose shares ran at once: at each collective those of a group meet, and the slowest counts.
-
-    Without the same collectives on all, the longest share's.
-    """
-    if len({tuple((wait.op, wait.axes) for wait in step.waits) for step in steps}) > 1:
-        return max(step.seconds for step in steps)
-    clocks, last = [0.0] * len(steps), [0.0] * len(steps)
-    for waits in zip(*(step.waits for step in steps), strict=True):
-        arrived: dict[tuple[int, ...], float] = defaultdict(float)
-        for i, wait in enumerate(waits):
-            clocks[i] += wait.start - last[i]
-            last[i] = wait.stop
-            arrived[wait.ranks] = max(arrived[wait.ranks], clocks[i])
-        clocks = [arrived[wait.ranks] + wait.stop - wait.start for wait in waits]
-    return max(clock + step.seconds - end for clock, step, end in zip(clocks, steps, last, strict=True))
-
-
-def pipelined(
-    plans: Sequence[UnitPlan], mesh: Mesh, shares: Mapping[int, Share], repeat: int, message: tuple[float, float],
-    overlap: bool,
-) -> float:  # fmt: skip
-    """Seconds of a pipeline's step, simulated from what each kind of rank took for its computations.
-
-    message: seconds of a message between stages, and of the tied table's. overlap: messages continue beside
-    computations.
-    """
-    schedule = plans[0].schedule
-    assert schedule is not None
-    ran = {kind_of_work(plan): plan for plan in reversed(plans) if mesh.rank(pp=plan.pp_rank) in shares}
-    times: dict[int, tuple[float, float, float]] = {}
-    for plan in plans:
-        same = ran[kind_of_work(plan)]
-        mine = stage_times(same, shares[mesh.rank(pp=same.pp_rank)].steps[repeat])
-        times |= dict(zip(plan.stages, mine.values(), strict=True))
-    forward, back, weight = zip(*(times[stage] for stage in range(schedule.stages)), strict=True)
-    steps = [share.steps[repeat] for share in shares.values()]
-    whole_schedule = simulate(schedule, Times(forward, back, weight, hop=message[0], overlap=overlap, tied=message[1]))
-    before, after = max(step.began for step in steps), max(step.seconds - step.ends[-1] for step in steps)
-    return before + whole_schedule.makespan + after
-
-
-def stage_times(plan: UnitPlan, step: ShareStep) -> dict[int, tuple[float, float, float]]:
-    """Stage -> mean seconds of its forward passes, of its inputs' gradients and of its weights'; where both gradients
-    are computed at once, they count as the inputs'."""
-    computations = [part for action in plan.actions if action.kind in COMPUTE for part in action.leaves()]
-    took: dict[tuple[int, str], list[float]] = defaultdict(list)
-    before = step.began
-    for part, end in zip(computations, step.ends, strict=True):
-        took[part.stage, part.kind].append(end - before)
-        before = end
-    means = {key: fmean(seconds) for key, seconds in took.items()}
-    return {
-        stage: (
-            means[stage, "F"],
-            means.get((stage, "I"), means.get((stage, "B"), 0.0)),
-            means.get((stage, "W"), 0.0) if (stage, "I") in means else 0.0,
-        )
-        for stage in plan.stages
-    }
-
-
-def _parts(share: Share) -> dict[str, float]:
-    names = sorted({name for step in share.steps for name in step.parts})
-    return {name: median(step.parts.get(name, 0.0) for step in share.steps) for name in names}
-
-
-def _waits(share: Share) -> tuple[WaitSum, ...]:
-    """Waits of the share by operation and axes, the median over its steps."""
-    kinds = sorted({(wait.op, wait.axes) for step in share.steps for wait in step.waits})
-    sums = []
-    for op, axes in kinds:
-        mine = [[wait for wait in step.waits if (wait.op, wait.axes) == (op, axes)] for step in share.steps]
-        sums.append(
-            WaitSum(
-                op, axes, round(median(map(len, mine))), median(sum(w.predicted for w in waits) for waits in mine),
-                median(sum(w.stop - w.start for w in waits) for waits in mine),
-            )
-        )  # fmt: skip
-    return tuple(sorted(sums, key=lambda wait: -wait.waited))
-
-
-def differences(shares: Iterable[Share], ledgers: Mapping[int, Sequence[LedgerRow]], routed: bool) -> tuple[str, ...]:
-    """Rows of the recorded ledgers that differ from the predicted ones. routed: rows of tokens on their way to experts
-    differ from step to step, and count without their elements."""
-
-    def rows(ledger: Sequence[LedgerRow]) -> dict[LedgerRow, int]:
-        counts: dict[LedgerRow, int] = defaultdict(int)
-        for row in ledger:
-            bare = replace(row, elements=0, count=0) if routed and row.op == "all_to_all" else replace(row, count=0)
-            counts[bare] += row.count
-        return counts
-
-    wrong = set()
-    for share in shares:
-        seen, expected = rows([LedgerRow(*row) for row in share.ledger]), rows(ledgers[share.rank])
-        for row in seen.keys() | expected.keys():
-            if seen.get(row, 0) != expected.get(row, 0):
-                words = f"{row.phase} {row.op} over {row.axes} for {row.unit}, {row.elements} elements"
-                wrong.add(f"rank {share.rank}: {words}: {seen.get(row, 0)} recorded, {expected.get(row, 0)} predicted")
-    return tuple(sorted(wrong))
-
-
 def _notes(plan: SharePlan) -> tuple[str, ...]:
     """What was not measured, a sentence each."""
     layout, model, on_host, at_once = plan.layout, plan.model, plan.on_host, len(plan.rounds[0])
     notes = ["not measured: the network; its waits are predicted from the cluster's numbers"]
+    if (
+        plan.settings.backend == "gloo"
+        and plan.cluster.nodes == 1
+        and "--transport gloo" not in plan.cluster.device.source
+    ):
+        notes.append("the cluster's collectives were not calibrated over gloo (calibrate device --transport gloo)")
     if layout.pp > 1:
         notes.append(
             "not measured: the pipeline's order; stages ran without waiting for each other, and the schedule's "

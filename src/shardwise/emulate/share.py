@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from shardwise.runtime.job.setup import axes_of
 from shardwise.runtime.measure.timeline import TimelineRecorder
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.transport.process_group import gather_objects
-from shardwise.runtime.transport.waits import DeviceTimer, HostTimer, ShareComms, Timer
+from shardwise.runtime.transport.waits import HostTimer, ShareComms, device_timer
 
 SEED = 0
 PARTS = {
@@ -112,7 +113,7 @@ class ShareRun:
         model, layout = ModelConfig.from_json(job.model), Layout.parse(job.layout)
         self.workload = Workload(**job.workload)
         self.device = torch.device("cuda", 0) if job.device == "cuda" else torch.device("cpu")
-        timer: Timer = HostTimer(job.background) if self.device.type == "cpu" else DeviceTimer(self.device)
+        timer = partial(HostTimer, job.background) if self.device.type == "cpu" else device_timer(self.device)
         self.prices, mesh, self.config = Prices(job), Mesh.of(layout, model), OptimizerConfig()
         comms = ShareComms(mesh, rank, axes_of(model), self.prices.seconds, timer, job.backend)  # type: ignore[arg-type]
         plan = unit_plan(model, layout, self.workload, rank=rank, backend=comms.backend)

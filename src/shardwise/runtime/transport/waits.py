@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -84,11 +85,13 @@ def wait_until(ends: float) -> None:
 
 
 class DeviceTimer:
-    """Waits of a CUDA device: timed kernels, one after another, in a stream beside the computation."""
+    """Waits of a CUDA device for one group: timed kernels, one after another, in a stream beside the computation.
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._rate = cycles_per_second(device)
+    rate: cycles per second of the device's timed kernel.
+    """
+
+    def __init__(self, device: torch.device, rate: float) -> None:
+        self.stream, self._rate = torch.cuda.Stream(device), rate
 
     def start(self, seconds: float, make: Callable[[], object], tensors: Sequence[Tensor], last: bool) -> Work:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -118,6 +121,11 @@ class DeviceWait:
 
     def is_completed(self) -> bool:
         return bool(self._done.query())
+
+
+def device_timer(device: torch.device) -> Callable[[], Timer]:
+    """What makes timers of a device, whose clock is measured once."""
+    return partial(DeviceTimer, device, cycles_per_second(device))
 
 
 def cycles_per_second(device: torch.device) -> float:
@@ -216,13 +224,19 @@ class WaitTransport(Transport):
 
 class ShareComms(Comms):
     """`Comms` of one rank of a layout, whose collectives are waits: whatever processes there are, none of them is a
-    peer. rank: of the layout. backend: what the real ranks would use."""
+    peer. rank: of the layout. timer: makes a group's. backend: what the real ranks would use."""
 
     def __init__(
-        self, mesh: Mesh, rank: int, axes: tuple[Axes, ...], seconds: Seconds, timer: Timer, backend: Backend
+        self,
+        mesh: Mesh,
+        rank: int,
+        axes: tuple[Axes, ...],
+        seconds: Seconds,
+        timer: Callable[[], Timer],
+        backend: Backend,
     ) -> None:
         def connect(group: object, ranks: tuple[int, ...]) -> Transport:
-            return WaitTransport(ranks, ranks.index(rank), seconds, timer, "waits")
+            return WaitTransport(ranks, ranks.index(rank), seconds, timer(), "waits")
 
         super().__init__(mesh, rank, axes, timeout=60.0, backend=backend, connect=connect)
         self.moves_data = True
