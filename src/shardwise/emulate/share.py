@@ -50,7 +50,7 @@ PARTS = {
 """First word of what a timeline says that a rank computes -> the part of the step; else "rest"."""
 
 
-class Prices:
+class PriceTable:
     """Seconds of collectives, from a job's table. nearest sizes are interpolated."""
 
     def __init__(self, job: ShareJob) -> None:
@@ -64,7 +64,7 @@ class Prices:
 class ShareRecorder(TimelineRecorder):
     """Timeline of one step of a share, with its waits and the ends of a pipeline's computations."""
 
-    def __init__(self, program: TrainProgram, prices: Prices) -> None:
+    def __init__(self, program: TrainProgram, prices: PriceTable) -> None:
         super().__init__(program)
         self._prices = prices
         self._ends: list[Any] = []
@@ -114,7 +114,7 @@ class ShareRun:
         self.workload = Workload(**job.workload)
         self.device = torch.device("cuda", 0) if job.device == "cuda" else torch.device("cpu")
         timer = partial(HostTimer, job.background) if self.device.type == "cpu" else device_timer(self.device)
-        self.prices, mesh, self.config = Prices(job), Mesh.of(layout, model), OptimizerConfig()
+        self.prices, mesh, self.config = PriceTable(job), Mesh.of(layout, model), OptimizerConfig()
         comms = ShareComms(mesh, rank, axes_of(model), self.prices.seconds, timer, job.backend)  # type: ignore[arg-type]
         plan = unit_plan(model, layout, self.workload, rank=rank, backend=comms.backend)
         self.program = TrainProgram(
