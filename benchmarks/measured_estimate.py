@@ -1,6 +1,6 @@
 """`estimate --measure` beside real training: step times of 12 layouts of at most two ranks on this machine, by turns.
 
-    python benchmarks/measured_estimate.py [--layouts WORD ...] [--rounds 9] [--seconds 60] [--json FILE]
+    python benchmarks/measured_estimate.py [--layouts WORD ...] [--rounds 9] [--seconds 45] [--json FILE]
 
 First `calibrate device --ranks 2` measures this machine over shared memory and over gloo. Then, for each layout, its
 ranks build both: the program that `train` steps (its settings, transport and thread count) and the share that `estimate
@@ -55,7 +55,7 @@ from shardwise.runtime.pipeline.step import TrainProgram
 
 MODEL = ModelConfig("measured", vocab=2048, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)
 ROUTED = MODEL.replace(name="measured-experts", experts=Experts(count=4, active=2, ffn=352))
-WORKLOAD = Workload(seq=256, batch=16)
+WORKLOAD = Workload(seq=256, batch=8)
 CASES: tuple[tuple[str, Backend], ...] = (
     ("dp=1,micro=4,precision=fp32", "shared"),
     ("dp=2,micro=4,precision=fp32", "shared"),
@@ -222,7 +222,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", metavar="WORD", help="only those whose text contains one of the words")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each that count (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each calibration (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of each calibration (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the table, raw times, machine and date here")
     args = parser.parse_args()
     if args.rounds < 2:
