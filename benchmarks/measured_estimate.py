@@ -8,8 +8,9 @@ ranks build both: the program that `train` steps (its settings, transport and th
 order, so that a machine whose speed drifts is as fast for both.
 
 Real: from the first rank's start to the last rank's end, with the preparation of its micro-batches. Measured: what
-`estimate --measure` composes of the shares' steps. Plain: `estimate` with the calibrated cluster. An error compares
-medians over the rounds; the spread is half the distance between the quartiles of the real steps over their median.
+`estimate --measure` composes of the shares' steps. Plain: `estimate` with the calibrated cluster. The error is the
+median over the rounds of measured over real, less 1; that of the plain estimate compares it with the real median. The
+spread is half the distance between the quartiles of the real steps over their median.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        return statistics.median(self.measured) / statistics.median(self.real) - 1
+        return statistics.median(m / r for m, r in zip(self.measured, self.real, strict=True)) - 1
 
     @property
     def plain_error(self) -> float:
