@@ -166,7 +166,7 @@ def test_results_are_made_of_the_own_part():
 
 def step(seconds: float, *waits: tuple[float, float], ranks=(0, 1), **more) -> ShareStep:
     rows = tuple(ShareWait("all_reduce", "tp", ranks, stop - start, start, stop) for start, stop in waits)
-    return ShareStep(seconds, {"forward": seconds}, rows, more.get("began", 0.0), more.get("ends", ()))
+    return ShareStep(seconds, {"forward": seconds}, rows, more.get("began", 0.0), more.get("spans", ()))
 
 
 def test_shares_meet_where_their_collectives_do():
@@ -184,10 +184,11 @@ def test_shares_meet_where_their_collectives_do():
 
 def test_stages_take_the_mean_of_their_computations():
     plan = unit_plan(get("tiny-llama"), Layout.parse("pp=2,precision=fp32"), Workload(SEQ, 4), rank=1)
-    # The last stage's F I W F I W ..., from second 5 on: 1, 2 and 4 seconds; a half more in every second micro-batch.
-    ends = tuple(5.0 + 7 * micro + 0.5 * (micro // 2) + took for micro in range(4) for took in (1.0, 3.0, 7.0))
-    ends = tuple(end + (0.5 if index // 3 in (1, 3) and index % 3 == 2 else 0.0) for index, end in enumerate(ends))
-    assert stage_times(plan, step(40.0, began=5.0, ends=ends)) == {1: pytest.approx((1.0, 2.0, 4.25))}
+    # The last stage's F I W F I W ..., 1, 2 and 4 seconds, between idle times; a half more in every second micro-batch.
+    spans = [
+        (10.0 * m + at, 10.0 * m + at + took) for m in range(4) for at, took in ((0, 1.0), (2, 2.0), (5, 4.0 + m % 2))
+    ]
+    assert stage_times(plan, step(40.0, spans=tuple(spans))) == {1: pytest.approx((1.0, 2.0, 4.5))}
 
 
 def test_a_ledger_that_differs_is_named():

@@ -104,6 +104,11 @@ class SharePlan:
     def collectives(self) -> Collectives:
         return collectives_of(self.cluster, self.layout)
 
+    @cached_property
+    def message(self) -> tuple[float, float]:
+        """Seconds of a message between two stages of a pipeline, and of the tied table's gradients."""
+        return message_seconds(self.collectives, self.mesh, self.ledgers[0]) if self.layout.pp > 1 else (0.0, 0.0)
+
     @property
     def on_host(self) -> int:
         """Ranks of the real run on one host."""
@@ -126,7 +131,8 @@ class SharePlan:
         return ShareJob(
             model=self.model.to_json(), layout=str(self.layout), workload=self.workload.to_json(),
             backend=settings.backend, device=settings.device, ranks=list(ranks), sizes=SIZES, prices=priced,
-            background=self.background, warm=settings.warm, repeats=settings.repeats, timeout=_TIMEOUT, out=out,
+            message=self.message, background=self.background, warm=settings.warm, repeats=settings.repeats,
+            timeout=_TIMEOUT, out=out,
         )  # fmt: skip
 
     def composed(self, shares: Mapping[int, Share], device: str = "") -> MeasuredStep:
@@ -146,8 +152,8 @@ class SharePlan:
         repeats = range(min(len(share.steps) for share in shares.values()))
         if self.layout.pp == 1:
             return tuple(meeting([share.steps[i] for share in shares.values()]) for i in repeats)
-        message, overlap = message_seconds(self.collectives, self.mesh, self.ledgers[0]), self.settings.device == "cuda"
-        return tuple(pipelined(self.places, self.mesh, shares, i, message, overlap) for i in repeats)
+        overlap = self.settings.device == "cuda"
+        return tuple(pipelined(self.places, self.mesh, shares, i, self.message, overlap) for i in repeats)
 
 
 def plan_shares(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple
 from functools import partial
 from typing import Any
@@ -21,11 +21,13 @@ import torch.distributed as dist
 from shardwise.data import Sampler
 from shardwise.decoder import random
 from shardwise.decoder.initial import initial_values
+from shardwise.emulate.share_composition import StageTimes, simulated, stage_times
 from shardwise.emulate.share_job import ShareJob, ShareStep, ShareWait
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
-from shardwise.layout.axes import DP, REPLICA
+from shardwise.layout.axes import DP, PP, REPLICA
 from shardwise.model import ModelConfig
-from shardwise.report.exposure import COMPUTE
+from shardwise.report.exposure import COMPUTE as COMPUTING
+from shardwise.report.exposure import WAITING
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.runtime.data.batches import Batches
 from shardwise.runtime.job.config import OptimizerConfig
@@ -35,7 +37,8 @@ from shardwise.runtime.job.setup import axes_of
 from shardwise.runtime.measure.timeline import TimelineRecorder
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.transport.process_group import gather_objects
-from shardwise.runtime.transport.waits import HostTimer, ShareComms, device_timer
+from shardwise.runtime.transport.waits import HostTimer, ShareComms, device_timer, wait_until
+from shardwise.schedule.pipeline.action import COMPUTE
 
 SEED = 0
 PARTS = {
@@ -61,33 +64,66 @@ class PriceTable:
         return float(np.interp(nbytes, self._sizes, self._rows[op, ranks]))
 
 
-class ShareRecorder(TimelineRecorder):
-    """Timeline of one step of a share, with its waits and the ends of a pipeline's computations."""
+class MicroBatches(list[Any]):
+    """Micro-batches of a step. first: called when the first of them is about to be computed."""
 
-    def __init__(self, program: TrainProgram, prices: PriceTable) -> None:
+    def __init__(self, batches: Iterable[Any], first: Callable[[], object]) -> None:
+        super().__init__(batches)
+        self._first: Callable[[], object] | None = first
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._first is not None:
+            self._first()
+            self._first = None
+        return super().__getitem__(index)
+
+
+class ShareRecorder(TimelineRecorder):
+    """Timeline of one step of a share, with its waits and the computations of a pipeline.
+
+    pace: earliest start of each computation in seconds since the step began; empty where there is nothing to hold.
+    """
+
+    def __init__(self, program: TrainProgram, prices: PriceTable, pace: Sequence[float] = ()) -> None:
         super().__init__(program)
-        self._prices = prices
+        self._prices, self._pace = prices, pace
+        self._starts: list[Any] = []
+        self._ready: Any = None
         self._ends: list[Any] = []
         comms = program.comms
         self._groups = {
             comms.mesh.name(axes): comms.mesh.group(axes, comms.rank) for axes in axes_of(program.plan.model)
         }
-        program.moment = lambda kept: self._ends.append(self.now())
+        if program.plan.schedule is not None:
+            program.moment = self._computed
+
+    def start(self) -> None:
+        """The next computation of the pipeline starts, as soon as its pace allows."""
+        index = len(self._starts)
+        if not index:
+            self._ready = self.now()
+        if index < len(self._pace):
+            self.mark(WAITING, "for other stages")
+            wait_until(self._began / 1e9 + self._pace[index])
+            self.resume()
+        self._starts.append(self.now())
+
+    def _computed(self, kept: Sequence[Any]) -> None:
+        self._ends.append(self.now())
+        self.start()
 
     def share_step(self, before: float) -> ShareStep:
         """The step, once it is over. before: seconds of the preparation of its micro-batches."""
         end = self.since_start(self._end)
         parts: dict[str, float] = defaultdict(float)
         parts["rest"] = before
-        began = None
         for event in self.events():
-            if event["stream"] == COMPUTE:
-                part = PARTS.get(event["name"].partition(" ")[0], "rest")
-                parts[part] += event["duration_s"]
-                if began is None and part == "forward":
-                    began = event["start_s"]
-        ends = tuple(self._seconds(moment) for moment in self._ends)
-        return ShareStep(before + end / 1e9, dict(parts), tuple(self._waits()), began or 0.0, ends)
+            if event["stream"] == COMPUTING:
+                parts[PARTS.get(event["name"].partition(" ")[0], "rest")] += event["duration_s"]
+        began = 0.0 if self._ready is None else self._seconds(self._ready)
+        moments = zip(self._starts, self._ends, strict=False)  # after the last computation none starts
+        spans = tuple((self._seconds(start), self._seconds(stop)) for start, stop in moments)
+        return ShareStep(before + end / 1e9, dict(parts), tuple(self._waits()), began, spans)
 
     def _seconds(self, moment: Any) -> float:
         return self.since_start(moment) / 1e9
@@ -127,6 +163,12 @@ class ShareRun:
         )
         sampler = Sampler(tokens, self.workload.seq, SEED, eos=eos)
         self.batches = Batches(plan, sampler, mesh.index(REPLICA + DP, rank), self.device)
+        self.message = job.message
+        places = {mesh.index(PP, other) for other in job.ranks}
+        self.paced = layout.pp > 1 and len(places) == layout.pp
+        """Whether all stages run at once: each then idles when it would in the real run, which leaves the others the
+        memory's bandwidth."""
+        self.pace: tuple[float, ...] = ()
 
     def step(self, number: int) -> ShareStep:
         """One step, which all processes of the job begin together."""
@@ -135,10 +177,28 @@ class ShareRun:
         batch = self.workload.batch
         micro_batches = self.batches.step(number * batch, batch, random.key(SEED, "dropout", number))
         before = time.perf_counter() - started
-        recorder = ShareRecorder(self.program, self.prices)
+        recorder = ShareRecorder(self.program, self.prices, self.pace)
         with recorder:
-            self.program.step(micro_batches, self.config.lr)
-        return recorder.share_step(before)
+            self.program.step(MicroBatches(micro_batches, recorder.start), self.config.lr)
+        step = recorder.share_step(before)
+        if self.paced:
+            self.pace = self._next_pace(step)
+        return step
+
+    def _next_pace(self, step: ShareStep) -> tuple[float, ...]:
+        """Start of each computation in the next step: as the schedule has them with this step's times of all stages."""
+        plan = self.program.plan
+        times: dict[int, StageTimes] = {}
+        every = gather_objects((step.began, stage_times(plan, step)))
+        for _, of_rank in every:
+            times |= of_rank
+        assert plan.schedule is not None
+        spans = simulated(plan.schedule, times, self.message, overlap=False).computing[plan.pp_rank]
+        actions = [action for action in plan.actions if action.kind in COMPUTE]
+        began, starts = max(began for began, _ in every), []
+        for action, (start, _) in zip(actions, spans, strict=True):
+            starts += [began + start, *[0.0] * (len(list(action.leaves())) - 1)]
+        return tuple(starts)
 
     def to_json(self, steps: Sequence[ShareStep]) -> dict[str, Any]:
         """Measured steps, as `Share.from_json` reads them, with the ledger of the last one."""

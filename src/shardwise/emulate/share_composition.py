@@ -14,8 +14,12 @@ from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.dryrun import kind_of_work
 from shardwise.schedule.pipeline.action import COMPUTE
-from shardwise.schedule.pipeline.simulate import simulate
+from shardwise.schedule.pipeline.plan import PipelineSchedule
+from shardwise.schedule.pipeline.simulate import Simulated, simulate
 from shardwise.schedule.pipeline.times import Times
+
+StageTimes = tuple[float, float, float]
+"""Seconds of a stage's forward pass, of its input's gradient and of its weights' for one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -50,38 +54,42 @@ def meeting(steps: Sequence[ShareStep]) -> float:
 
 
 def pipelined(
-    plans: Sequence[UnitPlan], mesh: Mesh, shares: Mapping[int, Share], repeat: int, message: tuple[float, float],
+    places: Sequence[UnitPlan], mesh: Mesh, shares: Mapping[int, Share], repeat: int, message: tuple[float, float],
     overlap: bool,
 ) -> float:  # fmt: skip
     """Seconds of a pipeline's step, simulated from what each kind of rank took for its computations.
 
-    message: seconds of a message between stages, and of the tied table's. overlap: messages continue beside
-    computations.
+    places: plan of a rank at each place. message, overlap: as for `simulated`.
     """
-    schedule = plans[0].schedule
-    assert schedule is not None
-    ran = {kind_of_work(plan): plan for plan in reversed(plans) if mesh.rank(pp=plan.pp_rank) in shares}
-    times: dict[int, tuple[float, float, float]] = {}
-    for plan in plans:
+    ran = {kind_of_work(plan): plan for plan in reversed(places) if mesh.rank(pp=plan.pp_rank) in shares}
+    times: dict[int, StageTimes] = {}
+    for plan in places:
         same = ran[kind_of_work(plan)]
         mine = stage_times(same, shares[mesh.rank(pp=same.pp_rank)].steps[repeat])
         times |= dict(zip(plan.stages, mine.values(), strict=True))
-    forward, back, weight = zip(*(times[stage] for stage in range(schedule.stages)), strict=True)
     steps = [share.steps[repeat] for share in shares.values()]
-    whole_schedule = simulate(schedule, Times(forward, back, weight, hop=message[0], overlap=overlap, tied=message[1]))
-    before, after = max(step.began for step in steps), max(step.seconds - step.ends[-1] for step in steps)
-    return before + whole_schedule.makespan + after
+    before, after = max(step.began for step in steps), max(step.seconds - step.spans[-1][1] for step in steps)
+    schedule = places[0].schedule
+    assert schedule is not None
+    return before + simulated(schedule, times, message, overlap).makespan + after
 
 
-def stage_times(plan: UnitPlan, step: ShareStep) -> dict[int, tuple[float, float, float]]:
-    """Stage -> mean seconds of its forward passes, of its inputs' gradients and of its weights'; where both gradients
-    are computed at once, they count as the inputs'."""
+def simulated(
+    schedule: PipelineSchedule, times: Mapping[int, StageTimes], message: tuple[float, float], overlap: bool
+) -> Simulated:
+    """A schedule in time. message: seconds of a message between stages, and of the tied table's. overlap: messages
+    continue beside computations."""
+    forward, back, weight = zip(*(times[stage] for stage in range(schedule.stages)), strict=True)
+    return simulate(schedule, Times(forward, back, weight, hop=message[0], overlap=overlap, tied=message[1]))
+
+
+def stage_times(plan: UnitPlan, step: ShareStep) -> dict[int, StageTimes]:
+    """Times of each stage of a rank: means over its micro-batches. Where both gradients are computed at once, they
+    count as the inputs'."""
     computations = [part for action in plan.actions if action.kind in COMPUTE for part in action.leaves()]
     took: dict[tuple[int, str], list[float]] = defaultdict(list)
-    before = step.began
-    for part, end in zip(computations, step.ends, strict=True):
-        took[part.stage, part.kind].append(end - before)
-        before = end
+    for part, (start, end) in zip(computations, step.spans, strict=True):
+        took[part.stage, part.kind].append(end - start)
     means = {key: fmean(seconds) for key, seconds in took.items()}
     return {
         stage: (

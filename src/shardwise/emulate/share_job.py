@@ -25,6 +25,8 @@ class ShareJob(RankJob):
     """Bytes at which prices are given."""
     prices: list[tuple[str, list[int], list[float]]]
     """(operation, ranks of the group, seconds at each size)."""
+    message: tuple[float, float]
+    """Seconds of a message between two stages, and of the tied table's gradients."""
     background: bool
     """Whether the backend's collectives continue while a rank computes."""
     warm: int
@@ -57,14 +59,14 @@ class ShareStep:
     waits: tuple[ShareWait, ...]
     """Waits for collectives, in order."""
     began: float
-    """Start of the first forward pass, in seconds since the step began."""
-    ends: tuple[float, ...]
-    """End of each computation of a pipeline's schedule."""
+    """Seconds after which the share could begin a pipeline's schedule; 0 without one."""
+    spans: tuple[tuple[float, float], ...]
+    """(start, end) of each computation of a pipeline's schedule; without one, empty."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ShareStep:
         waits = tuple(ShareWait(**{**wait, "ranks": tuple(wait["ranks"])}) for wait in data["waits"])
-        return cls(**{**data, "waits": waits, "ends": tuple(data["ends"])})
+        return cls(**{**data, "waits": waits, "spans": tuple(map(tuple, data["spans"]))})
 
 
 @dataclass(frozen=True)
