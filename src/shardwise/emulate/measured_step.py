@@ -270,8 +270,7 @@ def _notes(plan: SharePlan) -> tuple[str, ...]:
         notes.append("the cluster's collectives were not calibrated over gloo (calibrate device --transport gloo)")
     if layout.pp > 1:
         notes.append(
-            "not measured: the pipeline's order; stages ran without waiting for each other, and the schedule's "
-            "simulation composed their times"
+            "not measured: messages between stages; the schedule's simulation composed the step from the stages' times"
         )
     if plan.settings.device == "cpu" and on_host > 1:
         if at_once < on_host:
