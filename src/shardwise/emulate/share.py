@@ -1,8 +1,8 @@
 """One rank's share of a training step on the device at hand: the real program, whose collectives are waits.
 
 `python -m shardwise.emulate.share JOB.json` is one process of them. Those of a job begin every step together and do not
-communicate in it: each is the load on cores and memory that another rank would be. Where all stages of a pipeline run, each
-idles when the schedule's simulation, with the times of the step before, has it idle.
+communicate in it: each is the load on cores and memory that another rank would be. Where all stages of a pipeline run,
+each idles when the schedule's simulation, with the times of the step before, has it idle.
 """
 
 from __future__ import annotations
