@@ -45,6 +45,12 @@ def test_json_of_a_pipeline(ranks_command, here):
     assert measured["low"] <= measured["seconds"] <= measured["high"]
 
 
+def test_one_rank_needs_no_numbers_of_a_network(ranks_command):
+    code, out, err = ranks_command("estimate", "tiny-llama", "--layout", "precision=fp32", "--cluster", "1xCPU", *STEP)
+    assert code == 0, err
+    assert "a step takes" in out and "predicted alone" not in out and "not measured: the network" not in out
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -125,6 +125,7 @@ class SharePlan:
         priced = [
             row
             for rank in sorted(set(ranks))
+            if self.ledgers[rank]  # one rank alone needs no network
             for row in price_rows(self.collectives, self.mesh, rank, self.ledgers[rank])
         ]
         settings = self.settings
@@ -175,7 +176,8 @@ def plan_shares(
     rounds = _rounds(places(model, layout, workload, settings.backend), Mesh.of(layout, model), processes)
     check_memory(report, rounds, settings.device)
     ledgers = {rank: role.ledger for role in report.roles for rank in role.ranks}
-    collectives_of(cluster, layout)
+    if any(ledgers.values()):
+        collectives_of(cluster, layout)
     return SharePlan(model, layout, workload, cluster, settings, ledgers, rounds)
 
 
@@ -261,7 +263,8 @@ def _rounds(plans: Sequence[UnitPlan], mesh: Mesh, processes: int) -> tuple[tupl
 def _notes(plan: SharePlan) -> tuple[str, ...]:
     """What was not measured, a sentence each."""
     layout, model, on_host, at_once = plan.layout, plan.model, plan.on_host, len(plan.rounds[0])
-    notes = ["not measured: the network; its waits are predicted from the cluster's numbers"]
+    network = "not measured: the network; its waits are predicted from the cluster's numbers"
+    notes = [network] if layout.ranks > 1 else []
     if (
         plan.settings.backend == "gloo"
         and plan.cluster.nodes == 1
