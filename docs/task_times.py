@@ -3,7 +3,7 @@
     python docs/task_times.py
 
 Builds a wheel, makes an environment, and installs the wheel without extras: that is enough for every plan and estimate.
-Then it adds the extra `train` and runs everything else. Needs pip and a package index.
+Then it adds the extras `train` and `serve` and runs everything else. Needs pip and a package index.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ environment, and runs every command of [I want to ...](tasks.md) there, as it st
 |---|---|
 | `pip install` of the wheel, without torch | {install} |
 | first useful output after that: `{first}` | {output} |
-| `pip install` of the extra `train`, with torch for CPUs | {extra} |
+| `pip install` of the extras `train` and `serve`, with torch for CPUs | {extra} |
 | `shardwise --help`, against a bare interpreter's start | {help} against {bare}: {ratio:.1f} times |
 
 | I want to ... | command | time |
@@ -114,7 +114,7 @@ def main() -> None:
         every = [task for task in tasks() if task.commands]
         light = [task for task in every if task.section in WITHOUT_TORCH and "runs/" not in str(task.commands)]
         spent = {task.question: environment.task(task, work) for task in light}
-        extra = environment.install("[train]")
+        extra = environment.install("[train,serve]")
         spent |= {task.question: environment.task(task, work) for task in every if task not in light}
         text = HEAD.format(
             day=date.today(), cores=os.cpu_count(), python=platform.python_version(), install=format_time(install),

@@ -9,6 +9,9 @@ With --compare: another layout beside it, quantity by quantity.
 
 With --links: calls and bytes of each axis, and their time inside a node and between nodes.
 
+With --measure: one rank's real share of the layout runs on the device at hand, and waits of predicted length take the
+place of its collectives.
+
 With --zero-table N,...: bytes a GPU of ZeRO stages 0 to 3 on N GPUs, for MODEL or for --params parameters.
 """
 
@@ -21,6 +24,7 @@ from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
+from shardwise.cli import estimate_measure
 from shardwise.cli.clusters import add_cluster, cluster_of, usual_cluster
 from shardwise.cli.flags import add_flags
 from shardwise.cli.models import add_lora, add_model, model_of, subject_of
@@ -53,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--links", action="store_true", help="communication by axis and link, in place of the ledger")
     parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
     parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
+    estimate_measure.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,6 +78,9 @@ def _step(args: argparse.Namespace) -> int:
     parts = math.lcm(layout.dp * layout.micro, other.dp * other.micro)
     workload, assumed = workload_of(args, model, parts)
     slowed = _slowed(args)
+    if args.measure:
+        return _measure(args, model, layout, workload, cluster, assumed)
+    estimate_measure.check_unused(args)
     if args.compare is not None:
         check_alone(args, "compare", "dry_run", "breakdown", "links", "verbose")
         a, b = (estimate(model, each, workload, cluster, **slowed) for each in (layout, other))
@@ -99,6 +107,20 @@ def _step(args: argparse.Namespace) -> int:
     report = noted(report, assumed)
     return print_result(
         args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
+    )
+
+
+def _measure(
+    args: argparse.Namespace, model: Model, layout: Layout, workload: Workload, cluster: Cluster,
+    assumed: tuple[str, ...],
+) -> int:  # fmt: skip
+    from shardwise.cli.show.measured_table import measured_lines
+
+    report, measured = estimate_measure.measured_report(args, model, layout, workload, cluster)
+    data = noted(report, assumed).to_json() | {"measured": measured.to_json()}
+    head = _head(model, layout, workload, cluster, assumed)
+    return print_result(
+        args, data, chain(head, measured_lines(report, measured, workload.batch * workload.seq), report.notes)
     )
 
 
@@ -220,7 +242,7 @@ def _zero_table(args: argparse.Namespace) -> int:
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
     single = ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "optimizer", "slow", "emulate")
-    for name in (*single, "lora", "compare", "dry_run", "breakdown", "verbose"):
+    for name in (*single, "lora", "compare", "dry_run", "breakdown", "verbose", "measure", *estimate_measure.OWN):
         if getattr(args, name) not in (None, False):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} belongs to one step's estimate: leave it out with --zero-table")

@@ -44,7 +44,7 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
     plans = [unit_plan(model, eager, workload, rank=rank, backend=usual_backend(cluster)) for rank in ranks]
     firsts: dict[str, int] = {}
     """Kind of work of a rank -> the first place of the pipeline where ranks do it."""
-    like = [firsts.setdefault(_deeds(plan), place) for place, plan in enumerate(plans)]
+    like = [firsts.setdefault(kind_of_work(plan), place) for place, plan in enumerate(plans)]
     observed = _observe_all([(plans[place], ranks[place]) for place in firsts.values()])
     seen = dict(zip(firsts.values(), observed, strict=True))
     roles = []
@@ -61,7 +61,7 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
     )
 
 
-def _deeds(plan: UnitPlan) -> str:
+def kind_of_work(plan: UnitPlan) -> str:
     """A rank's parts and actions, without the names of layers, stages and peers: where these are equal, so are bytes
     and ledger."""
     if plan.layout.pp == 1:
