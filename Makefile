@@ -20,7 +20,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling check-gpu bench-gpu clean
+.PHONY: help demo test test-all mutation baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling check-gpu check-kernels bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,8 +89,12 @@ bench-scaling: $(VENV)/.train  ## throughput on 1, 2 and 4 ranks against the ide
 check-gpu: $(VENV)/.train  ## is training, memory, resume and generation right on the CUDA devices here? short form on CPU without one
 	@$(BIN)/python benchmarks/check_gpu.py
 
+check-kernels: $(VENV)/.test  ## Triton's kernels on the CPU, in its interpreter: installs Triton in build/kernels, 200 MB
+	@test -d build/kernels || $(BIN)/pip install -q --no-deps --target build/kernels triton==3.6.0 "numpy<2.4"
+	@PYTHONPATH=build/kernels $(BIN)/python -m pytest -q tests/ops/test_cuda_kernels.py tests/serving/test_graphs.py
+
 bench-gpu: $(VENV)/.train  ## one CUDA device: training beside FSDP2, decoding beside transformers; tiny on CPU without one
-	@$(BIN)/python benchmarks/gpu.py
+	@$(BIN)/python benchmarks/gpu.py --quick
 	@$(BIN)/python benchmarks/gpu_decode.py
 
 clean:  ## remove what was built or cached, .venv included; runs/ stays

@@ -18,6 +18,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from shardwise.ops.cache_shape import CacheShape  # noqa: E402
 from shardwise.ops.cuda import launch  # noqa: E402
+from shardwise.ops.cuda.cross_entropy import ONE_PASS  # noqa: E402
 from shardwise.ops.cuda.launch import FusedOps, HeadShape, Stored, Tile  # noqa: E402
 from shardwise.ops.cuda.products import Chooser, CudaProducts, Matrix  # noqa: E402
 from shardwise.ops.paged import DecodeRows, PagedCache  # noqa: E402
@@ -65,6 +66,19 @@ def test_a_product_with_few_rows(int8: bool, bias: bool, rows: int, outputs: int
     tile = Tile(16, 32, 4, 2)
     torch.testing.assert_close(launch.few_rows(x, matrix, None, tile), expected, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(launch.few_rows(x, matrix, residual, tile), expected + residual, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [37, 4096, 9001])
+def test_the_loss(columns: int, dtype: torch.dtype) -> None:
+    """Rows narrower than a block, as wide, and of several; the logits are overwritten by their gradient."""
+    rows, factor = (9 * random(4, columns)).to(dtype), torch.tensor([1.0, 0.0, -2.5, 0.25])
+    targets, wide = torch.tensor([[0], [columns - 1], [5], [36]]), rows.float()
+    sums = ONE_PASS.log_sums(rows, targets, torch.float32)
+    torch.testing.assert_close(sums, torch.logsumexp(wide, -1), atol=0, rtol=1e-6)
+    expected = (torch.softmax(wide, -1) * factor[:, None]).scatter_add_(1, targets, -factor[:, None])
+    ONE_PASS.differentiate(rows, sums, factor, targets, -factor[:, None])
+    torch.testing.assert_close(rows.float(), expected, atol=1e-6, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_norms_and_gates() -> None:
