@@ -143,7 +143,7 @@ def test_nothing_changes_without_offloading():
 )
 def test_what_leaves_the_device_leaves_its_optimizer(layout):
     plain, away = seconds_of("dp=8,zero=1"), seconds_of(f"dp=8,{layout}")
-    assert away.parts["optimizer"] < plain.parts["optimizer"] / 4
+    assert away.parts["optimizer"] < plain.parts["optimizer"] / 3  # what a step takes without any parameter is left
     assert away.parts["offload"] > 0 and away.seconds > plain.seconds
     assert sum(away.parts.values()) == pytest.approx(away.seconds)
 

@@ -213,19 +213,20 @@ def test_a_candidate_costs_the_same_alone_in_a_column_and_by_estimate(name):
 
 
 def test_norms_that_are_not_fused_cost_a_pass_for_each_operation():
-    # decoder/modules.py, rms_norm and its backward. One H100, measured: eager steps of llama-3.2-1b, 8,192 tokens, in
-    # 208.6 ms (h100_steps.json).
+    # decoder/modules.py, rms_norm and its backward, which took 25 ms of a step. One H100, measured: eager steps of
+    # llama-3.2-1b, 8,192 tokens, with ops/cuda/norm.py in 152.4 ms (benchmarks/results/gpu_train.json).
     pricing, model = Pricing(Cluster.parse("1xH100")), get("llama-3.2-1b")
     split, own = StepShape(4096, micro=2), engine("shardwise")
     whole, fused = (
         float(training_step(model, split, software, pricing).seconds)
-        for software in (own, replace(own, fused_norm=True))
+        for software in (replace(own, fused_norm=False), own)
     )
-    assert whole == pytest.approx(0.2086, rel=0.2)
+    assert fused == pytest.approx(0.1524, rel=0.1)
     assert 0.01 < whole - fused < 0.03
     # A layer norm is torch's own kernel.
     gpt = [
-        float(training_step(GPT, split, software, pricing).seconds) for software in (own, replace(own, fused_norm=True))
+        float(training_step(GPT, split, software, pricing).seconds)
+        for software in (replace(own, fused_norm=False), own)
     ]
     assert gpt[0] == gpt[1]
 
