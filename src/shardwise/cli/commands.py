@@ -6,36 +6,36 @@ GROUPS = {
     "Plan and predict": {
         "plan": "the best ways to train or serve a model on a cluster, and why",
         "estimate": "memory, communication and time of one layout, before anything runs",
-        "validate": "predicted against published measurements, source by source",
+        "validate": "errors of predicted times on published measurements",
         "calibrate": "measure this host, or read nvidia-smi's table, for predictions",
     },
     "Run": {
         "train": "train a model, split over processes, on text",
         "generate": "continue prompts with a split model",
         "serve": "answer OpenAI's clients over HTTP with a split model",
-        "launch": "a training as a job of SLURM, Kubernetes, or of hosts over ssh",
-        "lab": "a command's ranks on several hosts, made on this machine",
+        "launch": "write a training job for SLURM, Kubernetes, or hosts over ssh",
+        "lab": "run a command on several emulated hosts of this machine",
     },
     "Inspect": {
-        "compare": "a run's prediction against its measurement, or two step reports",
+        "compare": "compare a run with its prediction, or two step reports",
         "checkpoint": "inspect, verify, reshard, diff, export or import checkpoints",
-        "sync": "workers and parameter servers: staleness and waiting",
-        "studio": "pictures of what happens inside the devices, in a browser",
+        "sync": "parameter servers: staleness and waiting of workers",
+        "studio": "draw memory, communication and schedules in a browser",
     },
     "Your own module": {
-        "verify": "a module of your own, split, against one device",
-        "trace": "a module of your own, described for estimate and plan",
+        "verify": "check that your split module computes as on one device",
+        "trace": "describe your module in a file for estimate and plan",
     },
     "Other engines": {
-        "explain": "a configuration of vLLM, DeepSpeed, Megatron-LM or torchtitan",
-        "emit": "a layout as the configuration of another engine",
+        "explain": "read a vLLM, DeepSpeed, Megatron-LM or torchtitan configuration",
+        "emit": "write a layout as the configuration of another engine",
     },
     "Learn": {
         "list": "models, devices, links, engines, schedules, layout keys",
-        "collective": "algorithms of collectives: show, verify, price, measure",
+        "collective": "algorithms of collectives: show, verify, predict, measure",
         "pipeline": "pipeline schedules: show, verify, simulate, bubble, run",
-        "demo": "the tour: predict, train on four processes, compare, one page",
-        "completion": "the script that completes this command's words in bash or zsh",
+        "demo": "a tour: predict, train on four processes, compare",
+        "completion": "print the completion script for bash or zsh",
     },
 }
 """Purpose -> command -> summary."""
@@ -48,8 +48,8 @@ def overview() -> str:
     lines = [
         "usage: shardwise [-V | --version] [--traceback] COMMAND ...",
         "",
-        "Plan how a large language model is split over devices, run that split, and",
-        "compare the prediction with the run.",
+        "Find the best way to split a large language model over devices, run that",
+        "split, and compare the prediction with the run.",
     ]
     for purpose, commands in GROUPS.items():
         lines += ["", f"{purpose}:", *(f"  {name:<12}{summary}" for name, summary in commands.items())]

@@ -1,18 +1,19 @@
-"""Memory, traffic and time of one training step of a layout, in closed form.
+"""Predict memory, communication and time of one training step of a layout, in closed form.
 
-With --dry-run the same is observed instead: the runtime itself, on fake tensors and a fake process group.
+--dry-run observes memory and communication instead: it runs the training step on fake tensors and a fake process
+group.
 
-With --breakdown: the terms behind the totals (parameters by mechanism, bytes per parameter under each ZeRO stage, saved
+--breakdown shows the terms behind the totals (parameters by mechanism, bytes per parameter under each ZeRO stage, saved
 tensors, FLOPs, recompute modes).
 
-With --compare: another layout beside it, quantity by quantity.
+--compare shows another layout beside this one, quantity by quantity.
 
-With --links: calls and bytes of each axis, and their time inside a node and between nodes.
+--links shows calls and bytes of each axis, and their time inside a node and between nodes.
 
-With --measure: one rank's real share of the layout runs on the device at hand, and waits of predicted length take the
-place of its collectives.
+--measure runs one rank's real share of the layout on the device at hand, with waits of predicted length for its
+collectives.
 
-With --zero-table N,...: bytes a GPU of ZeRO stages 0 to 3 on N GPUs, for MODEL or for --params parameters.
+--zero-table N,... shows bytes per GPU of ZeRO stages 0 to 3 on N GPUs, for MODEL or for --params parameters.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ from shardwise.runtime.job.config import TrainConfig
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
-    parser.add_argument("--layout", metavar="TEXT", help="how it is split, such as tp=8,dp=8,zero=1")
+    parser.add_argument("--layout", metavar="TEXT", help="how the model is split, such as tp=8,dp=8,zero=1")
     add_cluster(parser)
     add_flags(parser, Workload, "seq", "batch", "isolate_documents", "optimizer")
     add_lora(parser)
     add_flags(parser, TrainConfig, "slow", "emulate")
-    parser.add_argument("--dry-run", action="store_true", help="run the runtime itself on fake tensors; needs torch")
-    parser.add_argument("--verbose", action="store_true", help="every collective of the step, in place of sums")
-    parser.add_argument("--breakdown", action="store_true", help="the terms behind the totals, in place of the ledger")
-    parser.add_argument("--compare", metavar="TEXT", help="another layout, whose step is compared with this one's")
-    parser.add_argument("--links", action="store_true", help="communication by axis and link, in place of the ledger")
-    parser.add_argument("--zero-table", metavar="N,...", help="numbers of GPUs for the table of ZeRO stages")
+    parser.add_argument("--dry-run", action="store_true", help="run the training step on fake tensors; needs torch")
+    parser.add_argument("--verbose", action="store_true", help="list every collective of the step instead of sums")
+    parser.add_argument("--breakdown", action="store_true", help="show the terms behind the totals")
+    parser.add_argument("--compare", metavar="TEXT", help="another layout to compare with")
+    parser.add_argument("--links", action="store_true", help="show communication by axis and link")
+    parser.add_argument("--zero-table", metavar="N,...", help="show a table of ZeRO stages for these numbers of GPUs")
     parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
     estimate_measure.add_arguments(parser)
 

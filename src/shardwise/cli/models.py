@@ -20,11 +20,15 @@ def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
         "model",
         metavar="MODEL",
         nargs="?" if optional else None,
-        help="a name of the catalog (llama-3-70b) or of Hugging Face's hub (Qwen/Qwen2.5-32B), a config.json, the "
-        "folder that holds one, or a file of `trace`",
+        help="a name from `list models` (llama-3-70b) or the Hugging Face Hub (Qwen/Qwen2.5-32B), a config.json, a "
+        "folder with one, or a file that `trace` wrote",
     )
     parser.add_argument(
-        "--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model, such as layers=2"
+        "--set",
+        metavar="FIELD=VALUE,...",
+        action="append",
+        default=[],
+        help="change fields of the model, such as layers=2",
     )
 
 
@@ -33,8 +37,8 @@ def add_lora(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--lora",
         metavar="TEXT",
-        help="train low-rank adapters alone: rank=16,alpha=32,targets=q_proj+v_proj (2 x rank; all linear maps), or a "
-        "folder of peft's; base=int8 keeps frozen maps in 8 bits",
+        help="train only LoRA adapters: rank=16,alpha=32,targets=q_proj+v_proj (alpha: 2 x rank; targets: all linear "
+        "layers), or a folder that peft wrote; base=int8 stores frozen weights in 8 bits",
     )
 
 

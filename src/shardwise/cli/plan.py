@@ -1,15 +1,16 @@
-"""The best ways to train a model on a cluster: every legal layout held against memory, priced, and ranked.
+"""Find the best layouts to train a model on a cluster: every legal layout that fits memory, fastest first.
 
-For the best one: where memory and time go, what binds, and why not the obvious alternatives. Where nothing fits: what
-would have to change.
+For the best layout, plan prints its memory and time by part, what it is bound by, and why not the obvious alternatives.
+If no layout fits, it prints what would have to change.
 
-With --find, the other way round: the cheapest cluster for a deadline, the largest model of a family, the longest
-sequence, the largest batch and micro-batch, or how well more nodes pay off.
+--find searches for something else: the cheapest cluster for a deadline, the largest model of a family, the longest
+sequence, the largest batch and micro-batch, or the speedup of more nodes.
 
-With --serve, the best ways to serve it: prompts of --prompt tokens, answers of --output, --concurrency clients.
+--serve finds the best layouts to serve the model, for prompts of --prompt tokens, answers of --output tokens and
+--concurrency clients.
 
-Without --cluster: the smallest number of each device of the catalog that fits, with speed and price. With several
-models, a,b,c: one row for each.
+Without --cluster, plan prints the smallest number of each device of the catalog that fits, with speed and price. With
+several models, a,b,c, it prints one row per model.
 """
 
 from __future__ import annotations
@@ -63,36 +64,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "tokens, by the model's size)")  # fmt: skip
     add_flags(parser, Workload, "optimizer")
     add_lora(parser)
-    parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"how many layouts are shown ({TOP})")
-    parser.add_argument("--by", choices=BY, default="throughput", help="what the best is: throughput unless given")
-    parser.add_argument("--fix", metavar="KEY=VALUE,...", help="what the layout must have: tp=8,zero=1")
-    parser.add_argument("--engine", metavar="PROFILE", help="the software whose features and speed are assumed "
-                        "(this runtime; tensorrt-llm with --serve)")  # fmt: skip
-    parser.add_argument("--reserve", metavar="SIZE", help="of a device's memory, what training cannot have (2GB)")
-    parser.add_argument("--tokens", metavar="N", help="of a whole run, such as 15T: days, device-hours and money")
-    parser.add_argument("--price", type=float, metavar="X", help="US dollars of one device for an hour (the "
-                        "lowest list price that is recorded)")  # fmt: skip
-    parser.add_argument("--pue", type=float, metavar="X", help="power of the data centre over its computers' (1.1)")
-    parser.add_argument("--host-watts", type=float, metavar="W", help="a device's share of its host's power (0)")
-    parser.add_argument("--mtbf", type=float, metavar="HOURS", help="between two failures of one device: goodput")
+    parser.add_argument("--top", type=int, default=TOP, metavar="N", help=f"number of layouts to show ({TOP})")
+    parser.add_argument("--by", choices=BY, default="throughput", help="what to rank by (throughput)")
+    parser.add_argument("--fix", metavar="KEY=VALUE,...", help="search only layouts with these keys: tp=8,zero=1")
+    parser.add_argument("--engine", metavar="PROFILE", help="software whose features and speed are assumed "
+                        "(shardwise; tensorrt-llm with --serve)")  # fmt: skip
+    parser.add_argument("--reserve", metavar="SIZE", help="device memory that training cannot use (2GB)")
     parser.add_argument(
-        "--save", type=float, metavar="SECONDS", help="for which a checkpoint stops the run, with --mtbf"
+        "--tokens", metavar="N", help="tokens of a whole run, such as 15T; adds days, device-hours and cost"
     )
-    parser.add_argument("--restart", type=float, metavar="SECONDS", help="from a failure until training continues (0)")
-    parser.add_argument("--find", choices=FINDS, help="ask the other way round; cluster needs --tokens and --deadline")
-    parser.add_argument("--memory", metavar="SIZE", help="for --find model without MODEL: all that fit one device")
-    parser.add_argument("--deadline", type=float, metavar="DAYS", help="for --find cluster")
+    parser.add_argument("--price", type=float, metavar="X", help="US dollars per device-hour (the lowest "
+                        "recorded list price)")  # fmt: skip
+    parser.add_argument("--pue", type=float, metavar="X", help="power usage effectiveness of the data center (1.1)")
+    parser.add_argument("--host-watts", type=float, metavar="W", help="host power per device (0)")
     parser.add_argument(
-        "--links", action="store_true", default=None, help="communication of the best layout by axis and link"
+        "--mtbf", type=float, metavar="HOURS", help="mean time between failures of one device; adds goodput"
     )
-    parser.add_argument("--emit", metavar="ENGINE", help="write the best layout as this engine's configuration, which "
-                        "emit --help names")  # fmt: skip
+    parser.add_argument("--save", type=float, metavar="SECONDS", help="pause of the run for a checkpoint, with --mtbf")
+    parser.add_argument("--restart", type=float, metavar="SECONDS", help="from a failure until training resumes (0)")
+    parser.add_argument("--find", choices=FINDS, help="what to find instead; cluster needs --tokens and --deadline")
+    parser.add_argument("--memory", metavar="SIZE", help="with --find model, without MODEL: memory of one device")
+    parser.add_argument("--deadline", type=float, metavar="DAYS", help="with --find cluster: longest run")
+    parser.add_argument(
+        "--links", action="store_true", default=None, help="show communication of the best layout by axis and link"
+    )
+    parser.add_argument("--emit", metavar="ENGINE", help="write the best layout as this engine's configuration "
+                        "(engines: emit --help)")  # fmt: skip
     parser.add_argument("--out", metavar="FILE", help="write the plan as JSON, for train --plan; with --emit, its file")
-    parser.add_argument("--serve", action="store_true", help="plan serving in place of training")
-    parser.add_argument("--prompt", type=length_of, metavar="N", help="with --serve: tokens of a prompt")
-    parser.add_argument("--output", type=length_of, metavar="N", help="with --serve: tokens of an answer")
+    parser.add_argument("--serve", action="store_true", help="plan serving instead of training")
+    parser.add_argument("--prompt", type=length_of, metavar="N", help="with --serve: tokens per prompt")
+    parser.add_argument("--output", type=length_of, metavar="N", help="with --serve: tokens per answer")
     parser.add_argument(
-        "--concurrency", type=length_of, metavar="N", help="with --serve: clients that ask all the time"
+        "--concurrency", type=length_of, metavar="N", help="with --serve: clients that each have one request running"
     )
 
 

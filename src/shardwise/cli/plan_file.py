@@ -40,9 +40,9 @@ def write_plan(out: str, plan: Plan) -> list[str]:
 
 def add_plan(group: argparse._ArgumentGroup) -> None:
     """Add --plan and --row."""
-    group.add_argument("--plan", metavar="FILE", help="model, layout, --seq, --batch and --optimizer of a plan that "
-                       "`plan --out` wrote")  # fmt: skip
-    group.add_argument("--row", type=int, metavar="N", help="which of the plan's layouts, from 1, the best (1)")
+    group.add_argument("--plan", metavar="FILE", help="take model, layout, --seq, --batch and --optimizer from a "
+                       "file that `plan --out` wrote")  # fmt: skip
+    group.add_argument("--row", type=int, metavar="N", help="which layout of the plan; 1 is the best (1)")
 
 
 def apply_plan(args: argparse.Namespace, here: bool = True) -> None:

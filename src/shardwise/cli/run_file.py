@@ -19,7 +19,7 @@ _NEVER = ("help", "json", "traceback", "config")
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add --config."""
-    help = "options from a TOML file, such as a run's run.toml: seq = 64; flags take their place"
+    help = "options from a TOML file, such as a run's run.toml: seq = 64; flags override it"
     parser.add_argument("--config", metavar="FILE", help=help)
 
 

@@ -1,7 +1,7 @@
-"""Serve a model over HTTP as OpenAI's clients expect it, split over the local processes that its layout asks for.
+"""Serve a model over HTTP with OpenAI's API, split over local processes, one per rank of the layout.
 
 MODEL is a Hugging Face folder, or a checkpoint or run of `shardwise train`, whatever layout it was trained under.
-SIGINT, SIGTERM and SIGHUP end it in order: running requests are finished, new ones refused.
+SIGINT, SIGTERM and SIGHUP shut it down gracefully: running requests finish, new ones are rejected.
 """
 
 from __future__ import annotations

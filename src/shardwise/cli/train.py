@@ -1,6 +1,6 @@
-"""Train a model on text, split over the local processes that the layout asks for.
+"""Train a model on text, split over local processes, one per rank of the layout.
 
-Under torchrun, on one host or several, the same command is one rank: torchrun ... -m shardwise train MODEL ...
+Under torchrun, on one host or several, the same command runs one rank: torchrun ... -m shardwise train MODEL ...
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model, data and layout")
     add_plan(group)
     add_flags(group, TrainConfig, "layout", "data", "text_field", "max_bytes", "tokenizer")
-    group.add_argument("--vocab", type=int, metavar="N", help="vocabulary in place of the model's")
+    group.add_argument("--vocab", type=int, metavar="N", help="vocabulary size instead of the model's")
     add_flags(group, Workload, "seq", "batch", "isolate_documents")
     add_flags(group, TrainConfig, "steps")
     group = parser.add_argument_group("optimizer")

@@ -58,7 +58,7 @@ class ServingJob:
     )
     quantize: str = option("none", "keep matrices in 8 bits", choices=("none", "int8"), flag="--int8", const="int8")
     transport: str = option("auto", "what carries collectives between CPU ranks", choices=TRANSPORTS)
-    threads: int = option(1, "threads of each rank's matrix products", metavar="N", least=1, most=MOST_THREADS)
+    threads: int = option(1, "torch's intra-op threads per rank", metavar="N", least=1, most=MOST_THREADS)
     device: str = option("cpu", "where ranks compute", choices=DEVICES)
     hang: float = option(
         60.0, "seconds without progress after which to give up", metavar="S", positive=True, most=LONGEST_HANG

@@ -59,7 +59,7 @@ class TrainConfig:
     model: ModelConfig
     layout: Layout = option(help="how the model is split, such as dp=2,tp=2,zero=3,sp", metavar="TEXT", shown="dp=1")
     workload: Workload = option(help="sequences of a step and their length")
-    data: str = option(help="file, folder, saved dataset, or stdlib", metavar="SOURCE")
+    data: str = option(help="file, folder, saved dataset, or stdlib (Python's own source)", metavar="SOURCE")
     out: str = option(help="run directory, new or empty", metavar="DIR", shown="runs/MODEL-N")
     corpus: str = ""
     """Folder of the prepared tokens, "" before they are prepared."""
@@ -68,19 +68,19 @@ class TrainConfig:
     former_corpus: str | None = None
     """The corpus that a resumed run had before it was given other text."""
     steps: int = option(100, "optimizer steps", metavar="N", least=1)
-    tokenizer: str | None = option(None, "a tokenizer.json; left out, one is trained on the text", metavar="FILE")
-    text_field: str = option("text", "field that holds the text of JSONL, Parquet, datasets", metavar="NAME", shown="")
-    max_bytes: int | None = option(None, "use no more than the first N bytes of text", metavar="N", least=1)
+    tokenizer: str | None = option(None, "a tokenizer.json (default: one is trained on the text)", metavar="FILE")
+    text_field: str = option("text", "name of the text field in JSONL, Parquet or a dataset", metavar="NAME", shown="")
+    max_bytes: int | None = option(None, "use at most the first N bytes of text", metavar="N", least=1)
     seed: int = option(0, "seed of weights, dropout and the order of the text", metavar="N", least=0, most=MOST_SEED)
     optimizer: OptimizerConfig = option(factory=OptimizerConfig)
     validate_every: int = option(0, "steps between validations", metavar="N", least=0, shown="0: at the end")
     validate_batches: int = option(4, "batches of each validation", metavar="N", least=1)
-    report: bool = option(False, "measure a step, for comparison with its prediction")
+    report: bool = option(False, "measure one step, to compare it with its prediction")
     save_every: int = option(0, "steps between checkpoints", metavar="N", least=0, shown="0: at the end")
     keep_last: int = option(3, "checkpoints to keep, 0 for all", metavar="N", least=0)
     save_async: bool = option(False, "continue training while a checkpoint is written")
     offload_dir: str | None = option(
-        None, "folder of state that is offloaded to disk", metavar="DIR", shown="OUT/offload"
+        None, "folder for state that is offloaded to disk", metavar="DIR", shown="OUT/offload"
     )
     weights: str | None = option(None, "start from a Hugging Face folder's weights, and its tokenizer", metavar="DIR")
     adapters: str | None = None
@@ -91,12 +91,14 @@ class TrainConfig:
     """Number of restarts of the run after a failure, in its own directory."""
     tensorboard: bool = option(True, "write no TensorBoard files")
     device: str = option("cpu", "where ranks compute", choices=DEVICES)
-    threads: int = option(1, "threads of each rank's matrix products", metavar="N", least=1, most=MOST_THREADS)
-    matmul: str = option("highest", "fp32 product precision", choices=("highest", "high", "medium"))
-    overlap: bool = option(True, "do not communicate while computing (results stay equal)")
+    threads: int = option(1, "torch's intra-op threads per rank", metavar="N", least=1, most=MOST_THREADS)
+    matmul: str = option(
+        "highest", "precision of fp32 matrix products, as in torch", choices=("highest", "high", "medium")
+    )
+    overlap: bool = option(True, "do not overlap communication with computation (same results)")
     transport: str = option(
         "auto",
-        "carries collectives between CPU ranks: shared memory on one host, or gloo; auto prefers shared memory",
+        "transport between CPU ranks: shared memory on one host, or gloo; auto prefers shared memory",
         choices=TRANSPORTS,
     )
     slow: tuple[str, ...] = option(
@@ -107,11 +109,11 @@ class TrainConfig:
     )  # fmt: skip
     emulate: str | None = option(
         None,
-        "a step's arithmetic lasts TIME and the rest of it is slept, as if each rank had cores of its own; it must "
-        "need less than TIME",
+        "make a step's arithmetic last TIME, by sleeping after it, as if each rank had cores of its own; the "
+        "arithmetic itself must be shorter",
         metavar="TIME",
     )
-    hang: float = option(600.0, "seconds without progress after which the run ends", metavar="S", positive=True)
+    hang: float = option(600.0, "end the run after S seconds without progress", metavar="S", positive=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -185,9 +187,9 @@ class LaunchConfig:
 
     port: int = option(0, "rendezvous port", metavar="N", shown="none: a file is used")
     restarts: int = option(
-        0, "restart from the last good checkpoint after a rank died or got stuck, at most N times", metavar="N", least=0
+        0, "restart from the last good checkpoint at most N times, if a rank dies or hangs", metavar="N", least=0
     )
-    elastic: bool = option(False, "restart without ranks that were killed: dp shrinks")
+    elastic: bool = option(False, "restart without the ranks that were killed, with a smaller dp")
     progress: Callable[[str], None] = say
     """Gets lines about the preparation and restarts."""
     rank0_stdout: int | None = None
