@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.model.blueprint import Blueprint
     from shardwise.model.lora import Lora
     from shardwise.planner import plan
+    from shardwise.planner.serving import plan_serving
     from shardwise.predict import estimate
     from shardwise.report import StepReport, compare
     from shardwise.runtime.module.split import split
@@ -42,6 +43,7 @@ __all__ = [
     "compare",
     "estimate",
     "plan",
+    "plan_serving",
     "split",
     "suggest",
     "trace",
@@ -62,6 +64,7 @@ _HOMES = {
     "compare": "report",
     "estimate": "predict",
     "plan": "planner",
+    "plan_serving": "planner.serving",
     "split": "runtime.module.split",
     "suggest": "runtime.module.suggest",
     "trace": "runtime.module.trace",

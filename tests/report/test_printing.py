@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import shardwise
-from shardwise import UserError, Workload, compare, estimate, plan
-from shardwise.planner.serving import plan_serving
+from shardwise import UserError, Workload, compare, estimate, plan, plan_serving
 from shardwise.report.printing import Printable
 
 STEP: dict[str, Any] = {"seq": 4096, "batch": 16}
