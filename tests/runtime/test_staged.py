@@ -1,0 +1,55 @@
+"""Ranks that share a GPU: their tensors go through the host's memory, which is forced on CPU tensors here."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.checks import assert_ledger, assert_replicas_equal, train
+from harness.experts import MODELS as EXPERTS
+from harness.experts import settled
+from harness.reference import Case
+from harness.space import MODELS
+from harness.today import some_of
+from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.predict.memory.homes import host_bytes
+from shardwise.predict.memory.step import predict_bytes
+
+LAYOUTS = (
+    ("llama", "dp=2,precision=fp64", "gloo"),
+    ("llama", "dp=4,zero=3,precision=bf16", "shared"),
+    ("qwen3", "dp=4,zero=2,precision=bf16", "gloo"),
+    ("llama", "dp=2,tp=2,sp,zero=3,precision=fp64", "gloo"),
+    ("gpt2", "dp=2,tp=2,sp,zero=1,precision=fp32", "shared"),
+    ("llama", "tp=2,pp=2,schedule=interleaved,virtual=2,precision=fp64", "shared"),
+    ("qwen2", "dp=2,pp=2,zero=1,precision=fp32", "gloo"),
+    ("llama", "cp=2,precision=fp64", "shared"),
+    ("llama", "cp=2,dp=2,zero=3,precision=fp32", "gloo"),
+    ("mixtral", "dp=2,ep=2,precision=fp64", "shared"),
+    ("mixtral", "dp=4,ep=2,zero=2,precision=fp32", "gloo"),
+    ("llama", "dp=4,zero=3,algorithm=ring,precision=bf16", "gloo"),
+    ("llama", "dp=2,tp=2,sp,zero=3,algorithm=recursive-doubling,precision=fp64", "shared"),
+    ("llama", "dp=2,zero=2,offload=cpu,precision=bf16", "shared"),
+)
+
+
+@pytest.mark.parametrize(("model", "text", "transport"), some_of(LAYOUTS, 5, "staged layouts"))
+def test_training(model: str, text: str, transport: str) -> None:
+    """Losses of the same transport without staging, bit by bit, and the predicted ledger and buffers."""
+    layout = Layout.parse(text)
+    workload = Workload(seq=16, batch=2 * layout.dp * layout.pp)
+    case = Case((MODELS | EXPERTS)[model], workload, layout.precision, layout.attention)
+    case = settled(case) if model in EXPERTS else case
+    plain = train(case, layout, transport=transport, memory=False)
+    ranks = train(case, layout, transport=transport, staged=True)
+    assert [rank.losses for rank in ranks] == [rank.losses for rank in plain]
+    assert [rank.norms for rank in ranks] == [rank.norms for rank in plain]
+    assert_replicas_equal(ranks)
+    assert_ledger(case, layout, ranks)
+    for index, rank in enumerate(ranks):
+        plan = unit_plan(case.model, layout, workload, rank=index, backend="staged")
+        assert rank.backend == plan.backend
+        predicted, held = predict_bytes(plan), rank.role.bytes
+        for name in ("parameters", "gradients", "optimizer", "comm"):
+            assert getattr(held, name) == getattr(predicted, name), (index, name)
+        host = host_bytes(plan)
+        print(index, rank.role.host, host)
