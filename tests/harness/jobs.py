@@ -96,7 +96,10 @@ def build(
 ) -> TrainProgram:
     """The program of `rank`, with the initial weights that the reference has."""
     torch.set_float32_matmul_precision("highest")
-    comms = make_comms(layout, case.model, rank, timeout=120.0, overlap=overlap, transport=transport, staged=StagesAll if staged else None)
+    comms = make_comms(
+        layout, case.model, rank,
+        timeout=120.0, overlap=overlap, transport=transport, staged=StagesAll if staged else None,
+    )  # fmt: skip
     plan = unit_plan(case.model, layout, case.workload, rank=rank, backend=comms.backend)
     folder = Path(tempfile.mkdtemp(prefix="offload-")) if state_file(plan) else None
     return TrainProgram(plan, comms, case.optimizer, values, torch.device("cpu"), folder)

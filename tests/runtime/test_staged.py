@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from harness.checks import assert_ledger, assert_replicas_equal, train
-from harness.experts import MODELS as EXPERTS
-from harness.experts import settled
+from harness.experts import EXPERT_MODELS
 from harness.reference import Case
 from harness.space import MODELS
 from harness.today import some_of
+from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.predict.memory.homes import host_bytes
 from shardwise.predict.memory.step import predict_bytes
+from shardwise.runtime.job.devices import cuda_device, sharing
 
 LAYOUTS = (
     ("llama", "dp=2,precision=fp64", "gloo"),
@@ -37,8 +39,7 @@ def test_training(model: str, text: str, transport: str) -> None:
     """Losses of the same transport without staging, bit by bit, and the predicted ledger and buffers."""
     layout = Layout.parse(text)
     workload = Workload(seq=16, batch=2 * layout.dp * layout.pp)
-    case = Case((MODELS | EXPERTS)[model], workload, layout.precision, layout.attention)
-    case = settled(case) if model in EXPERTS else case
+    case = Case((MODELS | EXPERT_MODELS)[model], workload, layout.precision, layout.attention)
     plain = train(case, layout, transport=transport, memory=False)
     ranks = train(case, layout, transport=transport, staged=True)
     assert [rank.losses for rank in ranks] == [rank.losses for rank in plain]
@@ -51,5 +52,19 @@ def test_training(model: str, text: str, transport: str) -> None:
         predicted, held = predict_bytes(plan), rank.role.bytes
         for name in ("parameters", "gradients", "optimizer", "comm"):
             assert getattr(held, name) == getattr(predicted, name), (index, name)
-        host = host_bytes(plan)
-        print(index, rank.role.host, host)
+        assert rank.role.host == host_bytes(plan) and rank.role.host.comm > 0, index
+
+
+def test_ranks_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    devices = [cuda_device(local) for local in range(3)]
+    assert [device.index for device in devices] == [0, 1, 0] and current == devices
+    assert sharing(devices[1]).startswith("3 ranks share 2 GPUs") and not sharing(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert not sharing(devices[0])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match="needs a GPU"):
+        cuda_device(0)

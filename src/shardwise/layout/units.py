@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from shardwise.schedule.pipeline.steady import Steady
 
 Backend = Literal["gloo", "nccl", "shared", "staged"]
-"""Backend of the collectives: gloo, NCCL, the memory that processes of one host share, or, between ranks that share a GPU,
-one of CPU ranks with copies to the host and back."""
+"""Backend of the collectives: gloo, NCCL, the memory that processes of one host share, or, between ranks that share a
+GPU, one of CPU ranks with copies to the host and back."""
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 """Bits of a weight under qwz, and of a gradient under qgz."""
 Phase = Literal["forward", "backward", "prefill", "decode"]

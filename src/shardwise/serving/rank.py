@@ -203,7 +203,7 @@ def serve(generator: TokenGenerator, way: EngineChannel | None, signs: pulse.Pul
 
 
 def join(job: ServingJob) -> int:
-    """Meet the other ranks; returns this one's number. Raises `UserError` where a GPU is requested and there is none."""
+    """Meet the other ranks; returns this one's number. Raises `UserError` where a GPU is needed and there is none."""
     timeout = job.hang + pulse.MARGIN
     if job.device == "cpu":
         return process.join(timeout)

@@ -53,8 +53,11 @@ def staged_bytes(plan: UnitPlan) -> int:
 
 
 def _staged(plan: UnitPlan, row: LedgerRow) -> int:
+    if row.op not in (*COLLECTIVES, "all_to_all"):  # a copy or a message
+        return 0
     if (carried := _carried(plan, row)) is not None:
-        return aligned(max((width for _, width in carried.runs), default=0) * carried.pieces * DTYPE_BYTES[carried.dtype])
+        widest = max((width for _, width in carried.runs), default=0)
+        return aligned(widest * carried.pieces * DTYPE_BYTES[carried.dtype])
     item = DTYPE_BYTES[row.dtype]
     return staging_bytes(row.op, row.elements * item, plan.mesh.size(named(row.axes)), item)
 

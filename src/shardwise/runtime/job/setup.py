@@ -56,7 +56,8 @@ def make_comms(
     """The process groups of `rank`; every rank of the job must call this. model: None where no heads are split.
 
     transport: one of `config.TRANSPORTS`. quiet: do not say that no memory can be shared. device: where tensors are; a
-    CUDA device under gloo is one that ranks share. options: of `Comms`, `timeout` at least. Raises `UserError` when the transport is "shared" and memory cannot be shared here.
+    CUDA device under gloo is one that ranks share. options: of `Comms`, `timeout` at least. Raises `UserError` when the
+    transport is "shared" and memory cannot be shared here.
     """
     mesh = Mesh.of(layout, model) if model else Mesh(layout)
     axes = axes_of(model) if axes is None else axes

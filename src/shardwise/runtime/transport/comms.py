@@ -148,9 +148,9 @@ class Comms:
 
     axes: the requested groups; only those with more than one rank get a transport, and a collective over one rank does
     nothing and leaves no entry. shared: all ranks are processes of one host and read each other's memory; else
-    torch.distributed's backend carries everything. staged: ranks share GPUs, whose tensors that transport carries through
-    the host, by gloo or shared memory. pulse: receives heartbeats. backend, connect: another backend's
-    name, and its transport over a group of ranks (for the dry run).
+    torch.distributed's backend carries everything. staged: what carries the tensors of ranks that share GPUs, through
+    the host and by either of these. pulse: receives heartbeats. backend, connect: another backend's name, and its
+    transport over a group of ranks (for the dry run).
     Raises what torch.distributed raises when a peer is lost; `OSError`, on every rank, where memory cannot be shared.
     """
 
@@ -172,9 +172,7 @@ class Comms:
         self.pulse = pulse or Pulse()
         self.moves_data = connect is None
         """Whether tensors have values, so that the program may look at them; a dry run's have none."""
-        self.backend = backend or cast(
-            Backend, "staged" if staged else "shared" if shared else dist.get_backend()
-        )
+        self.backend = backend or cast(Backend, "staged" if staged else "shared" if shared else dist.get_backend())
         self.phase: Phase = "forward"
         self.timings: dict[Key, Timing] = {}
         self.quick = False

@@ -6,7 +6,7 @@ them: what was queued before a collective's `wait` is in the first, and what fol
 testing programs of several ranks on one device: it is slow, and nothing moves while a rank computes.
 
 A collective runs inside `wait`, one at a time, so all of a rank's groups share one buffer. Messages leave, and receives
-are posted, at once, each with memory of its own until `wait`.
+are posted, at once, each with memory of its own until `wait`, which counts nowhere, like that of `Mail`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.layout.algorithms import Carried
 from shardwise.layout.transport_buffers import STAGED, SUMMED_FROM, aligned, staging_bytes
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.buffers import ByteCounter, Workspace
-from shardwise.runtime.transport.protocol import DONE, Realization, Transport, Work
+from shardwise.runtime.transport.protocol import Realization, Transport, Work
 from shardwise.runtime.transport.shared_collective import unwatched
 from shardwise.schedule.traffic import Moved
 
@@ -28,10 +28,8 @@ _MESSAGES = frozenset({"send", "recv"})
 
 
 class StagingMemory:
-    """Host memory of one rank's staged collectives: a buffer as large as the largest so far, and messages under way.
-
-    `tally` counts both as `comm`.
-    """
+    """Host memory of one rank's staged collectives: a buffer as large as the largest so far. `tally` counts it, as
+    `comm`."""
 
     def __init__(self) -> None:
         self.tally = ByteCounter()
@@ -44,22 +42,8 @@ class StagingMemory:
         if self._buffer.numel() < nbytes:
             self.tally.add("comm", nbytes - self._buffer.numel())
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._buffer = self._empty(nbytes, torch.uint8, pinned)
+            self._buffer = host_memory(nbytes, torch.uint8, pinned)
         return StagingArea(self._buffer)
-
-    def message(self, like: Tensor) -> Tensor:
-        """Memory of a message of a tensor's shape, until `release`."""
-        self.tally.add("comm", like.nbytes)
-        return self._empty(like.numel(), like.dtype, like.is_cuda).view(like.shape)
-
-    def release(self, message: Tensor) -> None:
-        """A message's memory is no longer used."""
-        self.tally.add("comm", -message.nbytes)
-
-    def _empty(self, elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
-        # Generation computes in inference mode, whose tensors could not be written outside it.
-        with torch.inference_mode(False), unwatched():
-            return torch.empty(elements, dtype=dtype, pin_memory=pinned)
 
 
 class StagingArea:
@@ -192,25 +176,23 @@ class StagedTransport(Transport):
     def send(self, tensor: Tensor, peer: int) -> Work:
         if not self.stages(tensor):
             return self._inner.send(tensor, peer)
-        host = self._memory.message(tensor)
+        host = host_memory(tensor.numel(), tensor.dtype, tensor.is_cuda)
         with unwatched(), torch.no_grad():
-            host.copy_(tensor)
-        work = self._inner.send(host, peer)
-        if work is DONE:  # taken already
-            self._memory.release(host)
-            return DONE
-        return _Message(work, lambda: self._memory.release(host))
+            host.copy_(tensor.view(-1))
+        return _Message(self._inner.send(host, peer), host, None)
 
     def receive(self, out: Tensor, peer: int) -> Work:
         if not self.stages(out):
             return self._inner.receive(out, peer)
-        host = self._memory.message(out)
+        host = host_memory(out.numel(), out.dtype, out.is_cuda)
+        return _Message(self._inner.receive(host, peer), host, out)
 
-        def arrived() -> None:
-            out.copy_(host)
-            self._memory.release(host)
 
-        return _Message(self._inner.receive(host, peer), arrived)
+def host_memory(elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+    """A flat tensor of undefined content in the host's memory, which no measurement of a step counts."""
+    # Generation computes in inference mode, whose tensors could not be written outside it.
+    with torch.inference_mode(False), unwatched():
+        return torch.empty(elements, dtype=dtype, pin_memory=pinned)
 
 
 class _Deferred:
@@ -230,19 +212,20 @@ class _Deferred:
 
 
 class _Message:
-    """A message under way. finish: called by the first `wait`, when it is there, or gone."""
+    """A message under way, in memory of the host. out: where one that arrives goes."""
 
-    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
-        self._work, self._finish = work, finish
-        self._waited = False
+    def __init__(self, work: Work, host: Tensor, out: Tensor | None) -> None:
+        self._work: Work | None = work
+        self._host, self._out = host, out
 
     def wait(self) -> None:
-        if self._waited:
+        work, self._work = self._work, None
+        if work is None:
             return
-        self._waited = True
-        self._work.wait()
-        with unwatched(), torch.no_grad():
-            self._finish()
+        work.wait()
+        if self._out is not None:
+            with unwatched(), torch.no_grad():
+                self._out.view(-1).copy_(self._host)
 
     def is_completed(self) -> bool:
-        return self._waited or self._work.is_completed()
+        return self._work is None or self._work.is_completed()
