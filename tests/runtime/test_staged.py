@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,10 +12,16 @@ from harness.experts import EXPERT_MODELS
 from harness.reference import Case
 from harness.space import MODELS
 from harness.today import some_of
+from shardwise.api import _carried_by
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
+from shardwise.layout.transport_buffers import STAGED
+from shardwise.predict import estimate
 from shardwise.predict.memory.homes import host_bytes
 from shardwise.predict.memory.step import predict_bytes
+from shardwise.report import StepReport, compare
+from shardwise.report.run_directory import RunDirectory
+from shardwise.report.step_report import merge_roles
 from shardwise.runtime.job.devices import cuda_device, sharing
 
 LAYOUTS = (
@@ -53,6 +61,22 @@ def test_training(model: str, text: str, transport: str) -> None:
         for name in ("parameters", "gradients", "optimizer", "comm"):
             assert getattr(held, name) == getattr(predicted, name), (index, name)
         assert rank.role.host == host_bytes(plan) and rank.role.host.comm > 0, index
+
+
+@pytest.mark.parametrize("way", ["shared", "gloo"])
+def test_the_prediction_of_a_run_is_that_of_its_transport(way: str, tmp_path: Path) -> None:
+    case, layout = Case(MODELS["llama"], Workload(seq=16, batch=4), "fp64", "sdpa"), Layout.parse("dp=2,precision=fp64")
+    ranks = train(case, layout, transport=way, staged=True)
+    roles = merge_roles({index: rank.role for index, rank in enumerate(ranks)})
+    assert {row.algorithm for role in roles for row in role.transport} == {way + STAGED}
+    report = StepReport("measured", case.model.to_json(), str(layout), case.workload.to_json(), "2xGPU", roles)
+    directory = RunDirectory(tmp_path)
+    directory.report("measured").parent.mkdir()
+    report.write(directory.report("measured"))
+    assert _carried_by(directory) == "staged"
+    predicted = estimate(case.model, layout, case.workload, backend="staged")
+    assert compare(predicted, report).equal_ledger
+    assert [role.host for role in predicted.roles] == [role.host for role in roles]
 
 
 def test_ranks_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
