@@ -188,10 +188,8 @@ class Comms:
         self._words: dict[tuple[str, Axes, str, str], str] = {}
         self.schedules = Schedules(mesh, self.backend)
         """The schedules that the layout names for collectives."""
-        self.workspace = Workspace()
-        self.staging = StagingMemory()
-        self._timeout = timeout
-        self._transports: dict[Axes, Transport] = {}
+        self.workspace, self.staging = Workspace(), StagingMemory()
+        self._timeout, self._transports = timeout, dict[Axes, Transport]()
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         by_ranks: dict[tuple[int, ...], Transport] = {}
         if shared:
@@ -209,11 +207,11 @@ class Comms:
                 # Along the pipeline ranks send both ways at a time.
                 down = self._new_group(ranks) if self.backend == "nccl" and name == PP else None
                 transport: Transport = ProcessGroupTransport(groups[ranks], ranks, dist.get_backend(), down)
-            elif ranks in by_ranks:
-                transport = by_ranks[ranks]
             else:
-                transport = connect(groups[ranks], ranks) if connect else SharedTransport(groups[ranks], timeout)
-                by_ranks[ranks] = transport
+                if ranks not in by_ranks:
+                    group = groups[ranks]
+                    by_ranks[ranks] = connect(group, ranks) if connect else SharedTransport(group, timeout)
+                transport = by_ranks[ranks]
             self._transports[name] = staged(transport, len(ranks), self.staging) if staged else transport
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
