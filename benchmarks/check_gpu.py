@@ -4,8 +4,8 @@
 
 Needs `PYTHONPATH=src` and no network: torch, numpy, rich and safetensors. A few minutes on one device: most of a check
 is the start of its processes, so that some run side by side. Each check is a row: ok, failed, or skipped with the
-reason. With more devices, layouts of two and four ranks run over NCCL and their ledgers are compared with the
-prediction. The exit code is 1 if a check failed.
+reason. Layouts of two and four ranks run over NCCL, or staged through host memory where there are fewer devices, and
+their ledgers are compared with the prediction. The exit code is 1 if a check failed.
 
 Without a CUDA device, or with --tiny, the same checks run in a short form on the CPU, which shows that the script
 works. No tokenizer is needed: the text is a corpus of random tokens that repeat.
@@ -37,6 +37,7 @@ from shardwise.decoder.attention import Rope
 from shardwise.decoder.modules import RMSNorm
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.transport_buffers import STAGED
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.ops.context import OpContext, Options
@@ -217,13 +218,21 @@ class Checks:
 
     def ranks(self, name: str, layout: str) -> str:
         """A layout over several ranks: the losses of one rank, and the predicted ledger."""
-        world = Layout.parse(layout).ranks
-        if self.device == "cuda" and torch.cuda.device_count() < world:
-            raise Skip(f"needs {world} devices, and there are {torch.cuda.device_count()}")
         result = self.train(self.config(name, f"{layout},precision=fp32", self.device, report=True))
         outcome = compare(result.predicted, result.report)
         assert outcome.equal_ledger, f"the ledger differs: {outcome.differences[:1]}"
-        return "ledger equal, " + close(result.losses, self.on_cpu(name, "precision=fp32"), TOLERANCE["fp32"])
+        shared = self.sharing(layout)
+        ways = {row.algorithm for role in result.report.roles for row in role.transport}
+        assert bool(shared) == any(way.endswith(STAGED) for way in ways), f"collectives went by {sorted(ways)}"
+        losses = close(result.losses, self.on_cpu(name, "precision=fp32"), TOLERANCE["fp32"])
+        return f"ledger equal, {losses}{shared}"
+
+    def sharing(self, layout: str) -> str:
+        """What a row says where ranks share devices: they then communicate through the host's memory."""
+        world, devices = Layout.parse(layout).ranks, torch.cuda.device_count()
+        if self.device == "cpu" or devices >= world:
+            return ""
+        return f"; staged: {world} ranks on {devices} device{'s' if devices > 1 else ''}"
 
     def compiled(self) -> str:
         """Blocks compiled by torch give the CPU's losses."""
@@ -267,9 +276,7 @@ class Checks:
             yield "generation tp=2", self._generation_split
 
     def _generation_split(self) -> str:
-        if self.device == "cuda" and torch.cuda.device_count() < 2:
-            raise Skip("needs 2 devices, and there is 1")
-        return self.generation("tp=2")
+        return self.generation("tp=2") + self.sharing("tp=2")
 
 
 Outcomes = tuple[list[torch.Tensor], list[torch.Tensor]]

@@ -449,11 +449,16 @@ def _step_times(directory: RunDirectory) -> str:
 
 
 def _carried_by(directory: RunDirectory) -> Backend | None:
-    """Transport of the measured step's collectives: gloo where memory could not be shared, or was not to."""
+    """Transport of the measured step's collectives: gloo where memory could not be shared, or was not to; staged where
+    ranks shared a GPU."""
     if not directory.report("measured").exists():
         return None
+    from shardwise.layout.transport_buffers import STAGED
+
     measured = StepReport.read(directory.report("measured"))
     used = {row.algorithm for role in measured.roles for row in role.transport}
+    if any(name.endswith(STAGED) for name in used):
+        return "staged"
     return "gloo" if used and not used & {"shared", "nccl"} else None
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.staged import StagesAll
 from harness.today import EVERYTHING, seed, some_of
 from shardwise.layout import Mesh
 from shardwise.layout.axes import CP, DP, PP, TP
@@ -44,6 +45,8 @@ class Script:
     job: ServingJob
     asked: dict[int, dict[int, list[Command]]]
     score: bool = True
+    staged: bool = False
+    """As ranks that share a GPU."""
 
 
 @dataclass
@@ -88,7 +91,8 @@ class _Scoring(TokenGenerator):
 def generate(rank: int, script: Script) -> Seen:
     """Run a script to its end."""
     job, seen = script.job, Seen()
-    comms = make_comms(job.layout, job.model, rank, timeout=60.0, transport=job.transport)
+    staged = StagesAll if script.staged else None
+    comms = make_comms(job.layout, job.model, rank, timeout=60.0, transport=job.transport, staged=staged)
     generator = (_Scoring if script.score else TokenGenerator)(job, comms, rank, torch.device("cpu"))
     if isinstance(generator, _Scoring):
         generator.seen = seen

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from harness.reference import Case, Outcome, global_batch, make_batch, values
+from harness.staged import StagesAll
 from shardwise.layout import Layout, Mesh, unit_plan
 from shardwise.layout.axes import DP, REPLICA
 from shardwise.layout.experts import RoutedRows
@@ -33,7 +34,7 @@ from shardwise.runtime.zero.optimizer import learning_rate
 @dataclass(frozen=True)
 class Training:
     """What a rank trains. against: the reference. memory: whether the last step's is measured, which follows every
-    storage and costs as much as several steps; its ledger is there in any case."""
+    storage and costs as much as several steps; its ledger is there in any case. staged: as ranks that share a GPU."""
 
     case: Case
     layout: Layout
@@ -41,6 +42,7 @@ class Training:
     overlap: bool = True
     transport: str = "shared"
     memory: bool = True
+    staged: bool = False
 
 
 @dataclass
@@ -89,10 +91,15 @@ def _pieces(flat: FlatUnit, mine: torch.Tensor) -> dict[tuple, str]:
     return pieces
 
 
-def build(case: Case, layout: Layout, rank: int, overlap: bool = True, transport: str = "shared") -> TrainProgram:
+def build(
+    case: Case, layout: Layout, rank: int, overlap: bool = True, transport: str = "shared", staged: bool = False
+) -> TrainProgram:
     """The program of `rank`, with the initial weights that the reference has."""
     torch.set_float32_matmul_precision("highest")
-    comms = make_comms(layout, case.model, rank, timeout=120.0, overlap=overlap, transport=transport)
+    comms = make_comms(
+        layout, case.model, rank,
+        timeout=120.0, overlap=overlap, transport=transport, staged=StagesAll if staged else None,
+    )  # fmt: skip
     plan = unit_plan(case.model, layout, case.workload, rank=rank, backend=comms.backend)
     folder = Path(tempfile.mkdtemp(prefix="offload-")) if state_file(plan) else None
     return TrainProgram(plan, comms, case.optimizer, values, torch.device("cpu"), folder)
@@ -101,7 +108,7 @@ def build(case: Case, layout: Layout, rank: int, overlap: bool = True, transport
 def train(rank: int, asked: Training) -> RankOutcome:
     """Train; the last step is recorded."""
     case, layout, reference = asked.case, asked.layout, asked.against
-    program = build(case, layout, rank, asked.overlap, asked.transport)
+    program = build(case, layout, rank, asked.overlap, asked.transport, asked.staged)
     outcome = RankOutcome([], [], {}, {}, {}, None, program.plan.backend)  # type: ignore[arg-type]
     plain_step = program.optimizer.step
 

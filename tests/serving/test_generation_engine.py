@@ -19,6 +19,7 @@ from harness.answers import check, requests
 from harness.generation import Script, some_cases
 from harness.huggingface import FAMILIES, STEPS, pretrained
 from harness.pool import run_ranks
+from harness.today import some_of
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.huggingface import export
 from shardwise.layout import Layout
@@ -38,6 +39,8 @@ LAYOUTS = [
     "dp=1", "tp=2", "tp=4", "pp=2", "pp=3", "tp=2,pp=2", "dp=2,zero=3", "dp=4,zero=3", "dp=2", "dp=2,tp=2,zero=3",
     "dp=2,pp=2", "pp=3,stages=0/3/0", "cp=2", "cp=4", "tp=2,cp=2", "cp=2,pp=2", "dp=2,cp=2",
 ]  # fmt: skip
+
+STAGED = ["tp=2", "pp=2", "tp=2,pp=2", "dp=2,zero=3", "cp=2"]
 
 
 @cache
@@ -72,6 +75,17 @@ def test_logits_and_answers(folders: Any, name: str, layout: str, index: int) ->
     asked = requests(16, draw, job.replicas)
     ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
     check(model_of(name), asked, ranks, reuse)
+
+
+@pytest.mark.parametrize("layout", some_of(STAGED, 1, "staged generation"))
+def test_ranks_that_share_a_gpu(folders: Any, layout: str) -> None:
+    """Tensors go through the host's memory, which is forced on CPU tensors here."""
+    folder = folders("llama")
+    model, _ = weights_in(folder)
+    job = ServingJob(model, Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4, pages=64)
+    asked = requests(8, random.Random(layout), job.replicas)
+    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked, staged=True))
+    check(model_of("llama"), asked, ranks, job.reuse)
 
 
 @pytest.mark.parametrize(("name", "layout", "page", "chunk"), [("gemma2", "cp=2", 8, 16), ("llama", "cp=4", 4, 5)])

@@ -33,7 +33,7 @@ class Carried(NamedTuple):
     elements: int
     """Elements of the full tensor."""
     shared: bool
-    """Whether ranks read each other's memory, window by window; else one run by sends."""
+    """Whether it goes window by window, as where ranks read each other's memory; else one run by sends."""
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -96,7 +96,7 @@ class Schedules:
         if schedule is None:
             return None
         widens = op == "reduce_scatter" and dtype == "bfloat16" and self.backend != "nccl"
-        return Carried(schedule, "float32" if widens else dtype, elements, self.backend == "shared")
+        return Carried(schedule, "float32" if widens else dtype, elements, self.backend in ("shared", "staged"))
 
 
 def schedule_of(layout: Layout, op: str, group: Sequence[int]) -> CommSchedule | None:

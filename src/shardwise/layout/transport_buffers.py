@@ -1,10 +1,12 @@
-"""Buffers that a transport needs to reduce gradients, without torch: for the runtime and the prediction.
+"""Buffers that a transport needs, without torch: for the runtime and the prediction.
 
 Full gradients that are not accumulated where they are computed are staged, each unit's in a buffer of its own that is
 allocated with its first gradient and freed by its reduction. Where peers read the buffers in place, units instead take
 two lasting ones in turn, in the order of their backwards, and so do experts; a tied weight and the root of a user's
 module, whose gradients wait longer, have their own.
 Under a pipeline whole stages wait for their reduction, so that nothing is lasting.
+
+Ranks that share a GPU have the buffers of NCCL there, and others in the host's memory (`staging_bytes`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,31 @@ from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from shardwise.layout.units import Unit, UnitPlan
+
+
+STAGED = ", staged"
+"""End of a realization's name in reports, where tensors go through the host's memory."""
+SUMMED_FROM = 4
+"""Bytes per element in which sums are staged at least: gradients of 16 bits may be added to fp32."""
+ALIGNED = 64
+"""Bytes at whose multiples the parts of a staging buffer begin."""
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes of a part of a staging buffer."""
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+def staging_bytes(op: str, nbytes: int, ranks: int, item: int) -> int:
+    """Bytes of host memory through which one collective of ranks that share a device goes.
+
+    op: of the ledger. nbytes: of the full tensor, of which each of `ranks` has an equal part; item: of an element.
+    Messages have their own memory: 0.
+    """
+    whole, piece = aligned(nbytes), nbytes // ranks
+    if op == "reduce_scatter":
+        return whole + aligned(piece // item * max(item, SUMMED_FROM))
+    return {"all_reduce": whole, "all_gather_into": whole + aligned(piece), "all_to_all": 2 * whole}.get(op, 0)
 
 
 class TransportBuffers(NamedTuple):

@@ -55,8 +55,9 @@ if TYPE_CHECKING:
     from shardwise.schedule.pipeline import Action, PipelineSchedule
     from shardwise.schedule.pipeline.steady import Steady
 
-Backend = Literal["gloo", "nccl", "shared"]
-"""Backend of the collectives: gloo, NCCL, or the memory that processes of one host share."""
+Backend = Literal["gloo", "nccl", "shared", "staged"]
+"""Backend of the collectives: gloo, NCCL, the memory that processes of one host share, or, between ranks that share a
+GPU, one of CPU ranks with copies to the host and back."""
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 """Bits of a weight under qwz, and of a gradient under qgz."""
 Phase = Literal["forward", "backward", "prefill", "decode"]
@@ -238,6 +239,11 @@ class UnitPlan:
         """The model's configuration, which a user's module does not have."""
         assert isinstance(self.subject, ModelConfig)
         return self.subject
+
+    @property
+    def cuda(self) -> bool:
+        """Whether its ranks compute on CUDA devices."""
+        return self.backend in ("nccl", "staged")
 
     @cached_property
     def blueprint(self) -> Blueprint:

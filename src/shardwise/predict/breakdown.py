@@ -141,7 +141,7 @@ def _under(plan: UnitPlan, stage: int) -> UnitPlan | None:
 def _states(plan: UnitPlan, role: Role) -> StageStates:
     held, arrays = predict_bytes(plan), optimizer_arrays(plan.short if plan.layout.pp > 1 else plan)
     nbytes = {"weights": held.parameters, "gradients": held.gradients, **arrays}
-    if plan.layout.sync in SERVED and plan.backend != "nccl":
+    if plan.layout.sync in SERVED and not plan.cuda:
         nbytes["server"] = with_servers(plan, role.ranks[0], Bytes()).optimizer
     weights = plan.interval_dtype if plan.layout.stage == 3 else plan.layout.dtype
     dtypes = {"weights": weights, "gradients": plan.grad_dtype, **dict.fromkeys(arrays, plan.master_dtype)}

@@ -144,7 +144,7 @@ def _served(model: Model, layout: Layout, workload: Workload, backend: Backend) 
         held = predict_bytes(plan) if works else Bytes()
         ledger, transport = (predict_ledger(plan), predict_transport(plan, rank)) if works else ((), ())
         host = Bytes()
-        if backend == "nccl":  # servers are on the host's cores
+        if plan.cuda:  # servers are on the host's cores
             host = with_servers(plan, rank, host)
         else:
             held = with_servers(plan, rank, held)
@@ -176,7 +176,7 @@ def _optimizer_note(layout: Layout, workload: Workload) -> list[str]:
 def _notes(model: Model, layout: Layout, backend: Backend) -> list[str]:
     """Assumptions and omissions, a sentence each."""
     notes = []
-    if backend == "nccl":
+    if backend in ("nccl", "staged"):
         notes.append("saved activations are those of the eager CPU path; CUDA kernels may save a little differently")
     if layout.compile != "off":
         notes.append(

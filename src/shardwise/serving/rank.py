@@ -19,7 +19,6 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import UserError
 from shardwise.layout import Mesh
 from shardwise.layout.axes import CP, DP, PP, TP
 from shardwise.predict.serving_layout import lockstep_axes
@@ -27,7 +26,9 @@ from shardwise.report.step_report import Bytes, Phase
 from shardwise.runtime.allocator import release_freed_memory
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job import rank as process
+from shardwise.runtime.job.devices import cuda_device, sharing
 from shardwise.runtime.job.launch import USER_MISTAKE
+from shardwise.runtime.job.output import say
 from shardwise.runtime.job.setup import make_comms
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import Loading, Ready, ServingJob, weights_in
@@ -139,7 +140,7 @@ def run(
 ) -> None:
     """Load, answer until nobody asks any more, and end."""
     started = time.monotonic()
-    device = torch.device("cpu") if job.device == "cpu" else torch.device("cuda", rank % torch.cuda.device_count())
+    device = torch.device("cpu") if job.device == "cpu" else cuda_device(rank)
     mesh = Mesh.of(job.layout, job.model)
     replica = mesh.index(DP, rank)
     together = dist.new_group(
@@ -151,8 +152,9 @@ def run(
     way = EngineChannel(connect(folder, replica), replica) if first else None
     _, weights = weights_in(job.weights)
     comms = make_comms(
-        job.layout, job.model, rank, timeout=job.hang + pulse.MARGIN, transport=job.transport, pulse=signs
-    )
+        job.layout, job.model, rank,
+        timeout=job.hang + pulse.MARGIN, transport=job.transport, device=device, pulse=signs,
+    )  # fmt: skip
     generator = stage(job, comms, rank, device)
     generator.load(weights, way.loading if way else lambda done, of: None)
     hop = generator.hop()
@@ -201,14 +203,15 @@ def serve(generator: TokenGenerator, way: EngineChannel | None, signs: pulse.Pul
 
 
 def join(job: ServingJob) -> int:
-    """Meet the other ranks; returns this one's number. Raises `UserError` where GPUs are wanted and none is there."""
+    """Meet the other ranks; returns this one's number. Raises `UserError` where a GPU is needed and there is none."""
     timeout = job.hang + pulse.MARGIN
     if job.device == "cpu":
         return process.join(timeout)
-    if not torch.cuda.is_available():
-        raise UserError("--device cuda needs a GPU for each rank; there is none")
-    device = torch.device("cuda", process.number() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = cuda_device(process.number())
+    if notice := sharing(device):
+        if process.number() == 0:
+            say(notice)
+        return process.join(timeout)
     return process.join(timeout, device)
 
 

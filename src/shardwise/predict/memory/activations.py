@@ -218,7 +218,7 @@ def uses_batched_attention(plan: UnitPlan) -> bool:
     layout, longest = plan.layout, LONGEST_SHORT.get(plan.layout.dtype, 0)
     if cuts_attention(plan):
         return False
-    short = SHORTEST <= plan.workload.seq <= longest and plan.backend != "nccl"
+    short = SHORTEST <= plan.workload.seq <= longest and not plan.cuda
     plain = plan.model.plain_attention and not plan.model.narrow_values and not plan.workload.isolate_documents
     return short and layout.compile != "block" and plain
 
@@ -226,7 +226,7 @@ def uses_batched_attention(plan: UnitPlan) -> bool:
 def uses_blocked_attention(plan: UnitPlan) -> bool:
     """Whether attention goes through a sequence block by block (`ops/blocked_attention.py`): no fused kernel has the
     model's."""
-    fused = plan.model.plain_attention and not (plan.model.narrow_values and plan.backend != "nccl")
+    fused = plan.model.plain_attention and not (plan.model.narrow_values and not plan.cuda)
     return plan.layout.attention == "sdpa" and not fused and not cuts_attention(plan)
 
 

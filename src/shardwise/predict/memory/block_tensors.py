@@ -49,7 +49,7 @@ class BlockTensors:
         # A row's statistics: one number in fp32, or two in the precision of the weights.
         self.statistics = s.statistic if plan.model.norm == "rmsnorm" else 2 * s.element
         self.rotates = bool(plan.model.rotated)
-        self.cuda = plan.backend == "nccl"
+        self.cuda = plan.cuda
         self.compiled = plan.layout.compile == "block"
         self.reads = MapInputs.of(plan, part)
         lora = plan.model.lora

@@ -143,7 +143,7 @@ def added_up(unit: Unit, plan: UnitPlan) -> int:
     """Bytes of the chunks in fp32 through which the sum of a unit's gradients over the data ranks arrives."""
     if plan.packed_gradients(unit):
         return adding_bytes(unit.longest_run, unit.reduce[0].axes == HPZ)
-    if plan.backend == "nccl" or plan.schedules.of("reduce_scatter", SHARD):
+    if plan.cuda or plan.schedules.of("reduce_scatter", SHARD):
         return 0
     return wide_chunk(unit.shard_numel, plan.grad_dtype, plan.layout.shard_ranks)
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwise.layout.homes import BUFFERS, accumulates_on_host, gradient_chunk, parameter_buffers, state_file
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import stored_activations
 from shardwise.predict.memory.outer import outer_state_bytes
 from shardwise.predict.memory.pipeline import held_by_actions
+from shardwise.predict.traffic.schedules import staged_bytes
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
 
 
 def host_bytes(plan: UnitPlan) -> Bytes:
+    """Bytes in the host's memory, and as `comm` also the staging buffer of ranks that share a GPU, without messages
+    under way."""
+    offloaded = offloaded_bytes(plan)
+    return replace(offloaded, comm=offloaded.comm + staged_bytes(plan)) if plan.trains else offloaded
+
+
+def offloaded_bytes(plan: UnitPlan) -> Bytes:
     """Bytes in the host's memory: offloaded state; gradients for its update; saved activations; and, as `comm`, the
     buffers of the file, those of parameters on their way, and a chunk of gradients in the precision of the update."""
     layout, saved = plan.layout, 0

@@ -57,7 +57,7 @@ def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
         ("outer", ""): outer_transient(plan),
     }
     beside |= backwards(plan, s, plan.parts)
-    again = beside if plan.backend == "nccl" else beside | backwards(plan, s, plan.parts, adds=True)
+    again = beside if plan.cuda else beside | backwards(plan, s, plan.parts, adds=True)
     always = inputs(plan, s) - known + tables(plan, s)
     for held in held_through_step(plan):
         yield held, always + (again if held.adds else beside)[held.when, held.part]
@@ -190,7 +190,7 @@ def tables(plan: UnitPlan, s: Sizes) -> int:
 def loss(plan: UnitPlan, s: Sizes) -> int:
     """Log-probabilities of a chunk; bf16 logits are first converted. Where logits are capped also, in backward, the
     slopes of their cap. On CUDA without a cap nothing, and of fp64 one chunk (`ops/cuda/cross_entropy.py`)."""
-    if plan.backend == "nccl" and not plan.model.logit_softcap:
+    if plan.cuda and not plan.model.logit_softcap:
         wide = s.statistic
         return loss_rows(s.tokens, s.vocab, wide) * s.vocab * wide if s.element == 8 else 0
     rows = max(1, min(s.tokens, loss_chunk(s.tokens * s.vocab) // s.vocab))
@@ -287,4 +287,4 @@ def optimizer(plan: UnitPlan) -> int:
     if plan.grad_dtype != "bfloat16":
         return 0
     largest = max(on_device(plan, unit) for unit in plan.units)
-    return 4 * (largest if plan.backend == "nccl" else min(largest, optimizer_chunk(largest)))
+    return 4 * (largest if plan.cuda else min(largest, optimizer_chunk(largest)))

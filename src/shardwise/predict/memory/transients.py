@@ -59,7 +59,7 @@ def gather(plan: UnitPlan, s: Sizes, width: int = 0) -> int:
 
 def fuses_norms(plan: UnitPlan) -> bool:
     """Whether a norm is torch's own kernel, with no tensors beside its result (`ops/cuda/norm.py`)."""
-    return plan.model.norm != "rmsnorm" or (plan.backend == "nccl" and not plan.model.norm_zero_centered)
+    return plan.model.norm != "rmsnorm" or (plan.cuda and not plan.model.norm_zero_centered)
 
 
 def norm_forward(plan: UnitPlan, s: Sizes, elements: int, compiled: bool = False) -> int:
@@ -78,7 +78,7 @@ def norm_backward(plan: UnitPlan, s: Sizes, elements: int, compiled: bool = Fals
 def rolled(plan: UnitPlan, nbytes: int) -> int:
     """Rotary embedding of queries or keys of so many bytes: the rotated part, rolled. On CUDA none
     (`ops/cuda/rotary.py`)."""
-    return 0 if plan.backend == "nccl" else nbytes * plan.model.rotated // plan.model.head_dim
+    return 0 if plan.cuda else nbytes * plan.model.rotated // plan.model.head_dim
 
 
 def dropout(elements: int, rows: int) -> int:
@@ -88,4 +88,4 @@ def dropout(elements: int, rows: int) -> int:
 
 def weight_gradient(plan: UnitPlan, s: Sizes, rows: int, columns: int) -> int:
     """A piece of the gradient of a weight [rows, columns] before it is added to what is there."""
-    return 0 if plan.backend == "nccl" else product_piece(rows, columns) * s.element
+    return 0 if plan.cuda else product_piece(rows, columns) * s.element

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from shardwise.layout.algorithms import COLLECTIVES, Carried
 from shardwise.layout.axes import named
+from shardwise.layout.transport_buffers import aligned, staging_bytes
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.traffic.ledger import predict_ledger
-from shardwise.report.step_report import LedgerRow, Role, TransportRow
+from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, Role, TransportRow
 
 
 def predict_transport(plan: UnitPlan, rank: int) -> tuple[TransportRow, ...]:
@@ -44,6 +45,21 @@ def workspace_bytes(plan: UnitPlan) -> int:
     carried = [(found, row.dtype) for row in predict_ledger(plan) if (found := _carried(plan, row))]
     room = max((found.room for found, _ in carried), default=0)
     return room + max((found.wide(dtype) for found, dtype in carried), default=0)
+
+
+def staged_bytes(plan: UnitPlan) -> int:
+    """Bytes of host memory through which collectives go where ranks share a GPU: the largest one's."""
+    return max((_staged(plan, row) for row in predict_ledger(plan)), default=0) if plan.backend == "staged" else 0
+
+
+def _staged(plan: UnitPlan, row: LedgerRow) -> int:
+    if row.op not in (*COLLECTIVES, "all_to_all"):  # a copy or a message
+        return 0
+    if (carried := _carried(plan, row)) is not None:
+        widest = max((width for _, width in carried.runs), default=0)
+        return aligned(widest * carried.pieces * DTYPE_BYTES[carried.dtype])
+    item = DTYPE_BYTES[row.dtype]
+    return staging_bytes(row.op, row.elements * item, plan.mesh.size(named(row.axes)), item)
 
 
 def _carried(plan: UnitPlan, row: LedgerRow) -> Carried | None:

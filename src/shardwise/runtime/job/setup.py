@@ -34,6 +34,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.model.parameters import Model, blueprint
 from shardwise.runtime.context.view import cut_sequences
 from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.transport.staged import StagedTransport
 
 AXES = (
     CP, DATA, SHARD, HPZ, HPZ_ACROSS, REPLICATE, TP, KV, PP, DATA + PP, CP + TP, SHARD + TP, SHARD + TP + PP, REPLICA
@@ -50,17 +51,20 @@ def axes_of(model: Model | None) -> tuple[Axes, ...]:
 
 def make_comms(
     layout: Layout, model: Model | None, rank: int, *, transport: str = "auto",
-    axes: tuple[Axes, ...] | None = None, quiet: bool = False, **options: Any,
+    axes: tuple[Axes, ...] | None = None, quiet: bool = False, device: torch.device | None = None, **options: Any,
 ) -> Comms:  # fmt: skip
     """The process groups of `rank`; every rank of the job must call this. model: None where no heads are split.
 
-    transport: one of `config.TRANSPORTS`. quiet: do not say that no memory can be shared. options: of `Comms`,
-    `timeout` at least. Raises `UserError` when the transport is "shared" and memory cannot be shared here.
+    transport: one of `config.TRANSPORTS`. quiet: do not say that no memory can be shared. device: where tensors are; a
+    CUDA device under gloo is one that ranks share. options: of `Comms`, `timeout` at least. Raises `UserError` when the
+    transport is "shared" and memory cannot be shared here.
     """
     mesh = Mesh.of(layout, model) if model else Mesh(layout)
     axes = axes_of(model) if axes is None else axes
     if rank >= layout.training_ranks:
         axes = ()  # a server of its own computes nothing
+    if device is not None and device.type == "cuda" and dist.get_backend() == "gloo":
+        options.setdefault("staged", StagedTransport)
     if transport != "gloo" and dist.get_backend() == "gloo" and dist.get_world_size() > 1:
         try:
             return Comms(mesh, rank, axes, shared=True, **options)
@@ -70,7 +74,7 @@ def make_comms(
             if rank == 0 and not quiet:
                 print(f"no shared memory: {error}; continuing over gloo", flush=True)
     comms = Comms(mesh, rank, axes, **options)
-    if dist.get_backend() == "gloo" and dist.get_world_size() == 1:
+    if comms.backend == "gloo" and dist.get_world_size() == 1:
         comms.backend = "shared"  # one rank communicates with nobody, so it needs no buffers for gloo
     return comms
 

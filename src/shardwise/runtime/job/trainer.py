@@ -40,6 +40,7 @@ from shardwise.runtime.checkpointing import Position, Saver, restore, start_adap
 from shardwise.runtime.data.batches import Batches
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.config import TrainConfig
+from shardwise.runtime.job.devices import cuda_device, sharing
 from shardwise.runtime.job.launch import RANK_FAILED, lost_a_peer, reason
 from shardwise.runtime.job.meeting import meet
 from shardwise.runtime.job.output import say
@@ -103,11 +104,7 @@ def _device(config: TrainConfig) -> torch.device:
     if config.device == "cpu":
         retain_freed_memory()
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if torch.cuda.device_count() <= local:
-        raise UserError(f"--device cuda needs a GPU for each local rank; found {torch.cuda.device_count()}")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+    return cuda_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _join(config: TrainConfig, device: torch.device) -> TrainConfig:
@@ -115,17 +112,23 @@ def _join(config: TrainConfig, device: torch.device) -> TrainConfig:
     # gloo looks for a name of the host first and says so on every rank when there is none
     warnings.filterwarnings("ignore", message=".*barrier.*device.*")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    notice = sharing(device)
     try:
         # All ranks must begin at the same step: under torchrun only rank 0's agent may know that it is a restart.
-        store, words = meet(rank, world, json.dumps([config.resume, config.restart]), pulse.STARTING)
-        resume, restart = json.loads(words)
+        store, words = meet(rank, world, json.dumps([config.resume, config.restart, bool(notice)]), pulse.STARTING)
+        resume, restart, staged = json.loads(words)
+        if notice and not staged:
+            raise UserError(f"{notice}; but on rank 0's host each rank has a GPU: start as many ranks on each host")
+        if staged and rank == 0:
+            say(notice)
+        nccl = device.type == "cuda" and not staged
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "nccl" if nccl else "gloo",
             store=store,
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=config.hang + pulse.MARGIN),
-            device_id=device if device.type == "cuda" else None,  # which NCCL would guess
+            device_id=device if nccl else None,  # which NCCL would guess
         )
     except (dist.DistNetworkError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
@@ -153,7 +156,7 @@ class TrainingRun:
         timeout = config.hang + pulse.MARGIN
         self.comms = make_comms(
             layout, model, self.rank,
-            timeout=timeout, overlap=config.overlap, transport=config.transport, pulse=self.pulse,
+            timeout=timeout, overlap=config.overlap, transport=config.transport, device=device, pulse=self.pulse,
         )  # fmt: skip
         plan = unit_plan(model, layout, config.workload, rank=self.rank, backend=self.comms.backend)
         folder = Path(config.offload_dir or Path(config.out) / OFFLOADED)

@@ -24,7 +24,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.25)
     kinds = {dtype} if device.type == "cuda" else {dtype, torch.promote_types(dtype, torch.float32)}
     dist.barrier()
     times = [_median_time(torch.rand(size, size, device=device).to(kind), seconds / len(kinds)) for kind in kinds]
-    rate = torch.tensor(2 * size**3 / min(times), dtype=torch.float64, device=device)
+    reached = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    rate = torch.tensor(2 * size**3 / min(times), dtype=torch.float64, device=reached)
     dist.all_reduce(rate)
     return float(rate)
 

@@ -31,6 +31,7 @@ from shardwise.runtime.transport.process_group import ProcessGroupTransport
 from shardwise.runtime.transport.protocol import DONE, Realization, Transport, Work
 from shardwise.runtime.transport.scheduled import ScheduledCollective
 from shardwise.runtime.transport.shared import SharedTransport
+from shardwise.runtime.transport.staged import StagedTransport, StagingMemory
 from shardwise.schedule.traffic import Moved
 
 Key = tuple[str, str, str, str, str, int]
@@ -147,8 +148,9 @@ class Comms:
 
     axes: the requested groups; only those with more than one rank get a transport, and a collective over one rank does
     nothing and leaves no entry. shared: all ranks are processes of one host and read each other's memory; else
-    torch.distributed's backend carries everything. pulse: receives heartbeats. backend, connect: another backend's
-    name, and its transport over a group of ranks (for the dry run).
+    torch.distributed's backend carries everything. staged: what carries the tensors of ranks that share GPUs, through
+    the host and by either of these. pulse: receives heartbeats. backend, connect: another backend's name, and its
+    transport over a group of ranks (for the dry run).
     Raises what torch.distributed raises when a peer is lost; `OSError`, on every rank, where memory cannot be shared.
     """
 
@@ -161,6 +163,7 @@ class Comms:
         timeout: float,
         overlap: bool = True,
         shared: bool = False,
+        staged: type[StagedTransport] | None = None,
         pulse: Pulse | None = None,
         backend: Backend | None = None,
         connect: Callable[[dist.ProcessGroup, tuple[int, ...]], Transport] | None = None,
@@ -169,7 +172,7 @@ class Comms:
         self.pulse = pulse or Pulse()
         self.moves_data = connect is None
         """Whether tensors have values, so that the program may look at them; a dry run's have none."""
-        self.backend = backend or cast(Backend, "shared" if shared else dist.get_backend())
+        self.backend = backend or cast(Backend, "staged" if staged else "shared" if shared else dist.get_backend())
         self.phase: Phase = "forward"
         self.timings: dict[Key, Timing] = {}
         self.quick = False
@@ -185,9 +188,8 @@ class Comms:
         self._words: dict[tuple[str, Axes, str, str], str] = {}
         self.schedules = Schedules(mesh, self.backend)
         """The schedules that the layout names for collectives."""
-        self.workspace = Workspace()
-        self._timeout = timeout
-        self._transports: dict[Axes, Transport] = {}
+        self.workspace, self.staging = Workspace(), StagingMemory()
+        self._timeout, self._transports = timeout, dict[Axes, Transport]()
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         by_ranks: dict[tuple[int, ...], Transport] = {}
         if shared:
@@ -204,11 +206,13 @@ class Comms:
                 # One for each name: what the engine reserves for its reductions is in use while activations are summed.
                 # Along the pipeline ranks send both ways at a time.
                 down = self._new_group(ranks) if self.backend == "nccl" and name == PP else None
-                self._transports[name] = ProcessGroupTransport(groups[ranks], ranks, self.backend, down)
-                continue
-            if ranks not in by_ranks:
-                by_ranks[ranks] = connect(groups[ranks], ranks) if connect else SharedTransport(groups[ranks], timeout)
-            self._transports[name] = by_ranks[ranks]
+                transport: Transport = ProcessGroupTransport(groups[ranks], ranks, dist.get_backend(), down)
+            else:
+                if ranks not in by_ranks:
+                    group = groups[ranks]
+                    by_ranks[ranks] = connect(group, ranks) if connect else SharedTransport(group, timeout)
+                transport = by_ranks[ranks]
+            self._transports[name] = staged(transport, len(ranks), self.staging) if staged else transport
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):

@@ -85,7 +85,7 @@ class Engine:
         self.host = host = ByteCounter()
         """Bytes of what is offloaded to the host's memory, and of the buffers for it."""
         self.file = file
-        comms.workspace.tally = self.tally
+        comms.workspace.tally, comms.staging.tally = self.tally, host
         self._sums_on_host = accumulates_on_host(plan)
         self._slots = self._weight_slots(device) if self.stage == 3 else {}
         staging = self._staging_buffers(device)
