@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.own_modules import FAMILIES, GPT2_PARTS, GPT2_PLAN, OWN, PARTS, PLANS, own_batch, summed_loss, token_example
+from harness.own_modules import (
+    FAMILIES,
+    GPT2_PARTS,
+    GPT2_PLAN,
+    OWN,
+    PARTS,
+    PLANS,
+    own_batch,
+    summed_loss,
+    token_example,
+)
 from shardwise import StepReport, split
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA

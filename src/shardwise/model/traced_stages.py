@@ -1,4 +1,4 @@
-"""`TracedStages`: what a module's parts keep and need as stages of a pipeline, observed in one stage that has all parts.
+"""`TracedStages`: memory of a module's parts as stages of a pipeline, observed in one stage that has all parts.
 
 Any cut into stages follows from it: a stage has some parts in a row, and keeps the tensors that these keep.
 """
@@ -37,6 +37,12 @@ class TracedTensors:
     """input: of the micro-batch; lasting: a buffer of the module."""
     nbytes: Pair
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TracedTensors:
+        """The inverse of `dataclasses.asdict`."""
+        savers, holders, keepers = (tuple(data[name]) for name in ("savers", "holders", "keepers"))
+        return cls(savers, holders, keepers, data["kind"], pair(data["nbytes"]))
+
 
 @dataclass(frozen=True)
 class TracedPeak:
@@ -74,10 +80,7 @@ class TracedStages:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TracedStages:
         """The inverse of `dataclasses.asdict`."""
-        tensors = tuple(
-            TracedTensors(*(tuple(t[name]) for name in ("savers", "holders", "keepers")), t["kind"], pair(t["nbytes"]))
-            for t in data["tensors"]
-        )
+        tensors = tuple(map(TracedTensors.from_json, data["tensors"]))
         peaks = tuple(TracedPeak(p["when"], p["part"], pair(p["nbytes"])) for p in data["peaks"])
         messages = tuple(TracedMessage(m["part"], m["dtype"], pair(m["elements"]), m["kept"]) for m in data["messages"])
         return cls(tensors, peaks, messages, pair(data["buffers"]))

@@ -63,11 +63,22 @@ def check_traced(layout: Layout, model: Blueprint, workload: Workload, ranks: in
         check_ranks(layout, ranks)
 
 
+def piped(model: Blueprint) -> bool:
+    """Whether there are predictions for pipelines of a module."""
+    return traced(model).ends is not None
+
+
+def check_piped(pp: int, model: Blueprint) -> None:
+    """Raise `LayoutError` for a pipeline of a module whose parts are in no known order."""
+    if pp > 1 and not piped(model):
+        reason = traced(model).unpiped or "trace it again with this release"
+        raise LayoutError(f"pp={pp}: {model.name} has no predictions for pipelines: {reason}")
+
+
 def _check_pipeline(layout: Layout, model: Blueprint, micro_batches: int) -> None:
+    check_piped(layout.pp, model)
     if layout.pp == 1:
         return
-    if reason := traced(model).unpiped:
-        raise LayoutError(f"pp={layout.pp}: {model.name} has no predictions for pipelines: {reason}")
     where = pipeline.placement(layout)
     if any(one == other for one, other in pairwise(where)):
         raise LayoutError(

@@ -282,8 +282,7 @@ class _Rank:
                 for items in (saved_items, kept_items)
             )
             stored = sum(
-                stored_bytes(this, s, part) - stored_bytes(self.plan, s, part)
-                for part in self.plan.stages[stage]
+                stored_bytes(this, s, part) - stored_bytes(self.plan, s, part) for part in self.plan.stages[stage]
             )
             self.beyond[key] = saved, kept, stored
         return self.beyond[key]

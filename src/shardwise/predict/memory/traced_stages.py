@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 from shardwise.layout.units import UnitPlan
 from shardwise.model.trace import Trace, TracedStep
-from shardwise.model.traced_stages import TracedTensors
+from shardwise.model.traced_stages import TracedTensors, When
 from shardwise.predict.memory.buffers import MemoryTrace
 from shardwise.predict.memory.pipeline_action import FollowedAction
 from shardwise.predict.traffic.messages import message_of
 from shardwise.report.step_report import DTYPE_BYTES
+
+BACKWARD: tuple[When, ...] = ("backward", "adding", "inputs")
+"""Kinds of backward passes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class TracedStageBytes:
     """0 at the ends of the pipeline."""
     forward: int
     """The most in its forward, beyond what there is before."""
-    moments: dict[tuple[str, str], int]
+    moments: dict[tuple[When, str], int]
     """(backward, adding, inputs or weights; part) -> the most in it, beyond what there is before its backward pass, or
     before its gradients of weights."""
     attends: bool = False
@@ -99,7 +102,7 @@ class TracedRankStages:
             forward=self._forward(parts, first),
             moments={
                 (when, part): self._moment(when, part, parts) - held - message_out * (part == parts[-1])
-                for when in ("backward", "adding", "inputs")
+                for when in BACKWARD
                 for part in parts
             }
             | {("weights", part): self.peaks.get(("weights", part), 0) for part in parts},
@@ -123,7 +126,7 @@ class TracedRankStages:
         made -= self._bytes(lambda t: t.kind == "activation" and entry in t.savers)
         return max(0, made) + most - self.peaks["made", self.names[self.order[parts[0]] - 1]]
 
-    def _moment(self, when: str, part: str, parts: list[str]) -> int:
+    def _moment(self, when: When, part: str, parts: list[str]) -> int:
         """The most while a part goes backward, without what only parts of other stages keep."""
         place = self.order[part]
         mine = set(parts)
@@ -162,7 +165,9 @@ class TracedAction(FollowedAction):
             for held in self.walk.begin(part):
                 self.note(held, 0)
         adds = {part: self.walk.write(part) for part in reversed(of.parts)}
-        when = {part: "inputs" if apart else "adding" if adds[part] else "backward" for part in of.parts}
+        when: dict[str, When] = {
+            part: "inputs" if apart else "adding" if adds[part] else "backward" for part in of.parts
+        }
         self.note(self.walk.now("backward"), max(of.moments[when[part], part] for part in of.parts))
         left = of.message_in - of.held - of.unsaved + of.held_for_weights * apart
         for part in reversed(of.parts) if not apart else ():

@@ -15,10 +15,10 @@ from shardwise.layout.pipeline import phases
 from shardwise.layout.tensor import collectives, edges
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.traced import trace_of
-from shardwise.predict.traffic.messages import message_of
 from shardwise.predict.traffic.context import context_rows
 from shardwise.predict.traffic.experts import expert_rows, load_row
 from shardwise.predict.traffic.homes import home_rows
+from shardwise.predict.traffic.messages import message_of
 from shardwise.predict.traffic.outer import outer_rows
 from shardwise.predict.traffic.servers import server_rows
 from shardwise.predict.traffic.traced import loss_rows, traced_rows

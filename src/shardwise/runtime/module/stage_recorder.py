@@ -190,9 +190,9 @@ class StageRecorder(StepMeasurement):
             for key, (nbytes, _) in self._saved.items():
                 self._note(key, nbytes).savers |= self._savers[key]
             for key, parts in self._holders.items():
-                storage = self._storages.reference(key)
-                if storage is not None and key not in self._known:
-                    self._note(key, storage().nbytes()).holders |= parts
+                there = self._storages.reference(key)
+                if there is not None and key not in self._known:
+                    self._note(key, there().nbytes()).holders |= parts  # type: ignore[union-attr]  # it is alive
         for product in kept:
             for storage in (tensor.untyped_storage() for tensor in product.reads):
                 if storage._cdata not in self._known:

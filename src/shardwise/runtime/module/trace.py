@@ -61,7 +61,8 @@ def trace(
 
     model: the module, on any device, or a function that builds it. example: a micro-batch as `loss` takes it, or as the
     module does; its number of rows, and twice that, are traced, and other numbers follow from these.
-    plan, blocks, parts: as for `split`; without an order of parts there are no predictions for pipelines. loss: as for `train_step`; None is the sum of the outputs, or their `loss`.
+    plan, blocks, parts: as for `split`; without an order of parts pipelines have no predictions. loss: as for
+    `train_step`; None is the sum of the outputs, or their `loss`.
     tp: degrees; None is 1, 2, 4 and 8, as far as a plan allows. precisions: those of layouts; bf16, a layout's
     default, alone.
     Raises `UserError` for a module that `split` rejects, that depends on values of tensors, or inside a job.
@@ -105,7 +106,8 @@ class _Tracer:
 
     def _ends(self, chain: Chain, layout: Layout) -> TracedEnds:
         entry, *_, last = describe(self.module, layout, self.plan, self.blocks, chain).blueprint.parts
-        return TracedEnds(*(tuple(p.name for p in part.parameters) for part in (entry, last)), last.reads)
+        names = [tuple(p.name for p in part.parameters) for part in (entry, last)]
+        return TracedEnds(names[0], names[1], last.reads)
 
     def _described(self, degrees: Sequence[int] | None) -> dict[int, DescribedModule]:
         """Tensor-parallel degree -> the module's parts, for all degrees that suit it where none are named."""
