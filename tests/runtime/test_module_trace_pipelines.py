@@ -63,7 +63,7 @@ def test_a_measured_step_of_stages_is_that_of_the_trace(case):
     for result in run_ranks("harness.traced_jobs:measured", layout.ranks, (case, predicted)):
         assert result.equal_ledger, [row for row in result.rows if not row.equal]
         assert result.exact_classes_equal, [row for row in result.bytes if not row.equal]
-        assert result.peak_error < 0.03, [row for row in result.bytes if not row.equal]
+        assert result.peak_error < 0.05, [row for row in result.bytes if not row.equal]
         assert not result.differences
 
 
