@@ -6,6 +6,7 @@ Any cut into stages follows from it: a stage has some parts in a row, and keeps 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 Pair = tuple[int, int]
@@ -76,6 +77,11 @@ class TracedStages:
     messages: tuple[TracedMessage, ...]
     buffers: Pair
     """Bytes of the module's buffers that a forward pass reads."""
+
+    @cached_property
+    def recorded(self) -> dict[int, Any]:
+        """Rows of a micro-batch -> numbers that predictions have made of this, for the next prediction."""
+        return {}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TracedStages:

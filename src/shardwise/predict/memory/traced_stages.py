@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from shardwise.layout.units import UnitPlan
 from shardwise.model.trace import Trace, TracedStep
-from shardwise.model.traced_stages import TracedTensors, When
+from shardwise.model.traced_stages import TracedStages, TracedTensors, When
 from shardwise.predict.memory.buffers import MemoryTrace
 from shardwise.predict.memory.pipeline_action import FollowedAction
-from shardwise.predict.traffic.messages import message_of
+from shardwise.predict.traffic.messages import stage_parts
 from shardwise.report.step_report import DTYPE_BYTES
 
 BACKWARD: tuple[When, ...] = ("backward", "adding", "inputs")
@@ -48,100 +48,113 @@ class TracedStageBytes:
     """Masks are each stage's own."""
 
 
+class RecordedParts:
+    """The recorded parts at one size of micro-batch, of which stages are cut; each cut once."""
+
+    def __init__(self, trace: Trace, stages: TracedStages, names: list[str], micro: int) -> None:
+        """names: of the parts, in order. micro: rows."""
+        self.tensors = [(tensors, trace.at(tensors.nbytes, micro)) for tensors in stages.tensors]
+        self.names, self.order = names, {name: place for place, name in enumerate(names)}
+        self.peaks = {(peak.when, peak.part): trace.at(peak.nbytes, micro) for peak in stages.peaks}
+        self.kept = {message.part: message.kept for message in stages.messages}
+        self.messages = {
+            message.part: trace.at(message.elements, micro) * DTYPE_BYTES[message.dtype] for message in stages.messages
+        }
+        """Part -> bytes of what it hands on."""
+        self._stages: dict[tuple[str, ...], TracedStageBytes] = {}
+
+    def bytes(self, counts: Callable[[TracedTensors], bool]) -> int:
+        """Bytes of some of the tensors."""
+        return sum(nbytes for tensors, nbytes in self.tensors if counts(tensors))
+
+    def stage(self, parts: tuple[str, ...]) -> TracedStageBytes:
+        """Bytes of the stage with these parts."""
+        if parts not in self._stages:
+            self._stages[parts] = self._cut(parts)
+        return self._stages[parts]
+
+    def _cut(self, parts: tuple[str, ...]) -> TracedStageBytes:
+        mine, before = set(parts), self.order[parts[0]] - 1
+        message_in = self.messages[self.names[before]] if before >= 0 else 0
+        message_out = 0 if parts[-1] == self.names[-1] else self.messages[parts[-1]]
+        held = self.bytes(lambda t: t.kind == "activation" and _any((*t.savers, *t.holders), mine))
+        moments = {
+            (when, part): self._moment(when, part, parts) - held - message_out * (part == parts[-1])
+            for when in BACKWARD
+            for part in parts
+        }
+        return TracedStageBytes(
+            list(parts),
+            saved=self.bytes(lambda t: t.kind != "lasting" and _any(t.savers, mine)),
+            kept=self.bytes(lambda t: t.kind != "lasting" and _any(t.keepers, mine)),
+            held=held,
+            held_for_weights=self.bytes(lambda t: t.kind == "activation" and _any(t.keepers, mine)),
+            unsaved=0 if before < 0 or self.kept[self.names[before]] else message_in,
+            message_in=message_in,
+            message_out=message_out,
+            forward=self._forward(parts),
+            moments=moments | {("weights", part): self.peaks.get(("weights", part), 0) for part in parts},
+        )
+
+    def _forward(self, parts: tuple[str, ...]) -> int:
+        """The most in a stage's forward pass. What is made before the blocks, such as masks, every stage makes."""
+        most, entry = max(self.peaks["forward", part] for part in parts), self.names[0]
+        if parts[0] == entry:
+            return most
+        own = self.bytes(lambda t: t.kind == "activation" and entry in t.savers)
+        made = self.peaks["made", entry] - self.messages[entry] - own
+        return max(0, made) + most - self.peaks["made", self.names[self.order[parts[0]] - 1]]
+
+    def _moment(self, when: When, part: str, parts: tuple[str, ...]) -> int:
+        """The most while a part goes backward, without what only parts of other stages keep."""
+        place = self.order[part]
+        earlier, later = set(self.names[: place + 1]), set(self.names[place:])
+        behind, ahead = earlier & set(parts), later & set(parts)
+        apart = when == "inputs"
+
+        def elsewhere(t: TracedTensors) -> bool:
+            if t.kind != "activation":
+                return False
+            keeps = (*t.savers, *t.holders)
+            there = _any(keeps, earlier) or (apart and _any(t.keepers, later))
+            return there and not (_any(keeps, behind) or (apart and _any(t.keepers, ahead)))
+
+        return self.peaks.get((when, part), 0) - self.bytes(elsewhere)
+
+
+def _any(names: tuple[str, ...], of: set[str]) -> bool:
+    return not of.isdisjoint(names)
+
+
 class TracedRankStages:
     """As of `RankStages`, of a traced module."""
 
     def __init__(self, plan: UnitPlan, trace: Trace, step: TracedStep) -> None:
         assert step.stages is not None
-        self.plan, self.trace, self.step, self.stages = plan, trace, step, step.stages
-        names = plan.blueprint.names
-        self.order = {name: place for place, name in enumerate(names)}
-        self.names = names
-        self.peaks = {(peak.when, peak.part): self._at(peak.nbytes) for peak in step.stages.peaks}
-        self.handed = {message.part: message for message in step.stages.messages}
-
-    def _at(self, pair: tuple[int, int]) -> int:
-        return self.trace.at(pair, self.plan.layout.micro)
-
-    @property
-    def inputs(self) -> int:
+        self.plan, micro, stages = plan, plan.layout.micro, step.stages
+        self.inputs = plan.micro_batches * trace.at(step.inputs, micro) + trace.at(stages.buffers, micro)
         """Bytes of the step's inputs, and of the module's buffers."""
-        return self.plan.micro_batches * self._at(self.step.inputs) + self._at(self.stages.buffers)
+        if micro not in stages.recorded:
+            stages.recorded[micro] = RecordedParts(trace, stages, plan.blueprint.names, micro)
+        self.recorded: RecordedParts = stages.recorded[micro]
+        self._ends = [parts[-1] for parts in stage_parts(plan)]
 
     @property
     def lasting(self) -> int:
         """Bytes of the module's buffers that backward passes read."""
-        return self._bytes(lambda t: t.kind == "lasting" and self._any(t.savers, set(self.plan.parts)))
+        return self.recorded.bytes(lambda t: t.kind == "lasting" and _any(t.savers, set(self.plan.parts)))
 
     def message(self, stage: int) -> int:
         """As of `RankStages`."""
-        elements, dtype = message_of(self.plan, stage)
-        return elements * DTYPE_BYTES[dtype]
+        return self.recorded.messages[self._ends[stage]]
+
+    def of(self, stage: int) -> TracedStageBytes:
+        """Bytes of a micro-batch on a stage."""
+        return self.recorded.stage(tuple(self.plan.stages[stage]))
 
     def action(self, of: TracedStageBytes | None, walk: MemoryTrace, moves: bool) -> FollowedAction:
         """As of `TracedAction`."""
         return TracedAction(of, walk)
-
-    def of(self, stage: int) -> TracedStageBytes:
-        """Bytes of a micro-batch on a stage."""
-        assert self.plan.schedule is not None
-        parts = self.plan.stages[stage]
-        mine, first, last = set(parts), stage == 0, stage + 1 == self.plan.schedule.stages
-        message_in, message_out = 0 if first else self.message(stage - 1), 0 if last else self.message(stage)
-        held = self._bytes(lambda t: t.kind == "activation" and self._any((*t.savers, *t.holders), mine))
-        before = self.names[self.order[parts[0]] - 1]
-        return TracedStageBytes(
-            parts,
-            saved=self._bytes(lambda t: t.kind != "lasting" and self._any(t.savers, mine)),
-            kept=self._bytes(lambda t: t.kind != "lasting" and self._any(t.keepers, mine)),
-            held=held,
-            held_for_weights=self._bytes(lambda t: t.kind == "activation" and self._any(t.keepers, mine)),
-            unsaved=0 if first or self.handed[before].kept else message_in,
-            message_in=message_in,
-            message_out=message_out,
-            forward=self._forward(parts, first),
-            moments={
-                (when, part): self._moment(when, part, parts) - held - message_out * (part == parts[-1])
-                for when in BACKWARD
-                for part in parts
-            }
-            | {("weights", part): self.peaks.get(("weights", part), 0) for part in parts},
-        )
-
-    def _bytes(self, counts: Callable[[TracedTensors], bool]) -> int:
-        return sum(self._at(tensors.nbytes) for tensors in self.stages.tensors if counts(tensors))
-
-    @staticmethod
-    def _any(names: tuple[str, ...], of: set[str]) -> bool:
-        return not of.isdisjoint(names)
-
-    def _forward(self, parts: list[str], first: bool) -> int:
-        """The most in a stage's forward pass. What is made before the blocks, such as masks, every stage makes."""
-        most = max(self.peaks["forward", part] for part in parts)
-        if first:
-            return most
-        entry = self.names[0]
-        message = self.handed[entry]
-        made = self.peaks["made", entry] - self._at(message.elements) * DTYPE_BYTES[message.dtype]
-        made -= self._bytes(lambda t: t.kind == "activation" and entry in t.savers)
-        return max(0, made) + most - self.peaks["made", self.names[self.order[parts[0]] - 1]]
-
-    def _moment(self, when: When, part: str, parts: list[str]) -> int:
-        """The most while a part goes backward, without what only parts of other stages keep."""
-        place = self.order[part]
-        mine = set(parts)
-        behind = {name for name in parts if self.order[name] <= place}
-        earlier = set(self.names[: place + 1])
-        later, ahead = set(self.names[place:]), {name for name in mine if self.order[name] >= place}
-
-        def elsewhere(t: TracedTensors) -> bool:
-            if t.kind != "activation":
-                return False
-            keeps, apart = (*t.savers, *t.holders), when == "inputs"
-            there = self._any(keeps, earlier) or (apart and self._any(t.keepers, later))
-            return there and not (self._any(keeps, behind) or (apart and self._any(t.keepers, ahead)))
-
-        return self.peaks.get((when, part), 0) - self._bytes(elsewhere)
 
 
 class TracedAction(FollowedAction):
