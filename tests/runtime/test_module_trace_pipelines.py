@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from typing import ClassVar
 
 import pytest
 from torch import nn
@@ -90,6 +91,33 @@ class Frozen(nn.Module):
         return self.inner(x)
 
 
+class HeadLeftOut(OWN["plain"]):
+    """Publishes an order in which a part with parameters is missing."""
+
+    _pp_plan: ClassVar = {"enter": (["inputs"], ["x"]), "blocks": (["x"], ["x"])}
+
+
+class Pairs(OWN["plain"]):
+    """Publishes an order of blocks that return more than the tensor that travels."""
+
+    _pp_plan: ClassVar = {**HeadLeftOut._pp_plan, "head": (["x"], ["y"])}
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = partial(_paired, block.forward)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.head(x)
+
+
+def _paired(forward, x):
+    return forward(x), None
+
+
 def plain(build=OWN["plain"], parts=None, **options) -> Blueprint:
     return trace(build, own_batch("plain", 4, 0), loss=summed_loss, parts=parts, tp=[1], **options)
 
@@ -98,6 +126,8 @@ def plain(build=OWN["plain"], parts=None, **options) -> Blueprint:
     ("build", "parts", "message"),
     [
         (OWN["plain"], None, "PlainMLP publishes no order of its parts: trace it with parts="),
+        (HeadLeftOut, None, "parts: head.weight is in none of them"),
+        (Pairs, None, "blocks.0 returns a tuple; under a pipeline each block returns one tensor"),
         (Frozen, ["inner.enter", "inner.blocks.*", "inner.head"], "some of its parameters are frozen: leave pp out"),
     ],
 )

@@ -91,6 +91,7 @@ class _Tracer:
                 blank = fake_copy(module, self.fake)
                 with self.fake:
                     self.blocks = run_order(blank, self.blocks, with_rows(example, self.rows[0]))
+        self.ordered = parts is not None
         self.chain, self.unpiped = traced_chain(module, parts, self.blocks)
 
     def blueprint(self, degrees: Sequence[int] | None, precisions: Sequence[str]) -> Blueprint:
@@ -101,6 +102,8 @@ class _Tracer:
         for (tp, parts), precision, recompute in product(described.items(), precisions, RECOMPUTE):
             layout = Layout(tp=tp, precision=precision, recompute=recompute)  # type: ignore[arg-type]
             steps.append(self._step(parts, layout))
+        if self.chain is None:  # a later step may have found the reason
+            steps = [replace(step, stages=None) for step in steps]
         ends = None if self.chain is None else self._ends(self.chain, Layout(tp=max(described)))
         return replace(largest, trace=Trace(self.rows, self.seq, tuple(steps), ends, self.unpiped))
 
@@ -122,8 +125,7 @@ class _Tracer:
         return described
 
     def _step(self, described: DescribedModule, layout: Layout) -> TracedStep:
-        raws, stages = [], []
-        chain = self.chain and describe(self.module, layout, self.plan, self.blocks, self.chain)
+        raws = []
         with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
             for rows in self.rows:
                 blank = fake_copy(self.module, self.fake)
@@ -131,13 +133,26 @@ class _Tracer:
                     batches = [with_rows(self.example, rows) for _ in range(MICRO_BATCHES)]
                     units, raw = fake_step(blank, described, layout, batches, self.loss)
                 raws.append(raw)
-                if chain:
+        step = _joined(layout, units, *raws)
+        return step if self.chain is None else self._with_stages(step, self.chain, layout)
+
+    def _with_stages(self, step: TracedStep, chain: Chain, layout: Layout) -> TracedStep:
+        """The step with its parts as stages. Where the module itself publishes their order, an error is the reason why
+        pipelines have no predictions."""
+        try:
+            described, stages = describe(self.module, layout, self.plan, self.blocks, chain), []
+            with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
+                for rows in self.rows:
                     blank = fake_copy(self.module, self.fake)
                     with self.fake:
                         batches = [with_rows(self.example, rows) for _ in range(STAGE_MICRO_BATCHES)]
-                        stages.append(fake_stages(blank, chain, layout, batches, self.loss))
-        step = _joined(layout, units, *raws)
-        return replace(step, **joined_stages(step, *stages)) if stages else step
+                        stages.append(fake_stages(blank, described, layout, batches, self.loss))
+            return replace(step, **joined_stages(step, *stages))
+        except UserError as error:
+            if self.ordered:
+                raise
+            self.chain, self.unpiped = None, str(error)
+            return step
 
 
 class readable:

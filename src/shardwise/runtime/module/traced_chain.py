@@ -25,7 +25,12 @@ def traced_chain(
     for a list of parts that is none."""
     if parts is None and not getattr(module, "_pp_plan", None):
         return None, f"{type(module).__name__} publishes no order of its parts: trace it with parts="
-    chain = find_chain(module, parts, blocks)
+    try:
+        chain = find_chain(module, parts, blocks)
+    except UserError as error:
+        if parts is not None:
+            raise
+        return None, str(error)
     if list(chain.blocks) != list(blocks):
         return None, "its blocks are not what its list of parts has in a row: name them with blocks="
     if any(not parameter.requires_grad for parameter in module.parameters()):
