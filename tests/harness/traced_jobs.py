@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.own_modules import FAMILIES, GPT2_PLAN, OWN, PLANS, own_batch, summed_loss, token_example
+from harness.own_modules import (
+    FAMILIES,
+    GPT2_PARTS,
+    GPT2_PLAN,
+    OWN,
+    PARTS,
+    PLANS,
+    own_batch,
+    summed_loss,
+    token_example,
+)
 from shardwise import StepReport, split
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
@@ -28,6 +38,11 @@ class TracedCase:
     def family(self) -> bool:
         """Whether it is a class of `transformers`."""
         return self.name in FAMILIES
+
+    @property
+    def parts(self) -> list[str] | None:
+        """The order of its parts, where the class publishes none."""
+        return {**PARTS, "gpt2": GPT2_PARTS}.get(self.name)
 
     @property
     def plan(self) -> dict[str, str] | None:
@@ -49,8 +64,8 @@ class TracedCase:
 
 
 SEQ = 12
-_WIDER = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 32}
-_WIDE = {"gpt2": {"n_embd": 64}}
+_WIDER = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 32, "num_hidden_layers": 4}
+_WIDE = {"gpt2": {"n_embd": 64, "n_layer": 4}}
 
 
 def token_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
@@ -64,7 +79,8 @@ def measured(rank: int, job: tuple[TracedCase, StepReport]) -> ReportComparison:
     case, predicted = job
     layout = Layout.parse(case.layout)
     plan = case.plan if layout.tp > 1 else None
-    model = split(case.build(), layout, plan, accumulate=case.accumulate)
+    parts = case.parts if layout.pp > 1 else None
+    model = split(case.build(), layout, plan, parts=parts, accumulate=case.accumulate)
     place = model.program.comms.index(DATA)
     for step in range(2):
         batches = [case.batch(layout.micro, place + step) for _ in range(case.accumulate)]

@@ -74,6 +74,33 @@ def test_estimates_are_near_those_of_the_configuration(traced, layout):
         assert mine.bytes.saved > theirs.bytes.saved
 
 
+@pytest.mark.parametrize(
+    "layout",
+    ["dp=4,pp=2,zero=1,micro=2", "dp=4,pp=2,schedule=interleaved,virtual=2,micro=2", "dp=4,pp=2,schedule=zb-h1,zero=3",
+     "dp=2,tp=2,pp=2,micro=4"],
+)  # fmt: skip
+def test_pipelines_are_near_those_of_the_configuration(traced, layout):
+    workload = Workload(seq=SEQ, batch=64)
+    one, other = (estimate(model, layout, workload, CLUSTER) for model in (traced, SAME))
+    for mine, theirs in zip(one.roles, other.roles, strict=True):
+        assert mine.bytes.parameters == theirs.bytes.parameters and mine.bytes.optimizer == theirs.bytes.optimizer
+        messages = [[row for row in role.ledger if row.op in ("send", "recv")] for role in (mine, theirs)]
+        assert messages[0] == messages[1]
+    for part in ("matmul", "pipeline", "optimizer"):
+        assert one.timing["parts"][part] == pytest.approx(other.timing["parts"][part], rel=0.01)
+    assert one.timing["parts"]["bubble"] > 0
+
+
+def test_pipelines_are_searched(traced):
+    workload = Workload(seq=SEQ, batch=64)
+    best = plan(traced, CLUSTER, workload, fixed={"pp": 2}, top=5)
+    for one in best.ranked:
+        report = estimate(traced, one.layout, workload, CLUSTER)
+        assert one.layout.pp == 2 and report.time == pytest.approx(one.seconds)
+        assert one.held == max((role.bytes for role in report.roles), key=lambda held: held.total)
+        assert best.not_runnable(one) is None
+
+
 def test_the_best_layouts_fit_are_ranked_and_can_be_split(traced):
     workload = Workload(seq=SEQ, batch=64)
     best = plan(traced, CLUSTER, workload, top=20)
@@ -103,6 +130,7 @@ def test_every_candidate_can_be_split(traced):
         for sharding in frame.shardings
         for order in frame.orders
     ]
+    assert {layout.pp for layout in layouts} == {1, 2, 4}
     assert {layout.tp for layout in layouts} == {1, 2} and {layout.recompute for layout in layouts} == {"none", "full"}
     for layout in layouts:
         check_module_layout(layout)
@@ -111,7 +139,7 @@ def test_every_candidate_can_be_split(traced):
 @pytest.mark.parametrize(
     ("fixed", "message"),
     [
-        ({"pp": 2}, "no pipelines; leave pp out"),
+        ({"pp": 3}, r"no layout"),
         ({"sp": True}, "no sequence parallelism; leave sp out"),
         ({"recompute": "selective"}, "recompute=selective; choose one of none, full"),
         ({"tp": 4}, r"leave tp free \(valid tp: 1, 2\)"),
@@ -130,8 +158,8 @@ def test_a_model_that_does_not_fit_says_by_how_much(traced):
 def test_files_stand_for_models(traced, file):
     workload = Workload(seq=SEQ, batch=64)
     assert estimate(str(file), "dp=8,zero=3", workload, CLUSTER) == estimate(traced, "dp=8,zero=3", workload, CLUSTER)
-    with pytest.raises(LayoutError, match="pp=2: a traced module has predictions for dp, tp, zero"):
-        estimate(str(file), "dp=4,pp=2", workload, CLUSTER)
+    with pytest.raises(LayoutError, match="ep=2: a traced module has predictions for dp, tp, pp, zero"):
+        estimate(str(file), "dp=8,ep=2", workload, CLUSTER)
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

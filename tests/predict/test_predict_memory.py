@@ -207,7 +207,7 @@ def test_the_steady_state_counts_what_every_action_counts() -> None:
         one_by_one = _Rank(plan)
         one_by_one.outcomes = _Forgetful()
         one_by_one.like = {stage: stage for stage in plan.stages}
-        one_by_one.bytes_of = {stage: StageBytes.of(plan, one_by_one.s, stage) for stage in plan.stages}
+        one_by_one.bytes_of = {stage: StageBytes.of(plan, Sizes.of(plan), stage) for stage in plan.stages}
         for action in plan.actions:
             one_by_one.do(action)
         assert held_by_actions(plan) == one_by_one.end(), name

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="TEXT", help="PATTERN=STYLE,... of tensor parallelism, or suggest for one "
                         "that is found (the model's own)")  # fmt: skip
     parser.add_argument("--blocks", metavar="NAMES", help="classes or paths, by commas, of what is gathered alone")
+    parser.add_argument("--parts", metavar="NAMES", help="paths in the order of the forward pass, by commas, for pp")
     parser.add_argument("--tp", metavar="N,...", help="tensor-parallel degrees (those of 1, 2, 4, 8 that suit)")
     parser.add_argument("--precision", default="bf16", metavar="NAMES", help="of layouts, by commas (bf16)")
 
@@ -61,11 +62,13 @@ def run(args: argparse.Namespace) -> int:
         plan = suggestion = suggest(module, example, blocks=blocks)
         found = suggestion.to_json()
     loss = FromFile(build.path, args.loss).loaded() if args.loss else None
+    parts = args.parts.split(",") if args.parts else None
     degrees = None if args.tp is None else degrees_of(args.tp)
     with working(f"tracing {args.model}"):
         blueprint = trace(
-            module, example, plan, loss=loss, blocks=blocks, tp=degrees, precisions=args.precision.split(",")
-        )
+            module, example, plan, loss=loss, blocks=blocks, parts=parts, tp=degrees,
+            precisions=args.precision.split(","),
+        )  # fmt: skip
     if args.out:
         write_blueprint(blueprint, args.out)
     data = {"model": blueprint.name, "out": args.out, "suggestion": found or None, **_summary(blueprint)}

@@ -265,6 +265,11 @@ class UnitPlan:
         parts = self.blueprint.stages(cut.layers)
         return {stage: parts[stage] for stage, rank in enumerate(where) if rank == self.pp_rank}
 
+    @property
+    def in_stages(self) -> bool:
+        """Whether its stages compute as the actions of a schedule have it: under a pipeline, and in a trace for one."""
+        return self.layout.pp > 1 or bool(self.of_kind("entry"))
+
     @cached_property
     def parts(self) -> list[str]:
         """The parts that this rank holds, in the order in which tokens pass through them."""
@@ -836,6 +841,8 @@ def unit_plan(
     model: Model, layout: Layout, workload: Workload, *, rank: int = 0, backend: Backend = "shared"
 ) -> UnitPlan:
     """The plan of `rank`. Shapes are equal on all ranks; only which rows and heads a rank holds differs."""
+    if isinstance(model, Blueprint) and layout.pp > 1:
+        model = model.piped
     mesh = Mesh.of(layout, model)
     axes = {"tp_rank": TP, "pp_rank": PP, "cp_rank": CP, "ep_rank": EP}
     places: dict[str, Any] = {name: mesh.index(axis, rank) for name, axis in axes.items()}

@@ -290,7 +290,7 @@ class Blueprint:
 
     @property
     def tied(self) -> bool:
-        """Both ends of a traced module are one root."""
+        """Both ends of a traced module are one root without a pipeline; under one, where they share a parameter."""
         return self.trace is not None
 
     @property
@@ -330,6 +330,20 @@ class Blueprint:
             return next(p for p in self.parameters() if p.name in self.shared)
         (first, *_) = self.of_kind("embedding")
         return next(p for p in first.at(first.name) if p.cut == "vocab")
+
+    @cached_property
+    def piped(self) -> Blueprint:
+        """The parts under a pipeline: of a traced module with a known order the root is cut into entry and exit."""
+        if self.trace is None or (ends := self.trace.ends) is None or not (roots := self.of_kind("root")):
+            return self
+        (root,) = roots
+
+        def end(kind: PartKind, names: tuple[str, ...], reads: tuple[str, ...]) -> Part:
+            held = tuple(p for p in root.parameters if p.name in names)
+            return replace(root, name=kind, kind=kind, parameters=held, reads=reads)
+
+        entry, last = end("entry", ends.entry, ()), end("exit", ends.exit, ends.reads)
+        return replace(self, parts=(entry, *self.of_kind("block"), last))
 
     def stages(self, blocks: Sequence[int]) -> list[list[str]]:
         """Names of the parts on each stage of a pipeline. blocks: so many on each, in order; what is before the model's

@@ -12,9 +12,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.errors import LayoutError
-
-Pair = tuple[int, int]
-"""A number at each of `Trace.rows`."""
+from shardwise.model.traced_stages import Pair, TracedEnds, TracedStages, pair
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,14 @@ class TracedOp:
     nbytes: Pair
     """Bytes of the tensors that it reads and writes."""
     count: int = 1
+    end: Literal["", "entry", "exit"] = ""
+    """Of the root: whether it comes before the blocks or behind them."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TracedOp:
         """The inverse of `dataclasses.asdict`."""
-        pairs: dict[str, Any] = {name: _pair(data[name]) for name in ("flops", "nbytes")}
-        return cls(**data | pairs | {"sizes": tuple(_pair(pair) for pair in data["sizes"])})
+        pairs: dict[str, Any] = {name: pair(data[name]) for name in ("flops", "nbytes")}
+        return cls(**data | pairs | {"sizes": tuple(map(pair, data["sizes"]))})
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TracedMoment:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TracedMoment:
         """The inverse of `dataclasses.asdict`."""
-        return cls(data["when"], data["part"], _pair(data["first"]), _pair(data["later"]))
+        return cls(data["when"], data["part"], pair(data["first"]), pair(data["later"]))
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,13 @@ class TracedCollective:
     elements: Pair
     count: int
     """Per micro-batch."""
+    end: Literal["", "entry", "exit"] = ""
+    """As of `TracedOp`."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TracedCollective:
         """The inverse of `dataclasses.asdict`."""
-        return cls(**data | {"elements": _pair(data["elements"])})
+        return cls(**data | {"elements": pair(data["elements"])})
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,17 @@ class TracedStep:
     """In the order of a micro-batch."""
     collectives: tuple[TracedCollective, ...]
     operations: tuple[TracedPart, ...]
+    stages: TracedStages | None = None
+    """None without a known order of parts."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TracedStep:
         """The inverse of `dataclasses.asdict`."""
+        stages = data.get("stages")
         lists = {
-            "inputs": _pair(data["inputs"]),
-            "saved": tuple((part, _pair(nbytes)) for part, nbytes in data["saved"]),
+            "stages": None if stages is None else TracedStages.from_json(stages),
+            "inputs": pair(data["inputs"]),
+            "saved": tuple((part, pair(nbytes)) for part, nbytes in data["saved"]),
             "moments": tuple(map(TracedMoment.from_json, data["moments"])),
             "collectives": tuple(map(TracedCollective.from_json, data["collectives"])),
             "operations": tuple(map(TracedPart.from_json, data["operations"])),
@@ -131,11 +137,19 @@ class Trace:
     seq: int
     """Elements of a row, which is a sequence's tokens: the second size of the example's first tensor, or 1."""
     steps: tuple[TracedStep, ...]
+    ends: TracedEnds | None = None
+    """None where its parts are in no known order."""
+    unpiped: str = ""
+    """Why there are no predictions for pipelines, and what to do; empty where there are."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Trace:
         """The inverse of `dataclasses.asdict`."""
-        return cls(_pair(data["rows"]), data["seq"], tuple(map(TracedStep.from_json, data["steps"])))
+        ends = data.get("ends")
+        if ends is not None:
+            ends = TracedEnds(*(tuple(ends[name]) for name in ("entry", "exit", "reads")))
+        steps = tuple(map(TracedStep.from_json, data["steps"]))
+        return cls(pair(data["rows"]), data["seq"], steps, ends, data.get("unpiped", ""))
 
     @cached_property
     def _steps(self) -> dict[tuple[int, str, str], TracedStep]:
@@ -169,8 +183,3 @@ class Trace:
         """A number for a micro-batch of `rows` rows."""
         (low, high), (below, above) = self.rows, pair
         return max(0, below + (above - below) * (rows - low) // (high - low))
-
-
-def _pair(values: list[int]) -> Pair:
-    first, second = values
-    return first, second

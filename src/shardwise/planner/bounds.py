@@ -16,6 +16,7 @@ import numpy as np
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.units import Backend, Unit
 from shardwise.model import ModelConfig
+from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.planner.rank_bound import MicroBatchBytes, Num, RankBound
 from shardwise.planner.space import BatchChoice, LayoutColumns
@@ -30,6 +31,8 @@ def places(model: Model, pp: int, schedule: str = "") -> list[int]:
     Of ranks between the ends with as many blocks, the first holds most micro-batches; only zb-h1 delays gradients of
     weights the longer, the later a rank is.
     """
+    if isinstance(model, Blueprint):  # whose blocks may all differ
+        return list(range(pp))
     last, (each, rest) = pp - 1, divmod(model.layers, pp)
     found = {0, min(1, last), last}
     if schedule in ("", "zb-h1"):
@@ -44,7 +47,7 @@ def places(model: Model, pp: int, schedule: str = "") -> list[int]:
 
 
 class ExactBound:
-    """Bytes of candidates of a traced module, followed one by one: there are few, without pipelines."""
+    """Bytes of candidates of a traced module, followed one by one: there are few."""
 
     def __init__(self, total: Callable[[Layout], float]) -> None:
         self._total = total

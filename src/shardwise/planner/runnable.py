@@ -17,16 +17,14 @@ from shardwise.predict.step_seconds import own_engine
 from shardwise.predict.time.features import EVERYTHING, Features
 from shardwise.predict.time.profiles import ENGINES, EngineProfile
 from shardwise.predict.time.profiles import engine as engine_of
-from shardwise.predict.traced_layout import RECOMPUTE, check_traced
+from shardwise.predict.traced_layout import RECOMPUTE, check_piped, check_traced, piped
 
 OWN = ("shardwise", "shardwise-cpu")
 """The profiles of this project's runtime."""
 
 
-TRACED = Features(
-    sequence=False, context=(), schedules=(), copies=True, recompute=RECOMPUTE, bare_ends=False, uneven=False
-)
-"""Features that a search over a traced module uses, if the engine has them."""
+TRACED = Features(sequence=False, context=(), copies=True, recompute=RECOMPUTE, bare_ends=False, uneven=False)
+"""Features that a search over a traced module uses, if the engine has them; pipelines where its parts have an order."""
 
 
 def widened(engine: EngineProfile) -> EngineProfile:
@@ -64,7 +62,9 @@ def space_for(
     not known of all. Raises `UserError`."""
     profile = training_engine(engine or own_engine(cluster))
     if isinstance(model, Blueprint):
-        profile = replace(profile, features=profile.features.common(TRACED))
+        check_piped(fixed.get("pp", 1), model)
+        features = TRACED if piped(model) else replace(TRACED, schedules=())
+        profile = replace(profile, features=profile.features.common(features))
     none_runs = why_none_runs(model, fixed) if profile.name in OWN else ""
     return Space(model, cluster, workload, widened(profile) if none_runs else profile, dict(fixed)), none_runs
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from shardwise.errors import LayoutError, UserError
-from shardwise.layout import Layout, Workload
+from shardwise.layout import Layout, Workload, pipeline
 from shardwise.layout.legality import check_ranks, valid_tp
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.model.trace import Trace
 
 UNTRACED = (
-    "pp", "cp", "ep", "etp", "sp", "tpkind", "attention", "offload", "offload_params", "offload_activations", "sync",
+    "cp", "ep", "etp", "sp", "tpkind", "attention", "offload", "offload_params", "offload_activations", "sync",
     "compile",
 )  # fmt: skip
 """Keys of a layout that traced steps say nothing about."""
@@ -51,10 +53,41 @@ def check_traced(layout: Layout, model: Blueprint, workload: Workload, ranks: in
         if (value := getattr(layout, key)) != getattr(usual, key):
             word = key if value is True else f"{key}={value}"
             raise LayoutError(
-                f"{word}: a traced module has predictions for dp, tp, zero, shard, hpz and recompute; leave {key} out"
+                f"{word}: a traced module has predictions for dp, tp, pp, zero, shard, hpz and recompute; leave {key} "
+                "out"
             )
     check_row_length(model, workload)
     trace.step(layout.tp, layout.precision, layout.recompute)
-    workload.micro_batches(layout)
+    _check_pipeline(layout, model, workload.micro_batches(layout))
     if ranks is not None:
         check_ranks(layout, ranks)
+
+
+def piped(model: Blueprint) -> bool:
+    """Whether there are predictions for pipelines of a module."""
+    return traced(model).ends is not None
+
+
+def check_piped(pp: int, model: Blueprint) -> None:
+    """Raise `LayoutError` for a pipeline of a module whose parts are in no known order."""
+    if pp > 1 and not piped(model):
+        reason = traced(model).unpiped or "trace it again with this release"
+        raise LayoutError(f"pp={pp}: {model.name} has no predictions for pipelines: {reason}")
+
+
+def _check_pipeline(layout: Layout, model: Blueprint, micro_batches: int) -> None:
+    check_piped(layout.pp, model)
+    if layout.pp == 1:
+        return
+    where = pipeline.placement(layout)
+    if any(one == other for one, other in pairwise(where)):
+        raise LayoutError(
+            f"schedule={layout.schedule} has neighboring stages on one rank, which a trace says nothing about: choose "
+            "schedule=interleaved"
+        )
+    pipeline.stages(model.piped, layout)
+    if legal := pipeline.objection(layout, micro_batches):
+        raise LayoutError(
+            f"schedule={layout.schedule} cannot have pp={layout.pp}, virtual={layout.virtual} and {micro_batches} "
+            f"micro-batches a step: {legal}"
+        )

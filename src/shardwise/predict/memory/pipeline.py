@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.layout.units import Residency, Unit, UnitPlan
-from shardwise.predict.memory.activations import Sizes, kept_items, saved_items, stored_bytes
+from shardwise.predict.memory.activations import kept_items, saved_items, stored_bytes
 from shardwise.predict.memory.buffers import MemoryTrace
 from shardwise.predict.memory.outer import outer_transient
-from shardwise.predict.memory.peak import inputs, optimizer
-from shardwise.predict.memory.pipeline_action import ActionMemory, Change, Effect, StageBytes
+from shardwise.predict.memory.peak import optimizer
+from shardwise.predict.memory.pipeline_action import Change, Effect, RankStages
+from shardwise.predict.memory.traced import trace_of
+from shardwise.predict.memory.traced_stages import TracedRankStages
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def held_by_actions(plan: UnitPlan) -> MemoryPeak:
         return _followed(plan)
     if plan.steady.grows and plan.steady.repeats:
         return _continued(plan)
-    return _followed(plan.short, inputs(plan, Sizes.of(plan)))
+    return _followed(plan.short, stages_of(plan).inputs)
 
 
 def _followed(plan: UnitPlan, lasting: int | None = None) -> MemoryPeak:
@@ -70,7 +72,7 @@ def _continued(plan: UnitPlan) -> MemoryPeak:
     from shardwise.schedule.pipeline.steady import continuation
 
     assert plan.steady is not None
-    lasting, short = inputs(plan, Sizes.of(plan)), plan.short
+    lasting, short = stages_of(plan).inputs, plan.short
     longer = short.of_micro_batches(short.micro_batches + plan.steady.period)
     a, b = _by_action(short, lasting), _by_action(longer, lasting)
     most = MemoryPeak()
@@ -107,7 +109,7 @@ def most_under_way(plan: UnitPlan) -> UnderWay:
     """What `held_by_actions` counts as saved, by stage."""
     assert plan.steady is not None
     grows = plan.steady.grows and plan.steady.repeats
-    rank = _CountingRank(plan if grows else plan.short, inputs(plan, Sizes.of(plan)))
+    rank = _CountingRank(plan if grows else plan.short, stages_of(plan).inputs)
     for action in rank.plan.actions:
         rank.do(action)
     return rank.best
@@ -172,26 +174,27 @@ class _Rank:
 
     def __init__(self, plan: UnitPlan, lasting: int | None = None) -> None:
         """lasting: bytes of the step's inputs; None for those of `plan`."""
-        self.plan, self.s = plan, Sizes.of(plan)
+        self.plan, self.sizes = plan, stages_of(plan)
         self.most = MemoryPeak()
         self.fullest: Change | None = None
-        self.gradients = self.comm = self.saved = self.stored = 0
-        self.rest = inputs(plan, self.s) if lasting is None else lasting
-        self.message = self.s.stream * self.s.hidden * self.s.element
+        self.gradients = self.comm = self.stored = 0
+        self.saved = self.sizes.lasting
+        self.rest = self.sizes.inputs if lasting is None else lasting
         self.gradients_of = dict.fromkeys(plan.by_name, 0)
         self.reducing: Unit | None = None
         self.residency = Residency(plan)
         self.lends = plan.backend == "shared"
         """Whether messages are read where they are, so that none is kept while it leaves."""
-        self.leaving: set[tuple[int, str]] = set()
-        """(peer, kind): the last message there is kept until the next one leaves, where another has to take it."""
+        self.leaving: dict[tuple[int, str], int] = {}
+        """(peer, kind) -> bytes of the last message there, kept until the next one leaves, where another has to take
+        it."""
         self.attending: Counter[int] = Counter()
         """Micro-batch -> its stages with attention between forward and backward: they share mask and tables."""
         self.names = {
             stage: tuple(unit.name for unit in units if not unit.frozen) for stage, units in plan.stage_units.items()
         }
         self.like = _like(plan)
-        self.bytes_of = {stage: StageBytes.of(plan, self.s, stage) for stage in set(self.like.values())}
+        self.bytes_of: dict[int, Any] = {stage: self.sizes.of(stage) for stage in set(self.like.values())}
         self.outcomes: dict[Any, _Outcome] = {}
         self.beyond: dict[tuple[int, int], tuple[int, int, int]] = {}
 
@@ -214,12 +217,12 @@ class _Rank:
             self._on_stage(kind, stage, self._moves(kind, stage, micro))
             self.rest += saved if kind != "F" else 0
         elif kind in _RECEIVE:
-            self.rest += self.message
+            self.rest += self.sizes.message(stage - (kind == "RECV_F"))
         elif kind in _SEND:
-            if self.lends or (peer, kind) in self.leaving:
-                self.rest -= self.message
-            else:
-                self.leaving.add((peer, kind))
+            message = self.sizes.message(stage - (kind == "SEND_B"))
+            self.rest -= message if self.lends else self.leaving.get((peer, kind), 0)
+            if not self.lends:
+                self.leaving[peer, kind] = message
         elif kind == "REDUCE_GRAD":
             self._on_stage(kind, stage, moves=False)
         elif kind == "UNSHARD":
@@ -236,7 +239,7 @@ class _Rank:
             self._note(self.gradients, self.comm, self.rest + theirs)
 
     def end(self) -> MemoryPeak:
-        self.rest -= len(self.leaving) * self.message
+        self.rest -= sum(self.leaving.values())
         self._on_stage("land", -1, moves=False)
         self._note(self.gradients, self.comm, self.rest + optimizer(self.plan))
         self._note(0, self.comm, self.rest + outer_transient(self.plan))
@@ -269,17 +272,17 @@ class _Rank:
         saves in the host's memory, beyond those of the one whose experts have most rows."""
         key = stage, micro
         if key not in self.beyond:
-            this = self.plan.as_micro_batch(micro)
+            assert isinstance(self.sizes, RankStages)
+            s, this = self.sizes.s, self.plan.as_micro_batch(micro)
             saved, kept = (
                 sum(
-                    sum(items(this, self.s, part).values()) - sum(items(self.plan, self.s, part).values())
+                    sum(items(this, s, part).values()) - sum(items(self.plan, s, part).values())
                     for part in self.plan.stages[stage]
                 )
                 for items in (saved_items, kept_items)
             )
             stored = sum(
-                stored_bytes(this, self.s, part) - stored_bytes(self.plan, self.s, part)
-                for part in self.plan.stages[stage]
+                stored_bytes(this, s, part) - stored_bytes(self.plan, s, part) for part in self.plan.stages[stage]
             )
             self.beyond[key] = saved, kept, stored
         return self.beyond[key]
@@ -327,7 +330,7 @@ class _Rank:
                 walk.put(unit)
             if gradients & _WRITTEN:
                 walk.written.add(unit.name)
-        action = ActionMemory(self.plan, self.s, self.bytes_of.get(-1 if like is None else like), walk, moves)
+        action = self.sizes.action(self.bytes_of.get(-1 if like is None else like), walk, moves)
         action.do(kind)
         after = [
             _ACCUMULATED * (unit.name in walk.accumulators)
@@ -389,8 +392,16 @@ class _CountingRank(_Rank):
             self.best = UnderWay(self.under_way.copy(), self.kept.copy(), attending)
 
 
+def stages_of(plan: UnitPlan) -> RankStages | TracedRankStages:
+    """Bytes of a rank's stages."""
+    traced = trace_of(plan)
+    return TracedRankStages(plan, *traced) if traced else RankStages(plan)
+
+
 def _like(plan: UnitPlan) -> dict[int, int]:
-    """Stage -> the first of this rank's stages whose parts and units have the same sizes."""
+    """Stage -> the first of this rank's stages whose parts and units have the same sizes; of a traced module itself."""
+    if trace_of(plan):
+        return {stage: stage for stage in plan.stages}
     assert plan.schedule is not None
     first: dict[Any, int] = {}
     found = {}

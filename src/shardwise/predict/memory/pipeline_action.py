@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import Sizes, kept_items, made_items, saved_items, saved_mask, stored_bytes
 from shardwise.predict.memory.buffers import MemoryByClass, MemoryTrace, When
-from shardwise.predict.memory.peak import backwards, forward, loss, of_weights, saved_inputs, tables
+from shardwise.predict.memory.peak import backwards, forward, inputs, loss, of_weights, saved_inputs, tables
 
 
 @dataclass(frozen=True)
@@ -86,23 +86,16 @@ class Effect(NamedTuple):
     """Those in the host's memory."""
 
 
-class ActionMemory:
-    """Follows one action on a stage; `effect` gives the result."""
+class FollowedAction:
+    """Follows one action on a stage; `effect` gives the result. What computes is a subclass's."""
 
-    def __init__(self, plan: UnitPlan, s: Sizes, of: StageBytes | None, walk: MemoryTrace, moves: bool) -> None:
-        """of: the stage; None for an action on no stage. walk: the buffers that the action can change, followed on.
-        moves: whether its micro-batch is on no other stage of the rank, so that its masks and tables come or go."""
-        self.plan, self.s, self.walk = plan, s, walk
-        self.message = s.stream * s.hidden * s.element
-        self.mask = saved_mask(plan, s) if moves else 0
-        self.shared = self.mask + tables(plan, s) if moves else 0
-        # The gradient that a message brings is one that linear maps keep, unless it is gathered or dropped out first.
-        self.keeps_messages = not (plan.layout.sp or plan.model.dropout)
+    def __init__(self, walk: MemoryTrace, parts: list[str]) -> None:
+        """walk: the buffers that the action can change, followed on. parts: of its stage; none for an action on no
+        stage."""
+        self.walk, self.parts = walk, parts
         self.before = walk.now("loss")
         self.gradients = self.comm = self.rest = self.saved = self.stored = 0
         self.fullest: Change | None = None
-        if of:
-            self.of = of
 
     def do(self, kind: str) -> None:
         if kind == "F":
@@ -115,6 +108,15 @@ class ActionMemory:
             self.reduce()
         else:
             self.land()
+
+    def forward(self) -> None:
+        raise NotImplementedError
+
+    def backward(self, apart: bool) -> None:
+        raise NotImplementedError
+
+    def weights(self) -> None:
+        raise NotImplementedError
 
     def effect(self) -> Effect:
         return Effect(self.gradients, self.comm, self.fullest, self._change(self.walk.now("loss"), self.rest),
@@ -132,6 +134,33 @@ class ActionMemory:
     def moment(self) -> None:
         """A computation has ended."""
         self.note(self.walk.now("loss"), self.rest)
+
+    def reduce(self) -> None:
+        for part in reversed(self.parts):
+            for held in self.walk.reduce(part):
+                self.note(held, 0)
+
+    def land(self) -> None:
+        """The reduction under way ends."""
+        for held in self.walk.land("optimizer"):
+            self.note(held, 0)
+
+
+class ActionMemory(FollowedAction):
+    """An action of a model with a configuration."""
+
+    def __init__(self, plan: UnitPlan, s: Sizes, of: StageBytes | None, walk: MemoryTrace, moves: bool) -> None:
+        """of: the stage; None for an action on no stage. moves: whether its micro-batch is on no other stage of the
+        rank, so that its masks and tables come or go."""
+        super().__init__(walk, of.parts if of else [])
+        self.plan, self.s = plan, s
+        self.message = s.stream * s.hidden * s.element
+        self.mask = saved_mask(plan, s) if moves else 0
+        self.shared = self.mask + tables(plan, s) if moves else 0
+        # The gradient that a message brings is one that linear maps keep, unless it is gathered or dropped out first.
+        self.keeps_messages = not (plan.layout.sp or plan.model.dropout)
+        if of:
+            self.of = of
 
     def forward(self) -> None:
         of = self.of
@@ -180,12 +209,31 @@ class ActionMemory:
         self.rest = self.saved = -sum(self.of.kept.values())
         self.moment()
 
-    def reduce(self) -> None:
-        for part in reversed(self.of.parts):
-            for held in self.walk.reduce(part):
-                self.note(held, 0)
 
-    def land(self) -> None:
-        """The reduction under way ends."""
-        for held in self.walk.land("optimizer"):
-            self.note(held, 0)
+class RankStages:
+    """Bytes of the stages of one rank, and of the messages between them, of a model with a configuration."""
+
+    def __init__(self, plan: UnitPlan) -> None:
+        self.plan, self.s = plan, Sizes.of(plan)
+
+    @property
+    def inputs(self) -> int:
+        """Bytes of the step's inputs."""
+        return inputs(self.plan, self.s)
+
+    @property
+    def lasting(self) -> int:
+        """Saved bytes that are there once, however many micro-batches are under way."""
+        return 0
+
+    def message(self, stage: int) -> int:
+        """Bytes of what a stage hands on to the next one, and of its gradient."""
+        return self.s.stream * self.s.hidden * self.s.element
+
+    def of(self, stage: int) -> StageBytes:
+        """Bytes of a micro-batch on a stage."""
+        return StageBytes.of(self.plan, self.s, stage)
+
+    def action(self, of: StageBytes | None, walk: MemoryTrace, moves: bool) -> FollowedAction:
+        """As of `ActionMemory`."""
+        return ActionMemory(self.plan, self.s, of, walk, moves)

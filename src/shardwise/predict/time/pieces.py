@@ -23,7 +23,7 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import Num, StepShape
 from shardwise.predict.time.traced import KINDS as TRACED_KINDS
-from shardwise.predict.time.traced import TracedSeconds, TracedTimes
+from shardwise.predict.time.traced import TracedTimes
 
 Parts = dict[str, Num]
 """Seconds by kind."""
@@ -89,24 +89,28 @@ def pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Prici
 
 
 def _traced(model: Blueprint, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:
-    """Pieces of a traced module: its blocks, and its root in place of a head."""
+    """Pieces of a traced module: its blocks, and what its root computes before and behind them. Of the products of a
+    block's backward pass half are of weights."""
     hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
     times = cache(TracedTimes(model, pricing, split.dtype, hidden).of)
     arrays = np.broadcast_arrays(split.tp, split.micro, _recomputed(split)[0])
     found = [(*times(int(tp), int(micro)), again) for tp, micro, again in zip(*map(np.ravel, arrays), strict=True)]
 
-    def column(of: Callable[[TracedSeconds, TracedSeconds, Num], Num]) -> Num:
-        return np.array([of(*each) for each in found]).reshape(arrays[0].shape)
+    def column(of: Callable[..., Num]) -> Num:
+        return np.array([of(*parts, again=again) for *parts, again in found]).reshape(arrays[0].shape)
 
     def block_of(kind: str) -> Num:
-        return column(lambda block, root, again: (1 + again) * block.forward[kind] + block.backward[kind])
+        return column(lambda block, *ends, again: (1 + again) * block.forward[kind] + block.backward[kind])
 
-    def root_of(kind: str) -> Num:
-        return column(lambda block, root, again: root.forward[kind] + root.backward[kind])
+    def end_of(which: int) -> Parts:
+        def of(kind: str) -> Num:
+            return column(lambda block, *ends, again: ends[which].forward[kind] + ends[which].backward[kind])
 
-    block, root = ({kind: of(kind) for kind in TRACED_KINDS} for of in (block_of, root_of))
-    forward = column(lambda block, root, again: sum(block.forward.values()) - block.forward["host"])
-    return Pieces(block, {kind: 0.0 * seconds for kind, seconds in root.items()}, root, forward, 0.0 * forward)
+        return {kind: of(kind) for kind in TRACED_KINDS}
+
+    forward = column(lambda block, *ends, again: sum(block.forward.values()) - block.forward["host"])
+    weights = column(lambda block, *ends, again: block.backward["matmul"] / 2)
+    return Pieces({kind: block_of(kind) for kind in TRACED_KINDS}, end_of(0), end_of(1), forward, weights)
 
 
 def _pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:

@@ -54,17 +54,20 @@ class TracedTimes:
         """What was traced."""
         return traced(self.model)
 
-    def of(self, tp: int, micro: int) -> tuple[TracedSeconds, TracedSeconds]:
-        """(a block, the mean of all; the root) for a micro-batch of `micro` rows."""
+    def of(self, tp: int, micro: int) -> tuple[TracedSeconds, TracedSeconds, TracedSeconds]:
+        """(a block, the mean of all; what the root computes before the blocks; and behind them) for a micro-batch of
+        `micro` rows."""
         step = self.trace.step(tp, PRECISION.get(self.dtype, "bf16"), "none")
-        block, root, blocks = TracedSeconds(), TracedSeconds(), {p.name for p in self.model.of_kind("block")}
+        block, blocks = TracedSeconds(), {p.name for p in self.model.of_kind("block")}
+        ends = {"entry": TracedSeconds(), "exit": TracedSeconds()}
         for equal in step.operations:
-            seconds = self._computed(equal.operations, micro)
             inside = [part for part in equal.parts if part in blocks]
-            block.add(seconds, len(inside) / self.model.layers)
-            root.add(seconds, len(equal.parts) - len(inside))
-        self._communicated(step, tp, micro, block, root, blocks)
-        return block, root
+            if inside:
+                block.add(self._computed(equal.operations, micro), len(inside) / self.model.layers)
+            for end, seconds in ends.items() if len(inside) < len(equal.parts) else ():
+                seconds.add(self._computed([op for op in equal.operations if op.end == end], micro), 1)
+        self._communicated(step, tp, micro, block, ends, blocks)
+        return block, ends["entry"], ends["exit"]
 
     def _computed(self, operations: Iterable[TracedOp], micro: int) -> TracedSeconds:
         result, launch = TracedSeconds(), self.pricing.constants.value("launch_s")
@@ -90,28 +93,42 @@ class TracedTimes:
         return max(moved, self.trace.at(op.flops, micro) / self.pricing.constants.peak(self.dtype))
 
     def _communicated(
-        self, step: TracedStep, tp: int, micro: int, block: TracedSeconds, root: TracedSeconds, blocks: set[str]
-    ) -> None:
+        self, step: TracedStep, tp: int, micro: int, block: TracedSeconds, ends: dict[str, TracedSeconds],
+        blocks: set[str],
+    ) -> None:  # fmt: skip
         """Add collectives over the tensor-parallel ranks, of which backward's run behind products in part."""
         for each in step.collectives:
             nbytes = self.trace.at(each.elements, micro) * DTYPE_BYTES[each.dtype]
             seconds = each.count * float(self.pricing.collectives.seconds(each.op, nbytes, tp))
             inside = each.unit in blocks
-            of = block if inside else root
+            of = block if inside else ends[each.end or "exit"]
             into, left = (of.forward, 1.0) if each.phase == "forward" else (of.backward, 1 - self.hidden)
             into["tensor"] += seconds * left / (self.model.layers if inside else 1)
 
 
-def held_elements(model: Blueprint, tp: Num) -> tuple[Num, Num]:
-    """Parameters on each of `tp` ranks: (of all blocks, of the root)."""
+def held_elements(model: Blueprint, tp: Num) -> tuple[Num, Num, Num, Num]:
+    """Parameters on each of `tp` ranks: (of all blocks; of the root; under a pipeline, of the larger one of entry and
+    exit; of a table that both of these have)."""
     degrees = np.unique(np.asarray(tp))
     counts = {int(degree): _held(model, int(degree)) for degree in degrees}
-    blocks, root = (np.vectorize(lambda degree, i=i: float(counts[int(degree)][i]))(tp) for i in (0, 1))
-    return blocks, root
+    blocks, root, end, shared = (np.vectorize(lambda degree, i=i: float(counts[int(degree)][i]))(tp) for i in range(4))
+    return blocks, root, end, shared
 
 
-def _held(model: Blueprint, tp: int) -> tuple[int, int]:
-    layout, held = Layout(tp=tp), [0, 0]
-    for parameter in model.parameters():
-        held[model.kind(parameter.part) != "block"] += place(parameter, layout, 0).numel
-    return held[0], held[1]
+def _held(model: Blueprint, tp: int) -> tuple[int, int, int, int]:
+    layout, held, shared = Layout(tp=tp), {"block": 0, "root": 0, "entry": 0, "exit": 0}, 0
+    for parameter in model.piped.parameters():
+        numel = place(parameter, layout, 0).numel
+        held[model.piped.kind(parameter.part)] += numel
+        shared += numel * (parameter.name in model.piped.shared)
+    root = held["root"] + held["entry"] + held["exit"]
+    return held["block"], root, max(held["entry"], held["exit"] + shared), shared
+
+
+def handed_elements(model: Blueprint, micro: Num) -> Num:
+    """Elements of the largest tensor between two parts, for a micro-batch of `micro` rows; 0 where parts are in no
+    known order."""
+    trace = traced(model)
+    stages = next((step.stages for step in trace.steps if step.stages), None)
+    pairs = [message.elements for message in stages.messages] if stages else []
+    return np.vectorize(lambda rows: float(max((trace.at(pair, int(rows)) for pair in pairs), default=0)))(micro)

@@ -17,7 +17,7 @@ from shardwise.predict.time.cores import core_wait, leaves_node
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import Num, StepShape
-from shardwise.predict.time.traced import held_elements
+from shardwise.predict.time.traced import handed_elements, held_elements
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _converted(nbytes: Num, of: str, split: StepShape, pricing: Pricing) -> Num:
 def _tied(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
     if not model.tied or not trains_tables(model):
         return 0.0
-    table = _table(model, split, engine)
+    table = held_elements(model, split.tp)[3] if isinstance(model, Blueprint) else _table(model, split, engine)
     ends, data = np.where(np.asarray(split.pp) > 1, 2, 1), split.dp * split.cp
     apart = split.tp * data * np.maximum(split.pp - 1, 1)
     return pricing.collectives.seconds("all_reduce", table * max(engine.grad_bytes, split.width), ends, apart)
@@ -172,7 +172,11 @@ def _hop(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing
     if np.all(np.asarray(split.pp) == 1):
         return 0.0
     pieces = np.where(sp | engine.scatter_hops, split.tp, 1)
-    nbytes = split.micro * split.seq / split.cp * model.hidden * split.width / pieces
+    if isinstance(model, Blueprint):
+        elements = handed_elements(model, split.micro)
+    else:
+        elements = split.micro * split.seq / split.cp * model.hidden
+    nbytes = elements * split.width / pieces
     hop = pricing.collectives.hop(nbytes, split.tp * split.cp * split.dp)
     if not engine.scatter_hops:
         return hop
@@ -193,9 +197,10 @@ def _held_by_blocks(model: Model, tp: Num) -> Num:
 
 
 def _table(model: Model, split: StepShape, engine: EngineProfile) -> Num:
-    """Parameters of one of the vocabulary's tables on a rank; of a traced module, of its root."""
+    """Parameters of one of the vocabulary's tables on a rank; of a traced module, of its root, or of an end of it."""
     if isinstance(model, Blueprint):
-        return held_elements(model, split.tp)[1]
+        _, root, end, _ = held_elements(model, split.tp)
+        return np.where(np.asarray(split.pp) == 1, root, end)
     return padded_vocab(model, engine, split.tp) * model.hidden / split.tp
 
 

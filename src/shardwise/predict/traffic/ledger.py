@@ -18,9 +18,10 @@ from shardwise.predict.memory.traced import trace_of
 from shardwise.predict.traffic.context import context_rows
 from shardwise.predict.traffic.experts import expert_rows, load_row
 from shardwise.predict.traffic.homes import home_rows
+from shardwise.predict.traffic.messages import message_of
 from shardwise.predict.traffic.outer import outer_rows
 from shardwise.predict.traffic.servers import server_rows
-from shardwise.predict.traffic.traced import traced_rows
+from shardwise.predict.traffic.traced import loss_rows, traced_rows
 from shardwise.report.step_report import LedgerRow
 
 Rows = Counter[tuple[str, str, Axes, str, str, int]]
@@ -46,8 +47,10 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
     _state(rows, plan, mesh)
     if plan.layout.pp > 1:
         rows.update(plan.count(_pipeline))
-    # A user's loss counts tokens itself: those of later micro-batches are known after the first one's backward pass.
-    rows["loss", "all_reduce", DATA, "valid tokens", "int64", 1] += 2 if traced and plan.micro_batches > 1 else 1
+    if traced:
+        rows.update(loss_rows(plan))
+    else:
+        rows["loss", "all_reduce", DATA, "valid tokens", "int64", 1] += 1
     rows["loss", "all_reduce", DATA + PP, "loss", "float64", 1] += 1
     if plan.layout.sync not in ("ps", "ssp"):  # whose servers know the norm of the sum
         rows["optimizer", "all_reduce", plan.norm_over, "gradient norm", "float64", 1] += 1
@@ -116,13 +119,14 @@ def _pipeline(plan: UnitPlan) -> Rows:
     """Messages as the rank's actions have them, named by the stage that takes them; and the sum of a tied table's
     gradients where both ends of the pipeline hold it."""
     rows: Rows = Counter()
-    elements = plan.stream_tokens * plan.model.hidden
     for action, phase in zip(plan.actions, phases(plan.actions), strict=True):
         if action.kind in ("SEND_F", "SEND_B"):
             taker = action.stage + (1 if action.kind == "SEND_F" else -1)
-            rows[(phase, "send", PP, f"stage {taker}", plan.layout.dtype, elements)] += 1
+            elements, dtype = message_of(plan, min(action.stage, taker))
+            rows[(phase, "send", PP, f"stage {taker}", dtype, elements)] += 1
         elif action.kind in ("RECV_F", "RECV_B"):
-            rows[(phase, "recv", PP, f"stage {action.stage}", plan.layout.dtype, elements)] += 1
+            elements, dtype = message_of(plan, action.stage - (action.kind == "RECV_F"))
+            rows[(phase, "recv", PP, f"stage {action.stage}", dtype, elements)] += 1
         elif action.kind == "SUM_TIED":
             table = plan.by_name["tied"]
             for op in ("send", "recv"):

@@ -83,6 +83,10 @@ class LiveStorages(TorchDispatchMode):
         """Whether a tensor's storage has appeared."""
         return value.untyped_storage()._cdata in self._seen
 
+    def reference(self, key: int) -> weakref.ref[Any] | None:
+        """The storage with this address, where it has appeared and is alive."""
+        return self._seen.get(key)
+
     def change(self, difference: int) -> None:
         """So many bytes more are alive."""
         self.live += difference

@@ -23,6 +23,7 @@ from shardwise.runtime.job.setup import axes_of
 from shardwise.runtime.module.describe import DescribedModule, call
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
 from shardwise.runtime.module.recorder import FakeStepRecorder, RawStep
+from shardwise.runtime.module.stage_recorder import RawStages, StageRecorder
 from shardwise.runtime.torch_versions import know_fake_collectives
 from shardwise.runtime.transport.comms import Comms
 
@@ -65,19 +66,32 @@ def fake_step(
 ) -> tuple[UnitPlan, RawStep]:
     """Record the forward and backward passes of a module that is taken over; its parameters are fake, and this is
     called on fake tensors, inside `fake_ranks`."""
-    units = unit_plan(described.blueprint, layout, Workload(seq=1, batch=len(batches)))
-    comms = Comms(
-        Mesh(layout), 0, axes_of(None), timeout=60.0, backend=units.backend, connect=fake_transport(units.backend)
-    )
-    comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
-    program = ModuleProgram(
-        module, described, units, comms, OptimizerConfig(), lambda parameter, index: index.double(), torch.device("cpu")
-    )
+    program = _program(module, described, layout, len(batches))
     with FakeStepRecorder(program) as recorder:
         program.gradients(loss, batches)
     first = [x for x in _pytree.tree_leaves(batches[0]) if isinstance(x, Tensor)]
     recorder.raw.inputs = recorder.followed(first)
-    return units, recorder.raw
+    return program.plan, recorder.raw
+
+
+def fake_stages(
+    module: nn.Module, described: DescribedModule, layout: Layout, batches: Sequence[Any], loss: LossFunction
+) -> RawStages:
+    """Record the passes of a module that is described as a chain, as one stage; else as of `fake_step`."""
+    with StageRecorder(_program(module, described, layout, len(batches))) as recorder:
+        recorder.record(loss, batches)
+    return recorder.raw
+
+
+def _program(module: nn.Module, described: DescribedModule, layout: Layout, micro_batches: int) -> ModuleProgram:
+    units = unit_plan(described.blueprint, layout, Workload(seq=1, batch=micro_batches))
+    comms = Comms(
+        Mesh(layout), 0, axes_of(None), timeout=60.0, backend=units.backend, connect=fake_transport(units.backend)
+    )
+    comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
+    return ModuleProgram(
+        module, described, units, comms, OptimizerConfig(), lambda parameter, index: index.double(), torch.device("cpu")
+    )
 
 
 def default_loss(run: Callable[..., Any], batch: Any) -> tuple[Tensor, int]:

@@ -32,6 +32,7 @@ class RawOp:
     sizes: tuple[int, ...]
     flops: int
     nbytes: int
+    end: Literal["", "entry", "exit"] = ""
 
 
 @dataclass
@@ -61,6 +62,8 @@ class FakeStepRecorder(StepMeasurement):
         self.path: list[str] = []
         """Submodules in whose forward passes we are."""
         self.phase: Literal["forward", "backward"] = "forward"
+        self._in_blocks = False
+        """Whether a block of this pass has begun."""
         self.recording = True
         """Whether operations count: those of the first micro-batch."""
 
@@ -70,6 +73,13 @@ class FakeStepRecorder(StepMeasurement):
         if self.phase == "backward":
             return self._part
         return next((name for name in reversed(self.path) if name in self._blocks), self._root)
+
+    @property
+    def end(self) -> Literal["", "entry", "exit"]:
+        """Whether what the root computes comes before the blocks, or behind them."""
+        if self.part != self._root:
+            return ""
+        return "entry" if self._in_blocks == (self.phase == "backward") else "exit"
 
     def __enter__(self) -> FakeStepRecorder:
         super().__enter__()
@@ -108,7 +118,9 @@ class FakeStepRecorder(StepMeasurement):
             self._close()
             self._note("begin", part, self._storages.live)
             self._open("backward", part)
-            self.phase = "backward"
+            if self.phase == "forward":
+                self.phase, self._in_blocks = "backward", False
+        self._in_blocks = self._in_blocks or part in self._blocks
         self._part = part
         self._use(kind, part)
 
@@ -120,7 +132,7 @@ class FakeStepRecorder(StepMeasurement):
         self._finish(part)
         self._part = self._root
         if part == self._root:  # the micro-batch is over
-            self._when, self.phase, self.recording = "", "forward", False
+            self._when, self.phase, self.recording, self._in_blocks = "", "forward", False, False
 
     def _open(self, when: str, part: str) -> None:
         self._storages.peak = self._storages.live
@@ -172,7 +184,7 @@ class _Operations(TorchDispatchMode):
             flops = int(counted(*args, **kwargs, out_val=out))
         recorder = self._recorder
         path = recorder.path[-1] if recorder.path and recorder.phase == "forward" else ""
-        return RawOp(recorder.part, kind, name, path, recorder.phase, sizes, flops, nbytes)
+        return RawOp(recorder.part, kind, name, path, recorder.phase, sizes, flops, nbytes, recorder.end)
 
 
 def _makes_nothing(func: Any) -> bool:

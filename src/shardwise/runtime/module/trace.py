@@ -20,12 +20,23 @@ from shardwise.layout import Layout
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.trace import Trace, TracedCollective, TracedMoment, TracedOp, TracedPart, TracedStep
+from shardwise.model.traced_stages import TracedEnds
+from shardwise.runtime.module.chain import Chain
 from shardwise.runtime.module.describe import DescribedModule, describe, find_blocks, run_order
-from shardwise.runtime.module.fake_step import MICRO_BATCHES, default_loss, fake_copy, fake_ranks, fake_step
+from shardwise.runtime.module.fake_step import (
+    MICRO_BATCHES,
+    default_loss,
+    fake_copy,
+    fake_ranks,
+    fake_stages,
+    fake_step,
+)
 from shardwise.runtime.module.inputs import row_count, row_length, with_rows
 from shardwise.runtime.module.masks import usual_masks
 from shardwise.runtime.module.program import LossFunction
 from shardwise.runtime.module.recorder import RawOp, RawStep
+from shardwise.runtime.module.stage_recorder import MICRO_BATCHES as STAGE_MICRO_BATCHES
+from shardwise.runtime.module.traced_chain import joined_stages, traced_chain
 
 DEGREES = (1, 2, 4, 8)
 """Tensor-parallel degrees that are traced where none are named, as far as they suit the module."""
@@ -42,6 +53,7 @@ def trace(
     *,
     loss: LossFunction | None = None,
     blocks: Sequence[str] | None = None,
+    parts: Sequence[str | nn.Module] | None = None,
     tp: Sequence[int] | None = None,
     precisions: Sequence[str] = PRECISIONS,
 ) -> Blueprint:
@@ -49,7 +61,8 @@ def trace(
 
     model: the module, on any device, or a function that builds it. example: a micro-batch as `loss` takes it, or as the
     module does; its number of rows, and twice that, are traced, and other numbers follow from these.
-    plan, blocks: as for `split`. loss: as for `train_step`; None is the sum of the outputs, or their `loss`.
+    plan, blocks, parts: as for `split`; without an order of parts pipelines have no predictions. loss: as for
+    `train_step`; None is the sum of the outputs, or their `loss`.
     tp: degrees; None is 1, 2, 4 and 8, as far as a plan allows. precisions: those of layouts; bf16, a layout's
     default, alone.
     Raises `UserError` for a module that `split` rejects, that depends on values of tensors, or inside a job.
@@ -58,7 +71,7 @@ def trace(
     if not isinstance(module, nn.Module):
         raise UserError(f"trace takes an nn.Module or a function that builds one, not {type(module).__name__}")
     example = example() if callable(example) else example
-    return _Tracer(module, example, plan, blocks, loss or default_loss).blueprint(tp, precisions)
+    return _Tracer(module, example, plan, blocks, parts, loss or default_loss).blueprint(tp, precisions)
 
 
 class _Tracer:
@@ -66,7 +79,7 @@ class _Tracer:
 
     def __init__(
         self, module: nn.Module, example: Any, plan: Mapping[str, str] | None, blocks: Sequence[str] | None,
-        loss: LossFunction,
+        parts: Sequence[str | nn.Module] | None, loss: LossFunction,
     ) -> None:  # fmt: skip
         self.module, self.example, self.plan, self.loss = module, example, plan, loss
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -78,6 +91,8 @@ class _Tracer:
                 blank = fake_copy(module, self.fake)
                 with self.fake:
                     self.blocks = run_order(blank, self.blocks, with_rows(example, self.rows[0]))
+        self.ordered = parts is not None
+        self.chain, self.unpiped = traced_chain(module, parts, self.blocks)
 
     def blueprint(self, degrees: Sequence[int] | None, precisions: Sequence[str]) -> Blueprint:
         """The description with all traced steps."""
@@ -87,7 +102,15 @@ class _Tracer:
         for (tp, parts), precision, recompute in product(described.items(), precisions, RECOMPUTE):
             layout = Layout(tp=tp, precision=precision, recompute=recompute)  # type: ignore[arg-type]
             steps.append(self._step(parts, layout))
-        return replace(largest, trace=Trace(self.rows, self.seq, tuple(steps)))
+        if self.chain is None:  # a later step may have found the reason
+            steps = [replace(step, stages=None) for step in steps]
+        ends = None if self.chain is None else self._ends(self.chain, Layout(tp=max(described)))
+        return replace(largest, trace=Trace(self.rows, self.seq, tuple(steps), ends, self.unpiped))
+
+    def _ends(self, chain: Chain, layout: Layout) -> TracedEnds:
+        entry, *_, last = describe(self.module, layout, self.plan, self.blocks, chain).blueprint.parts
+        names = [tuple(p.name for p in part.parameters) for part in (entry, last)]
+        return TracedEnds(names[0], names[1], last.reads)
 
     def _described(self, degrees: Sequence[int] | None) -> dict[int, DescribedModule]:
         """Tensor-parallel degree -> the module's parts, for all degrees that suit it where none are named."""
@@ -110,7 +133,26 @@ class _Tracer:
                     batches = [with_rows(self.example, rows) for _ in range(MICRO_BATCHES)]
                     units, raw = fake_step(blank, described, layout, batches, self.loss)
                 raws.append(raw)
-        return _joined(layout, units, *raws)
+        step = _joined(layout, units, *raws)
+        return step if self.chain is None else self._with_stages(step, self.chain, layout)
+
+    def _with_stages(self, step: TracedStep, chain: Chain, layout: Layout) -> TracedStep:
+        """The step with its parts as stages. Where the module itself publishes their order, an error is the reason why
+        pipelines have no predictions."""
+        try:
+            described, stages = describe(self.module, layout, self.plan, self.blocks, chain), []
+            with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
+                for rows in self.rows:
+                    blank = fake_copy(self.module, self.fake)
+                    with self.fake:
+                        batches = [with_rows(self.example, rows) for _ in range(STAGE_MICRO_BATCHES)]
+                        stages.append(fake_stages(blank, described, layout, batches, self.loss))
+            return replace(step, **joined_stages(step, *stages))
+        except UserError as error:
+            if self.ordered:
+                raise
+            self.chain, self.unpiped = None, str(error)
+            return step
 
 
 class readable:
@@ -182,7 +224,7 @@ def _map_rows(plan: UnitPlan, raw: RawStep) -> list[tuple[tuple[Any, ...], int]]
 
 
 def _key(op: RawOp) -> tuple[Any, ...]:
-    return astuple(op)[:5]
+    return *astuple(op)[:5], op.end
 
 
 def _operations(one: RawStep, other: RawStep) -> tuple[TracedPart, ...]:
@@ -192,8 +234,9 @@ def _operations(one: RawStep, other: RawStep) -> tuple[TracedPart, ...]:
         path = small.module.removeprefix(f"{small.part}.") if small.module != small.part else ""
         pairs = tuple(zip(small.sizes, large.sizes, strict=True))
         op = TracedOp(
-            small.kind, small.name, path, small.phase, pairs, (small.flops, large.flops), (small.nbytes, large.nbytes)
-        )
+            small.kind, small.name, path, small.phase, pairs, (small.flops, large.flops), (small.nbytes, large.nbytes),
+            end=small.end,
+        )  # fmt: skip
         by_part.setdefault(small.part, Counter())[op] += 1
     equal: dict[tuple[TracedOp, ...], list[str]] = {}
     for part, counts in by_part.items():

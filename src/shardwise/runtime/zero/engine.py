@@ -113,7 +113,7 @@ class Engine:
         """Units whose own packed weights are those of today."""
         self._gathers_of_step = StepGathers(plan)
         self._reductions: dict[str, Work] = {}
-        self._residency = Residency(plan) if plan.layout.pp > 1 else None
+        self._residency = Residency(plan) if plan.in_stages else None
         self._uses: list[Use] = []
         self._at = 0
         self._forwards: dict[Phase, tuple[list[Use], list[Use]]] = {}
