@@ -95,7 +95,7 @@ def test_a_short_tour(short, capsys):
     assert main(["demo"]) == 1
     out = capsys.readouterr().out
     for words in (
-        "35.4 GB",
+        "35.3 GB",
         "rows equal",
         "bytes by class equal",
         "not below the unigram entropy",

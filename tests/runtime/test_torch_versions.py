@@ -155,7 +155,8 @@ def process_groups(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_nccl_need_not_guess_the_device_of_training(
     monkeypatch: pytest.MonkeyPatch, process_groups: list[dict[str, Any]], name: str, expected: Any
 ) -> None:
-    monkeypatch.setattr(trainer, "meet", lambda *_: (None, "[null, 0]"))
+    monkeypatch.setattr(trainer, "meet", lambda *_: (None, "[null, 0, false]"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     device = torch.device(name, 3) if name == "cuda" else torch.device(name)
     monkeypatch.setattr(trainer, "replace", lambda config, **changes: config)
     trainer._join(SimpleNamespace(resume=None, restart=0, hang=1.0), device)  # type: ignore[arg-type]
@@ -167,7 +168,7 @@ def test_nccl_need_not_guess_the_device_of_serving(
     monkeypatch: pytest.MonkeyPatch, process_groups: list[dict[str, Any]]
 ) -> None:
     chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two hosts of two
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr("shardwise.runtime.allocator.retain_freed_memory", lambda: None)
