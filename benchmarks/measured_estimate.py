@@ -221,7 +221,7 @@ def summary(rows: list[Row]) -> dict[str, float]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", metavar="WORD", help="only those whose text contains one of the words")
+    parser.add_argument("--layouts", nargs="+", metavar="WORD", help="only layouts with one of these words")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each that count (%(default)s)")
     parser.add_argument("--seconds", type=float, default=45.0, help="of each calibration (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the table, raw times, machine and date here")

@@ -80,7 +80,7 @@ def test_stages_have_the_parts_of_split(name, tp):
 
 
 class Frozen(nn.Module):
-    """Blocks of which the first one is not trained."""
+    """Blocks; the first one is not trained."""
 
     def __init__(self) -> None:
         super().__init__()

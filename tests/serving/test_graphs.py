@@ -64,7 +64,7 @@ def arrivals(draw: random.Random) -> dict[int, list[Command]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_static_steps_compute_what_eager_ones_do(folders: Any, family: str) -> None:
-    """Twelve requests at random turns, some of which begin alike, one cancelled, with too few pages for all."""
+    """Twelve requests at random turns, some with the same beginning, one cancelled, with too few pages for all."""
     draw = random.Random(family)
     result = twice(folders(family), arrivals(draw), page=4, pages=16, chunk=5, batch=8, reuse=family != "gpt2")
     assert result.seen.used == 0 and result.wrong == 0

@@ -49,7 +49,7 @@ def profile_of(args: argparse.Namespace) -> str | None:
 
 def refusals(args: argparse.Namespace, model: Model) -> Callable[[Layout], str] | None:
     """What the engine of --emit cannot express of a layout, for the search; None where nothing is to be written, or the
-    model alone is refused."""
+    engine does not take the model at all."""
     if not args.emit or not isinstance(model, ModelConfig) or writer_for(args.emit).objection(model):
         return None
     writer = writer_for(args.emit)

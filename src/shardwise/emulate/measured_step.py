@@ -55,7 +55,7 @@ class MeasuredStep:
     processes: int
     """Shares that ran at once."""
     warm: int
-    """Steps before those that count."""
+    """Warm-up steps."""
     ledger_differs: tuple[str, ...]
     """Rows of the recorded ledger that the prediction does not have, or the other way round."""
     notes: tuple[str, ...]
@@ -284,7 +284,7 @@ def _notes(plan: SharePlan) -> tuple[str, ...]:
         if not plan.background:
             notes.append("collectives hide behind nothing: the ranks' own cores do their work")
     if layout.ranks > at_once and layout.pp == 1 and (layout.cp > 1 or model.experts):
-        notes.append("not measured: ranks with a larger part of attention or of experts than those that ran")
+        notes.append("not measured: ranks with a larger part of attention or of experts than the measured ones")
     if model.experts:
         notes.append(
             "routing to experts is that of a fresh model on random tokens, and each rank gets as many rows as it sends"

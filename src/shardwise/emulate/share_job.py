@@ -30,7 +30,7 @@ class ShareJob(RankJob):
     background: bool
     """Whether the backend's collectives continue while a rank computes."""
     warm: int
-    """Steps before those that count."""
+    """Warm-up steps."""
     repeats: int
     """Steps that count."""
 

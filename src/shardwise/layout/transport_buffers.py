@@ -36,7 +36,7 @@ def aligned(nbytes: int) -> int:
 def staging_bytes(op: str, nbytes: int, ranks: int, item: int) -> int:
     """Bytes of host memory through which one collective of ranks that share a device goes.
 
-    op: of the ledger. nbytes: of the full tensor, of which each of `ranks` has an equal part; item: of an element.
+    op: of the ledger. nbytes: of the full tensor (each of `ranks` has an equal part); item: of an element.
     Messages have their own memory: 0.
     """
     whole, piece = aligned(nbytes), nbytes // ranks

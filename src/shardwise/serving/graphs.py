@@ -128,7 +128,7 @@ class StaticInputs:
         self._written[row] = pages, count
 
     def rows(self) -> DecodeRows:
-        """The decoder's input, whose tensors are those that `fill` copies to."""
+        """The decoder's input, in the tensors that `fill` copies to."""
         numbers = self._here[: self.batch * _NUMBERS].view(_NUMBERS, self.batch)
         table = self._here[self.batch * _NUMBERS :].view(self.batch, -1)
         ids, positions = numbers[0:1], numbers[1:2]

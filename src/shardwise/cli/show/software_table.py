@@ -36,7 +36,7 @@ def software_steps(
 ) -> tuple[SoftwareStep, ...]:
     """A row for each engine that trains and that `emit` writes for."""
     writers = [writer for writer in WRITERS.values() if not writer.serves]
-    reasons = {writer.name: why_not_written(writer, layout, model) for writer in writers}
+    reasons = {one.name: why_not_written(one, replace(layout, **one.fixed), model) for one in writers}
     can = [writer for writer in writers if not reasons[writer.name]]
     # A profile has the type in which its software sums gradients; plans do not search it.
     searched = replace(layout, grads=DEFAULTS["grads"])

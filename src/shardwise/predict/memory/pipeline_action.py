@@ -6,6 +6,7 @@ on the reduction under way; not on anything else that the rank holds. So a rank 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -86,7 +87,7 @@ class Effect(NamedTuple):
     """Those in the host's memory."""
 
 
-class FollowedAction:
+class FollowedAction(ABC):
     """Follows one action on a stage; `effect` gives the result. What computes is a subclass's."""
 
     def __init__(self, walk: MemoryTrace, parts: list[str]) -> None:
@@ -109,14 +110,17 @@ class FollowedAction:
         else:
             self.land()
 
+    @abstractmethod
     def forward(self) -> None:
-        raise NotImplementedError
+        """A forward pass."""
 
+    @abstractmethod
     def backward(self, apart: bool) -> None:
-        raise NotImplementedError
+        """A backward pass. apart: without the gradients of weights."""
 
+    @abstractmethod
     def weights(self) -> None:
-        raise NotImplementedError
+        """The gradients of weights that were left for later."""
 
     def effect(self) -> Effect:
         return Effect(self.gradients, self.comm, self.fullest, self._change(self.walk.now("loss"), self.rest),

@@ -49,7 +49,7 @@ class TracedStageBytes:
 
 
 class RecordedParts:
-    """The recorded parts at one size of micro-batch, of which stages are cut; each cut once."""
+    """The recorded parts at one size of micro-batch, and the stages cut from them; each cut once."""
 
     def __init__(self, trace: Trace, stages: TracedStages, names: list[str], micro: int) -> None:
         """names: of the parts, in order. micro: rows."""
