@@ -13,6 +13,7 @@ from harness.own_modules import (
     FAMILIES,
     GPT2_PARTS,
     GPT2_PLAN,
+    MIXTURES,
     OWN,
     PARTS,
     PLANS,
@@ -37,7 +38,7 @@ class TracedCase:
     @property
     def family(self) -> bool:
         """Whether it is a class of `transformers`."""
-        return self.name in FAMILIES
+        return self.name in BUILT
 
     @property
     def parts(self) -> list[str] | None:
@@ -52,7 +53,7 @@ class TracedCase:
     def build(self) -> nn.Module:
         """The module with weights of seed 0."""
         torch.manual_seed(0)
-        return FAMILIES[self.name](**_WIDE.get(self.name, _WIDER)) if self.family else OWN[self.name]()
+        return BUILT[self.name](**_WIDE.get(self.name, _WIDER)) if self.family else OWN[self.name]()
 
     def batch(self, rows: int, seed: int = 0) -> Any:
         """A micro-batch."""
@@ -64,6 +65,7 @@ class TracedCase:
 
 
 SEQ = 12
+BUILT = FAMILIES | MIXTURES
 _WIDER = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 32, "num_hidden_layers": 4}
 _WIDE = {"gpt2": {"n_embd": 64, "n_layer": 4}}
 

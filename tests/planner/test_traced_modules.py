@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.own_modules import llama
 from shardwise import Blueprint, Layout, ModelConfig, UserError, Workload, estimate, plan, trace
@@ -140,7 +140,7 @@ def test_every_candidate_can_be_split(traced):
     ("fixed", "message"),
     [
         ({"pp": 3}, r"no layout"),
-        ({"sp": True}, "no sequence parallelism; leave sp out"),
+        ({"cp": 2}, "context"),
         ({"recompute": "selective"}, "recompute=selective; choose one of none, full"),
         ({"tp": 4}, r"leave tp free \(valid tp: 1, 2\)"),
     ],
@@ -158,8 +158,30 @@ def test_a_model_that_does_not_fit_says_by_how_much(traced):
 def test_files_stand_for_models(traced, file):
     workload = Workload(seq=SEQ, batch=64)
     assert estimate(str(file), "dp=8,zero=3", workload, CLUSTER) == estimate(traced, "dp=8,zero=3", workload, CLUSTER)
-    with pytest.raises(LayoutError, match="ep=2: a traced module has predictions for dp, tp, pp, zero"):
+    with pytest.raises(LayoutError, match="ep=2: a traced module has predictions for dp, tp, sp, pp, zero"):
         estimate(str(file), "dp=8,ep=2", workload, CLUSTER)
+
+
+def test_sequence_parallelism_is_planned_where_it_was_traced(traced):
+    """It saves less, and communicates about as long as that of the same model with a configuration."""
+    workload = Workload(seq=SEQ, batch=64)
+    assert plan(traced, CLUSTER, workload, fixed={"sp": True}).ranked[0].layout.sp
+    whole, cut, same = (
+        estimate(model, layout, workload, CLUSTER)
+        for model, layout in ((traced, "dp=4,tp=2"), (traced, "dp=4,tp=2,sp"), (SAME, "dp=4,tp=2,sp"))
+    )
+    assert cut.roles[0].bytes.saved < 0.9 * whole.roles[0].bytes.saved
+    assert cut.timing["parts"]["tensor"] == pytest.approx(same.timing["parts"]["tensor"], rel=0.2)
+    with pytest.raises(LayoutError, match="sp does not go with pp=2 for a user's module yet: leave sp out"):
+        estimate(traced, "dp=2,tp=2,sp,pp=2", workload, CLUSTER)
+
+
+def test_a_module_without_shards_says_why():
+    model = trace(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4), {"0": "column", "1": "row"}, tp=[2]
+    )
+    with pytest.raises(LayoutError, match="Sequential has no predictions for sequence parallelism: sp cuts the stream"):
+        estimate(model, "tp=2,sp", Workload(seq=1, batch=8))
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

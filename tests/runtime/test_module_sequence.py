@@ -121,9 +121,9 @@ def test_a_style_says_what_sees_shards() -> None:
     module = WithScale()
     plan = MAPS | {"blocks.*": "sequence_parallel"}
     described = describe(module, Layout.parse("tp=2,sp"), plan, find_blocks(module, None))
-    partials = {p.name for p in described.blueprint.parameters() if p.partial}
+    partials = {p.name for p in described.blueprint.on_shards.parameters() if p.partial}
     assert partials == {
         f"blocks.{i}.{leaf}" for i in range(2) for leaf in ("scale", "norm.weight", "norm.bias", "down.bias")
     }
     whole = describe(module, Layout.parse("tp=2"), plan, find_blocks(module, None))
-    assert not any(p.partial for p in whole.blueprint.parameters())
+    assert not any(p.partial for p in whole.blueprint.on_shards.parameters())

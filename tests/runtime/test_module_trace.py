@@ -49,7 +49,30 @@ def drawn(count: int) -> list[TracedCase]:
     return cases
 
 
-@pytest.mark.parametrize("case", some_of(drawn(24), 4, "traced modules"), ids=str)
+HOMES = [
+    TracedCase(name, f"{layout},micro=2", accumulate)
+    for name, layout, accumulate in (
+        ("llama", "tp=2,sp", 1),
+        ("qwen3", "dp=2,tp=2,sp,zero=3", 2),
+        ("phi3", "tp=2,sp,recompute=full", 2),
+        ("gemma3", "dp=2,tp=2,sp,zero=1,offload=cpu", 1),
+        ("skips", "dp=2,zero=3,offload=cpu", 2),
+        ("gpt2", "dp=2,zero=3,offload=cpu,offload_params=cpu", 2),
+        ("qwen3", "dp=2,zero=2,offload=cpu,recompute=full", 2),
+        ("llama", "tp=2,offload=cpu", 1),
+        ("shared", "dp=2,zero=3,offload=cpu,offload_params=cpu,recompute=full", 1),
+        ("gemma3", "dp=2,tp=2,zero=3,offload=cpu,offload_params=cpu,recompute=full", 2),
+        ("mixtral", "dp=2,zero=3", 2),
+        ("mixtral", "dp=2,tp=2,zero=1,recompute=full", 1),
+        ("deepseek", "dp=2,zero=2", 1),
+    )
+]
+"""Sequence parallelism, homes off the device and mixtures whose experts all ranks have."""
+
+
+@pytest.mark.parametrize(
+    "case", [*some_of(drawn(24), 4, "traced modules"), *some_of(HOMES, 2, "traced homes")], ids=str
+)
 def test_a_measured_step_is_that_of_the_trace(case):
     layout = Layout.parse(case.layout)
     model = traced(case.name, layout.tp, layout.precision)
@@ -91,7 +114,9 @@ def test_saved_bytes_are_of_the_part_that_saves_them(skips):
     assert saved["blocks.0"] == saved["blocks.1"]
 
 
-@pytest.mark.parametrize("layout", ["dp=2,pp=2", "dp=2,tp=2,sp", "dp=2,zero=1,offload=cpu", "recompute=selective"])
+@pytest.mark.parametrize(
+    "layout", ["dp=2,pp=2", "dp=2,tp=2,sp", "dp=2,zero=1,offload_activations=cpu", "recompute=selective"]
+)
 def test_what_was_not_traced_has_no_numbers(skips, layout):
     with pytest.raises(LayoutError):
         estimate(skips, layout, Workload(seq=1, batch=8))

@@ -132,6 +132,8 @@ class Parameter:
     is columns where this is 0."""
     dtype: str = ""
     """Its dtype where that is not the layout's: int8, of a frozen matrix beside a scale per output."""
+    sees_shards: bool = False
+    """Of a user's module: whether it sees shards of sequences under sequence parallelism."""
 
     @property
     def numel(self) -> int:
@@ -152,7 +154,7 @@ class Parameter:
         name = f"{part}.{self.name}"
         return Parameter(
             name, self.shape, part, self.init, self.std, self.decay, self.cut, self.heads, self.partial, foreign,
-            self.transposed, self.absorbed, self.frozen, self.module_shape, self.packed, self.dtype,
+            self.transposed, self.absorbed, self.frozen, self.module_shape, self.packed, self.dtype, self.sees_shards,
         )  # fmt: skip
 
 
@@ -344,6 +346,18 @@ class Blueprint:
 
         entry, last = end("entry", ends.entry, ()), end("exit", ends.exit, ends.reads)
         return replace(self, parts=(entry, *self.of_kind("block"), last))
+
+    @cached_property
+    def on_shards(self) -> Blueprint:
+        """A user's module under sequence parallelism: what sees shards has a part of its gradient on each rank, and the
+        traced steps are those with shards."""
+
+        def cut(part: Part) -> Part:
+            held = tuple(replace(p, partial=True) if p.sees_shards else p for p in part.parameters)
+            return replace(part, parameters=held)
+
+        trace = self.trace and self.trace.on_shards
+        return replace(self, parts=tuple(map(cut, self.parts)), trace=trace)
 
     def stages(self, blocks: Sequence[int]) -> list[list[str]]:
         """Names of the parts on each stage of a pipeline. blocks: so many on each, in order; what is before the model's

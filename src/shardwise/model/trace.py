@@ -1,13 +1,14 @@
 """`Trace`: observed memory, communication and operations of a module without a description, free of torch.
 
-A traced step is a step of the runtime on fake tensors, on one data-parallel rank. What ZeRO and data parallelism add
-follows from the units, so that one traced step stands for every layout with its tp, precision and recomputation.
+A traced step is a step of the runtime on fake tensors, on one data-parallel rank. What ZeRO, data parallelism and
+offloading add follows from the units, so that one traced step stands for every layout with its tp, sp, precision and
+recomputation.
 Numbers are kept for two sizes of a micro-batch; between and beyond these they are taken to be linear.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -112,6 +113,8 @@ class TracedStep:
     operations: tuple[TracedPart, ...]
     stages: TracedStages | None = None
     """None without a known order of parts."""
+    sp: bool = False
+    """Whether the stream was cut along the sequence."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TracedStep:
@@ -141,6 +144,8 @@ class Trace:
     """None where its parts are in no known order."""
     unpiped: str = ""
     """Why there are no predictions for pipelines, and what to do; empty where there are."""
+    uncut: str = ""
+    """Why there are none for sequence parallelism; empty where there are."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Trace:
@@ -149,16 +154,22 @@ class Trace:
         if ends is not None:
             ends = TracedEnds(*(tuple(ends[name]) for name in ("entry", "exit", "reads")))
         steps = tuple(map(TracedStep.from_json, data["steps"]))
-        return cls(pair(data["rows"]), data["seq"], steps, ends, data.get("unpiped", ""))
+        reasons = (data.get(name, "") for name in ("unpiped", "uncut"))
+        return cls(pair(data["rows"]), data["seq"], steps, ends, *reasons)
 
     @cached_property
     def _steps(self) -> dict[tuple[int, str, str], TracedStep]:
-        return {(step.tp, step.precision, step.recompute): step for step in self.steps}
+        return {(step.tp, step.precision, step.recompute): step for step in self.steps if not step.sp}
+
+    @cached_property
+    def on_shards(self) -> Trace:
+        """The steps under sequence parallelism, as if there were no others."""
+        return replace(self, steps=tuple(replace(step, sp=False) for step in self.steps if step.sp))
 
     @property
     def degrees(self) -> list[int]:
         """Tensor-parallel degrees that were traced."""
-        return sorted({step.tp for step in self.steps})
+        return sorted({tp for tp, *_ in self._steps})
 
     def has(self, tp: int, precision: str, recompute: str) -> bool:
         """Whether a step of these was traced."""
@@ -168,9 +179,8 @@ class Trace:
         """The traced step of a layout's keys. Raises `LayoutError` for one that was not traced."""
         if not self.has(tp, precision, recompute):
             there: dict[str, list[Any]] = {
-                "tp": sorted({step.tp for step in self.steps}),
-                "precision": sorted({step.precision for step in self.steps}),
-                "recompute": sorted({step.recompute for step in self.steps}),
+                key: sorted({step[place] for step in self._steps})
+                for place, key in enumerate(("tp", "precision", "recompute"))
             }
             words = "; ".join(f"{key}={'|'.join(map(str, values))}" for key, values in there.items())
             raise LayoutError(

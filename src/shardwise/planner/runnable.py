@@ -23,7 +23,7 @@ OWN = ("shardwise", "shardwise-cpu")
 """The profiles of this project's runtime."""
 
 
-TRACED = Features(sequence=False, context=(), copies=True, recompute=RECOMPUTE, bare_ends=False, uneven=False)
+TRACED = Features(context=(), copies=True, recompute=RECOMPUTE, bare_ends=False, uneven=False)
 """Features that a search over a traced module uses, if the engine has them; pipelines where its parts have an order."""
 
 

@@ -24,7 +24,7 @@ from shardwise.predict.fixing import check_fixed, words_of
 from shardwise.predict.supported import check_sequences, check_size, in_closed_form, why_not_planned
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.traced_layout import searched_tp
+from shardwise.predict.traced_layout import searched_tp, searched_with_shards
 from shardwise.schedule.pipeline import find
 from shardwise.schedule.pipeline.stages import BARE_ENDS
 
@@ -218,7 +218,7 @@ class Space:
     def _frames(self) -> Iterator[LayoutColumns]:
         rows: dict[tuple[int, int, int], list[BatchChoice]] = {}
         for tp, pp, cp, dp in self.meshes(self.cluster.devices):
-            rows.setdefault((tp, pp, dp * cp), []).extend(self._rows(tp, cp, dp))
+            rows.setdefault((tp, pp, dp * cp), []).extend(self._rows(tp, pp, cp, dp))
         for (tp, pp, data), of in rows.items():
             orders = tuple(self._orders(pp))
             for ep, bare in product(self._expert_degrees(tp, data), (False, True)):
@@ -245,12 +245,13 @@ class Space:
         layers = self.model.layers
         return pp <= layers and (self.features.uneven or layers % pp == 0)
 
-    def _rows(self, tp: int, cp: int, dp: int) -> Iterator[BatchChoice]:
+    def _rows(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[BatchChoice]:
         seq, batch = self.workload.seq, self.workload.batch
         if (cp > 1 and seq % (2 * cp)) or batch % dp:
             return
         whole = tp > 1 and seq % ((2 * cp if cp > 1 else 1) * tp) == 0
-        kinds = (False, True) if whole and self.features.sequence else (False,)
+        cut = whole and self.features.sequence and searched_with_shards(self.model, tp, pp)
+        kinds = (False, True) if cut else (False,)
         for sp, recompute, micro in product(kinds, self.features.recompute, divisors(batch // dp)):
             if self.allows("sp", sp) and self.allows("recompute", recompute) and self.allows("micro", micro):
                 yield BatchChoice(cp, sp, recompute, micro)

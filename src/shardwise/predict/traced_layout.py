@@ -12,7 +12,7 @@ from shardwise.model.parameters import Model
 from shardwise.model.trace import Trace
 
 UNTRACED = (
-    "cp", "ep", "etp", "sp", "tpkind", "attention", "offload", "offload_params", "offload_activations", "sync",
+    "cp", "ep", "etp", "tpkind", "attention", "offload_activations", "sync",
     "compile",
 )  # fmt: skip
 """Keys of a layout that traced steps say nothing about."""
@@ -41,7 +41,15 @@ def searched_tp(model: Model) -> list[int]:
     without recomputation."""
     if not isinstance(model, Blueprint):
         return valid_tp(model)
-    trace = traced(model)
+    return _whole_degrees(traced(model))
+
+
+def searched_with_shards(model: Model, tp: int, pp: int) -> bool:
+    """Whether a search tries sequence parallelism: with any configuration, and where it was traced."""
+    return not isinstance(model, Blueprint) or (pp == 1 and tp in _whole_degrees(traced(model).on_shards))
+
+
+def _whole_degrees(trace: Trace) -> list[int]:
     return [tp for tp in trace.degrees if all(trace.has(tp, "bf16", recompute) for recompute in RECOMPUTE)]
 
 
@@ -53,14 +61,26 @@ def check_traced(layout: Layout, model: Blueprint, workload: Workload, ranks: in
         if (value := getattr(layout, key)) != getattr(usual, key):
             word = key if value is True else f"{key}={value}"
             raise LayoutError(
-                f"{word}: a traced module has predictions for dp, tp, pp, zero, shard, hpz and recompute; leave {key} "
-                "out"
+                f"{word}: a traced module has predictions for dp, tp, sp, pp, zero, shard, hpz, offload and recompute; "
+                f"leave {key} out"
             )
     check_row_length(model, workload)
+    if layout.sp:
+        trace = _on_shards(layout, model)
     trace.step(layout.tp, layout.precision, layout.recompute)
     _check_pipeline(layout, model, workload.micro_batches(layout))
     if ranks is not None:
         check_ranks(layout, ranks)
+
+
+def _on_shards(layout: Layout, model: Blueprint) -> Trace:
+    trace = traced(model)
+    if layout.pp > 1:
+        raise LayoutError(f"sp does not go with pp={layout.pp} for a user's module yet: leave sp out")
+    if not trace.on_shards.steps:
+        reason = trace.uncut or "trace it again with this release"
+        raise LayoutError(f"sp: {model.name} has no predictions for sequence parallelism: {reason}")
+    return trace.on_shards
 
 
 def piped(model: Blueprint) -> bool:

@@ -93,8 +93,9 @@ def _traced(model: Blueprint, split: StepShape, engine: EngineProfile, pricing: 
     block's backward pass half are of weights."""
     hidden = pricing.constants.value("tensor_hidden") if engine.tensor_overlap else 0.0
     times = cache(TracedTimes(model, pricing, split.dtype, hidden).of)
-    arrays = np.broadcast_arrays(split.tp, split.micro, _recomputed(split)[0])
-    found = [(*times(int(tp), int(micro)), again) for tp, micro, again in zip(*map(np.ravel, arrays), strict=True)]
+    arrays = np.broadcast_arrays(split.tp, split.micro, split.sp, _recomputed(split)[0])
+    rows = zip(*map(np.ravel, arrays), strict=True)
+    found = [(*times(int(tp), int(micro), bool(sp)), again) for tp, micro, sp, again in rows]
 
     def column(of: Callable[..., Num]) -> Num:
         return np.array([of(*parts, again=again) for *parts, again in found]).reshape(arrays[0].shape)

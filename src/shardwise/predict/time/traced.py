@@ -54,10 +54,11 @@ class TracedTimes:
         """What was traced."""
         return traced(self.model)
 
-    def of(self, tp: int, micro: int) -> tuple[TracedSeconds, TracedSeconds, TracedSeconds]:
+    def of(self, tp: int, micro: int, sp: bool) -> tuple[TracedSeconds, TracedSeconds, TracedSeconds]:
         """(a block, the mean of all; what the root computes before the blocks; and behind them) for a micro-batch of
         `micro` rows."""
-        step = self.trace.step(tp, PRECISION.get(self.dtype, "bf16"), "none")
+        trace = self.trace.on_shards if sp else self.trace
+        step = trace.step(tp, PRECISION.get(self.dtype, "bf16"), "none")
         block, blocks = TracedSeconds(), {p.name for p in self.model.of_kind("block")}
         ends = {"entry": TracedSeconds(), "exit": TracedSeconds()}
         for equal in step.operations:

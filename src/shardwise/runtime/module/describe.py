@@ -74,7 +74,7 @@ def describe(
             parts[part].append(stacked(name, tuple(parameter.shape), experts.widths.get(full, 0)))
         else:
             described = _parameter(module, name, aliases, parameter, styles, layout)
-            parts[part].append(replace(described, partial=True) if sequence.sees_shards(aliases) else described)
+            parts[part].append(replace(described, sees_shards=sequence.sees_shards(aliases)))
     made = [
         Part(
             name, _KINDS.get(name, "block"), _class_of(module, name), tuple(held), (), 0, 0,

@@ -97,7 +97,6 @@ def split(
     at = _device(module, device)
     values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
     _place_buffers(module, layout, values, at)
-    layout = replace(layout, sp=False)  # what it adds is in the description; a plan's own is of a decoder's stream
     comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
     settings = optimizer or OptimizerConfig()

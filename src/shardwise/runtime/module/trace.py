@@ -1,7 +1,8 @@
 """`trace`: a `Blueprint` of any `nn.Module`, observed in steps of the runtime on fake tensors.
 
-Parts and parameters are the ones that `split` finds. Each combination of tensor-parallel degree, precision and
-recomputation is one traced step, at two sizes of a micro-batch. `predict` reads them without torch.
+Parts and parameters are the ones that `split` finds. Each combination of tensor-parallel degree, with and without
+sequence parallelism, precision and recomputation is one traced step, at two sizes of a micro-batch. `predict` reads
+them without torch.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class _Tracer:
                     self.blocks = run_order(blank, self.blocks, with_rows(example, self.rows[0]))
         self.ordered = parts is not None
         self.chain, self.unpiped = traced_chain(module, parts, self.blocks)
+        self.uncut = ""
 
     def blueprint(self, degrees: Sequence[int] | None, precisions: Sequence[str]) -> Blueprint:
         """The description with all traced steps."""
@@ -105,7 +107,21 @@ class _Tracer:
         if self.chain is None:  # a later step may have found the reason
             steps = [replace(step, stages=None) for step in steps]
         ends = None if self.chain is None else self._ends(self.chain, Layout(tp=max(described)))
-        return replace(largest, trace=Trace(self.rows, self.seq, tuple(steps), ends, self.unpiped))
+        for tp in described:
+            if tp > 1 and (found := self._on_shards(tp, precisions)):
+                largest, more = found
+                steps += more
+        return replace(largest, trace=Trace(self.rows, self.seq, tuple(steps), ends, self.unpiped, self.uncut))
+
+    def _on_shards(self, tp: int, precisions: Sequence[str]) -> tuple[Blueprint, list[TracedStep]] | None:
+        """The description for sequence parallelism and its traced steps; None for a degree that does not have it."""
+        try:
+            described = describe(self.module, Layout(tp=tp, sp=True), self.plan, self.blocks)
+            layouts = [Layout(tp=tp, sp=True, precision=p, recompute=r) for p, r in product(precisions, RECOMPUTE)]  # type: ignore[arg-type]
+            return described.blueprint, [self._step(described, layout) for layout in layouts]
+        except UserError as error:
+            self.uncut = self.uncut or str(error)
+            return None
 
     def _ends(self, chain: Chain, layout: Layout) -> TracedEnds:
         entry, *_, last = describe(self.module, layout, self.plan, self.blocks, chain).blueprint.parts
@@ -134,7 +150,7 @@ class _Tracer:
                     units, raw = fake_step(blank, described, layout, batches, self.loss)
                 raws.append(raw)
         step = _joined(layout, units, *raws)
-        return step if self.chain is None else self._with_stages(step, self.chain, layout)
+        return step if self.chain is None or layout.sp else self._with_stages(step, self.chain, layout)
 
     def _with_stages(self, step: TracedStep, chain: Chain, layout: Layout) -> TracedStep:
         """The step with its parts as stages. Where the module itself publishes their order, an error is the reason why
@@ -190,6 +206,7 @@ def _joined(layout: Layout, plan: UnitPlan, one: RawStep, other: RawStep) -> Tra
         tuple(_moments(one, other)),
         tuple(_collectives(plan, one, other)),
         _operations(one, other) if layout.recompute == "none" else (),
+        sp=layout.sp,
     )
 
 
