@@ -9,6 +9,8 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 # The layouts that `make test` samples rotate with the date; give SHARDWISE_SEED to repeat another day's.
 SHARDWISE_SEED ?= $(shell date +%Y%m%d)
+# `make test-all` runs so many cases of each test at most.
+SHARDWISE_MOST ?= 40
 
 # Ranks that work together have the cores to themselves; all else goes two files at a time, the longest first. So do the
 # tests of ranks that are killed or hang, which mostly wait. Both run, whatever the first says.
@@ -34,8 +36,8 @@ test: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with th
 	@echo "layouts are sampled with the seed SHARDWISE_SEED=$(SHARDWISE_SEED)"
 	@export SHARDWISE_SEED=$(SHARDWISE_SEED); $(PYTEST)
 
-test-all: $(VENV)/.test  ## all tests, with every generated layout
-	@export SHARDWISE_ALL=1; $(PYTEST)
+test-all: $(VENV)/.test  ## all tests, with 40 cases of each that rotate with the date; SHARDWISE_MOST=0: with every layout
+	@export SHARDWISE_ALL=1 SHARDWISE_MOST=$(SHARDWISE_MOST) SHARDWISE_SEED=$(SHARDWISE_SEED); $(PYTEST)
 
 mutation: $(VENV)/.test  ## put known mistakes back, and see that a test fails for each
 	@$(BIN)/python tests/mutation/run.py

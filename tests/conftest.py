@@ -63,14 +63,26 @@ def heeded() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from harness.today import too_many
+
+    cases: dict[str, list[str]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+    out = set().union(*(too_many(names, test) for test, names in cases.items()))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
+    items[:] = [item for item in items if item.nodeid not in out]
+
+
 def pytest_report_header() -> str:
     from harness.pipelines import pipeline_cases
     from harness.space import all_cases
-    from harness.today import EVERYTHING, seed
+    from harness.today import EVERYTHING, MOST, seed
 
     count = len(all_cases()) + len(pipeline_cases())
     if EVERYTHING:
-        return f"layouts: all {count} generated cases (SHARDWISE_ALL=1)"
+        most = f", {MOST} of each test at most (SHARDWISE_MOST, SHARDWISE_SEED={seed()})" if MOST else ""
+        return f"layouts: all {count} generated cases (SHARDWISE_ALL=1){most}"
     return f"layouts: a sample of {count} cases, SHARDWISE_SEED={seed()}"
 
 

@@ -19,7 +19,7 @@ POOL = 1200
 LEAST = 64
 EIGHT_RANKS = 12
 LONGEST = 6
-SAMPLE = 12
+SAMPLE = 9
 
 CHOICES: dict[str, list[Any]] = {
     "cpkind": ["ring", "ulysses", "allgather"],

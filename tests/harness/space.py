@@ -25,7 +25,7 @@ GENERATOR_SEED = 7
 POOL = 4000
 LEAST = 160
 EIGHT_RANKS = 14
-SAMPLE = 30
+SAMPLE = 24
 SEQ = 12
 
 # Every vocabulary and most widths are odd or prime: whatever a layout divides by leaves a remainder somewhere.

@@ -1,10 +1,13 @@
-"""What a day's tests take of what is generated: a sample by the day's seed, or everything with SHARDWISE_ALL=1."""
+"""What a day's tests take of what is generated: a sample by the day's seed, or everything with SHARDWISE_ALL=1.
+
+SHARDWISE_MOST=N leaves N cases of each test.
+"""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import date
 from typing import TypeVar
 
@@ -12,6 +15,8 @@ import pytest
 
 T = TypeVar("T")
 EVERYTHING = os.environ.get("SHARDWISE_ALL") == "1"
+MOST = int(os.environ.get("SHARDWISE_MOST", "0"))
+"""Cases of one test that run at most, others on other days; 0 for all."""
 
 
 def seed() -> int:
@@ -28,6 +33,11 @@ def some_of(cases: Iterable[T], count: int, name: str) -> list[T]:
     if EVERYTHING:
         return every
     return [every[i] for i in sorted(random.Random(f"{name} {seed()}").sample(range(len(every)), count))]
+
+
+def too_many(names: Sequence[str], test: str) -> set[str]:
+    """Of the names of a test's cases, those that do not run today."""
+    return set(names) - set(random.Random(f"{test} {seed()}").sample(names, MOST)) if 0 < MOST < len(names) else set()
 
 
 def of_some(case: str, cases: Iterable[str], count: int) -> pytest.MarkDecorator:

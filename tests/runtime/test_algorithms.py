@@ -14,6 +14,7 @@ from harness.checks import assert_ledger, assert_memory, assert_parity, assert_r
 from harness.jobs import RankOutcome
 from harness.reference import Case
 from harness.space import MODELS
+from harness.today import some_of
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.predict.traffic.schedules import predict_transport
 from shardwise.report import StepReport
@@ -51,7 +52,7 @@ def assert_transport(case: Case, layout: Layout, ranks: list[RankOutcome]) -> in
     return carried
 
 
-@pytest.mark.parametrize(("text", "transport"), LAYOUTS)
+@pytest.mark.parametrize(("text", "transport"), some_of(LAYOUTS, 6, "layouts with algorithms"))
 def test_training(text: str, transport: str) -> None:
     layout = Layout.parse(text)
     case = case_of(layout)

@@ -16,6 +16,7 @@ from harness.today import some_of
 from harness.traced_jobs import TracedCase
 from shardwise import Blueprint, Layout, UserError, Workload, estimate, trace
 from shardwise.errors import LayoutError
+from shardwise.model.blueprint import Part
 from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks
 
@@ -54,7 +55,7 @@ def traced(name: str, tp: int, precision: str) -> Blueprint:
     )
 
 
-@pytest.mark.parametrize("case", some_of(CASES, 5, "pipelines of traced modules"), ids=str)
+@pytest.mark.parametrize("case", some_of(CASES, 2, "pipelines of traced modules"), ids=str)
 def test_a_measured_step_of_stages_is_that_of_the_trace(case):
     layout = Layout.parse(case.layout)
     model = traced(case.name, layout.tp, layout.precision)
@@ -68,14 +69,20 @@ def test_a_measured_step_of_stages_is_that_of_the_trace(case):
         assert not result.differences
 
 
-@pytest.mark.parametrize(("name", "tp"), [("plain", 1), ("tied", 2), ("gpt2", 2)])
+def without_shards(part: Part) -> Part:
+    """A part as it is without sequence parallelism, which pipelines do not have."""
+    return replace(part, parameters=tuple(replace(p, sees_shards=False) for p in part.parameters))
+
+
+@pytest.mark.parametrize(("name", "tp"), some_of([("plain", 1), ("tied", 2), ("gpt2", 2)], 1, "parts of stages"))
 def test_stages_have_the_parts_of_split(name, tp):
     """Both find entry, blocks and exit, and the table that the ends share."""
     case, model = TracedCase(name, "pp=2"), traced(name, tp, "bf16")
     module = case.build()
     blocks = find_blocks(module, None)
     chain = find_chain(module, case.parts, blocks)
-    assert model.piped.parts == describe(module, Layout(tp=tp), case.plan, blocks, chain).blueprint.parts
+    described = describe(module, Layout(tp=tp), case.plan, blocks, chain).blueprint
+    assert [without_shards(part) for part in model.piped.parts] == list(described.parts)
     assert Blueprint.from_json(json.loads(json.dumps(model.to_json()))) == model
 
 

@@ -61,7 +61,7 @@ def chosen() -> dict[str, list[str]]:
         some = generator.sample(LAYOUTS, 3) + generator.sample(CONTEXTS, 1) + generator.sample(PIPELINES, 1)
         pairs = [(text, text) for text in (some[0], some[-1])]
         pairs += generator.sample([pair for pair in product(some, some) if pair[0] != pair[1]], PAIRS - 2)
-    pairs += some_of(permutations(MOVED, 2), 3, "moved")
+    pairs += some_of(permutations(MOVED, 2), 2, "moved")
     return {to: sorted({a for a, b in pairs if b == to}) for to in EVERY if any(b == to for _, b in pairs)}
 
 

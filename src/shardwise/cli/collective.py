@@ -1,6 +1,6 @@
-"""Collectives as data: algorithms, what each does round by round, whether it is right, what it costs, what it takes.
+"""Algorithms of collectives: list and draw them round by round, prove them right, price them, measure them.
 
-COLLECTIVE is a name such as all-reduce, ALGORITHM one such as ring; `list` has them all.
+COLLECTIVE is a name such as all-reduce, ALGORITHM one such as ring; `list` shows all of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Write a training as a cluster's job: for SLURM, for Kubernetes, or for hosts over ssh.
 
-shardwise launch --slurm --cluster 2x8xH100 -- train llama-3-8b --layout dp=16,zero=3 --data text.txt --seq 4096
---batch 64 --out runs/first
-
-What does not fit the cluster's devices is an error. --submit starts the job on SLURM or over ssh.
+Everything after `--` is the training, as `shardwise train` takes it. One that does not fit the cluster's devices is an
+error. --submit starts the job on SLURM or over ssh.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Pipeline schedules as data: which there are, what each rank does, whether it is right, what it takes and holds.
+"""Pipeline schedules: list and draw them, prove them right, simulate their time and memory, run them.
 
-SCHEDULE is a name such as 1f1b; `list` has them all. P ranks, M micro-batches, V chunks of the model a rank.
+SCHEDULE is a name such as 1f1b; `list` shows all of them. --ranks is the number of pipeline ranks, --micro that of
+micro-batches, --virtual that of chunks of the model on each rank.
 """
 
 from __future__ import annotations

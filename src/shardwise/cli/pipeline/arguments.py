@@ -28,7 +28,9 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, help="instead: a schedule written by show, or by torch (.csv)")
     parser.add_argument("--ranks", type=int, metavar="P", help="stages of the pipeline, one a rank")
     parser.add_argument("--micro", type=int, metavar="M", help="micro-batches of a step")
-    parser.add_argument("--virtual", type=int, metavar="V", help="left out, what the schedule needs at least")
+    parser.add_argument(
+        "--virtual", type=int, metavar="V", help="chunks of the model on each rank (as few as possible)"
+    )
     add_variants(parser)
     for option, text in GENERATOR_OPTIONS.items():
         parser.add_argument(f"--{option}", type=int, metavar="N", help=text)
