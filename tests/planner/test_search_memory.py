@@ -56,11 +56,11 @@ def candidates(draw: random.Random, count: int, models: list[ModelConfig]) -> It
                 count -= 1
 
 
-@pytest.mark.parametrize("batch", range(100 if EVERYTHING else 4))
+@pytest.mark.parametrize("batch", range(40 if EVERYTHING else 4))
 def test_a_plan_has_the_bytes_of_estimate(batch):
     """10,000 random legal candidates of all dense models of the catalog and all schedules, 200 of them today."""
     draw = random.Random(f"bytes {batch} {seed()}")
-    for space, layout, bound in candidates(draw, 100 if EVERYTHING else 50, DENSE):
+    for space, layout, bound in candidates(draw, 250 if EVERYTHING else 50, DENSE):
         model, workload, cluster = space.model, space.workload, space.cluster
         known = cluster.device.kind != "cpu"
         exact = ExactMemory(model, workload, cluster)
