@@ -20,6 +20,8 @@ from harness.today import some_of
 from harness.traced_jobs import TracedCase
 from shardwise import Blueprint, Layout, UserError, Workload, estimate, trace
 from shardwise.errors import LayoutError
+from shardwise.layout import unit_plan
+from shardwise.runtime.module.describe import describe, find_blocks
 from shardwise.runtime.module.legality import check_module_layout
 
 NAMES = ("skips", "states", "shared", "llama", "qwen3", "phi3", "gemma3", "gpt2")
@@ -83,6 +85,18 @@ def test_a_measured_step_is_that_of_the_trace(case):
         assert result.exact_classes_equal, [row for row in result.bytes if not row.equal]
         assert result.peak_error < 0.02, [row for row in result.bytes if not row.equal]
         assert not result.differences
+
+
+def test_experts_are_units_of_their_own_only_where_a_degree_splits_them():
+    """Whatever degrees a mixture was traced with: the description has the largest one's."""
+    module = TracedCase("mixtral", "dp=1").build()
+    described = {tp: describe(module, Layout(tp=tp), None, find_blocks(module, None)).blueprint for tp in (1, 2)}
+    assert described[1].routes is False and described[2].routes is True
+    for layout in map(Layout.parse, ("dp=2,zero=3", "dp=2,tp=2,zero=3")):
+        plans = [unit_plan(each, layout, Workload(seq=12, batch=4)) for each in (described[2], described[layout.tp])]
+        names, sizes = ([[getattr(unit, key) for unit in plan.units] for plan in plans] for key in ("name", "padded"))
+        assert names[0] == names[1] and sizes[0] == sizes[1]
+        assert ("model.layers.0.experts" in names[0]) == (layout.tp == 2)
 
 
 @pytest.fixture(scope="module")

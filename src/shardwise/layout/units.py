@@ -318,9 +318,10 @@ class UnitPlan:
         """The units of the parameters that a part holds, or has a copy of."""
         found = []
         placed = [place(p, self.layout, self.tp_rank, self.ep_rank) for p in self.blueprint.parameters_of(part)]
-        tied = [p for p in placed if p.name in self.blueprint.shared]
+        shared = self.blueprint.shared
+        tied = [p for p in placed if p.name in shared]
         experts = [p for p in placed if p.kind == "expert"]
-        rest = [p for p in placed if p not in tied and p not in experts]
+        rest = [p for p in placed if p.kind != "expert" and p.name not in shared]
         if self.blueprint.part(part).reads and self.copies_table:
             # the last pipeline stage holds a copy of the table for its head
             tied = [place(self.blueprint.table, self.layout, self.tp_rank)]
@@ -338,10 +339,13 @@ class UnitPlan:
     def _slot(self, part: str) -> str:
         if self.layout.pp > 1 or self.kind(part) == "root":
             return part
-        blocks = self.of_kind("block")
-        if part not in blocks:
+        if (place := self._places_of_blocks.get(part)) is None:
             return "outer"
-        return "inner" if part == blocks[-1] or blocks.index(part) % 2 == 0 else "outer"
+        return "inner" if place % 2 == 0 or place == len(self._places_of_blocks) - 1 else "outer"
+
+    @cached_property
+    def _places_of_blocks(self) -> dict[str, int]:
+        return {block: place for place, block in enumerate(self.of_kind("block"))}
 
     def _unit(self, name: str, placed: list[Placed], slot: str) -> Unit:
         copies = self.mesh.size(REPLICATE) if self.routes else 1
@@ -843,6 +847,8 @@ def unit_plan(
     """The plan of `rank`. Shapes are equal on all ranks; only which rows and heads a rank holds differs."""
     if isinstance(model, Blueprint) and layout.pp > 1:
         model = model.piped
+    if isinstance(model, Blueprint) and layout.tp == layout.ep == 1:
+        model = model.with_whole_experts
     if isinstance(model, Blueprint) and layout.sp:
         # What it adds is in the description; the layout's own means a decoder's stream.
         model, layout = model.on_shards, replace(layout, sp=False)

@@ -276,7 +276,11 @@ class Blueprint:
 
     def parameters_of(self, name: str) -> list[Parameter]:
         """The parameters of a single part."""
-        return self._by_name[name].at(name)
+        return self._parameters[name]
+
+    @cached_property
+    def _parameters(self) -> dict[str, list[Parameter]]:
+        return {name: part.at(name) for name, part in self._by_name.items()}
 
     def parameters(self) -> Iterator[Parameter]:
         """All parameters, part by part. A tied head has none of its own (`Part.reads`)."""
@@ -346,6 +350,18 @@ class Blueprint:
 
         entry, last = end("entry", ends.entry, ()), end("exit", ends.exit, ends.reads)
         return replace(self, parts=(entry, *self.of_kind("block"), last))
+
+    @cached_property
+    def with_whole_experts(self) -> Blueprint:
+        """A user's module where no degree splits its experts: they are parameters like others."""
+
+        def joined(part: Part) -> Part:
+            held = (
+                replace(p, cut="replicated", heads=0, packed=0) if p.cut == "expert" else p for p in part.parameters
+            )
+            return replace(part, parameters=tuple(held))
+
+        return replace(self, parts=tuple(map(joined, self.parts))) if self.routes else self
 
     @cached_property
     def on_shards(self) -> Blueprint:

@@ -177,7 +177,8 @@ def _notes(model: Model, layout: Layout, backend: Backend) -> list[str]:
     """Assumptions and omissions, a sentence each."""
     notes = []
     if backend in ("nccl", "staged"):
-        notes.append("saved activations are those of the eager CPU path; CUDA kernels may save a little differently")
+        forms = "the forms for CUDA, which were measured on one H100" if isinstance(model, ModelConfig) else "CPUs"
+        notes.append(f"saved activations are those of {forms}; other kernels may save a little differently")
     if layout.compile != "off":
         notes.append(
             "compile=block: saved activations are those of torch's own partitioner; the rest of the peak is that of "
