@@ -13,6 +13,7 @@ import ctypes
 import importlib
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +106,16 @@ def shardwise(
     return subprocess.CompletedProcess(list(words), started.returncode, out, err)
 
 
+def give(pipe: Connection, value: Any) -> None:
+    """Send a value whole: `Connection.send` sends tensors as files, of which caches of results would keep thousands."""
+    pipe.send_bytes(pickle.dumps(value))
+
+
+def take(pipe: Connection) -> Any:
+    """What `give` sent."""
+    return pickle.loads(pipe.recv_bytes())
+
+
 def call(target: str, *arguments: Any, timeout: float) -> Any:
     """What `module:function` gives for `arguments`, or raises, in a process whose launches are forked."""
     ours, theirs = context().Pipe()
@@ -112,7 +124,7 @@ def call(target: str, *arguments: Any, timeout: float) -> Any:
     theirs.close()
     try:
         assert ours.poll(timeout), f"{target} did not end within {timeout:.0f} s"
-        fine, value = ours.recv()
+        fine, value = take(ours)
     finally:
         process.kill()
         process.join()
@@ -127,9 +139,9 @@ def _call(pipe: Any, target: str, arguments: tuple[Any, ...]) -> None:
     _fork_ranks()
     module, _, function = target.partition(":")
     try:
-        pipe.send((True, getattr(importlib.import_module(module), function)(*arguments)))
+        give(pipe, (True, getattr(importlib.import_module(module), function)(*arguments)))
     except BaseException as error:
-        pipe.send((False, error))
+        give(pipe, (False, error))
     pipe.recv()  # until the other end closes, so that all that was sent is read
 
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from harness.forked import context
+from harness.forked import context, give, take
 
 LIMIT = float(os.environ.get("SHARDWISE_TEST_LIMIT", "180"))
 """Seconds that a job may take."""
@@ -44,7 +44,7 @@ def _serve(pipe: Connection, index: int, port: int, stack: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     while True:
         try:
-            job = pipe.recv()
+            job = take(pipe)
         except EOFError:
             return
         target, world, number, limit, payload = job
@@ -65,9 +65,9 @@ def _serve(pipe: Connection, index: int, port: int, stack: Path) -> None:
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-            pipe.send((True, result))
+            give(pipe, (True, result))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            give(pipe, (False, traceback.format_exc()))
         job = payload = result = None
         # Its process groups hang in circles, and each has threads that wake a hundred times a second. What is left is
         # caches: nothing looks at them again.
@@ -110,7 +110,7 @@ class Pool:
         self._grow(world)
         self._jobs += 1
         for _, pipe in self.workers[:world]:
-            pipe.send((target, world, self._jobs, limit, payload))
+            give(pipe, (target, world, self._jobs, limit, payload))
         results, failures, silent = self._answers(world, limit)
         where = self._where(silent)
         if silent or failures:
@@ -134,7 +134,7 @@ class Pool:
             for ready in wait(list(waiting), timeout=_TICK):
                 rank = waiting.pop(ready)  # type: ignore[arg-type]
                 try:
-                    fine, value = ready.recv()  # type: ignore[union-attr]
+                    fine, value = take(ready)  # type: ignore[arg-type]
                 except EOFError:
                     fine, value = False, "the process died"
                 (results if fine else failures)[rank] = value
