@@ -139,13 +139,19 @@ def processes(node: str) -> list[int]:
             text = path.read_bytes()
         except OSError:
             continue
-        if (
-            f"SLURMD_NODENAME={node}".encode() in text.split(b"\0")
-            and b"shardwise" in path.with_name("cmdline").read_bytes()
-        ):
-            ranks.append(int(path.parent.name))
-    parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in ranks}
-    return [*ranks, *(pid for pid in parents if "slurmstepd" in Path(f"/proc/{pid}/cmdline").read_text())]
+        pid = int(path.parent.name)
+        if f"SLURMD_NODENAME={node}".encode() in text.split(b"\0") and "shardwise" in about(pid, "cmdline"):
+            ranks.append(pid)
+    parents = {int(stat.rpartition(")")[2].split()[1]) for pid in ranks if (stat := about(pid, "stat"))}
+    return [*ranks, *(pid for pid in parents if "slurmstepd" in about(pid, "cmdline"))]
+
+
+def about(pid: int, what: str) -> str:
+    """A file of /proc about a process; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/{what}").read_text()
+    except OSError:
+        return ""
 
 
 def killed_node(folder: Path, daemons: dict[str, subprocess.Popen[bytes]]) -> list[str]:
