@@ -140,6 +140,10 @@ def _one_device_bf16(case: Case) -> dict[str, float]:
     return {name: square**0.5 for name, square in squares.items()}
 
 
+LOST = 1 / 3
+"""Relative error of one device in bf16 from which on it says little."""
+
+
 def _assert_bf16_parity(
     case: Case, layout: Layout, mine: dict[str, float], again: Callable[[Case], list[RankOutcome]] | None
 ) -> None:
@@ -149,15 +153,17 @@ def _assert_bf16_parity(
     tpkind=gathered sums the gradient of every linear map's input over the ranks in bf16, Megatron-LM's form half as
     many: 2.1 times was measured at tp=6, for a layout that is exact in fp64. Latent attention under sp sums, in bf16,
     also the gradients of its maps to low ranks: 2.4 times was measured at tp=2, exact in fp64. Adapters are added
-    to the parts of a row-parallel map's output, each rounded: 2.02 times was measured at tp=3, exact in fp64."""
+    to the parts of a row-parallel map's output, each rounded: 2.02 times was measured at tp=3, exact in fp64. Where one
+    device itself is off by a third, its steps magnify what was rounded: 2.04 times was measured on 16 layers of Gemma-2
+    in twelve stages, exact in fp64."""
     rounds = layout.tpkind == "gathered" or (layout.sp and case.model.latent_attention) or case.model.lora
     times = 2.5 if rounds else 2
-    bounds = {name: times * error for name, error in _one_device_bf16(case).items()}
+    bounds = {name: (2.5 if error > LOST else times) * error for name, error in _one_device_bf16(case).items()}
     if again and any(mine[name] > bounds[name] for name in bounds):
         draws = [mine, *(_errors_of(layout, again(drawn), judge(drawn)) for drawn in _draws(case)[1:])]
         mine = {name: median(errors[name] for errors in draws) for name in bounds}
     for name, bound in bounds.items():
-        assert mine[name] <= bound, f"{name}: {mine[name]:.2e} from fp32, one device {bound / times:.2e}"
+        assert mine[name] <= bound, f"{name}: {mine[name]:.2e} from fp32, at most {bound:.2e} by one device"
 
 
 def _copies(layout: Layout) -> int:
