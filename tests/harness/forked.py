@@ -107,7 +107,7 @@ def shardwise(
 
 
 def give(pipe: Connection, value: Any) -> None:
-    """Send a value whole: `Connection.send` sends tensors as files, of which caches of results would keep thousands."""
+    """Send a value whole: `Connection.send` sends tensors as open files, and caches of results would keep thousands."""
     pipe.send_bytes(pickle.dumps(value))
 
 

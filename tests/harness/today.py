@@ -36,7 +36,7 @@ def some_of(cases: Iterable[T], count: int, name: str) -> list[T]:
 
 
 def too_many(names: Sequence[str], test: str) -> set[str]:
-    """Of the names of a test's cases, those that do not run today."""
+    """The names of a test's cases that do not run today."""
     return set(names) - set(random.Random(f"{test} {seed()}").sample(names, MOST)) if 0 < MOST < len(names) else set()
 
 

@@ -276,11 +276,7 @@ class Blueprint:
 
     def parameters_of(self, name: str) -> list[Parameter]:
         """The parameters of a single part."""
-        return self._parameters[name]
-
-    @cached_property
-    def _parameters(self) -> dict[str, list[Parameter]]:
-        return {name: part.at(name) for name, part in self._by_name.items()}
+        return self._by_name[name].at(name)
 
     def parameters(self) -> Iterator[Parameter]:
         """All parameters, part by part. A tied head has none of its own (`Part.reads`)."""

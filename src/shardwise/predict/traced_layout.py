@@ -11,10 +11,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.model.trace import Trace
 
-UNTRACED = (
-    "cp", "ep", "etp", "tpkind", "attention", "offload_activations", "sync",
-    "compile",
-)  # fmt: skip
+UNTRACED = ("cp", "ep", "etp", "tpkind", "attention", "offload_activations", "sync", "compile")
 """Keys of a layout that traced steps say nothing about."""
 RECOMPUTE = ("none", "full")
 """Kinds of recomputation that are traced."""
