@@ -42,7 +42,7 @@ FITTED: dict[str, dict[str, tuple[float, float, float]]] = {
     "shared": {
         "contention": (0.2, 0.02, 1.0), "tensor_hidden": (0.7, 0.1, 0.98),
     },
-    "Ampere": {"sustained": (0.9, 0.6, 1.0), "stream": (0.85, 0.5, 1.0), "network_share": (0.5, 0.1, 1.0)},
+    "Ampere": {"sustained": (0.9, 0.6, 1.0)},
     "Blackwell": {"sustained": (0.9, 0.5, 1.0)},
 }  # fmt: skip
 """Family, or "shared" -> value -> (where a fit starts, bounds). In `devices.json` these values, and no others, say

@@ -23,7 +23,7 @@ from shardwise.predict.memory.buffers import held_through_step
 from shardwise.predict.memory.pipeline import _Rank, held_by_actions
 from shardwise.predict.memory.pipeline_action import StageBytes
 from shardwise.predict.memory.states import zero_table
-from shardwise.predict.memory.step import comm_bytes, gradient_bytes, optimizer_bytes, parameter_bytes, predict_bytes
+from shardwise.predict.memory.step import gradient_bytes, optimizer_bytes, parameter_bytes, predict_bytes
 from shardwise.predict.traffic import ledger
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -147,7 +147,6 @@ def test_higher_stages_hold_no_more_training_state(split: tuple[ModelConfig, Lay
     states = [optimizer_bytes(p) + parameter_bytes(p) + gradient_bytes(p) for p in plans]
     padding = 20 * layout.dp * 10
     assert all(b <= a + padding for a, b in pairwise(states))
-    assert comm_bytes(plans[0]) >= 0
 
 
 # -- saved activations of a Llama-style block: the table of the reference

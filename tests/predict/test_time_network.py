@@ -50,6 +50,20 @@ def test_all_reduces_over_pcie_cost_what_was_measured_there():
     assert all(40 < mine < 180 for mine in predicted)
 
 
+def test_all_reduces_over_infiniband_are_as_fast_as_was_measured_on_two_nodes():
+    # NVIDIA/nccl issue 1048: two nodes of 8 A100, 4 links of 200 Gb/s each: 86 GB/s of bus bandwidth.
+    nodes = replace(Cluster.parse("2x8xA100"), inter=Link(None, 12.5e9, kind="network"))
+    seconds = float(Pricing(nodes).collectives.seconds("all_reduce", 4e9, 16))
+    assert 2 * 15 / 16 * 4 / seconds == pytest.approx(86, rel=0.05)
+
+
+def test_over_omni_path_rings_reach_less_of_the_bandwidth():
+    # bigscience, all_reduce_bench-a100-n4: 40.5 Gb/s over a link of 100 Gb/s.
+    nodes = replace(Cluster.parse("4x8xA100"), inter=Link(None, 6.25e9, kind="omni-path"))
+    seconds = float(Pricing(nodes).collectives.seconds("all_reduce", 1e9, 4, 8))
+    assert 2 * 3 / 4 * 1e9 * 8 * 8 / seconds / 4 == pytest.approx(40.5e9, rel=0.01)
+
+
 def test_gpus_behind_one_switch_are_nearer_than_through_the_host():
     # haohervchb/sglang-V100 PR 2: 4 GPUs behind one PCIe switch, NCCL, 8 and 16 KB in 20.3 and 22.3 us.
     host = Cluster.parse("4xA100-80GB-PCIe")

@@ -36,7 +36,7 @@ def test_a_rate_of_a_device_is_its_own(rate, words):
     ("text", "bytes_per_second", "said"),
     [
         ("1600 Gb/s/node RoCE (section title)", 25e9, True),
-        ("Omni-Path 4x100Gb/s per node (Jean Zay)", 6.25e9, True),
+        ("Omni-Path 4x100Gb/s per node (Jean Zay)", 6.25e9, False),
         ("3.2 Tb/s EFA per node", 50e9, True),
         ("3.2 Tb/s per node", 50e9, False),
         ("25 GB/s per GPU", 25e9, False),
@@ -88,3 +88,8 @@ def test_names_of_tables_are_the_catalogs_or_near_them(name, device, said):
 def test_a_link_keeps_its_latency():
     link = network_of("8x200Gb/s HDR IB per node", Link(3e-6, 1e9, "usual", kind="network"), 8, 2, [])
     assert (link.alpha, link.bandwidth, link.kind) == (3e-6, 25e9, "network")
+
+
+def test_omni_path_is_a_kind_of_its_own():
+    link = network_of("Omni-Path 4x100Gb/s per node (Jean Zay)", USUAL, 8, 2, [])
+    assert link.kind == "omni-path" and USUAL.kind != "omni-path"

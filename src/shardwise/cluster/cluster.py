@@ -123,9 +123,10 @@ class Cluster:
             [intra]                    # links: these figures, else the catalog's, else not known
             alpha = 3e-6               # seconds
             bandwidth = 200e9          # bytes/s, one direction
-            kind = "nvlink"            # or "pcie" (through switches), "host" (PCIe through the host), "network"
+            kind = "nvlink"            # or "pcie" (through switches), "host" (PCIe through the host)
             [inter]
-            bandwidth = 25e9
+            bandwidth = 25e9           # of one device: the node's, over its devices
+            kind = "network"           # or "omni-path", of whose bandwidth collectives reach less than of InfiniBand's
             [host]                     # of each node, in place of the catalog's: these figures, else not known
             memory_bytes = 512e9       # shared by the node's ranks; a CPU's is device.memory_bytes
             link_bandwidth = 54e9      # bytes/s to one device, one direction

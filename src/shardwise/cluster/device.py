@@ -107,6 +107,12 @@ KINDS = {
     "network": LinkKind(
         2.7e-6, None, "the network between nodes", "alpha: NCCL, src/graph/tuning.cc, hwLat, NET, ring, LL"
     ),
+    "omni-path": LinkKind(
+        2.7e-6, 0.405, "Omni-Path between nodes",
+        "alpha: as network's; share: bigscience-workshop/bigscience 9e64ede, experiments/bandwidth/"
+        "all_reduce_bench-a100-n4.txt, NCCL 2.10 on 32 A100: 40.5 Gb/s through hfi1_3, one of a node's four links of "
+        "100 Gb/s (\"[send] via NET/IB/3\" on both channels)",
+    ),
 }  # fmt: skip
 """Kinds of links. Where a cluster does not give a link's alpha, it is its kind's."""
 

@@ -247,6 +247,11 @@ class Blueprint:
     def _by_name(self) -> dict[str, Part]:
         return {name: part for part in self.parts for name in part.names}
 
+    @cached_property
+    def _made(self) -> dict[str, list[Parameter]]:
+        """Single part -> its parameters, since searches ask for the same ones for each layout."""
+        return {}
+
     @property
     def names(self) -> list[str]:
         """Names of all single parts, in order."""
@@ -274,9 +279,11 @@ class Blueprint:
             found[computes] = first, count + part.count
         return list(found.values())
 
-    def parameters_of(self, name: str) -> list[Parameter]:
+    def parameters_of(self, name: str) -> Sequence[Parameter]:
         """The parameters of a single part."""
-        return self._by_name[name].at(name)
+        if name not in self._made:
+            self._made[name] = self._by_name[name].at(name)
+        return self._made[name]
 
     def parameters(self) -> Iterator[Parameter]:
         """All parameters, part by part. A tied head has none of its own (`Part.reads`)."""

@@ -34,13 +34,9 @@ from shardwise.predict.memory.traced import trace_of, traced_moments
 from shardwise.predict.memory.transients import dropout, gather, norm_backward, norm_forward, scatter, weight_gradient
 
 
-def peak_beyond_lasting(plan: UnitPlan) -> int:
-    """Saved activations, inputs, transients, gradients and their buffers at the worst moment of a step, in bytes."""
-    return max(held.total + beside for held, beside in moments(plan))
-
-
 def moments(plan: UnitPlan) -> Iterator[tuple[MemoryByClass, int]]:
-    """(the engine's buffers, bytes beside them) at every moment of a step without a pipeline at which they grow."""
+    """(the engine's buffers, bytes of activations, inputs and transients) at every moment of a step without a pipeline
+    at which they grow."""
     if traced := trace_of(plan):
         yield from traced_moments(plan, *traced, optimizer(plan))
         return

@@ -15,9 +15,8 @@ from shardwise.layout.optimizers import DEFAULT, states_of
 from shardwise.layout.sync import SERVED
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import saved_bytes
-from shardwise.predict.memory.buffers import held_through_step
 from shardwise.predict.memory.outer import outer_state_bytes
-from shardwise.predict.memory.peak import peak_beyond_lasting
+from shardwise.predict.memory.peak import moments
 from shardwise.predict.memory.pipeline import held_by_actions
 from shardwise.predict.traffic.schedules import workspace_bytes
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
@@ -52,9 +51,11 @@ def _without_workspace(plan: UnitPlan) -> Bytes:
             sum(lasting.values()) + packed + held.peak,
             **lasting, gradients=held.gradients, comm=held.comm + packed, saved=held.saved,
         )  # fmt: skip
+    slots, step = _weight_slots(plan), list(moments(plan))
     return Bytes.of(
-        sum(lasting.values()) + _weight_slots(plan) + peak_beyond_lasting(plan),
-        **lasting, gradients=gradient_bytes(plan), comm=comm_bytes(plan), saved=saved_bytes(plan),
+        sum(lasting.values()) + slots + max(held.total + beside for held, beside in step),
+        **lasting, gradients=gradient_bytes(plan), comm=slots + max(held.comm for held, _ in step),
+        saved=saved_bytes(plan),
     )  # fmt: skip
 
 
@@ -106,9 +107,3 @@ def kept_pieces(plan: UnitPlan) -> int:
     back into the next packed gradients."""
     residuals = sum(sum(plan.residuals(unit)) for unit in plan.units)
     return sum(map(plan.packed, plan.units)) + residuals * DTYPE_BYTES["float32"]
-
-
-def comm_bytes(plan: UnitPlan) -> int:
-    """The slots of gathered weights, and the most that full gradients on their way and the scratch of their reductions
-    take at one time."""
-    return _weight_slots(plan) + max(held.comm for held in held_through_step(plan))

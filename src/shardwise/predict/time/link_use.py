@@ -74,8 +74,9 @@ def _use(
     per_node = cluster.devices_per_node
     apart = len({rank // per_node for rank in group}) > 1
     usual = KINDS[cluster.intra.kind].words if cluster.intra.kind else cluster.intra.source
+    between = KINDS[cluster.inter.kind or "network"].words
     return LinkUse(
-        role.role, axis, ranks, KINDS["network"].words if apart else usual,
+        role.role, axis, ranks, between if apart else usual,
         sum(row.count for row in rows), sum(row.payload_bytes for row in rows),
         _seconds(rows, ranks, stride, collectives),
         _seconds(rows, ranks, 1, collectives) if ranks <= per_node else None,

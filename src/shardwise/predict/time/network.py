@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from shardwise.cluster import KINDS, Cluster, Link
 from shardwise.cluster.catalog import lookup
-from shardwise.cluster.device import PCIE
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.algorithms import schedule_of
@@ -247,7 +246,7 @@ def _achieved(cluster: Cluster, constants: Constants) -> Cluster:
 
 
 def _link(link: Link, share: float, alpha: float) -> Link:
-    if link.kind in PCIE:
-        alpha, share = KINDS[link.kind].alpha, KINDS[link.kind].share or share
+    if (kind := KINDS.get(link.kind)) and kind.share:
+        alpha, share = kind.alpha, kind.share
     bandwidth = None if link.bandwidth is None else link.bandwidth * share
     return replace(link, alpha=alpha if link.alpha is None else link.alpha, bandwidth=bandwidth)

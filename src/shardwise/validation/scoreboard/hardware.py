@@ -41,8 +41,8 @@ EXACT = {
 
 RATE = re.compile(r"(?:(\d+)\s*[xX]\s*)?(\d+(?:\.\d+)?)\s*([GT])(b|B)(?:it)?(?:/s|ps)", re.IGNORECASE)
 """Bandwidth in a network's text: a count, a number, its unit; "b" are bits and "B" bytes."""
-OTHERS = ("Omni-Path", "RoCE", "EFA", "Ethernet", "Slingshot")
-"""Networks that are not InfiniBand."""
+OTHERS = ("RoCE", "EFA", "Ethernet", "Slingshot")
+"""Networks that are not InfiniBand, and whose share of the bandwidth was not measured."""
 PORTS = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 """Generation of InfiniBand -> Gb/s of a port."""
 
@@ -85,7 +85,8 @@ def network_of(text: str, usual: Link, per_node: int, nodes: int, assumed: list[
     if bandwidth := _bandwidth(text, per_node, assumed):
         if other := next((name for name in OTHERS if name.lower() in text.lower()), None):
             assumed.append(f"{other}: as large a share of its bandwidth is reached as of InfiniBand's")
-        return replace(usual, bandwidth=bandwidth, source=f"{text}, from the row", kind="network")
+        kind = "omni-path" if "omni-path" in text.lower() else "network"
+        return replace(usual, bandwidth=bandwidth, source=f"{text}, from the row", kind=kind)
     assumed.append(f"network {text!r} not known: {usual.source}")
     return usual
 
