@@ -286,6 +286,8 @@ def test_the_command_writes_what_other_commands_read(tmp_path):
     data = json.loads(done.stdout)
     assert data["suggestion"]["plan"] == {"0": "column", "2": "row"} and data["tp"] == [1, 2]
     assert data["parameters"] == 8 * 32 + 32 + 32 * 8 + 8
+    assert data["sp"] == [] and not data["pipelines"]
+    assert "blocks of Sequential" in data["left_out"]["sp"] and "--parts" in data["left_out"]["pipelines"]
     (part,) = data["parts"]
     assert part["flops"] == 2 * 4 * 8 * 32 * (2 + 4)
     options = ["--layout", "dp=2,tp=2,zero=3,micro=4", "--cluster", "4xH100", "--batch", "16", "--json"]

@@ -132,7 +132,7 @@ def plain(build=OWN["plain"], parts=None, **options) -> Blueprint:
 @pytest.mark.parametrize(
     ("build", "parts", "message"),
     [
-        (OWN["plain"], None, "PlainMLP publishes no order of its parts: trace it with parts="),
+        (OWN["plain"], None, r"PlainMLP publishes no order of its parts: trace it with parts= \(--parts\)"),
         (HeadLeftOut, None, "parts: head.weight is in none of them"),
         (Pairs, None, "blocks.0 returns a tuple; under a pipeline each block returns one tensor"),
         (Frozen, ["inner.enter", "inner.blocks.*", "inner.head"], "some of its parameters are frozen: leave pp out"),

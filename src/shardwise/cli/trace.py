@@ -93,6 +93,9 @@ def _summary(blueprint: Blueprint) -> dict[str, Any]:
         "rows": list(trace.rows),
         "seq": trace.seq,
         "tp": trace.degrees,
+        "sp": sorted({each.tp for each in trace.steps if each.sp}),
+        "pipelines": trace.ends is not None,
+        "left_out": {key: why for key, why in (("sp", trace.uncut), ("pipelines", trace.unpiped)) if why},
         "precisions": sorted({each.precision for each in trace.steps}),
         "parts": [
             {
@@ -134,13 +137,17 @@ def _lines(data: dict[str, Any]) -> Iterator[Renderable]:
         yield from (f"  {pattern} is whole: {why}" for pattern, why in found["whole"].items())
         yield ""
     rows = data["rows"][0]
+    traced = [f"tp={','.join(map(str, data['tp']))}"]
+    traced += [f"sp with tp={','.join(map(str, data['sp']))}"] if data["sp"] else []
+    traced += ["pipelines"] if data["pipelines"] else []
     yield (
         f"{data['model']}: {format_count(data['parameters'])} parameters; a step on one device with {rows} rows of "
-        f"{data['seq']}, traced for tp={','.join(map(str, data['tp']))}, {', '.join(data['precisions'])}\n"
+        f"{data['seq']}, traced for {', '.join([*traced, *data['precisions']])}\n"
     )
     table = Table("part", "class", *("parameters", "operations", "FLOPs", "bytes moved", "bytes saved"), box=None)
     for name, part in _equal(data["parts"]):
         numbers = (format_count(part["parameters"]), str(part["operations"]), format_count(part["flops"]))
         table.add_row(name, part["module"], *numbers, format_bytes(part["bytes"]), format_bytes(part["saved"]))
     yield table
+    yield from (f"\nnot traced for {key}: {why}" for key, why in data["left_out"].items())
     yield f"\nwritten to {data['out']}" if data["out"] else "\nnothing was written: give --out model.json"
