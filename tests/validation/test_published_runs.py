@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.predict import estimate
 from shardwise.predict.time.profiles import ENGINES
+from shardwise.predict.time.ranges import LARGE, large_run
 from shardwise.validation import scoreboard
 
 PAGE = Path(__file__).parents[2] / "docs" / "published_runs.md"
@@ -38,6 +40,16 @@ def test_errors_are_within_the_bounds_of_the_page(predictions: list[scoreboard.P
     for one in predictions:
         bound = 0.30 if one.case.model.experts or one.case.source == TOO_FAST else 0.20
         assert abs(one.error) < bound, one.case.describe()
+
+
+def test_large_runs_are_said_to_take_longer_as_they_did(predictions: list[scoreboard.Prediction]):
+    longer = [one.measured / one.seconds - 1 for one in predictions if one.case.row["gpus"] >= LARGE]
+    (note,) = large_run(LARGE)
+    assert f"{len(longer)} published steps" in note
+    assert f"{100 * sum(longer) / len(longer):.0f}% longer" in note and f"at most {100 * max(longer):.0f}%" in note
+    assert not large_run(LARGE - 1)
+    report = estimate("llama-3-8b", "dp=1024,zero=1", seq=2048, batch=1024, cluster="128x8xH100")
+    assert note in report.notes
 
 
 def test_the_page_has_every_run_with_its_prediction(predictions: list[scoreboard.Prediction]):

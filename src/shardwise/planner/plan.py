@@ -24,6 +24,7 @@ from shardwise.planner.space import Space
 from shardwise.planner.winners import By, winners
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
 from shardwise.predict.memory.capacity import explained, usable_bytes
+from shardwise.predict.time.ranges import large_run
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
 from shardwise.report.terminal import Renderable
@@ -70,7 +71,7 @@ class Plan(Answer[Priced], Printable):
     @property
     def notes(self) -> tuple[str, ...]:
         """Assumptions behind the numbers, a sentence each."""
-        return (MFU, *(EXPERTS if self.model.experts else ()))
+        return (MFU, *(EXPERTS if self.model.experts else ()), *large_run(self.winner.layout.ranks))
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -70,6 +70,7 @@ def step_seconds(
     from shardwise.predict.time import engine as engine_of
     from shardwise.predict.time.outer import outer_seconds
     from shardwise.predict.time.profiles import attending
+    from shardwise.predict.time.ranges import large_run
     from shardwise.predict.time.servers import served_parts
     from shardwise.predict.time.stragglers import with_stragglers
 
@@ -104,7 +105,7 @@ def step_seconds(
     host = pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params)) if busy else ()
     unknown = engine_of(name).uncertain
     around = time_range(parts, pricing.constants, assumed=len(host), routed=bool(model.experts), unknown=unknown)
-    notes = (*pricing.constants.notes, *host, *outer, *([slowed] if slowed else []))
+    notes = (*pricing.constants.notes, *host, *outer, *([slowed] if slowed else []), *large_run(layout.ranks))
     return StepTiming(name, sum(parts.values()), float(around.low), float(around.high), parts, notes, busy)
 
 
