@@ -27,13 +27,16 @@ LAYOUTS = [
     "dp=6,zero=3,hpz=2",
     "dp=6,zero=3,hpz=3",
     "dp=8,zero=3,hpz=4",
+    "dp=4,tp=2,zero=3,hpz=2",  # what tp splits and what each rank has share no block: intervals differ
 ]
 
 
-def summed(parts: list[np.ndarray]) -> np.ndarray:
-    total = rounded(parts[0])
-    for part in parts[1:]:
-        total = total + rounded(part)
+def summed(parts: list[np.ndarray], runs: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """The sum of what is sent of each part, whose blocks begin anew with each run."""
+    sent = [np.concatenate([rounded(part[start:stop]) for start, stop in runs]) for part in parts]
+    total = sent[0]
+    for one in sent[1:]:
+        total = total + one
     return total
 
 
@@ -42,14 +45,16 @@ def test_trap_27_the_sum_has_the_bits_of_its_hops(text: str) -> None:
     layout = Layout.parse(f"{text},qgz,precision=fp32")
     asked = Summed(MODELS["llama"].replace(hidden=50), layout, "blocks.0", seed=len(text), adds="hpz" in text)
     unit = unit_plan(asked.model, layout, Workload(8, layout.dp)).by_name["blocks.0"]
-    given = [numbers(asked, rank, unit.padded).numpy().reshape(layout.dp, -1) for rank in range(layout.dp)]
+    given = [numbers(asked, rank, unit.padded).numpy().reshape(layout.dp, -1) for rank in range(layout.ranks)]
     near = layout.hpz or layout.dp
-    for rank, (found, ledger) in enumerate(run_ranks("harness.quantized_jobs:packed_sum", layout.dp, asked)):
-        groups = [[given[f * near + k][rank] for k in range(near)] for f in range(layout.dp // near)]
-        sums = [summed(group) for group in groups]
-        expected = sums[0] if len(sums) == 1 else summed(sums)
+    for rank, (found, ledger) in enumerate(run_ranks("harness.quantized_jobs:packed_sum", layout.ranks, asked)):
+        place, tp_rank = divmod(rank, layout.tp)
+        of_rank = [given[other * layout.tp + tp_rank][place] for other in range(layout.dp)]
+        groups = [of_rank[f * near : (f + 1) * near] for f in range(layout.dp // near)]
+        sums = [summed(group, unit.block_cuts[place]) for group in groups]
+        expected = sums[0] if len(sums) == 1 else summed(sums, unit.block_cuts[place])
         assert np.array_equal(found.numpy(), expected + np.float32(7) if asked.adds else expected)
-        packed = packed_bytes(unit.shard_numel, GRADIENT_BITS)
+        packed = unit.packed_bytes(GRADIENT_BITS)
         axes = ["dp"] if len(sums) == 1 else ["hpz", "hpz-across"]
         sent = [layout.dp * packed, layout.dp // near * packed][: len(axes)]
         rows = [(row.op, row.axes, row.dtype, row.elements) for row in ledger]
