@@ -23,7 +23,8 @@ from mistakes import MISTAKES, TESTS, Mistake
 ROOT = Path(__file__).resolve().parents[2]
 PASSED, FAILED = 0, 1
 SECONDS_A_JOB = 40
-FAILURE = re.compile(r"^FAILED (.+?\]?)(?: - |$)", re.MULTILINE)
+FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?\]?)(?: - |$)", re.MULTILINE)
+"""What failed, or whose fixture did: some fixtures are runs."""
 
 
 def pytest(source: Path, *chosen: str) -> tuple[int, str]:
