@@ -52,7 +52,9 @@ class MemoryTrace:
     def __init__(self, plan: UnitPlan) -> None:
         self.plan, self.stage = plan, plan.layout.stage
         self.on_host = accumulates_on_host(plan)
-        self.accumulators: dict[str, int] = {}
+        self.accumulators: set[str] = set()
+        """Units that have one; their bytes are `accumulated`."""
+        self.accumulated = 0
         self.staged: dict[str, int] = {}
         self.flying: Unit | None = None
         self.written: set[str] = set()
@@ -63,7 +65,7 @@ class MemoryTrace:
     def now(self, when: When, part: str = "", arriving: int = 0, adds: bool = False) -> MemoryByClass:
         scratch = self.buffers.room(self.plan, self.flying) if self.flying else 0
         comm = sum(self.staged.values()) + scratch + self.lasting
-        return MemoryByClass(when, part, sum(self.accumulators.values()), comm, arriving, adds)
+        return MemoryByClass(when, part, self.accumulated, comm, arriving, adds)
 
     def write(self, part: str) -> bool:
         """The gradients of `part`'s weights are computed; whether they are added to those of an earlier micro-batch."""
@@ -74,10 +76,11 @@ class MemoryTrace:
         return adds
 
     def accumulate(self, unit: Unit) -> None:
-        if self.on_host:
+        if self.on_host or unit.name in self.accumulators:
             return
+        self.accumulators.add(unit.name)
         elements = unit.shard_numel if self.stage >= 2 else unit.padded
-        self.accumulators[unit.name] = elements * DTYPE_BYTES[self.plan.grad_dtype]
+        self.accumulated += elements * DTYPE_BYTES[self.plan.grad_dtype]
 
     def put(self, unit: Unit) -> None:
         """Its full gradient is staged."""
@@ -175,5 +178,5 @@ def held_through_step(plan: UnitPlan) -> Iterator[MemoryByClass]:
     yield from walk.land("landing")
     yield walk.now("optimizer")
     if plan.layout.sync == "local":
-        walk.accumulators.clear()
+        walk.accumulated = 0
         yield walk.now("outer")
