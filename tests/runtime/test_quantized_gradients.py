@@ -31,8 +31,9 @@ LAYOUTS = [
 ]
 
 
-def summed(parts: list[np.ndarray], runs: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """The sum of what is sent of each part, whose blocks begin anew with each run."""
+def summed(parts: list[np.ndarray], runs: tuple[tuple[int, int], ...] = ()) -> np.ndarray:
+    """The sum of what is sent of each part, whose blocks begin anew with each run; all of a part is one by default."""
+    runs = runs or ((0, len(parts[0])),)
     sent = [np.concatenate([rounded(part[start:stop]) for start, stop in runs]) for part in parts]
     total = sent[0]
     for one in sent[1:]:
