@@ -125,7 +125,7 @@ class Cluster:
             bandwidth = 200e9          # bytes/s, one direction
             kind = "nvlink"            # or "pcie" (through switches), "host" (PCIe through the host)
             [inter]
-            bandwidth = 25e9           # of one device: the node's, over its devices
+            bandwidth = 25e9           # of one NIC; of one device if nics is left out
             kind = "network"           # or "omni-path", of whose bandwidth collectives reach less than of InfiniBand's
             [host]                     # of each node, in place of the catalog's: these figures, else not known
             memory_bytes = 512e9       # shared by the node's ranks; a CPU's is device.memory_bytes

@@ -247,11 +247,6 @@ class Blueprint:
     def _by_name(self) -> dict[str, Part]:
         return {name: part for part in self.parts for name in part.names}
 
-    @cached_property
-    def _made(self) -> dict[str, list[Parameter]]:
-        """Single part -> its parameters, since searches ask for the same ones for each layout."""
-        return {}
-
     @property
     def names(self) -> list[str]:
         """Names of all single parts, in order."""
@@ -281,9 +276,12 @@ class Blueprint:
 
     def parameters_of(self, name: str) -> Sequence[Parameter]:
         """The parameters of a single part."""
-        if name not in self._made:
-            self._made[name] = self._by_name[name].at(name)
-        return self._made[name]
+        return self._parameters[name]
+
+    @cached_property
+    def _parameters(self) -> dict[str, list[Parameter]]:
+        """Made once: searches ask for them for each layout."""
+        return {name: part.at(name) for name, part in self._by_name.items()}
 
     def parameters(self) -> Iterator[Parameter]:
         """All parameters, part by part. A tied head has none of its own (`Part.reads`)."""
