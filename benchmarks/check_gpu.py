@@ -160,8 +160,8 @@ class Checks:
         result = self.train(config)
         outcome = compare(result.predicted, result.report)
         assert outcome.equal_ledger, f"the ledger differs: {outcome.differences[:1]}"
-        assert abs(outcome.peak_error) <= PEAK, f"peak of memory is predicted {100 * outcome.peak_error:+.1f}% off"
-        return f"ledger equal, peak {100 * outcome.peak_error:+.2f}%"
+        assert abs(outcome.peak_error) <= PEAK, f"the predicted peak is off by {outcome.peak_error:.1%}"
+        return f"ledger equal, predicted peak off by {outcome.peak_error:.2%}"
 
     def resume(self, first: str, second: str) -> str:
         """A run that is saved on one device resumes on the other with the losses of one run."""

@@ -55,7 +55,7 @@ from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.pipeline.step import TrainProgram
 
 TINY = ModelConfig("tiny", vocab=512, hidden=128, layers=3, heads=4, kv_heads=2, ffn=352, max_positions=256)
-DEVICES = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-80GB": "A100"}
+DEVICES = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200", "NVIDIA A100-SXM4-80GB": "A100"}
 """torch's names of the devices in the catalog."""
 QUICK = (
     ("llama-3.2-1b", 4096, "none", "off"), ("llama-3.2-1b", 4096, "none", "block"),

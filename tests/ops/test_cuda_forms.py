@@ -29,6 +29,8 @@ from shardwise.ops.recompute import recompute
 from shardwise.ops.table import TABLE, lower
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.tensor.loss import IGNORED, summed_cross_entropy
+from shardwise.runtime.zero import optimizer
+from shardwise.runtime.zero.optimizer import Optimizer
 from shardwise.runtime.zero.update import update
 
 MODEL = ModelConfig("cuda", vocab=17, hidden=24, layers=1, heads=4, kv_heads=2, ffn=20, max_positions=64)
@@ -228,6 +230,17 @@ def test_a_divisor_in_the_update_clips_as_a_product_before_it() -> None:
     update("adamw", twice, torch.ones(()), config, 1e-2, True, torch.tensor(4.0))
     for got, expected in zip(twice, once, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def test_an_infinite_norm_divides_by_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a product with clipping's 0 does: finite gradients become 0, infinite ones NaN."""
+    updater = Optimizer.__new__(Optimizer)
+    updater.kind, updater._divisor = "adamw", torch.ones(())
+    monkeypatch.setattr(optimizer, "divides", lambda kind, gradient: True)
+    divisor = updater._clip(torch.ones(1), 0.0)
+    assert divisor is not None and (torch.tensor([1.0, torch.inf]) / divisor).tolist() == pytest.approx(
+        [0.0, float("nan")], nan_ok=True
+    )
 
 
 def test_latent_attention_takes_the_forms() -> None:

@@ -331,6 +331,7 @@ def test_a_ring_that_outlasts_its_attention_is_waited_for():
 
 def test_a_gpu_keeps_the_tiles_of_its_family():
     told = samples(ranks=1) | {"about": {"torch": "0", "sms": 132, "capability": [9, 0]}}
+    told["samples"].append({"what": "sustained", "of": ["bfloat16"], "shape": [1000] * 3, "seconds": 2e9 / 7e11})
     known = constants(device_of(told, "Test GPU", "cuda", 80 * 10**9, MODEL, "a test"))
     assert known.family == "Hopper" and known.sms == 132 and len(known.form("bfloat16")["tiles"]) > 1
     # What the host takes for an operation is waited for beside the device, not part of each kernel.
@@ -338,6 +339,12 @@ def test_a_gpu_keeps_the_tiles_of_its_family():
     for dtype, shape in product(RATES, ((256, 2048, 256), (2048, 2048, 2048))):
         seconds = float(Kernels(known).matmul(*shape, dtype, turned="forward")) * known.value("sustained")
         assert seconds == pytest.approx(took(dtype, *shape), rel=0.03)
+    # Products in a row are bound by the power limit.
+    assert known.ceiling("bfloat16") == 7e11 and known.ceiling("float32") == known.peak("float32")
+    # The loss is counted as one kernel for CUDA passes over the logits.
+    assert known.value("stream_loss_bfloat16") == pytest.approx(
+        0.75 * constants(device()).value("stream_loss_bfloat16"), rel=1e-3
+    )
     # Links between GPUs are the cluster's, with what NCCL takes over their price on the family.
     assert known.collectives and not known.timed
 

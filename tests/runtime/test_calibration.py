@@ -23,6 +23,7 @@ from shardwise.runtime.measure.calibration import (
     MODEL,
     TURNS,
     CalibrationJob,
+    DeviceBench,
     _collective,
     attentions,
     passes,
@@ -129,6 +130,30 @@ def test_it_takes_about_the_seconds_that_were_given(monkeypatch, making, calling
     assert len([sample for sample in found if sample.what == "block"]) == 49
     assert clock.now < 1.1 * max(10.0, 49 * (making + 2 * calling)) and started >= 49
     assert started == 98 or clock.now > 9.0
+
+
+def test_a_gpu_is_timed_by_its_own_clock_and_the_calls_of_a_block_by_the_hosts(monkeypatch):
+    """A device of which every call takes 2 s, and a host that needs 3 ms for each."""
+    clock = Clock()
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=clock, thread_time=clock))
+    seen = []
+
+    class Queue:
+        def seconds(self, call, count, waits):
+            seen.append((count, waits))
+            return 2.0
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        bench = DeviceBench(tiny(""))
+        bench._queue = Queue()
+        call = partial(clock.take, 3e-3)
+        assert bench._seconds(call, 0.1) == 2.0
+        assert bench._seconds(call, 0.1, host=True) == pytest.approx(3e-3, rel=0.01)
+    finally:
+        dist.destroy_process_group()
+    # The device waits for the host, but never for long.
+    assert {count for count, _ in seen} == {2} and {waits for _, waits in seen} == {5e-3}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

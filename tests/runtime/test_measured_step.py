@@ -19,7 +19,9 @@ from shardwise.emulate.measured_step import (
     ShareSettings,
     check_memory,
     measure_step,
+    plan_shares,
 )
+from shardwise.emulate.share import ShareRun
 from shardwise.emulate.share_composition import differences, meeting, stage_times
 from shardwise.emulate.share_job import Share, ShareJob, ShareStep, ShareWait
 from shardwise.errors import UserError
@@ -76,6 +78,27 @@ def test_the_ledger_of_a_share_is_the_predicted_one(pooled, model, text, backend
     assert len(step.repeats) == 2 and min(step.repeats) <= step.seconds <= max(step.repeats)
     whole = sum(step.parts.values()) + sum(wait.waited for wait in step.waits) + step.others
     assert whole >= 0.99 * step.seconds
+
+
+def norms(rank: int, job: ShareJob) -> list[float]:
+    """Norms of the gradients of a share's steps."""
+    share = ShareRun(job, job.ranks[0])
+    steps, found = share.program.optimizer.step, []
+    share.program.optimizer.step = lambda lr: found.append(steps(lr)) or found[-1]  # type: ignore[method-assign]
+    for number in range(2):
+        share.step(number)
+    return found
+
+
+def test_gradients_of_a_share_of_a_deep_model_stay_finite():
+    """Rows of zeros would multiply them by some hundreds in every block."""
+    model, layout, workload = get("tiny-llama").replace(layers=40), Layout.parse("tp=2,sp"), Workload(SEQ, 2)
+    here = cluster(ranks=2)
+    report = estimate(model, layout, workload, here, backend="shared")
+    settings = ShareSettings("cpu", "shared", "a test", warm=0, repeats=2)
+    job = plan_shares(model, layout, workload, here, report, settings).job([1], "")
+    (found,) = run_ranks(f"{__name__}:norms", 1, job)
+    assert len(found) == 2 and max(found) < 1e4
 
 
 def test_a_slow_network_shows_in_the_step_by_its_length(pooled):

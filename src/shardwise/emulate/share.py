@@ -32,11 +32,13 @@ from shardwise.report.exposure import WAITING
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.runtime.data.batches import Batches
 from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.devices import cuda_device
 from shardwise.runtime.job.output import rewrite_line
 from shardwise.runtime.job.rank import leave, main
 from shardwise.runtime.job.setup import axes_of
 from shardwise.runtime.measure.timeline import TimelineRecorder
 from shardwise.runtime.pipeline.step import TrainProgram
+from shardwise.runtime.tensor.lowering import vocabulary_range
 from shardwise.runtime.transport.process_group import gather_objects
 from shardwise.runtime.transport.waits import HostTimer, ShareComms, device_timer, wait_until
 from shardwise.schedule.pipeline.action import COMPUTE
@@ -149,7 +151,7 @@ class ShareRun:
     def __init__(self, job: ShareJob, rank: int) -> None:
         model, layout = ModelConfig.from_json(job.model), Layout.parse(job.layout)
         self.workload = Workload(**job.workload)
-        self.device = torch.device("cuda", 0) if job.device == "cuda" else torch.device("cpu")
+        self.device = cuda_device(0) if job.device == "cuda" else torch.device("cpu")
         timer = partial(HostTimer, job.background) if self.device.type == "cpu" else device_timer(self.device)
         self.prices, mesh, self.config = PriceTable(job), Mesh.of(layout, model), OptimizerConfig()
         comms = ShareComms(mesh, rank, axes_of(model), self.prices.seconds, timer, job.backend)  # type: ignore[arg-type]
@@ -157,12 +159,11 @@ class ShareRun:
         self.program = TrainProgram(
             plan, comms, self.config, lambda parameter, index: initial_values(parameter, index, SEED), self.device
         )
-        steps = job.warm + job.repeats
-        eos = 0 if self.workload.isolate_documents else None
-        tokens = np.random.default_rng(SEED).integers(
-            0, model.vocab, steps * self.workload.batch * self.workload.seq + 1
-        )
-        sampler = Sampler(tokens, self.workload.seq, SEED, eos=eos)
+        first, end = vocabulary_range(plan)
+        # Of other ids this rank has no embedding: rows of zeros, whose gradients grow from block to block to infinity.
+        count = (job.warm + job.repeats) * self.workload.batch * self.workload.seq + 1
+        tokens = np.random.default_rng(SEED).integers(first, end, count)
+        sampler = Sampler(tokens, self.workload.seq, SEED, eos=first if self.workload.isolate_documents else None)
         self.batches = Batches(plan, sampler, mesh.index(REPLICA + DP, rank), self.device)
         self.message = job.message
         places = {mesh.index(PP, other) for other in job.ranks}
@@ -210,8 +211,6 @@ class ShareRun:
 def run(process: int, job: ShareJob) -> None:
     """All steps of one share; the first process writes those of all."""
     torch.set_float32_matmul_precision("highest")
-    if job.device == "cuda":
-        torch.cuda.set_device(0)
     share, steps = ShareRun(job, job.ranks[process]), []
     total = job.warm + job.repeats
     for number in range(total):

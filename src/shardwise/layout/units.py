@@ -245,6 +245,11 @@ class UnitPlan:
         """Whether its ranks compute on CUDA devices."""
         return self.backend in ("nccl", "staged")
 
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Kind of device that its ranks compute on."""
+        return "cuda" if self.cuda else "cpu"
+
     @cached_property
     def blueprint(self) -> Blueprint:
         """The parts and parameters of the whole model."""

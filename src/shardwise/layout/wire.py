@@ -17,8 +17,9 @@ BLOCK = 256
 """Elements that share a scale."""
 SCALE = 4
 """Bytes of a scale."""
-CHUNK = 128 * BLOCK
-"""Elements that are converted at a time."""
+CHUNK = {"cpu": 128 * BLOCK, "cuda": 16384 * BLOCK}
+"""Elements that are converted at a time: what a CPU's cache holds, and what keeps a GPU busy for as long as the host
+needs for the calls."""
 WIRE_DTYPE = "uint8"
 """dtype of packed pieces in a ledger: each element is a byte."""
 
@@ -53,13 +54,14 @@ def packed_runs(cuts: Iterable[tuple[int, int]], bits: int) -> tuple[PackedRun, 
     return tuple(runs)
 
 
-def packing_bytes(elements: int) -> int:
-    """Transient bytes while a piece is packed in 4 bits: a chunk in fp32, in bytes, and as halves of bytes."""
-    return 6 * blocks(min(elements, CHUNK)) * BLOCK
+def packing_bytes(elements: int, device: str) -> int:
+    """Transient bytes while a piece is packed in 4 bits: a chunk in fp32, in bytes, and as halves of bytes. device:
+    "cpu" or "cuda"."""
+    return 6 * blocks(min(elements, CHUNK[device])) * BLOCK
 
 
-def adding_bytes(elements: int, again: bool) -> int:
+def adding_bytes(elements: int, again: bool, device: str) -> int:
     """Transient bytes while packed pieces of so many elements are added up: a chunk of the sum and of a piece in fp32
     and as halves of bytes. again: the sum is packed again."""
-    chunk = blocks(min(elements, CHUNK)) * BLOCK
-    return max(8 * chunk + chunk // 2, 4 * chunk + packing_bytes(elements) if again else 0)
+    chunk = blocks(min(elements, CHUNK[device])) * BLOCK
+    return max(8 * chunk + chunk // 2, 4 * chunk + packing_bytes(elements, device) if again else 0)

@@ -127,7 +127,7 @@ class MemoryTrace:
             if unit.shard_ranks == 1:  # experts that no other rank has
                 yield from self.land("reduction", part)
             else:
-                packing = packing_bytes(unit.longest_run) if self.plan.packed_gradients(unit) else 0
+                packing = packing_bytes(unit.longest_run, self.plan.device) if self.plan.packed_gradients(unit) else 0
                 yield self.now("reduction", part, packing)
 
     def land(self, when: When, part: str = "") -> Iterator[MemoryByClass]:
@@ -145,7 +145,7 @@ class MemoryTrace:
 def added_up(unit: Unit, plan: UnitPlan) -> int:
     """Bytes of the chunks in fp32 through which the sum of a unit's gradients over the data ranks arrives."""
     if plan.packed_gradients(unit):
-        return adding_bytes(unit.longest_run, unit.reduce[0].axes == HPZ)
+        return adding_bytes(unit.longest_run, unit.reduce[0].axes == HPZ, plan.device)
     if plan.cuda or plan.schedules.of("reduce_scatter", SHARD):
         return 0
     return wide_chunk(unit.shard_numel, plan.grad_dtype, plan.layout.shard_ranks)

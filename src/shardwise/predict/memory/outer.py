@@ -26,4 +26,4 @@ def _of(plan: UnitPlan, unit: Unit) -> int:
     if pieces is None:
         return gradient
     longest = max(stop - start for runs in pieces.cuts for start, stop in runs)
-    return gradient + 2 * pieces.count * pieces.nbytes + adding_bytes(longest, again=True)
+    return gradient + 2 * pieces.count * pieces.nbytes + adding_bytes(longest, True, plan.device)

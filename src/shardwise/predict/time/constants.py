@@ -178,6 +178,7 @@ def _measured(device: Device) -> Constants:
     if missing:
         raise UserError(f"{name} lacks {', '.join(missing)}; measure again: shardwise calibrate device")
     own = {key: _figure(name, key, value) for key, value in table["values"].items()}
+    sustained: Mapping[str, Any] = table.get("sustained", {})
     return Constants(
         name=device.name,
         family=table["family"],
@@ -192,6 +193,7 @@ def _measured(device: Device) -> Constants:
         timed=table.get("collectives", {}),
         sources=sources | dict.fromkeys([*own, "matmul", "attention"], device.source),
         nccl=kernels["nccl"] or "",
+        sustained={dtype: _figure(name, f"sustained.{dtype}", rate) for dtype, rate in sustained.items()},
     )
 
 

@@ -27,7 +27,10 @@ COUNTED = {
     "packing": PACKING / WIDTH["float32"], "unpacking": ADDING / WIDTH["float32"],
 }  # fmt: skip
 """Elements that `block.py` counts for each element of an operation, forward and backward, as this project's decoder is
-counted: norm with the residual that it belongs to. Of packed gradients those that `traffic.py` counts in fp32."""
+counted on a CPU: norm with the residual that it belongs to. Of packed gradients those that `traffic.py` counts in
+fp32."""
+PROFILES = {"cpu": "shardwise-cpu", "cuda": "shardwise"}
+"""Kind of device -> the profile that counts operations there."""
 FAMILIES = {8: "Ampere", 9: "Hopper"}
 """Compute capability's first number -> family; Blackwell for what is newer."""
 
@@ -47,12 +50,14 @@ def device_of(
     table: dict[str, Any] = {
         "family": family,
         "sms": 1 if kind == "cpu" else told["about"]["sms"],
-        "values": _values(samples, told["about"], bandwidth),
+        "values": _values(samples, told["about"], bandwidth, kind),
         "matmul": {},
         "attention": {dtype: _attention(samples, dtype, peak, bandwidth) for dtype, peak in peaks.items()},
     }
     if found := _collectives(samples):
         table["collectives"] = found
+    if sustained := {s["of"][0]: _rate(s) for s in samples if s["what"] == "sustained"}:
+        table["sustained"] = sustained
     tiles = dict(_FLAT if kind == "cpu" else catalog_form(family))
     table["matmul"] = {dtype: _flat_grid(tiles) for dtype in peaks}
     bare = Device(name, kind, memory, bandwidth, peaks, source, table)
@@ -61,7 +66,7 @@ def device_of(
     took = next(s["seconds"] for s in samples if s["what"] == "block")
     (block,) = blueprint(model).of_kind("block")
     small = Shape(1, 8, 1, 8, 8, dtype="float32")
-    launches = tally_part(block, model, small, engine("shardwise-cpu"), kernels).launches
+    launches = tally_part(block, model, small, engine(PROFILES[kind]), kernels).launches
     call = _figure(took / (launches["forward"] + launches["backward"]))
     table["values"]["pass_s" if kind == "cpu" else "launch_s"] = call
     return Device(name, kind, memory, bandwidth, peaks, source, table)
@@ -89,17 +94,22 @@ def _peaks(samples: Samples) -> dict[str, float]:
     peaks: dict[str, float] = {}
     for sample in samples:
         if sample["what"] == "product":
-            dtype, rate = sample["of"][0], 2.0 * np.prod(np.array(sample["shape"], float)) / sample["seconds"]
-            peaks[dtype] = max(peaks.get(dtype, 0.0), _figure(rate))
+            dtype = sample["of"][0]
+            peaks[dtype] = max(peaks.get(dtype, 0.0), _rate(sample))
     return peaks
 
 
-def _values(samples: Samples, about: Told, bandwidth: float) -> dict[str, float]:
+def _rate(product: Mapping[str, Any]) -> float:
+    """FLOP/s of a matrix product."""
+    return _figure(2.0 * np.prod(np.array(product["shape"], float)) / product["seconds"])
+
+
+def _values(samples: Samples, about: Told, bandwidth: float, kind: str) -> dict[str, float]:
     values = {}
     for sample in samples:
         if sample["what"] == "pass":
             of, dtype = sample["of"]
-            moved = float(np.prod(sample["shape"])) * _counted(of, dtype)
+            moved = float(np.prod(sample["shape"])) * _counted(of, dtype, kind)
             values[_stream(of, dtype)] = _figure(moved / (bandwidth * sample["seconds"]))
         elif sample["what"] == "row":
             dtype, moved = sample["of"][0], float(np.prod(sample["shape"])) * WIDTH[sample["of"][0]]
@@ -112,9 +122,12 @@ def _values(samples: Samples, about: Told, bandwidth: float) -> dict[str, float]
     return values
 
 
-def _counted(of: str, dtype: str) -> float:
+def _counted(of: str, dtype: str, kind: str) -> float:
     """Bytes of an operation for each element."""
-    return engine("shardwise-cpu").optimizer_bytes if of == "optimizer" else COUNTED[of] * WIDTH[dtype]
+    profile = engine(PROFILES[kind])
+    if of == "optimizer":
+        return profile.optimizer_bytes
+    return (sum(profile.loss_passes) if of == "loss" else COUNTED[of]) * WIDTH[dtype]
 
 
 def _stream(of: str, dtype: str) -> str:
@@ -125,7 +138,7 @@ def seconds_an_element(device: Device, of: str, dtype: str) -> float:
     """Time of a memory-bound operation on a measured device, forward and backward."""
     assert device.memory_bandwidth
     share: float = device.measured["values"][_stream(of, dtype)]
-    return _counted(of, dtype) / (device.memory_bandwidth * share)
+    return _counted(of, dtype, device.kind) / (device.memory_bandwidth * share)
 
 
 def _matmul(samples: Samples, dtype: str, form: Mapping[str, Any], kernels: Kernels) -> dict[str, Any]:

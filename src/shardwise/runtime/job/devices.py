@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 
 from shardwise.errors import UserError
+
+WARNINGS = (".*there was no current CUDA context", "TensorFloat32 tensor cores")
+"""What torch warns of, and users cannot change: autograd's thread makes its context with its first product, and fp32 is
+computed in fp32 because `--matmul` says so."""
 
 
 def cuda_device(local: int) -> torch.device:
@@ -19,6 +24,8 @@ def cuda_device(local: int) -> torch.device:
         raise UserError("--device cuda needs a GPU, and there is none")
     device = torch.device("cuda", local % count)
     torch.cuda.set_device(device)
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     return device
 
 

@@ -3,8 +3,8 @@
 All ranks measure the same probe at the same time, since the ranks of a CPU share its memory and caches. A time is the
 lower quartile of several blocks of calls, and the lesser of two passes: other programs only ever add to it. On one
 thread of a CPU the clock is that thread's own, which stands still while another program has the core; how long that is,
-is measured apart. What is computed is what the decoder and the runtime compute: their own norms, rotation, loss, and
-the optimizer's calls.
+is measured apart. On CUDA it is the device's, and calls wait in its queue, since in a step the host runs ahead. What is
+computed is what the decoder and the runtime compute: their own norms, rotation, loss, and the optimizer's calls.
 
 `python -m shardwise.runtime.measure.calibration JOB.json` is one rank. `predict.time.measuring` makes a device of
 the samples.
@@ -42,10 +42,11 @@ from shardwise.ops.cpu.attention import short_attention
 from shardwise.ops.limits import optimizer_chunk
 from shardwise.ops.table import install, lower
 from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.devices import cuda_device
 from shardwise.runtime.job.output import rewrite_line
 from shardwise.runtime.job.rank import RankJob, leave, main
 from shardwise.runtime.job.setup import make_comms
-from shardwise.runtime.measure.hardware import settle
+from shardwise.runtime.measure.hardware import DeviceQueue, settle
 from shardwise.runtime.measure.host import host_rates, of_all_ranks
 from shardwise.runtime.measure.samples import Probed, within_limits
 from shardwise.runtime.pipeline.stages import StageRunner
@@ -66,6 +67,10 @@ HOST_SHARE = 0.05
 """Part of all the time, beside it, that copies and updates of the host take."""
 PASSES = 2
 """Times that all is measured."""
+QUEUED, QUEUED_S = 32, 5e-3
+"""Calls at most, and their seconds, that wait in a device's queue before it starts with the first one."""
+SUSTAINED, SUSTAINED_S = (8192, 8192, 8192), 1.5
+"""Product that is repeated, and for how long before it is timed, and then again."""
 LEAST = 8
 """Part of an equal share of all the time that a probe of the first pass has at least."""
 MODEL = ModelConfig("probe", vocab=64, hidden=128, layers=1, heads=2, kv_heads=2, ffn=256, max_positions=64)
@@ -108,7 +113,7 @@ def usual_job(device: str, seconds: float, transport: str, out: str) -> Calibrat
         axes=[axis] * 3,
         widths=[64, 128],
         lengths=[128, 256, 512, 1024, 2048] if small else [512, 2048, 8192],
-        tokens=1024 if small else 8192,
+        tokens=1024 if small else 32768,
         sizes=[1 << k for k in range(10, 25, 2)],
         transport=transport,
         updated=1 << (23 if small else 26),
@@ -160,7 +165,7 @@ def attentions(job: CalibrationJob, device: torch.device, more: int = 1) -> Iter
     """The runtime's fused attention, causal: forward, and forward with backward. more: times the sequences."""
     for dtype, width, length in product(DTYPES, job.widths, job.lengths):
         if device.type == "cuda":  # enough to fill the device, or the host's calls would be timed
-            heads, batch = 32, max(1, 2 * job.tokens // length)
+            heads, batch = 32, max(1, job.lengths[-1] * 2 // length)
         else:  # the time per head is equal for two heads and for eight
             heads, batch = min(8, max(2, 4096 // length)), max(1, min(512, job.lengths[-1] // 4) // length)
         for way in ("forward", "both"):
@@ -408,6 +413,7 @@ class DeviceBench:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if self._alone else time.perf_counter
+        self._queue = DeviceQueue(cuda_device(0)) if self.device.type == "cuda" else None
         self._passed = self._had = 0.0
         self._started = time.perf_counter()
 
@@ -424,6 +430,8 @@ class DeviceBench:
             min((sample for sample in samples if sample), key=lambda sample: sample.seconds)
             for samples in zip_longest(*passes)
         ]
+        if self._queue is not None:
+            results.append(self._sustained())
         if self._alone:
             results.append(Probed("taken", (), (), self._passed / self._had - 1))
         results = [
@@ -460,7 +468,7 @@ class DeviceBench:
                 _progress(f"{count} of {PASSES * of_all}: {words}", count)
             call = make()
             if what != "collective":
-                seconds = self._seconds(call, budget)
+                seconds = self._seconds(call, budget, host=what == "block")
             elif of == ("message",):
                 seconds = self._there_and_back(call, budget) / 2
             else:
@@ -488,12 +496,26 @@ class DeviceBench:
         if together:
             yield from collectives(self.job, self.ranks)
 
-    def _seconds(self, call: Call, budget: float) -> float:
-        """Seconds of one call, all ranks at once, after one that has everything compiled."""
+    def _sustained(self) -> Probed:
+        """A product of a large model, once the device has heated up to its power limit."""
+        call = _product(torch.bfloat16, *SUSTAINED, "forward", self.device)()
+        count = max(1, round(SUSTAINED_S / self._block(call, 1, self._clock)))
+        self._block(call, count, self._clock)
+        return Probed("sustained", ("bfloat16",), SUSTAINED, self._block(call, count, self._clock))
+
+    def _seconds(self, call: Call, budget: float, host: bool = False) -> float:
+        """Seconds of one call, all ranks at once, after one that has everything compiled. host: of the host, where a
+        device would else be timed alone."""
         call()
         dist.barrier()
         ends = time.perf_counter() + budget
         blocks = [self._block(call, 1, self._clock)]
+        if self._queue is not None and not host:
+            count = max(1, min(QUEUED, math.ceil(min(budget / ROUNDS, QUEUED_S) / blocks[0])))
+            spans = [self._queue.seconds(call, count, min(count * blocks[0], QUEUED_S))]
+            while time.perf_counter() < ends and len(spans) < 4 * ROUNDS:
+                spans.append(self._queue.seconds(call, count, min(count * blocks[0], QUEUED_S)))
+            return quantiles(spans, n=4, method="inclusive")[0] if len(spans) > 1 else spans[0]
         count = max(1, min(1000, math.ceil(budget / ROUNDS / blocks[0])))
         if count > 1:
             blocks.clear()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+
+from shardwise.runtime.transport.waits import cycles_per_second
 
 
 def has_cuda() -> bool:
@@ -49,3 +52,23 @@ def settle(device: torch.device) -> None:
     """Wait until a device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class DeviceQueue:
+    """Times calls on a CUDA device by its own clock, without what the host takes to make them: it makes them while the
+    device waits in a timed kernel."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._rate = device, cycles_per_second(device)
+
+    def seconds(self, call: Callable[[], object], count: int, waits: float) -> float:
+        """Seconds of one of `count` calls. waits: seconds for which the device waits."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        settle(self._device)
+        torch.cuda._sleep(max(1, round(waits * self._rate)))
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        settle(self._device)
+        return float(start.elapsed_time(end)) / 1e3 / count

@@ -6,7 +6,9 @@ they take at one time, and the peak, the most of everything at one time, may be 
 On CPU every storage is followed from the operation that made it to its end, by a dispatch mode and weak references, and
 what autograd saves is seen through saved-tensor hooks: a storage counts from the end of the forward pass that saved it
 until autograd has let go of its last saved tensor. What a pipeline keeps for the gradients of weights counts, too.
-Memory that an operator takes and returns inside itself is not seen. On CUDA the allocator tells the peak.
+Memory that an operator takes and returns inside itself is not seen. On CUDA the allocator tells the peak. The lasting
+workspaces of cuBLAS are left out, of which each thread that computes has one: predictions reserve memory for them, as
+for the driver's context and its kernels.
 """
 
 from __future__ import annotations
@@ -118,6 +120,7 @@ class StepMeasurement:
         """Storage -> [bytes, saved tensors on it]."""
         self.saved = 0
         self._storages = LiveStorages(self._known, program.offloaded.on_host if program.offloaded else set())
+        self._workspaces = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def __enter__(self) -> StepMeasurement:
@@ -141,6 +144,8 @@ class StepMeasurement:
         self._hooks.__exit__(*error)
         self._storages.__exit__(*error)
         program = self.program
+        if program.device.type == "cuda":
+            self._workspaces = _cublas_workspaces()
         program.moment = no_moment
         program.engine.tally.changed = None
         program.comms.stop_recording()
@@ -175,7 +180,7 @@ class StepMeasurement:
         """The measured role of this rank alone."""
         lasting = {name: _unique_bytes(tensors) for name, tensors in self._lasting.items()}
         if self.program.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
+            peak = torch.cuda.max_memory_allocated() - self._workspaces
         else:
             peak = sum(lasting.values()) + self._storages.peak
         most = self.program.engine.tally.most
@@ -187,6 +192,14 @@ class StepMeasurement:
         return Role(
             f"rank {rank}", (rank,), bytes_, comms.ledger(), comms.transport(), routed=record, host=host, disk=disk
         )
+
+
+def _cublas_workspaces() -> int:
+    """Bytes of cuBLAS's workspaces, which are released for that: the next products make new ones."""
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    return held - torch.cuda.memory_allocated()
 
 
 def _unique_bytes(tensors: Iterable[Tensor]) -> int:

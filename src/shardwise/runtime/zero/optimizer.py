@@ -229,7 +229,7 @@ class Optimizer:
     def _clip(self, gradient: Tensor, coefficient: float) -> Tensor | None:
         """Scale a gradient, now or by the divisor that is returned for its update."""
         if divides(self.kind, gradient):
-            return self._divisor.fill_(1 / coefficient)
+            return self._divisor.fill_(1 / coefficient if coefficient else math.inf)  # 0: the norm is infinite
         gradient.mul_(coefficient)
         return None
 

@@ -26,13 +26,13 @@ def pack(numbers: Tensor, bits: int, into: Tensor, residual: Tensor | None = Non
 
     residual: fp32 [n], the error of the last time: it is added first, and becomes the error of this time.
     """
-    for start, stop in _chunks(len(numbers)):
+    for start, stop in _chunks(len(numbers), numbers.device):
         _feed_chunk(numbers[start:stop], bits, into, start, len(numbers), residual)
 
 
 def unpack(packed: Tensor, bits: int, into: Tensor) -> None:
     """The numbers of a packed piece, in the dtype of flat `into` [n]."""
-    for start, stop in _chunks(len(into)):
+    for start, stop in _chunks(len(into), into.device):
         into[start:stop].copy_(_unpacked_chunk(packed, bits, start, stop, len(into)))
 
 
@@ -55,7 +55,7 @@ def repack(pieces: Sequence[Tensor], bits: int, elements: int, into: Tensor, res
 
 def _sums(pieces: Sequence[Tensor], bits: int, elements: int) -> Iterator[tuple[int, int, Tensor]]:
     """(start, stop, sum) of each chunk."""
-    for start, stop in _chunks(elements):
+    for start, stop in _chunks(elements, pieces[0].device):
         total = _unpacked_chunk(pieces[0], bits, start, stop, elements)
         for piece in pieces[1:]:
             total.add_(_unpacked_chunk(piece, bits, start, stop, elements))
@@ -111,8 +111,9 @@ def _parts(packed: Tensor, elements: int) -> tuple[Tensor, Tensor]:
     return packed[:head].view(torch.float32), packed[head:]
 
 
-def _chunks(elements: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + CHUNK, elements)) for start in range(0, elements, CHUNK))
+def _chunks(elements: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    chunk = CHUNK[device.type]
+    return ((start, min(start + chunk, elements)) for start in range(0, elements, chunk))
 
 
 def _rows(elements: int, device: torch.device) -> Tensor:
