@@ -105,7 +105,8 @@ def block(module: LlamaBlock, at: GenerationContext) -> Forward:
         return plain
     qkv, out, gate_up, down = matrices
     chooser = _chooser(at)
-    first, second = _norm(module.attention_norm, at), _norm(module.mlp_norm, at)
+    first, second = _norm(module.attention_norm, at), _norm(module.mlp_norm, at, gate)
+    qkv.before, gate_up.before = first, second
 
     def forward(x: Tensor, batch: Batch) -> Tensor:
         if not isinstance(batch, DecodeRows) or not chooser.kernels:
@@ -113,16 +114,16 @@ def block(module: LlamaBlock, at: GenerationContext) -> Forward:
         y = x[0]
         attended = attend(qkv.decode(y, first()), batch)
         y = out.decode(attended, FusedOps(residual=y))
-        inner = gate_up.decode(y, second(gate))
+        inner = gate_up.decode(y, second())
         result: Tensor = down.decode(inner, FusedOps(residual=y))
         return result[None]
 
     return forward
 
 
-def _norm(module: RMSNorm, at: GenerationContext) -> Callable[..., FusedOps]:
+def _norm(module: RMSNorm, at: GenerationContext, gate: int = 0) -> Callable[[], FusedOps]:
     gain = norm_factors(module, at)
-    return lambda gate=0: FusedOps(gain(), module.eps, gate)
+    return lambda: FusedOps(gain(), module.eps, gate)
 
 
 def head(module: Head, at: GenerationContext) -> Forward:
@@ -132,6 +133,7 @@ def head(module: Head, at: GenerationContext) -> Forward:
     if not chooser.kernels or not isinstance(out, Matrix) or not isinstance(norm, RMSNorm):
         return plain
     around, cap = _norm(norm, at), module.softcap
+    out.before = around
 
     def forward(x: Tensor, batch: Batch) -> Tensor:
         if not isinstance(batch, DecodeRows) or not chooser.kernels:

@@ -4,7 +4,9 @@ Few rows read a matrix and do little else. For them torch's own products (cuBLAS
 with bf16, and a matrix in int8 has no good one (torch 2.11 on an H100: `_weight_int8pack_mm` takes ten times as long as
 bf16). So each shape of matrices has candidates: the library's product, of int8 after conversion to the precision of the
 rows, and Triton's kernels with several tiles. `Chooser.measure` times them for a number of rows on matrices of the
-model, one after another, so that no cache holds them. Before that, and for many rows, products are the library's.
+model, one after another, so that no cache holds them, and with the norm before them and the activation after them:
+every program of Triton's kernel computes the norm anew, which is dear where a tile has few rows (on an H100 the tiles
+that are best without it gave 142 tokens/s in place of 176). Before that, and for many rows, products are the library's.
 """
 
 from __future__ import annotations
@@ -24,13 +26,11 @@ from shardwise.ops.products import Product, quantise, widened
 MANY = 64
 """Rows from which on products are the library's."""
 ONE_ROW = {
-    1: [Tile(8, 1024, 4, 1), Tile(8, 2048, 8, 1), Tile(8, 1024, 4, 3)],
+    1: [Tile(8, 1024, 4, 1), Tile(8, 2048, 8, 1), Tile(8, 1024, 4, 3), Tile(4, 1024, 4, 1)],
     2: [Tile(4, 1024, 4, 1), Tile(2, 1024, 4, 1), Tile(8, 512, 4, 1), Tile(8, 1024, 8, 1), Tile(4, 1024, 4, 3)],
     4: [Tile(4, 512, 4, 1), Tile(2, 512, 4, 1), Tile(8, 512, 8, 1)],
 }  # fmt: skip
-"""Bytes of a number -> tiles that are tried. They are timed without the norm before a product, which every program
-computes anew: tiles of one row (bf16) or four (int8) won that race and lost the step on an H100 (142 tokens/s in place
-of 176, and 250 of 266)."""
+"""Bytes of a number -> tiles that are tried."""
 FEW_ROWS = {
     1: [Tile(16, 256, 2, 5), Tile(32, 256, 4, 4), Tile(64, 128, 4, 5), Tile(32, 128, 2, 6)],
     2: [Tile(16, 256, 2, 4), Tile(32, 128, 4, 5), Tile(64, 128, 4, 4)],
@@ -107,7 +107,8 @@ class Chooser:
     @staticmethod
     def _pass(matrices: list[Matrix], x: Tensor, tile: Tile | None) -> None:
         for index in range(_PASSES):
-            matrices[index % len(matrices)].product(x, tile)
+            matrix = matrices[index % len(matrices)]
+            matrix.with_ops(x, matrix.before(), tile)
 
 
 def _line(shape: tuple[int, int, int], count: int, best: Tile | None, times: dict[Tile | None, float]) -> str:
@@ -143,6 +144,8 @@ class Matrix:
         numbers = stored.numbers
         self.shape = (*numbers.shape, numbers.element_size())
         self.device = numbers.device
+        self.before: Callable[[], FusedOps] = FusedOps
+        """What a decode step has around this product, without the sum."""
         if chooser.kernels:
             chooser.matrices.setdefault(self.shape, []).append(self)
 
@@ -170,7 +173,10 @@ class Matrix:
 
     def decode(self, x: Tensor, around: FusedOps) -> Tensor:
         """The product of a decode step with what is around it. x: [B, inputs]; `around.residual` may be overwritten."""
-        tile = self.chooser.tile(self, len(x))
+        return self.with_ops(x, around, self.chooser.tile(self, len(x)))
+
+    def with_ops(self, x: Tensor, around: FusedOps, tile: Tile | None) -> Tensor:
+        """`decode` with this tile; None for the library's product."""
         if tile is not None and len(x) == 1:
             return launch.one_row(x, self.stored, around, tile)
         if around.gain is not None:
