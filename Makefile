@@ -95,9 +95,10 @@ check-kernels: $(VENV)/.test  ## Triton's kernels on the CPU, in its interpreter
 	@test -d build/kernels || $(BIN)/pip install -q --no-deps --target build/kernels triton==3.6.0 "numpy<2.4"
 	@PYTHONPATH=build/kernels $(BIN)/python -m pytest -q tests/ops/test_cuda_kernels.py tests/serving/test_graphs.py
 
-bench-gpu: $(VENV)/.train  ## one CUDA device: training beside FSDP2, decoding beside transformers; tiny on CPU without one
+bench-gpu: $(VENV)/.train  ## one CUDA device: training beside FSDP2, decoding beside transformers, calibration; tiny on CPU without one
 	@$(BIN)/python benchmarks/gpu.py --quick
-	@$(BIN)/python benchmarks/gpu_decode.py
+	@$(BIN)/python benchmarks/gpu_decode.py --quick
+	@$(BIN)/python benchmarks/gpu_blocks.py
 
 clean:  ## remove what was built or cached, .venv included; runs/ stays
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ tokens/s, MFU (causal attention counted once, recomputation not), the predicted 
 of memory. What runs out of memory is said to.
 
 Without a CUDA device, or with --tiny, the same script trains a tiny model on the CPU, which shows that it works and
-nothing else. --quick takes six settings, one round and few steps, and starts each process while the one before it
+nothing else. --quick takes seven settings, one round and few steps, and starts each process while the one before it
 measures, so that it is over in a few minutes.
 """
 
@@ -59,8 +59,9 @@ DEVICES = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200", "NVIDIA A100-
 """torch's names of the devices in the catalog."""
 QUICK = (
     ("llama-3.2-1b", 4096, "none", "off"), ("llama-3.2-1b", 4096, "none", "block"),
-    ("llama-3.2-3b", 8192, "full", "block"), ("llama-3.2-3b", 8192, "selective", "block"),
-    ("llama-3.2-1b", 4096, "full", "off"), ("llama-3.2-1b", 4096, "selective", "off"),
+    ("llama-3.2-3b", 8192, "none", "block"), ("llama-3.2-3b", 8192, "selective", "block"),
+    ("llama-3.2-3b", 8192, "full", "block"), ("llama-3.2-1b", 4096, "full", "off"),
+    ("llama-3.2-1b", 4096, "selective", "off"),
 )  # fmt: skip
 """(model, tokens of a sequence, recompute, compile) of --quick, the most telling first."""
 OPTIMIZER = OptimizerConfig(lr=1e-4)
@@ -274,8 +275,8 @@ def _alone(device: str) -> None:
         torch.cuda.set_device(0)
     else:
         torch.set_num_threads(1)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    backend, gpu = ("nccl", torch.device("cuda", 0)) if device == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=gpu)
 
 
 def _peak_rate(device: str) -> dict[str, Any]:
@@ -458,7 +459,7 @@ def settings(args: argparse.Namespace, device: str) -> list[Setting]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: does the script work?")
-    parser.add_argument("--quick", action="store_true", help="six settings, one round, few steps")
+    parser.add_argument("--quick", action="store_true", help="seven settings, one round, few steps")
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--seq", nargs="+", type=int)
     parser.add_argument("--recompute", nargs="+", choices=("none", "selective", "full"))

@@ -49,7 +49,7 @@ def test_the_hosts_update_beside_torchs(tmp_path: Path) -> None:
     assert found["disk"].get("read", 1) > 0 and ("write" in found["disk"] or "why_not" in found["disk"])
 
 
-TORCH = ("gpu_decode", "experts", "a step of experts", "a step of a module", "zeropp", "stragglers")
+TORCH = ("gpu_decode", "gpu_blocks", "experts", "a step of experts", "a step of a module", "zeropp", "stragglers")
 """All start processes that import torch."""
 
 
@@ -95,6 +95,16 @@ def test_decoding_in_static_steps_and_eagerly(tmp_path: Path) -> None:
     }  # fmt: skip
     assert all(row["tokens_per_s"] > 0 and not row["failure"] for row in rows.values())
     assert not found["measures_gpu"] and found["ratios"]["int8 over bf16, batch 3"] > 0
+
+
+@of_some("gpu_blocks", TORCH, 1)
+def test_blocks_beside_a_calibration(tmp_path: Path) -> None:
+    found = tiny(tmp_path, "gpu_blocks", "--seconds", "2")
+    (row,) = found["rows"]
+    parts = [row[name] for name in ("forward, loss and backward", "optimizer", "step")]
+    assert all(min(pair) > 0 for pair in parts) and not found["measures_gpu"]
+    predicted = [pair[0] for pair in parts]
+    assert sum(predicted[:2]) <= 1.001 * predicted[2]
 
 
 @of_some("stragglers", TORCH, 1)

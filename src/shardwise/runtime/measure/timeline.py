@@ -48,7 +48,7 @@ class _HostClock:
 class _DeviceClock:
     """Moments are CUDA events in the stream that is current where `now` is called; read them when all have happened.
 
-    Not tried on a device yet: what it rests on is what torch documents. A collective's future runs its callbacks in a
+    What it rests on is what torch documents. A collective's future runs its callbacks in a
     stream that waits for the collective, so an event recorded there happens at the collective's completion; and
     waiting for a work lets the current stream wait, so events on either side of it enclose the time that it stood.
     """
