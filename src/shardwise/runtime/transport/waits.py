@@ -2,7 +2,7 @@
 
 With it one rank's real share of a layout runs alone: its program, ledger and buffers are the real ones. Results are
 plausible, not right: a sum is this rank's part of it, a gather repeats its piece, and messages bring small numbers.
-Making them counts toward the wait.
+Making them counts toward the wait; on CUDA it comes before it.
 
 Where the real transport does a collective's work inside `wait` (shared memory, and gloo on a host without spare cores)
 the wait begins there; where it works in the background, at the issue, and `wait` lasts until the predicted end. On CUDA
