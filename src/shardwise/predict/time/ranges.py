@@ -37,7 +37,7 @@ def large_run(devices: int) -> tuple[str, ...]:
     if devices < LARGE:
         return ()
     return (
-        "20 published steps on 1,024 devices and more took 14% longer than predicted on average, at most 30% "
+        "20 published steps on 1,024 devices and more took 12% longer than predicted on average, at most 22% "
         "(docs/published_runs.md): expect the upper end of the range, or more",
     )
 
