@@ -19,7 +19,7 @@ from shardwise.lab.job import run_command
 from shardwise.lab.link import LabLink
 from shardwise.lab.network import LabNetwork, lab_network
 from shardwise.predict.time.measuring import device_of
-from shardwise.runtime.measure import calibration
+from shardwise.runtime.measure import probes
 from shardwise.runtime.measure.job import whole
 
 LENGTHS = {"axes": [[16, 128, 512]] * 3, "widths": [64], "lengths": [16, 64, 128], "tokens": 64}
@@ -33,11 +33,11 @@ def calibrated(seconds: float, ranks: int) -> tuple[Device, Link]:
     """The device that so many ranks at once have here, and the link between two of them."""
 
     def job(out: str) -> dict[str, Any]:
-        usual = calibration.usual_job("cpu", seconds, "gloo", out)
+        usual = probes.usual_job("cpu", seconds, "gloo", out)
         return asdict(replace(usual, **LENGTHS, sizes=MESSAGES))
 
     told = whole("shardwise.runtime.measure.calibration", job, ranks, threads=1)
-    device = device_of(told, "here", "cpu", MEMORY, calibration.MODEL, "benchmarks/lab_runs.py")
+    device = device_of(told, "here", "cpu", MEMORY, probes.MODEL, "benchmarks/lab_runs.py")
     timed = device.measured["collectives"]
     seconds_a_message, sizes = timed["message"], timed["sizes"]
     return device, Link(seconds_a_message[0], sizes[-1] / seconds_a_message[-1])

@@ -9,13 +9,13 @@ from functools import partial
 import pytest
 
 from shardwise.cluster import Cluster
-from shardwise.runtime.measure import calibration
+from shardwise.runtime.measure import probes
 
 
 @pytest.fixture
 def calibrate(command, monkeypatch):
     """Run `shardwise calibrate device ...` on small shapes."""
-    usual = calibration.usual_job
+    usual = probes.usual_job
 
     def tiny(*args):
         return replace(
@@ -28,7 +28,7 @@ def calibrate(command, monkeypatch):
             updated=1 << 18,
         )
 
-    monkeypatch.setattr(calibration, "usual_job", tiny)
+    monkeypatch.setattr(probes, "usual_job", tiny)
     return partial(command, "calibrate", "device", "--device", "cpu", "--seconds", 0.3)
 
 

@@ -17,13 +17,13 @@ from shardwise.predict.time import Kernels, constants
 from shardwise.predict.time.measuring import device_of
 from shardwise.runtime.job.launch import supervise
 from shardwise.runtime.measure import calibration
-from shardwise.runtime.measure.calibration import (
+from shardwise.runtime.measure.calibration import DeviceBench
+from shardwise.runtime.measure.probes import (
     DTYPES,
     HOT,
     MODEL,
     TURNS,
     CalibrationJob,
-    DeviceBench,
     _collective,
     attentions,
     passes,
@@ -108,7 +108,7 @@ def test_it_takes_about_the_seconds_that_were_given(monkeypatch, making, calling
     clock, started = Clock(), 0
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=clock, thread_time=clock))
 
-    monkeypatch.setattr(calibration, "_product", lambda *_: lambda: partial(clock.take, 0.003))
+    monkeypatch.setattr(calibration, "matrix_product", lambda *_: lambda: partial(clock.take, 0.003))
 
     class Slow(calibration.DeviceBench):
         def _probes(self, most, together, more=1):

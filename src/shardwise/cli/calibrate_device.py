@@ -107,8 +107,8 @@ def _kind(args: argparse.Namespace) -> Literal["cpu", "cuda"]:
 
 
 def _measured(args: argparse.Namespace, kind: str) -> dict[str, Any]:
-    from shardwise.runtime.measure.calibration import usual_job
     from shardwise.runtime.measure.job import whole
+    from shardwise.runtime.measure.probes import usual_job
 
     def job(out: str) -> dict[str, Any]:
         return asdict(usual_job(kind, args.seconds, args.transport, out))
@@ -134,7 +134,7 @@ def _check_limits(samples: list[dict[str, Any]], kind: str) -> None:
 
 def _device(measured: dict[str, Any], args: argparse.Namespace, kind: Literal["cpu", "cuda"]) -> Device:
     from shardwise.predict.time.measuring import device_of
-    from shardwise.runtime.measure.calibration import MODEL
+    from shardwise.runtime.measure.probes import MODEL
 
     about = measured["about"]
     if kind == "cuda":
