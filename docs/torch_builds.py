@@ -23,7 +23,7 @@ SAMPLES = {
     "layouts against one device": (40, ["tests/runtime/test_layouts.py"]),
     "compile=block": (6, ["tests/runtime/test_compile.py"]),
     "generation": (6, ["tests/serving/test_generation_engine.py"]),
-    "checkpoints": (6, ["tests/runtime/test_resume.py", "tests/checkpoint/"]),
+    "checkpoints": (3, ["tests/runtime/test_resume.py", "tests/checkpoint/"]),
 }
 """Name -> cases of each test at most, and the tests."""
 HEAD = """# torch's builds
