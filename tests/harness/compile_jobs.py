@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
+import pytest
 import torch
 
 from harness import jobs
@@ -45,14 +49,28 @@ def train(rank: int, payload: tuple[Case, Layout, Outcome, str]) -> Compiled:
         return programs[-1]
 
     inductor = name == "inductor"
-    torch.compiler.set_default_backend(name if inductor else counted)
     jobs.build = kept
     try:
-        outcome = jobs.train(rank, jobs.Training(case, layout, reference))
+        with default_backend(name if inductor else counted):
+            outcome = jobs.train(rank, jobs.Training(case, layout, reference))
     finally:
-        torch.compiler.set_default_backend(None)
         jobs.build = build
     return Compiled(outcome, None if inductor else graphs, _strays(programs[0]))
+
+
+@contextmanager
+def default_backend(backend: Any) -> Iterator[None]:
+    """Compile with this backend where none is named. torch 2.9 has no such setting: each call names it."""
+    if hasattr(torch.compiler, "set_default_backend"):
+        torch.compiler.set_default_backend(backend)
+        try:
+            yield
+        finally:
+            torch.compiler.set_default_backend(None)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", wraps(torch.compile)(partial(torch.compile, backend=backend)))
+        yield
 
 
 def _strays(program: TrainProgram) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType
@@ -45,6 +46,16 @@ def default_backend() -> str:
     """The backend of torch.compile where none is named, which could not be changed before."""
     known = getattr(torch.compiler, "get_default_backend", None)
     return str(known()) if known else "inductor"
+
+
+def patience_with_recompilations() -> AbstractContextManager[object]:
+    """A context in which compiled code may be compiled anew as often as it asks to. Under a dispatch mode torch 2.9 asks
+    at every call, and gives up at the ninth."""
+    config: Any = import_module("torch._dynamo.config")
+    patience: AbstractContextManager[object] = config.patch(
+        recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20
+    )
+    return patience
 
 
 def compile_apart(function: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:

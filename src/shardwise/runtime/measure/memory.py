@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.ops.gradients import WeightGradient
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.pipeline.stages import no_moment
+from shardwise.runtime.torch_versions import patience_with_recompilations
 from shardwise.runtime.zero.trainable import Trainable
 
 SETTLE = 1e-3
@@ -121,6 +123,9 @@ class StepMeasurement:
         self.saved = 0
         self._storages = LiveStorages(self._known, program.offloaded.on_host if program.offloaded else set())
         self._workspaces = 0
+        self._patience: AbstractContextManager[object] = (
+            patience_with_recompilations() if program.plan.layout.compile == "block" else nullcontext()
+        )
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def __enter__(self) -> StepMeasurement:
@@ -136,6 +141,7 @@ class StepMeasurement:
         program.engine.host.restart()
         tally.changed = self._storages.change
         self._storages.change(tally.total)
+        self._patience.__enter__()
         self._storages.__enter__()
         self._hooks.__enter__()
         return self
@@ -143,6 +149,7 @@ class StepMeasurement:
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
         self._storages.__exit__(*error)
+        self._patience.__exit__(*error)
         program = self.program
         if program.device.type == "cuda":
             self._workspaces = _cublas_workspaces()
