@@ -49,8 +49,8 @@ def default_backend() -> str:
 
 
 def patience_with_recompilations() -> AbstractContextManager[object]:
-    """A context in which compiled code may be compiled anew as often as it asks to. Under a dispatch mode torch 2.9 asks
-    at every call, and gives up at the ninth."""
+    """A context in which compiled code may be compiled anew as often as it asks to. Under a dispatch mode, torch 2.9
+    asks at every call, and gives up at the ninth."""
     config: Any = import_module("torch._dynamo.config")
     patience: AbstractContextManager[object] = config.patch(
         recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20
