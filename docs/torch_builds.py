@@ -1,12 +1,14 @@
 """Write docs/torch_builds.md: a sample of the tests under other builds of torch, each in an environment of its own.
 
-    python docs/torch_builds.py 2.9.1 2.14.1
+    python docs/torch_builds.py 2.9.1 2.14.1 [--only compile=block]
 
-Each environment takes up to 7 GB in `build/`, and is left there. A row stands until its version is tested again.
+Each environment takes up to 7 GB in `build/`, and is left there. A row stands until its version is tested again; with
+--only, so do its other columns.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -32,6 +34,10 @@ A sample of the tests under several builds of torch, on the CPU, as `python docs
 `pip install torch==VERSION '.[test]'` installs each into a new environment.
 
 | torch | date | """
+TAIL = """
+What fails under 2.9.1 are comparisons with torch's own FSDP2 in fp64, whose losses differ by 8e-10 there and not under
+later builds; the cause is not known. AdamW's bits are equal under all three.
+"""
 
 
 def environment(version: str) -> Path:
@@ -73,16 +79,22 @@ def rows_of(page: str) -> dict[str, str]:
 
 def main() -> None:
     rows = rows_of(PAGE.read_text()) if PAGE.exists() else {}
-    for wanted in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="+", metavar="VERSION")
+    parser.add_argument("--only", choices=SAMPLES, metavar="NAME")
+    args = parser.parse_args()
+    for wanted in args.versions:
         python = environment(wanted)
-        version, found = version_of(python), []
-        for name, (most, tests) in SAMPLES.items():
-            found.append(sampled(python, most, tests))
-            print(json.dumps({"torch": version, "tests": name, "outcome": found[-1]}), flush=True)
-        rows[version] = f"| {version} | {date.today()} | {' | '.join(found)} |"
+        version = version_of(python)
+        before = [cell.strip() for cell in rows.get(version, "").split("|")[3:-1]] or ["not run"] * len(SAMPLES)
+        found = dict(zip(SAMPLES, before, strict=True))
+        for name in [args.only] if args.only else SAMPLES:
+            found[name] = sampled(python, *SAMPLES[name])
+            print(json.dumps({"torch": version, "tests": name, "outcome": found[name]}), flush=True)
+        rows[version] = f"| {version} | {date.today()} | {' | '.join(found.values())} |"
         ordered = sorted(rows, key=lambda text: [int(n) for n in re.findall(r"\d+", text.split("+")[0])])
         head = f"{HEAD}{' | '.join(SAMPLES)} |\n|{'---|' * (2 + len(SAMPLES))}\n"
-        PAGE.write_text(head + "\n".join(rows[version] for version in ordered) + "\n")
+        PAGE.write_text(head + "\n".join(rows[version] for version in ordered) + "\n" + TAIL)
 
 
 if __name__ == "__main__":
