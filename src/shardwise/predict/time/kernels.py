@@ -69,14 +69,19 @@ class Kernels:
         sms, form, best = self.constants.sms, self.constants.form(dtype), None
         # Batched products are not split over the sum.
         alone = np.asarray(batch) == 1
+        every, splits = alone.all(), SPLITS if alone.any() else (1,)
+        depths = {split: k / split + form["prologue_k"] for split in splits}
+        sums = {split: split * 8.0 * m * n / self.constants.bandwidth for split in splits}
+        down = {rows: batch * np.ceil(m / rows) for rows in {tile[0] for tile in form["tiles"]}}
+        across = {columns: np.ceil(n / columns) for columns in {tile[1] for tile in form["tiles"]}}
         for rows, columns, efficiency in form["tiles"]:
-            tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
+            tiles = down[rows] * across[columns]
             one = 2.0 * rows * columns * sms / (peak * efficiency)
-            for split in SPLITS if alone.any() else (1,):
-                seconds = np.ceil(tiles * split / sms) * one * (k / split + form["prologue_k"])
+            for split in splits:
+                seconds = np.ceil(tiles * split / sms) * one * depths[split]
                 if split > 1:
-                    seconds = seconds + split * 8.0 * m * n / self.constants.bandwidth + form["split_latency_s"]
-                    seconds = seconds if alone.all() else np.where(alone, seconds, np.inf)
+                    seconds = seconds + sums[split] + form["split_latency_s"]
+                    seconds = seconds if every else np.where(alone, seconds, np.inf)
                 best = seconds if best is None else np.minimum(best, seconds)
         return best
 
