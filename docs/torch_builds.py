@@ -35,9 +35,9 @@ A sample of the tests under several builds of torch, on the CPU, as `python docs
 
 | torch | date | """
 TAIL = """
-What fails under 2.9.1: three comparisons with torch's own FSDP2 in fp64, whose losses differ by about 1e-9 there and not
-under later builds (the cause is not known; AdamW's bits are equal under all three), and one compiled block in fp64 with
-a mask, for which inductor's code has a number in fp32.
+What fails under 2.9.1: three comparisons with torch's own FSDP2 in fp64, whose losses differ by about 1e-9 there and
+not under later builds (the cause is not known; AdamW's bits are equal under all three), and one compiled block in fp64
+with a mask, for which inductor's code has a number in fp32.
 """
 
 
