@@ -133,7 +133,7 @@ def test_it_takes_about_the_seconds_that_were_given(monkeypatch, making, calling
 
 
 def test_a_gpu_is_timed_by_its_own_clock_and_the_calls_of_a_block_by_the_hosts(monkeypatch):
-    """A device of which every call takes 2 s, and a host that needs 3 ms for each."""
+    """Every call takes 2 s on the device, and 3 ms on the host."""
     clock = Clock()
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=clock, thread_time=clock))
     seen = []

@@ -160,6 +160,8 @@ class ShareRun:
             plan, comms, self.config, lambda parameter, index: initial_values(parameter, index, SEED), self.device
         )
         first, end = vocabulary_range(plan)
+        if first >= end:  # a part that is padding alone
+            first, end = 0, model.vocab
         # Of other ids this rank has no embedding: rows of zeros, whose gradients grow from block to block to infinity.
         count = (job.warm + job.repeats) * self.workload.batch * self.workload.seq + 1
         tokens = np.random.default_rng(SEED).integers(first, end, count)

@@ -18,8 +18,8 @@ BLOCK = 256
 SCALE = 4
 """Bytes of a scale."""
 CHUNK = {"cpu": 128 * BLOCK, "cuda": 16384 * BLOCK}
-"""Elements that are converted at a time: what a CPU's cache holds, and what keeps a GPU busy for as long as the host
-needs for the calls."""
+"""Elements that are converted at a time: on a CPU what its cache holds; on a GPU many more, since the host takes longer
+to call the operations than the device takes for a small chunk."""
 WIRE_DTYPE = "uint8"
 """dtype of packed pieces in a ledger: each element is a byte."""
 

@@ -27,8 +27,7 @@ COUNTED = {
     "packing": PACKING / WIDTH["float32"], "unpacking": ADDING / WIDTH["float32"],
 }  # fmt: skip
 """Elements that `block.py` counts for each element of an operation, forward and backward, as this project's decoder is
-counted on a CPU: norm with the residual that it belongs to. Of packed gradients those that `traffic.py` counts in
-fp32."""
+counted on a CPU: norm with the residual that it belongs to; packed gradients as `traffic.py` counts them, in fp32."""
 PROFILES = {"cpu": "shardwise-cpu", "cuda": "shardwise"}
 """Kind of device -> the profile that counts operations there."""
 FAMILIES = {8: "Ampere", 9: "Hopper"}

@@ -7,8 +7,8 @@ On CPU every storage is followed from the operation that made it to its end, by 
 what autograd saves is seen through saved-tensor hooks: a storage counts from the end of the forward pass that saved it
 until autograd has let go of its last saved tensor. What a pipeline keeps for the gradients of weights counts, too.
 Memory that an operator takes and returns inside itself is not seen. On CUDA the allocator tells the peak. The lasting
-workspaces of cuBLAS are left out, of which each thread that computes has one: predictions reserve memory for them, as
-for the driver's context and its kernels.
+workspaces of cuBLAS are left out (each thread that computes has one): predictions reserve memory for them, as for the
+driver's context and its kernels.
 """
 
 from __future__ import annotations
