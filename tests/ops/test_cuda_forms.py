@@ -22,6 +22,8 @@ from shardwise.decoder.modules import Batch, RMSNorm, rms_norm_backward
 from shardwise.model import ModelConfig
 from shardwise.ops.context import OpContext, Options, Redistribute
 from shardwise.ops.cuda import cross_entropy, halves, limits, norm
+from shardwise.ops.cuda.launch import FusedOps, Stored
+from shardwise.ops.cuda.products import Chooser, Matrix
 from shardwise.ops.cuda.rotary import rotate_into
 from shardwise.ops.fusion import LLAMA_HALVES
 from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
@@ -241,6 +243,15 @@ def test_an_infinite_norm_divides_by_infinity(monkeypatch: pytest.MonkeyPatch) -
     assert divisor is not None and (torch.tensor([1.0, torch.inf]) / divisor).tolist() == pytest.approx(
         [0.0, float("nan")], nan_ok=True
     )
+
+
+def test_products_of_a_decode_step_are_timed_with_what_is_around_them() -> None:
+    weight, around, seen = torch.randn(6, 4), FusedOps(torch.ones(4), 1e-5, gate=1), []
+    matrix = Matrix(Stored(weight, None, None), torch.float32, Chooser(kernels=False))
+    matrix.before = lambda: around
+    matrix.with_ops = lambda x, ops, tile: seen.append((ops, tile)) or x  # type: ignore[method-assign]
+    Chooser._pass([matrix], torch.randn(1, 4), None)
+    assert seen and all(ops is around and tile is None for ops, tile in seen)
 
 
 def test_latent_attention_takes_the_forms() -> None:
