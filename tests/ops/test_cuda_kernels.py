@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from itertools import product
 from typing import Any
 
@@ -63,9 +66,10 @@ def test_a_product_with_few_rows(int8: bool, bias: bool, rows: int, outputs: int
     matrix, weight = stored(outputs, inputs, int8, bias)
     x, residual = random(rows, inputs), random(rows, outputs)
     expected = F.linear(x, weight, matrix.bias)
-    tile = Tile(16, 32, 4, 2)
-    torch.testing.assert_close(launch.few_rows(x, matrix, None, tile), expected, atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(launch.few_rows(x, matrix, residual, tile), expected + residual, atol=2e-4, rtol=1e-4)
+    for tile in (Tile(16, 32, 4, 2), Tile(16, 16, 4, 2, parts=3)):
+        y, added = (launch.few_rows(x, matrix, each, tile) for each in (None, residual))
+        torch.testing.assert_close(y, expected, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(added, expected + residual, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -184,3 +188,22 @@ def test_a_kernel_that_fails_leaves_the_library() -> None:
 
     chooser.choose(1, clock)
     assert chooser.failures and "library" in chooser.report[-1]
+
+
+def test_kernels_for_hopper() -> None:
+    """They compile. A product with one row moves nothing between threads in its loop, and converts int8 without
+    conversion instructions; only steps with one row have programmatic dependent launch, all of whose kernels wait."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-m", "harness.hopper_kernels"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    one_row = [each for each in compiled if each["kernel"] == "one_row"]
+    assert [each["int8"] for each in one_row] == [True, True, False, False]
+    assert not any(each["conversions"] for each in one_row)
+    for each in one_row:
+        assert ("prmt.b32" in each["ptx"]) == each["int8"] and "cvt.rn.f32.s16" not in each["ptx"]
+    dependent = {each["kernel"] for each in compiled if "griddepcontrol.launch_dependents" in each["ptx"]}
+    assert dependent == {"one_row", "turn_and_store", "attend_part", "attend_join"}
+    assert dependent == {each["kernel"] for each in compiled if "griddepcontrol.wait" in each["ptx"]}

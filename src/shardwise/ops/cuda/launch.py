@@ -21,6 +21,8 @@ _LANES = 16
 """Fewest rows of a tile that tensor cores multiply."""
 _KEYS = 32
 """Keys per step of attention."""
+_BLOCK = 1024
+"""Numbers of a row that a program has where each is computed alone."""
 _FILL = 512
 """Programs of attention that keep a device busy: about four per multiprocessor."""
 
@@ -36,6 +38,28 @@ def serve(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cuda" and dtype in DTYPES and find_spec("triton") is not None
 
 
+@cache
+def runs_ptx(device: torch.device) -> bool:
+    """Whether kernels on this device may have PTX in them: an NVIDIA device, and not Triton's interpreter."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+@cache
+def _may_depend(device: torch.device) -> bool:
+    return (
+        runs_ptx(device)
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and kernels().gdc_launch_dependents is not None
+    )
+
+
+def dependent_launch(x: Tensor) -> dict[str, bool]:
+    """Options of a kernel of a step with rows x: programmatic dependent launch for one, where the device has it."""
+    if len(x) > 1 or not _may_depend(x.device):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
 def power(number: int) -> int:
     """The next power of two."""
     return 1 << (number - 1).bit_length()
@@ -46,8 +70,12 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
+    """With one row, at least 256 for each warp, so that a thread has eight."""
     warps: int
-    stages: int
+    stages: int = 1
+    """Reads ahead, with several rows."""
+    parts: int = 1
+    """Programs that share a tile's inputs, with several rows."""
 
 
 class Stored(NamedTuple):
@@ -90,8 +118,8 @@ def one_row(x: Tensor, matrix: Stored, around: FusedOps, tile: Tile) -> Tensor:
     kernels().one_row[(-(-outputs // rows),)](
         x, around.gain, numbers, scales, bias, around.residual, out, outputs, inputs, around.eps,
         NORM=around.gain is not None, SCALED=scales is not None, BIASED=bias is not None,
-        ADDS=around.residual is not None, GATE=around.gate, EVEN=even, ROWS=rows, COLUMNS=tile.columns,
-        STAGES=tile.stages, num_warps=tile.warps,
+        ADDS=around.residual is not None, GATE=around.gate, EVEN=even, PTX=runs_ptx(x.device), ROWS=rows,
+        COLUMNS=tile.columns, num_warps=tile.warps, **dependent_launch(x),
     )  # fmt: skip
     return out
 
@@ -100,14 +128,20 @@ def few_rows(x: Tensor, matrix: Stored, residual: Tensor | None, tile: Tile) -> 
     """A product with x [B, inputs], added to `residual` [B, outputs]: [B, outputs]."""
     numbers, scales, bias = matrix
     outputs, inputs = numbers.shape
-    out = x.new_empty(len(x), outputs)
+    out, parts = x.new_empty(len(x), outputs), tile.parts
+    after = {"SCALED": scales is not None, "BIASED": bias is not None, "ADDS": residual is not None}
+    sums = out if parts == 1 else x.new_empty(parts, len(x), outputs, dtype=torch.float32)
+    share = -(-inputs // (parts * tile.columns)) * tile.columns
     even = outputs % tile.rows == 0 and inputs % tile.columns == 0
-    kernels().few_rows[(-(-outputs // tile.rows),)](
-        x, numbers, scales, bias, residual, out, len(x), outputs, inputs,
-        SCALED=scales is not None, BIASED=bias is not None, ADDS=residual is not None, EVEN=even,
+    kernels().few_rows[(-(-outputs // tile.rows), parts)](
+        x, numbers, scales, bias, residual, sums, len(x), outputs, inputs, share, EVEN=even,
         BATCH=max(_LANES, power(len(x))), ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
-        num_warps=tile.warps,
+        num_warps=tile.warps, **(after if parts == 1 else dict.fromkeys(after, False)),
     )  # fmt: skip
+    if parts > 1:
+        kernels().joined[(len(x), -(-outputs // _BLOCK))](
+            sums, scales, bias, residual, out, len(x), outputs, PARTS=parts, BLOCK=_BLOCK, num_warps=4, **after
+        )
     return out
 
 
@@ -120,9 +154,9 @@ def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 def gated(x: Tensor, gate: int) -> Tensor:
     """act(gate) up of [gate | up] [B, 2 width]: [B, width]."""
-    width, block = x.shape[1] // 2, 1024
+    width = x.shape[1] // 2
     out = x.new_empty(len(x), width)
-    kernels().gated[(len(x), -(-width // block))](x, out, width, GATE=gate, BLOCK=block, num_warps=4)
+    kernels().gated[(len(x), -(-width // _BLOCK))](x, out, width, GATE=gate, BLOCK=_BLOCK, num_warps=4)
     return out
 
 
@@ -154,13 +188,14 @@ def turn_and_store(
         heads, cos, sin, q_gain, k_gain, queries, cache, rows.slots, cache.shape[2], eps,
         HEADS=shape.heads, KV=shape.kv, WIDTH=shape.width, HALF=0 if cos is None else cos.shape[1],
         PADDED=power(shape.width), NORM=gains is not None, SIZE=size, num_warps=1,
+        **dependent_launch(heads),
     )  # fmt: skip
     return queries
 
 
 def attend(queries: Tensor, shape: HeadShape, cache: Tensor, size: int, rows: DecodeRows, rule: ScoreRule) -> Tensor:
     """Attention of one token per sequence to the keys in its pages. queries: [B, H, D]; returns [B, H D]."""
-    batch, (heads, kv, width) = len(queries), shape
+    batch, (heads, kv, width), early = len(queries), shape, dependent_launch(queries)
     most = rows.table.shape[1] * size
     splits = min(power(max(1, _FILL // (batch * kv))), power(-(-most // _KEYS)))
     partial_sums = queries.new_empty(batch, heads, splits, width, dtype=torch.float32)
@@ -171,8 +206,9 @@ def attend(queries: Tensor, shape: HeadShape, cache: Tensor, size: int, rows: De
         cache.shape[2], rows.table.shape[1],
         HEADS=heads, KV=kv, WIDTH=width, LANES=max(_LANES, power(heads // kv)), PADDED=max(_LANES, power(width)),
         SIZE=size, WINDOW=rule.window, CAPPED=bool(rule.softcap), SPLITS=splits, KEYS=_KEYS, num_warps=4,
+        **early,
     )  # fmt: skip
     kernels().attend_join[(batch * heads,)](
-        partial_sums, tops, totals, out, WIDTH=width, PADDED=power(width), SPLITS=splits, num_warps=4
+        partial_sums, tops, totals, out, WIDTH=width, PADDED=power(width), SPLITS=splits, num_warps=4, **early
     )
     return out

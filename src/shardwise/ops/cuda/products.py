@@ -26,16 +26,16 @@ from shardwise.ops.products import Product, quantise, widened
 MANY = 64
 """Rows from which on products are the library's."""
 ONE_ROW = {
-    1: [Tile(8, 1024, 4, 1), Tile(8, 2048, 8, 1), Tile(8, 1024, 4, 3), Tile(4, 1024, 4, 1)],
-    2: [Tile(4, 1024, 4, 1), Tile(2, 1024, 4, 1), Tile(8, 512, 4, 1), Tile(8, 1024, 8, 1), Tile(4, 1024, 4, 3)],
-    4: [Tile(4, 512, 4, 1), Tile(2, 512, 4, 1), Tile(8, 512, 8, 1)],
-}  # fmt: skip
+    1: [Tile(4, 1024, 4), Tile(8, 2048, 8), Tile(4, 2048, 8), Tile(8, 1024, 4)],
+    2: [Tile(2, 1024, 4), Tile(4, 2048, 8), Tile(8, 2048, 8), Tile(4, 1024, 4)],
+    4: [Tile(2, 1024, 4), Tile(4, 1024, 4), Tile(2, 2048, 8)],
+}
 """Bytes of a number -> tiles that are tried."""
 FEW_ROWS = {
-    1: [Tile(16, 256, 2, 5), Tile(32, 256, 4, 4), Tile(64, 128, 4, 5), Tile(32, 128, 2, 6)],
-    2: [Tile(16, 256, 2, 4), Tile(32, 128, 4, 5), Tile(64, 128, 4, 4)],
+    1: [Tile(32, 128, 4, 5, 2), Tile(64, 256, 4, 3, 2), Tile(32, 256, 4, 4), Tile(64, 128, 4, 5)],
+    2: [Tile(64, 128, 4, 5), Tile(128, 128, 8, 4), Tile(16, 256, 2, 5)],
     4: [],
-}  # fmt: skip
+}
 _PASSES = 12
 """Products in a row that are timed."""
 _SLEEP = 4_000_000
