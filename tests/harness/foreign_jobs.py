@@ -98,7 +98,9 @@ def _fsdp_step(case: Case, decoder: Any, adam: torch.optim.AdamW, step: int) -> 
     adam.zero_grad()
     # FSDP2 averages gradients over ranks.
     (loss * world).backward()
-    torch.nn.utils.clip_grad_norm_(list(decoder.parameters()), case.optimizer.clip)
+    # Not `clip_grad_norm_`: torch 2.9 adds its 1e-6 to every rank's part of the norm.
+    norm: Any = torch.nn.utils.get_total_norm([p.grad for p in decoder.parameters()])
+    torch.nn.utils.clip_grads_with_norm_(decoder.parameters(), case.optimizer.clip, norm.full_tensor())
     for group in adam.param_groups:
         group["lr"] = learning_rate(case.optimizer, step, STEPS)
     adam.step()

@@ -120,6 +120,26 @@ def test_compilations_of_one_function_do_not_count_as_one_another_s(
     assert counter.frame_count == 5
 
 
+def test_the_compiler_knows_that_fp64_attention_has_sums_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before torch 2.13, where it takes all sums for fp32."""
+    kernels = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default.py_kernels
+    meta, calls = torch._C.DispatchKey.Meta, []
+
+    def of_2_9(query: torch.Tensor, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(query.dtype)
+        return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float)
+
+    monkeypatch.setitem(kernels, meta, of_2_9)
+    for _ in range(2):
+        torch_versions.know_fp64_attention()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x = torch.empty(2, 3, 4, 5, dtype=dtype, device="meta")
+        calls.clear()
+        out, sums = kernels[meta](x, x, x, is_causal=True)
+        assert calls == [dtype] and out.dtype == dtype and out.shape == x.shape
+        assert sums.dtype == (dtype if dtype == torch.float64 else torch.float32)
+
+
 def _with(plain: Any, backend: Any) -> Any:
     """torch.compile with a backend, and its signature."""
 

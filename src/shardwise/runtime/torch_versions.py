@@ -58,8 +58,26 @@ def patience_with_recompilations() -> AbstractContextManager[object]:
     return patience
 
 
+def know_fp64_attention() -> None:
+    """Have the compiler know what attention on CPUs returns in fp64. Before 2.13 it takes the log-sums for fp32, so that
+    its code converts them, and the backward pass rejects what it gets."""
+    operation: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    kernels, meta = operation.py_kernels, torch._C.DispatchKey.Meta
+    known, x = kernels[meta], torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
+    if known(x, x, x)[1].dtype == x.dtype:
+        return
+
+    def exact(query: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        out, sums = known(query, *args, **named)
+        return out, sums.to(torch.promote_types(sums.dtype, query.dtype))
+
+    kernels[meta] = exact
+    operation._dispatch_cache.clear()
+
+
 def compile_apart(function: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
     """torch.compile with static shapes, whose compilations do not count as those of another call for this function."""
+    know_fp64_attention()
     options: dict[str, Any] = {"fullgraph": fullgraph, "dynamic": False}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
