@@ -35,9 +35,9 @@ A sample of the tests under several builds of torch, on the CPU, as `python docs
 
 | torch | date | """
 TAIL = """
-Until 2.12 `compile=block` with precision=fp64 needs a correction of what torch's compiler knows of fp64 attention on CPUs
-(`runtime/torch_versions.py`); the comparisons with FSDP2 clip its gradients by `get_total_norm` and
-`clip_grads_with_norm_`, since `clip_grad_norm_` of 2.9 adds its 1e-6 once per rank.
+Under 2.9 and 2.11 `compile=block` with precision=fp64 needs a correction of what torch's compiler knows of fp64
+attention on CPUs (`runtime/torch_versions.py`). The tests clip FSDP2's gradients by `get_total_norm` and
+`clip_grads_with_norm_`: `clip_grad_norm_` of 2.9 adds its 1e-6 once per rank.
 """
 
 

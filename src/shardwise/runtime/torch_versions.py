@@ -59,8 +59,8 @@ def patience_with_recompilations() -> AbstractContextManager[object]:
 
 
 def know_fp64_attention() -> None:
-    """Have the compiler know what attention on CPUs returns in fp64. Before 2.13 it takes the log-sums for fp32, so that
-    its code converts them, and the backward pass rejects what it gets."""
+    """Have the compiler know what attention on CPUs returns in fp64. That of 2.9 and 2.11 takes the log-sums for fp32,
+    so that its code converts them, and the backward pass rejects what it gets."""
     operation: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     kernels, meta = operation.py_kernels, torch._C.DispatchKey.Meta
     known, x = kernels[meta], torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
