@@ -27,7 +27,7 @@ WORLDS = (2, 4, 8)
 SPLITS = ((2, 2), (1, 2), (2, 2), (4, 2), (2, 2), (1, 4), (2, 4))
 """(ranks of a replica, replicas)."""
 OF_EACH = 10
-TODAY = 6
+TODAY = 4
 EIGHT_RANKS = 1
 """Of a day's cases, at most."""
 OFFLOADS = ("", "", "offload=cpu", "", "", "offload=cpu:0.4", "", "offload=cpu,offload_params=cpu", "")

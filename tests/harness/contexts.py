@@ -19,7 +19,7 @@ POOL = 1200
 LEAST = 64
 EIGHT_RANKS = 12
 LONGEST = 6
-SAMPLE = 9
+SAMPLE = 6
 
 CHOICES: dict[str, list[Any]] = {
     "cpkind": ["ring", "ulysses", "allgather"],

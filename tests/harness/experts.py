@@ -27,7 +27,7 @@ EIGHT_RANKS = 16
 ONE_EXPERT = 4
 GAP, TRIES = 2e-6, 40
 """Least difference of scores in fp32, which rounds at 1e-7, and data to look for it in."""
-SAMPLE = 10
+SAMPLE = 7
 
 # Hidden sizes and widths are odd or prime, as in `space.py`; eight experts, which ep=2, 4 and 8 divide.
 _LLAMA = MODELS["llama"]

@@ -28,7 +28,7 @@ WAYS = (
 )
 SPACES = {"dense": all_cases, "pipelines": pipeline_cases, "contexts": context_cases, "experts": expert_cases}
 OF_EACH = 2
-TODAY = 5
+TODAY = 3
 
 
 @dataclass(frozen=True)

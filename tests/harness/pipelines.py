@@ -18,7 +18,7 @@ from shardwise.layout.units import Backend
 POOL = 2000
 LEAST = 90
 EIGHT_RANKS = 8
-SAMPLE = 8
+SAMPLE = 6
 
 CHOICES: dict[str, list[Any]] = {
     "schedule": ["naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"],

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,10 @@ RANDOM_STATE = 5056
 """Bytes of a CPU's random state, which compiled code of a checkpoint saves, needed or not."""
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    some_of(product(["llama", "qwen3", "gpt2"], ["none", "selective", "full"]), 4, "saved by compiled blocks"),
+)
 def test_saved_tensors_of_whole_compiled_blocks(name: str, recompute: str) -> None:
     model = MODELS[name].replace(
         hidden=64, head_dim=16, ffn=176, layers=2, max_positions=64, dropout=0.0, attention_dropout=0.0

@@ -27,7 +27,7 @@ LAYOUTS = (
     "dp=2,cp=2,ep=2,zero=2,shard=2", "dp=2,pp=2,ep=2,zero=1,schedule=zb-h1",
 )  # fmt: skip
 SAVED, LAST = 3, 6
-PAIRS = 3
+PAIRS = 2
 LONG_SAVED, LONG_LAST = 10, 20
 LIMIT = 240.0
 

@@ -23,7 +23,7 @@ from shardwise.model.lora import INT8, Lora
 from shardwise.model.parameters import blueprint, parameters
 
 TARGETS = ((), (), ("q", "v"), ("down",), ("k", "up"), ("out",), ("q", "k", "v", "up"))
-PER_DAY = 6
+PER_DAY = 4
 MOST_RANKS = 6
 
 

@@ -73,7 +73,7 @@ HOMES = [
 
 
 @pytest.mark.parametrize(
-    "case", [*some_of(drawn(24), 2, "traced modules"), *some_of(HOMES, 1, "traced homes")], ids=str
+    "case", [*some_of(drawn(24), 1, "traced modules"), *some_of(HOMES, 1, "traced homes")], ids=str
 )
 def test_a_measured_step_is_that_of_the_trace(case):
     layout = Layout.parse(case.layout)

@@ -13,6 +13,7 @@ from harness.huggingface import pretrained
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.space import MODELS, SEQ, Point, point
+from harness.today import some_of
 from shardwise.layout import Layout, Workload
 from shardwise.model.huggingface import from_huggingface
 
@@ -37,13 +38,13 @@ PIPELINES = (
 """(layout, model, whether documents are kept apart); gpt2 and qwen3 have tied tables."""
 
 
-@pytest.mark.parametrize("point", FSDP, ids=lambda p: p.id)
+@pytest.mark.parametrize("point", some_of(FSDP, 2, "beside FSDP2"), ids=lambda p: p.id)
 def test_fsdp2_agrees(point: Point) -> None:
     oracle = run_ranks("harness.oracles:fsdp", 2, point.case)[0]
     assert_parity(point.case, point.layout, train(point.case, point.layout, against=oracle, memory=False), oracle)
 
 
-@pytest.mark.parametrize("point", TENSOR, ids=lambda p: p.id)
+@pytest.mark.parametrize("point", some_of(TENSOR, 1, "beside DTensor"), ids=lambda p: p.id)
 def test_dtensor_agrees(point: Point) -> None:
     # DTensor's row-parallel style cannot cut an odd width.
     model = point.case.model
@@ -52,7 +53,7 @@ def test_dtensor_agrees(point: Point) -> None:
     assert_parity(case, point.layout, train(case, point.layout, against=oracle, memory=False), oracle)
 
 
-@pytest.mark.parametrize(("schedule", "name", "documents"), PIPELINES)
+@pytest.mark.parametrize(("schedule", "name", "documents"), some_of(PIPELINES, 3, "beside torch's pipelines"))
 def test_torch_pipelining_agrees(schedule: str, name: str, documents: bool) -> None:
     layout = Layout.parse(f"pp=2,schedule={schedule},precision=fp64")
     case = Case(MODELS[name].replace(layers=4), Workload(SEQ, 4 * layout.micro, isolate_documents=documents))

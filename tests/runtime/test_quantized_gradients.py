@@ -72,7 +72,7 @@ def train(point: Point, layout: Layout) -> list[RankOutcome]:
     return run_ranks("harness.jobs:train", layout.ranks, asked)
 
 
-@pytest.mark.parametrize("point", some_of(GRADIENT_POINTS, 4, "quantized gradients"), ids=lambda p: p.id)
+@pytest.mark.parametrize("point", some_of(GRADIENT_POINTS, 3, "quantized gradients"), ids=lambda p: p.id)
 def test_ledger_and_bytes_are_exact(point: Point) -> None:
     layout = replace(point.layout, qgz=True, feedback=feeds(point))
     ranks = train(point, layout)
