@@ -49,3 +49,12 @@ def of_some(case: str, cases: Iterable[str], count: int) -> pytest.MarkDecorator
 
 TORCHRUN = ("killed", "foreign", "hung", "two agents")
 """Tests that start torchrun, which imports torch once per rank."""
+COMPILED = ("inductor", "attention over ranks", "routing", "said of compilation")
+RESUMED = ("experts", "experts' losses", "rounds", "optimizers")
+LIBRARIES = ("FSDP2", "DTensor", "torch's pipelines", "transformers' experts")
+QUANTIZED = ("gradients", "errors", "residuals", "gathers")
+SERVERS = ("killed", "killed without restarts", "paused", "cut")
+STORAGE = ("read-only", "full", "other text", "vanished text")
+FOLLOWED = ("four processes", "loads of a real run", "loads", "a run to its end", "what comes later")
+CHAPTERS = ("by mouse", "by keys")
+"""Groups of long tests, some of which run on a day."""

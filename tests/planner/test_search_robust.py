@@ -210,7 +210,7 @@ PLANS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "cluster", "seq", "batch"), PLANS)
+@pytest.mark.parametrize(("name", "cluster", "seq", "batch"), some_of(PLANS, 3, "plans"))
 def test_every_layout_of_a_plan_runs_on_its_engine(name, cluster, seq, batch):
     """The default plan's under `train`, which says no to what it lacks; another engine's have that one's features."""
     model, workload = get(name), Workload(seq, batch)

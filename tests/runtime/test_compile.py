@@ -23,7 +23,7 @@ from harness.experts import EXPERT_MODELS, expert_cases
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.space import MODELS, Point, all_cases, point, sample
-from harness.today import EVERYTHING, seed, some_of
+from harness.today import COMPILED, EVERYTHING, of_some, seed, some_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable, unit_plan
 from shardwise.predict import estimate
@@ -91,6 +91,7 @@ def with_context() -> list[Point]:
     return some_of(compilable(context_cases())[::2], 1, "contexts")
 
 
+@of_some("attention over ranks", COMPILED, 2)
 @pytest.mark.parametrize("point", with_context(), ids=lambda p: p.id)
 def test_attention_over_ranks_stays_outside_the_graphs(point: Point) -> None:
     assert_all(point, TRACED)
@@ -102,6 +103,7 @@ def with_experts() -> list[Point]:
     return some_of(points, 1, "experts")
 
 
+@of_some("routing", COMPILED, 2)
 @pytest.mark.parametrize("point", with_experts(), ids=lambda p: p.id)
 def test_routing_stays_outside_the_graphs(point: Point) -> None:
     assert_all(point, TRACED)
@@ -130,6 +132,7 @@ def missing() -> str | None:
     return None if headers.exists() else f"no C++ headers of Python at {headers}"
 
 
+@of_some("inductor", COMPILED, 2)
 @pytest.mark.parametrize("point", some_of(INDUCTOR, 1, "inductor"), ids=lambda p: p.id)
 def test_inductor(point: Point) -> None:
     if reason := missing():
@@ -220,6 +223,7 @@ def test_a_failing_compiler_is_told_in_one_line() -> None:
     assert "x.cpp:1:10: fatal error: Python.h" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@of_some("said of compilation", COMPILED, 2)
 def test_estimate_and_dry_run_say_what_they_assume() -> None:
     from shardwise.runtime.dryrun import dry_run
 

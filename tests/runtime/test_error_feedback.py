@@ -16,7 +16,7 @@ from harness.quantized import GRADIENT_POINTS, rounded
 from harness.quantized_jobs import Account, FedBack, Summed, numbers
 from harness.reference import Case
 from harness.space import MODELS
-from harness.today import some_of
+from harness.today import QUANTIZED, of_some, some_of
 from shardwise.checkpoint import Checkpoint, diff
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.wire import BLOCK, packed_bytes
@@ -98,6 +98,7 @@ def test_trap_27_true_sums_are_what_was_sent_and_what_is_left(text: str) -> None
     assert np.abs(true - sent).max() > 1e-3 * np.abs(true).max()
 
 
+@of_some("errors", QUANTIZED, 2)
 @pytest.mark.parametrize("point", some_of(GRADIENT_POINTS, 3, "error feedback"), ids=lambda p: p.id)
 def test_trap_27_every_gradient_of_a_training_is_accounted_for(point) -> None:
     layout = replace(point.layout, qgz=True, feedback=True)
@@ -153,6 +154,7 @@ def residuals(checkpoint: Checkpoint) -> list[str]:
     return [name for name in checkpoint.tensors if name.startswith(f"{RESIDUAL}/")]
 
 
+@of_some("residuals", QUANTIZED, 2)
 @pytest.mark.parametrize("text", some_of(STORED, 2, "stored residuals"))
 def test_trap_27_residuals_go_from_layout_to_layout(text: str, tmp_path: Path) -> None:
     source = saved(text, tmp_path / "a")

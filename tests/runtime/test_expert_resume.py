@@ -16,7 +16,7 @@ from harness.experts import EXPERT_MODELS
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.resume_jobs import Trained
-from harness.today import some_of
+from harness.today import RESUMED, of_some, some_of
 from shardwise.checkpoint import Checkpoint, diff
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
@@ -71,6 +71,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, lis
     return Runs()
 
 
+@of_some("experts", RESUMED, 2)
 @pytest.mark.parametrize(("source", "to"), some_of(product(LAYOUTS, LAYOUTS), PAIRS, "resumed experts"))
 def test_a_run_continues_under_any_layout(source: str, to: str, saved: dict, tmp_path: Path) -> None:
     path, losses = saved[source]
@@ -80,6 +81,7 @@ def test_a_run_continues_under_any_layout(source: str, to: str, saved: dict, tmp
     assert diff(Checkpoint.open(path), Checkpoint.open(tmp_path / "again" / f"step-{SAVED}")) == []
 
 
+@of_some("experts' losses", RESUMED, 2)
 @pytest.mark.parametrize("capacity", some_of([0.0, 0.7], 1, "capacities"))
 def test_twenty_steps_have_the_losses_of_any_ep_also_when_resumed(capacity: float, tmp_path: Path) -> None:
     """Two micro-batches a step on four data ranks; resumed by every ep from one ep's checkpoint."""

@@ -10,7 +10,7 @@ import pytest
 
 from harness.pool import run_ranks
 from harness.reference import Case
-from harness.today import some_of
+from harness.today import RESUMED, of_some, some_of
 from shardwise.checkpoint import Checkpoint, diff
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
@@ -52,6 +52,7 @@ def kinds(checkpoint: Checkpoint) -> set[str]:
     return {name.partition("/")[0] for name in checkpoint.tensors}
 
 
+@of_some("rounds", RESUMED, 2)
 @pytest.mark.parametrize("text", some_of(LAYOUTS, 2, "interrupted rounds"))
 def test_an_interrupted_run_ends_as_an_undisturbed_one(text: str, tmp_path: Path) -> None:
     assert_resumes(text, tmp_path)

@@ -14,7 +14,7 @@ from harness.offloads import Offloaded
 from harness.optimizers import KINDS, optimizer_cases, selected_optimizers, settled_case, small
 from harness.pool import run_ranks
 from harness.resume_jobs import STEPS
-from harness.today import some_of
+from harness.today import RESUMED, of_some, some_of
 from shardwise.checkpoint import Checkpoint
 from shardwise.errors import UserError
 from shardwise.layout import Layout, unit_plan
@@ -118,6 +118,7 @@ def resumed(kind: str, text: str, source: Path) -> list[float]:
 MOVES = {"dp=2,zero=1": "tp=2", "dp=2,zero=3": "pp=2", "tp=2": "dp=2,zero=2,offload=cpu", "dp=2": "dp=2,offload=nvme"}
 
 
+@of_some("optimizers", RESUMED, 2)
 @pytest.mark.parametrize(("kind", "text"), some_of(product(KINDS, MOVES), 3, "optimizers that move"))
 def test_trap_29_a_run_resumes_under_another_layout(kind: str, text: str, tmp_path: Path) -> None:
     source, losses = saved(kind, text, tmp_path)

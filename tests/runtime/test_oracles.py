@@ -13,7 +13,7 @@ from harness.huggingface import pretrained
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.space import MODELS, SEQ, Point, point
-from harness.today import some_of
+from harness.today import LIBRARIES, of_some, some_of
 from shardwise.layout import Layout, Workload
 from shardwise.model.huggingface import from_huggingface
 
@@ -38,12 +38,14 @@ PIPELINES = (
 """(layout, model, whether documents are kept apart); gpt2 and qwen3 have tied tables."""
 
 
+@of_some("FSDP2", LIBRARIES, 2)
 @pytest.mark.parametrize("point", some_of(FSDP, 2, "beside FSDP2"), ids=lambda p: p.id)
 def test_fsdp2_agrees(point: Point) -> None:
     oracle = run_ranks("harness.oracles:fsdp", 2, point.case)[0]
     assert_parity(point.case, point.layout, train(point.case, point.layout, against=oracle, memory=False), oracle)
 
 
+@of_some("DTensor", LIBRARIES, 2)
 @pytest.mark.parametrize("point", some_of(TENSOR, 1, "beside DTensor"), ids=lambda p: p.id)
 def test_dtensor_agrees(point: Point) -> None:
     # DTensor's row-parallel style cannot cut an odd width.
@@ -53,6 +55,7 @@ def test_dtensor_agrees(point: Point) -> None:
     assert_parity(case, point.layout, train(case, point.layout, against=oracle, memory=False), oracle)
 
 
+@of_some("torch's pipelines", LIBRARIES, 2)
 @pytest.mark.parametrize(("schedule", "name", "documents"), some_of(PIPELINES, 3, "beside torch's pipelines"))
 def test_torch_pipelining_agrees(schedule: str, name: str, documents: bool) -> None:
     layout = Layout.parse(f"pp=2,schedule={schedule},precision=fp64")
@@ -64,6 +67,7 @@ def test_torch_pipelining_agrees(schedule: str, name: str, documents: bool) -> N
 SHARDED, SPLIT = {"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "enable_expert_parallel": True, "ep_size": 2}
 
 
+@of_some("transformers' experts", LIBRARIES, 2)
 @pytest.mark.parametrize(("text", "options"), [("dp=2,ep=2,zero=3", SHARDED), ("tp=2,ep=2", SPLIT)])
 @pytest.mark.parametrize(
     ("name", "sizes"),

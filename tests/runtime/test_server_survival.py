@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from harness.hosts import hosts
-from harness.today import EVERYTHING, some_of
+from harness.today import EVERYTHING, SERVERS, of_some, some_of
 from harness.training_process import Process, command, losses, restarted, write_text
 from shardwise.checkpoint import latest
 
@@ -66,6 +66,7 @@ KILLS = [(OWN + "ps", 1), (OWN + "ps", 3), (OWN + "async", 2), (OWN + "async", 3
 """(layout, rank that is killed): workers, servers of their own, and both in one."""
 
 
+@of_some("killed", SERVERS, 2)
 @pytest.mark.parametrize(("layout", "rank"), some_of(KILLS, 1, "killed servers"))
 def test_a_killed_worker_or_server_ends_the_run_which_restarts_from_its_checkpoint(
     runs: Path, layout: str, rank: int
@@ -91,6 +92,7 @@ def test_a_killed_worker_or_server_ends_the_run_which_restarts_from_its_checkpoi
         assert losses(runs / name) == undisturbed(runs, layout)
 
 
+@of_some("killed without restarts", SERVERS, 2)
 @pytest.mark.parametrize("rank", some_of([0, 3], 1, "killed without restarts"))
 def test_without_restarts_a_killed_rank_is_one_line_and_leaves_no_process(runs: Path, rank: int) -> None:
     name, layout = f"ended-{rank}", OWN + "async"
@@ -109,6 +111,7 @@ PAUSES = [(OWN + "ps", 1), (OWN + "ps", 3), (OWN + "async", 0), (OWN + "ssp,stal
 """(layout, rank that stands still)"""
 
 
+@of_some("paused", SERVERS, 2)
 @pytest.mark.parametrize(("layout", "rank"), some_of(PAUSES, 1, "paused servers"))
 def test_a_rank_that_stands_still_delays_the_run_and_no_more(runs: Path, layout: str, rank: int) -> None:
     name = f"paused-{number(layout)}-{rank}"
@@ -131,6 +134,7 @@ CUTS = [("dp=2,precision=fp64", 0.0), ("dp=2,servers=1,precision=fp64,sync=ps", 
 """(layout of two ranks on two hosts, seconds of `--hang`: 0 is the usual one, which is longer than the cut)"""
 
 
+@of_some("cut", SERVERS, 2)
 @pytest.mark.usefixtures("several_hosts")
 @pytest.mark.parametrize(("layout", "hang"), some_of(CUTS, 1, "cut links"))
 def test_a_cut_link_delays_the_run_or_ends_it_when_patience_does(

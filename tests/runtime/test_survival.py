@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from harness import forked
-from harness.today import EVERYTHING, TORCHRUN, of_some, seed, some_of
+from harness.today import EVERYTHING, STORAGE, TORCHRUN, of_some, seed, some_of
 from harness.training_process import LIMIT, Process, command, environment, losses, manifests, restarted, write_text
 from shardwise import api
 from shardwise.checkpoint import Checkpoint, diff, latest
@@ -440,6 +440,7 @@ def test_torchrun_hears_of_a_hang_from_the_rank_itself(runs: Path) -> None:
     assert not any(Path("/proc", file.name).exists() for file in (runs / "hung-pids").iterdir())
 
 
+@of_some("other text", STORAGE, 2)
 def test_an_older_checkpoint_starts_a_run_of_its_own(runs: Path) -> None:
     done = run(runs, ONE)
     older = done.out / "checkpoints" / "step-4"
@@ -481,6 +482,7 @@ def in_namespace(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
+@of_some("full", STORAGE, 2)
 def test_a_full_disk(runs: Path) -> None:
     """A disk with room for two checkpoints."""
     disk = runs / "disk"
@@ -498,6 +500,7 @@ def test_a_full_disk(runs: Path) -> None:
     assert re.findall(r"^step-\d$", done.stdout, re.M) == ["step-2", "step-4"]
 
 
+@of_some("read-only", STORAGE, 2)
 def test_a_folder_that_becomes_read_only(runs: Path) -> None:
     """Mounted read-only after the first checkpoint, as a file system does that has seen an error.
 
@@ -519,6 +522,7 @@ def test_a_folder_that_becomes_read_only(runs: Path) -> None:
     assert "Read-only file system" in done.stderr and "Traceback" not in done.stderr
 
 
+@of_some("vanished text", STORAGE, 2)
 def test_prepared_text_that_vanishes(runs: Path) -> None:
     """A run has it mapped and goes on without its name; one that must start again says what is missing."""
     corpora, kept = runs / "corpora", runs / "corpora-kept"

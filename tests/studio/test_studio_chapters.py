@@ -9,7 +9,7 @@ import pytest
 from studio_visitor import Visitor
 from test_studio_page import answers_the_pointer, has_room, is_accessible_in_both_themes
 
-from harness.today import some_of
+from harness.today import CHAPTERS, of_some, some_of
 from shardwise.studio.data import tokens
 
 GIVEN = {"model": "llama-3-8b", "cluster": "8xH100", "output": "32"}
@@ -48,6 +48,7 @@ def is_told(page: Any, number: int) -> None:
     assert page.evaluate("document.querySelector('.summary').getBoundingClientRect().bottom <= innerHeight")
 
 
+@of_some("by mouse", CHAPTERS, 1)
 def test_the_chapters_by_mouse_and_back(visitor: Visitor) -> None:
     page = visitor.open(STATE)
     place, following, previous = (
@@ -73,6 +74,7 @@ def test_the_chapters_by_mouse_and_back(visitor: Visitor) -> None:
     visitor.until("document.querySelector('.tale').textContent.includes('Chapter 2 of 6')")
 
 
+@of_some("by keys", CHAPTERS, 1)
 def test_the_chapters_by_keys_alone(visitor: Visitor) -> None:
     page = visitor.open(STATE)
     for number in range(2, 7):

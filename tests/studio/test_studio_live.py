@@ -12,7 +12,7 @@ import pytest
 from studio_visitor import LIMIT, Visitor, plain_columns, serving
 
 from harness import forked
-from harness.today import EVERYTHING
+from harness.today import EVERYTHING, FOLLOWED, of_some
 from shardwise.studio.data.runs import data
 
 pytestmark = pytest.mark.usefixtures("leftovers")
@@ -55,6 +55,7 @@ def further(visitor: Visitor, than: int) -> int:
     return now
 
 
+@of_some("four processes", FOLLOWED, 2)
 def test_the_page_follows_four_processes_through_a_reload_to_their_end(browser: Any, tmp_path: Path) -> None:
     run = training(tmp_path)
     try:

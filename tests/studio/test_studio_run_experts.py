@@ -13,6 +13,7 @@ from test_studio_live import begun
 from test_studio_page import has_room, is_accessible_in_both_themes
 
 from harness import forked
+from harness.today import FOLLOWED, of_some
 from shardwise.report.run_directory import RunDirectory
 from shardwise.studio.data import run_experts
 from shardwise.studio.data.runs import data, events
@@ -108,6 +109,7 @@ def test_any_step_by_slider_and_its_numbers(visitor: Visitor, runs: Path) -> Non
     assert "15 choices in all" in page.locator('[data-figure="dropped"]').inner_text()
 
 
+@of_some("loads", FOLLOWED, 2)
 def test_loads_of_a_running_run_are_followed(browser: Any, tmp_path: Path) -> None:
     make_run(tmp_path / "live", steps=2, status="running")
     with serving(tmp_path) as studio:
@@ -134,6 +136,7 @@ def test_loads_of_a_running_run_are_followed(browser: Any, tmp_path: Path) -> No
         visitor.close()
 
 
+@of_some("loads of a real run", FOLLOWED, 2)
 @pytest.mark.usefixtures("leftovers")
 def test_the_loads_of_a_real_run_are_followed_to_its_end(browser: Any, tmp_path: Path) -> None:
     """Two processes with two of four experts each: every layer's loads add up to its tokens times its choices."""

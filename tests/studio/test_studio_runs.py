@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from studio_visitor import DELAY, Visitor, make_run, serving, step_event
 
 from harness.report_strategies import reports
+from harness.today import FOLLOWED, of_some
 from shardwise.errors import UserError
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import Bytes, LedgerRow, Role, StepReport, TransportRow
@@ -172,6 +173,7 @@ def test_a_file_with_two_views_shows_both(browser: Any, studio: Any, runs: Path,
         exported("memory", "memory?zero=1")
 
 
+@of_some("a run to its end", FOLLOWED, 2)
 def test_the_page_follows_a_run_to_its_end(visitor: Any, runs: Path) -> None:
     make_run(runs / "live", steps=2, status="running")
     try:
@@ -192,6 +194,7 @@ def test_the_page_follows_a_run_to_its_end(visitor: Any, runs: Path) -> None:
         (runs / "live" / "run.json").unlink()
 
 
+@of_some("what comes later", FOLLOWED, 2)
 def test_what_comes_later_appears(browser: Any, tmp_path: Path) -> None:
     """A run that begins while the page is open, its reports, which are written when it has ended, and the next run."""
     folder, aside = tmp_path / "runs", tmp_path / "aside"
