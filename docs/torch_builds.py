@@ -85,7 +85,10 @@ def main() -> None:
     parser.add_argument("--only", choices=SAMPLES, metavar="NAME")
     args = parser.parse_args()
     for wanted in args.versions:
-        python = environment(wanted)
+        try:
+            python = environment(wanted)
+        except subprocess.CalledProcessError:
+            sys.exit(f"torch_builds: error: pip could not install torch {wanted}: see above")
         version = version_of(python)
         before = [cell.strip() for cell in rows.get(version, "").split("|")[3:-1]] or ["not run"] * len(SAMPLES)
         found = dict(zip(SAMPLES, before, strict=True))
