@@ -192,7 +192,7 @@ def test_a_kernel_that_fails_leaves_the_library() -> None:
 
 def test_kernels_for_hopper() -> None:
     """They compile. A product with one row moves nothing between threads in its loop, and converts int8 without
-    conversion instructions; only steps with one row have programmatic dependent launch, and each of their kernels waits."""
+    conversion instructions; only steps with one row have programmatic dependent launch, and their kernels all wait."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-m", "harness.hopper_kernels"]

@@ -7,8 +7,8 @@ Sums are in fp32.
 
 Kernels of a step with one row have programmatic dependent launch (PDL): the programs of the next one begin before this
 one ends, and wait for its end where they need it (Llama-3-8B in int8 on an H100: 2.95 ms a step in place of 3.21). With
-several rows a step was slower (8 rows: 4.9 ms at best in place of 4.35; the cause was not looked for). PTX: whether the device
-runs PTX.
+several rows a step was slower (8 rows: 4.9 ms at best in place of 4.35; the cause was not looked for). PTX: whether the
+device runs PTX.
 
 Annotations are objects here, not strings: Triton looks for `tl.constexpr` among them.
 """
