@@ -35,6 +35,7 @@ from shardwise.layout.algorithms import Schedules
 from shardwise.layout.axes import CP, DATA, EDP, EP, HPZ, HPZ_ACROSS, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.layout.context import SequenceCut
 from shardwise.layout.experts import RoutedRows, gathers_sequences, slice_of
+from shardwise.layout.gradients import widens_gradients
 from shardwise.layout.homes import offloaded_elements
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
@@ -633,7 +634,7 @@ class UnitPlan:
     @cached_property
     def grad_dtype(self) -> str:
         """dtype of the gradient accumulators. More than one bf16 micro-batch is summed in fp32."""
-        if self.layout.precision == "bf16" and self.layout.grads == "bf16" and self.micro_batches == 1:
+        if self.layout.precision == "bf16" and not widens_gradients(self.layout.grads == "fp32", self.micro_batches):
             return "bfloat16"
         return "float64" if self.layout.precision == "fp64" else "float32"
 

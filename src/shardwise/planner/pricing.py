@@ -8,7 +8,7 @@ the traffic of the data ranks computed once a mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
@@ -251,4 +251,10 @@ class Prices:
         # To the data ranks' traffic, a sequence cut over cp is shorter sequences on as many ranks more: one mesh.
         split = self._split(frame)
         mesh = replace(split, micro=split.micro / split.cp, dp=frame.data, cp=1)
-        return traffic(self.model, mesh, engine, self.pricing)
+        one = traffic(self.model, replace(mesh, micro_batches=1), engine, self.pricing)
+        several = split.micro_batches > 1
+        if engine.grad_bytes != "plan" or not np.any(several):
+            return one
+        # Gradients of several micro-batches are wider.
+        more = traffic(self.model, replace(mesh, micro_batches=2), engine, self.pricing)
+        return Traffic(*(np.where(several, *both) for both in zip(astuple(more), astuple(one), strict=True)))

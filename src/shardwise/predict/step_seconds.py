@@ -33,10 +33,12 @@ class StepTiming:
     notes: tuple[str, ...] = ()
     busy: dict[str, float] = field(default_factory=dict)
     """Seconds of the device, and of link, cores and disk of the host, hidden or not; empty without offloading."""
+    links: dict[str, float] = field(default_factory=dict)
+    """Seconds of collectives and messages by part, hidden or not; without those that are not in lockstep."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, without the notes, and without `busy` where it is empty."""
-        return {name: value for name, value in vars(self).items() if name != "notes" and (name != "busy" or value)}
+        """Plain data, without the notes, and without what is empty of the rest."""
+        return {name: value for name, value in vars(self).items() if name != "notes" and value not in ({}, ())}
 
 
 def own_engine(cluster: Cluster) -> str:
@@ -72,6 +74,7 @@ def step_seconds(
     from shardwise.predict.time.profiles import attending
     from shardwise.predict.time.ranges import large_run
     from shardwise.predict.time.servers import served_parts
+    from shardwise.predict.time.step import link_seconds
     from shardwise.predict.time.stragglers import with_stragglers
 
     usual = Layout()
@@ -102,11 +105,13 @@ def step_seconds(
         parts = served_parts(parts, model, layout, split, engine_of(name), pricing, cuda)
     parts, slowed = with_stragglers(parts, model, layout, slow, emulated)
     busy = {name: float(seconds) for name, seconds in step.busy.items()}
+    sent = link_seconds(model, split, attending(engine_of(name), layout.attention), pricing)
+    links = {part: float(seconds) for part, seconds in sent.items()}
     host = pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params)) if busy else ()
     unknown = engine_of(name).uncertain
     around = time_range(parts, pricing.constants, assumed=len(host), routed=bool(model.experts), unknown=unknown)
     notes = (*pricing.constants.notes, *host, *outer, *([slowed] if slowed else []), *large_run(layout.ranks))
-    return StepTiming(name, sum(parts.values()), float(around.low), float(around.high), parts, notes, busy)
+    return StepTiming(name, sum(parts.values()), float(around.low), float(around.high), parts, notes, busy, links)
 
 
 def _rounds(layout: Layout, step: float, outer: float) -> str:

@@ -12,6 +12,7 @@ STEP = {
     "bubble": "pipeline bubble",
     "pipeline": "messages between stages",
     "data": "gradients and parameters over dp",
+    "gradients": "adding up gradients of micro-batches",
     "optimizer": "optimizer",
     "offload": "offloading to the host or disk",
     "outer": "outer steps (sync=local)",
@@ -35,7 +36,7 @@ TOKEN = {
 """Parts of a token or a prompt."""
 
 GROUPS = {
-    "compute": ("matmul", "attention", "memory", "optimizer", "emulated"),
+    "compute": ("matmul", "attention", "memory", "gradients", "optimizer", "emulated"),
     "communication": ("tensor", "experts", "pipeline", "data", "offload", "outer", "servers"),
     "bubble": ("bubble",),
     "waiting": ("host", "stragglers"),

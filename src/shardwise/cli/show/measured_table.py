@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardwise.emulate.measured_step import MeasuredStep
 
 PREDICTED = {
-    "forward, loss and backward": ("matmul", "attention", "memory", "host"),
+    "forward, loss and backward": ("matmul", "attention", "memory", "gradients", "host"),
     "optimizer": ("optimizer",),
     "waits for collectives": ("tensor", "experts", "data", "offload"),
     "other ranks, messages between stages": ("bubble", "pipeline"),

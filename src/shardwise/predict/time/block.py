@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,8 @@ class Shape:
     """Ranks that share the width of one expert."""
     routes: Num | None = None
     """Tokens that this rank routes to experts; None where those are its tokens of the residual stream."""
+    weight_bytes: Num = 2.0
+    """Bytes moved per weight by the product that makes its gradient (`gradients.product_bytes`)."""
 
     @property
     def tokens(self) -> Num:
@@ -112,27 +114,27 @@ class PartSeconds:
         deep: Num,
         shape: Shape,
         batch: Num = 1.0,
-        accumulate: float = 0.0,
+        added: bool = False,
         quantised: tuple[Num, bool] = (True, True),
         trains: bool = True,
     ) -> None:
         """A linear layer [tokens, deep] -> [tokens, wide], its input's gradient, its weight's gradient.
 
-        accumulate: bytes moved for each weight to add its gradient to what was there. quantised: whether its input, and
-        the gradient of its output, are quantised by kernels of their own where the type is narrow. trains: whether its
-        weight's gradient is computed.
+        added: whether a kernel of its own adds the weight's gradient to the earlier ones (`gradients.added_seconds`).
+        quantised: whether its input, and the gradient of its output, are quantised by kernels of their own where the
+        type is narrow. trains: whether its weight's gradient is computed.
         """
         mm, dtype = self.kernels.matmul, shape.dtype
         forward = mm(tokens, wide, deep, dtype, batch, "forward")
-        weights = mm(wide, deep, tokens, dtype, batch, "weight") if trains else 0.0
+        weights = mm(wide, deep, tokens, dtype, batch, "weight", shape.weight_bytes) if trains else 0.0
         self.add("matmul", forward, mm(tokens, deep, wide, dtype, batch, "input") + weights, (1, 1 + trains))
         self.weights = self.weights + weights
         if shape.narrow:
             # Quantised once for the forward and once, both ways, for the backward: 16 bits in, the narrow type out.
             inputs, gradients = deep * quantised[0], 2.0 * wide * quantised[1]
             self.memory(batch * tokens * inputs * 3.0, batch * tokens * (inputs + gradients) * 2.0, (1, 2))
-        if accumulate and trains:
-            self.memory(0.0, batch * wide * deep * accumulate * shape.width / 2, (0, 1))
+        if added and trains:
+            self.launches["backward"] = self.launches["backward"] + 1
 
     def dense(self, wide: Num, deep: Num, operation: LinearOp, shape: Shape) -> None:
         """Frozen matrices in 8 bits, which each pass converts and then scales in place (`ops/int8.py`)."""
@@ -231,15 +233,15 @@ def _linear(tally: PartSeconds, operation: LinearOp, shape: Shape, engine: Engin
     if engine.gathers_narrow and first and not fused:
         # Its input is quantised before it is gathered; backward takes it gathered.
         quantised = (0.4 + 0.6 / np.asarray(tp), True)
-    deep, trains = on_rank(operation.inputs, tp), not operation.frozen
+    deep, trains, added = on_rank(operation.inputs, tp), not operation.frozen, adds_apart(engine)
     if engine.products_apart and len(operation.outputs) > 1:
         for width in operation.outputs:
             each = on_rank(width, tp) / pieces
-            tally.linear(rows, each, deep, shape, times, engine.accumulate_bytes, quantised, trains)
+            tally.linear(rows, each, deep, shape, times, added, quantised, trains)
         more = len(operation.outputs) - 1
         tally.memory(0.0, 3.0 * more * times * rows * deep * shape.width, (0, more))
     else:
-        tally.linear(rows, wide / pieces, deep, shape, times, engine.accumulate_bytes, quantised, trains)
+        tally.linear(rows, wide / pieces, deep, shape, times, added, quantised, trains)
     if operation.base:
         tally.dense(wide, deep, operation, shape)
     for rank, width in zip(operation.adapters, operation.outputs, strict=False):
@@ -248,6 +250,11 @@ def _linear(tally: PartSeconds, operation: LinearOp, shape: Shape, engine: Engin
     gathered = 2 * shape.tokens * wide * shape.width * (np.asarray(pieces) > 1)
     if np.any(gathered):  # ranks' pieces, laid side by side
         tally.memory(gathered, 0.0, (len(operation.outputs), 0))
+
+
+def adds_apart(engine: EngineProfile) -> bool:
+    """Whether autograd adds each weight's gradient to the earlier ones in a kernel of its own."""
+    return engine.accumulate_bytes != "plan" and any(engine.accumulate_bytes)
 
 
 def _norm(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:
@@ -472,9 +479,9 @@ def _dropout(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: E
 
 def _logits(tally: PartSeconds, operation: LinearOp, vocab: Num, shape: Shape, engine: EngineProfile) -> None:
     """The product with a rank's `vocab` rows of the vocabulary, the loss over it."""
-    wide = Shape(shape.micro, shape.seq, shape.tp, shape.stream, shape.keys, dtype=shape.wide)
+    wide = replace(shape, dtype=shape.wide)
     deep, trains = operation.inputs.size, not operation.frozen
-    tally.linear(shape.tokens, vocab, deep, wide, accumulate=engine.accumulate_bytes, trains=trains)
+    tally.linear(shape.tokens, vocab, deep, wide, added=adds_apart(engine), trains=trains)
     logits = shape.tokens * vocab * shape.width
     if engine.metric_losses:
         tally.memory(engine.metric_losses * METRIC_PASSES * logits, 0.0, (3 * engine.metric_losses, 0))

@@ -38,11 +38,13 @@ class Kernels:
         self._surfaces = {dtype: surface_of(form) for dtype, form in constants.matmul.items()}
         self._latency = constants.values.get("pass_s", constants.form("bfloat16")["latency_s"])
 
-    def matmul(self, m: Num, n: Num, k: Num, dtype: str = "bfloat16", batch: Num = 1.0, turned: str = "") -> Num:
+    def matmul(self, m: Num, n: Num, k: Num, dtype: str = "bfloat16", batch: Num = 1.0, turned: str = "",
+               out: Num = 0.0) -> Num:  # fmt: skip
         """Seconds of `batch` products [m, k] x [k, n] in one launch, inputs of `dtype`, output in 16 bits at least.
 
         turned: what of a linear layer it is, "forward" (x Wᵀ), "input" (dy W) or "weight" (dyᵀ x), where that was
-        measured apart.
+        measured apart. out: bytes moved per element of the output, where that is also read or wider; such a product
+        takes as long as its traffic at least.
 
         Source: tile quantisation as in NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4;
         efficiencies and grid fitted on measured products (`Constants.sources`).
@@ -50,7 +52,11 @@ class Kernels:
         turn = self.constants.form(dtype).get("turns", {}).get(turned, 1.0)
         seconds = turn * self._isolated(m, n, k, dtype, batch) / self.constants.value("sustained")
         # Products in a row heat the device up to its power limit, and no longer run as fast as one alone.
-        return np.maximum(seconds, 2.0 * batch * m * n * k / self.constants.ceiling(dtype))
+        seconds = np.maximum(seconds, 2.0 * batch * m * n * k / self.constants.ceiling(dtype))
+        if not np.any(out):
+            return seconds
+        moved = batch * (WIDTH[dtype] * (m + n) * k + out * m * n)
+        return np.maximum(seconds, moved / (self.constants.bandwidth * self.constants.form(dtype)["bandwidth_share"]))
 
     def _isolated(self, m: Num, n: Num, k: Num, dtype: str, batch: Num) -> Num:
         """Seconds of a product that runs alone, as it was measured."""

@@ -117,9 +117,10 @@ class Collectives:
         share = self._cluster.network_share if which == "network" else 1.0
         return nbytes / (bandwidth * share * self._constants.value(f"exchange_{which}_share"))
 
-    def hop(self, nbytes: Num, stride: Num) -> Num:
-        """Seconds that one message takes to a device `stride` ranks away. Raises `UserError` for links not known."""
-        away = np.asarray(stride) >= self.per_node
+    def hop(self, nbytes: Num, stride: Num, ranks: Num = 2) -> Num:
+        """Seconds that one message takes to a device `stride` ranks away; of a chain of so many ranks, the message that
+        has the farthest to go. Raises `UserError` for links not known."""
+        away = (np.asarray(ranks) - 1) * stride >= self.per_node
         intra, inter = self._cluster.intra, self._cluster.inter
         across = inter if inter.bandwidth else intra
         if not (intra.bandwidth and across.bandwidth):

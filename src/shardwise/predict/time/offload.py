@@ -36,7 +36,7 @@ moments and gradient read, all but the gradient written."""
 ADDITION = 12.0
 """Bytes that move there per gradient that is added to an fp32 accumulator: two read, one written."""
 WIDE = 4.0
-"""Bytes of an element of state, and of an accumulated gradient of several micro-batches."""
+"""Bytes of an element of optimizer state."""
 SLOWDOWN = 0.0187
 """Share of a copy's seconds that computation beside it loses: matrix products beside pinned copies on one H100,
 measured 2026-11-23."""
@@ -118,10 +118,6 @@ def _fraction(split: StepShape) -> Num:
     return np.where(np.asarray(split.offload) == "none", 0.0, split.offloaded)
 
 
-def _gradient_bytes(split: StepShape) -> Num:
-    return np.where((np.asarray(split.micro_batches) > 1) | split.wide_gradients, WIDE, split.width)
-
-
 def _accumulates(split: StepShape) -> Num:
     """Whether gradients are accumulated in the host's memory (`layout.homes.accumulates_on_host`)."""
     return (np.asarray(split.offload) != "none") & (np.asarray(split.zero) >= 2)
@@ -138,7 +134,7 @@ def _gradients(split: StepShape, host: HostShare, updated: Num) -> _Moved:
 
 def _update(split: StepShape, host: HostShare, updated: Num) -> _Updated:
     """The optimizer's step: gradients down, update, weights up, and state from and to the disk."""
-    fraction, nbytes, there = _fraction(split), _gradient_bytes(split), _accumulates(split)
+    fraction, nbytes, there = _fraction(split), split.gradient_width, _accumulates(split)
     away, here = updated * fraction, updated * np.where(fraction > 0, 1 - fraction, 0.0)
     homed = np.asarray(split.offload_params) != "none"
     down = np.where(there, 0.0, away * nbytes) + np.where(homed, here * split.width, 0.0)

@@ -18,6 +18,7 @@ from shardwise.model.blueprint import Blueprint, Part
 from shardwise.model.parameters import Model, blueprint
 from shardwise.predict.time.block import PartSeconds, Shape, core_of, core_width, routed, tally_part
 from shardwise.predict.time.exchange import exchange_seconds
+from shardwise.predict.time.gradients import product_bytes
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
@@ -29,7 +30,7 @@ Parts = dict[str, Num]
 """Seconds by kind."""
 
 BLOCK_DEPENDS_ON = ("micro", "tp", "cp", "ep", "sp", "recompute")
-"""Keys of a split on which `Pieces` depend, besides the length of sequences and the data type."""
+"""Keys of a split on which `Pieces` depend, besides the length of sequences and the data type, in 16 bits or fewer."""
 
 COLLECTIVE_LAUNCHES = 1
 """Launches that the host's part of one collective counts for."""
@@ -74,7 +75,9 @@ class Pieces:
 def pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Pieces:
     """The pieces of a split, each combination of what they depend on computed once: candidates by the hundred thousand
     have a few dozen of them."""
-    arrays = np.broadcast_arrays(*(getattr(split, name) for name in BLOCK_DEPENDS_ON))
+    # Of wide types alone, products add to gradients of earlier micro-batches.
+    names = (*BLOCK_DEPENDS_ON, "micro_batches", "zero") if split.width > 2 else BLOCK_DEPENDS_ON
+    arrays = np.broadcast_arrays(*(getattr(split, name) for name in names))
     if arrays[0].size < 64:
         return _pieces(model, split, engine, pricing)
     key = np.zeros(arrays[0].shape, dtype=np.int64)
@@ -83,7 +86,7 @@ def pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Prici
         key = key * (int(number.max()) + 1) + number
     _, where, inverse = np.unique(key, return_index=True, return_inverse=True)
     inverse = inverse.reshape(key.shape)
-    numbers: dict[str, Any] = {name: array.ravel()[where] for name, array in zip(BLOCK_DEPENDS_ON, arrays, strict=True)}
+    numbers: dict[str, Any] = {name: array.ravel()[where] for name, array in zip(names, arrays, strict=True)}
     few = _pieces(model, replace(split, **numbers), engine, pricing)
     return few.each(lambda piece: np.broadcast_to(piece, where.shape)[inverse])
 
@@ -129,6 +132,7 @@ def _pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         dtype=split.dtype,
         expert_tp=split.expert_tp,
         routes=split.micro * split.seq / split.cp / np.where(split.expert_tp > 1, 1, split.tp),
+        weight_bytes=product_bytes(split, engine),
     )
     embedding, *_, head = blueprint(model).parts
     per_block: Parts = {}
@@ -297,28 +301,36 @@ def _context(
         sent = heads + 2 * kv * np.maximum(split.cp / kv, 1), heads
         once = sum(price("all_to_all", head / split.cp * n) for n in sent)
         return once, once * (1 + again)
-    gathered = price("all_gather_into", 2 * head * kv)
     if split.cpkind == "allgather":
+        gathered = price("all_gather_into", 2 * head * kv)
         return gathered, gathered * (1 + again) + price("reduce_scatter", 2 * head * kv * 4.0 / split.width)
-    return _ring(gathered, model, shape, split, pricing, tally)
+    return _ring(2 * head * kv / np.asarray(split.cp), again, model, shape, split, pricing, tally)
 
 
 def _ring(
-    messages: Num, model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing, tally: PartSeconds
+    nbytes: Num, again: Num, model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing, tally: PartSeconds
 ) -> tuple[Num, Num]:
-    """The ring that keys and values go around, forward and backward. messages: seconds of one round.
+    """The ring that keys and values go around, forward and backward. nbytes: of a rank's keys and values; again:
+    whether the core is computed again.
 
     A rank attends to one of cp pieces while the next one comes: of cp pieces of attention, cp - 1 have a message beside
-    them (Liu et al. 2023, section 3). Backward, gradients of keys and values go around with them.
+    them (Liu et al. 2023, section 3). Backward, gradients of keys and values go around with them, in fp32 and one step
+    further, home. A step takes as long as the message that has the farthest to go.
     """
+    ranks = np.asarray(split.cp)
     ahead = sum(tally.selective.values())
     back = ahead * pricing.kernels.attention_ratio(model.head_dim, shape.keys, shape.wide)
-    hidden, covered = pricing.constants.value("tensor_hidden"), 1 - 1 / np.asarray(split.cp)
+    hidden, covered = pricing.constants.value("tensor_hidden"), 1 - 1 / ranks
+
+    def hop(nbytes: Num) -> Num:
+        return pricing.collectives.hop(nbytes, split.tp, ranks)
 
     def left(messages: Num, busy: Num) -> Num:
-        return messages - hidden * np.minimum(messages, busy)
+        return np.where(ranks > 1, messages - hidden * np.minimum(messages, busy), 0.0)
 
-    return left(messages, ahead * covered), left(2 * messages, back * covered)
+    forward = (ranks - 1) * hop(nbytes)
+    backward = (1 + again) * forward + ranks * hop(nbytes * 4.0 / split.width)
+    return left(forward, ahead * covered), left(backward, back * covered)
 
 
 def _exchanged(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout
 from shardwise.predict.time.constants import Constants, constants
@@ -20,3 +22,9 @@ class Pricing:
         self.kernels = Kernels(self.constants)
         self.collectives = Collectives(cluster, self.constants, layout)
         self.host = host_share(cluster)
+
+    def unhidden(self) -> Pricing:
+        """The same without what computation hides of collectives."""
+        one = copy(self)
+        one.constants = self.constants.with_values(tensor_hidden=0.0, tensor_piped=0.0)
+        return one

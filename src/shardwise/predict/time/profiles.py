@@ -64,7 +64,7 @@ class EngineProfile:
     compiled: bool = False
     """Element-wise chains are one kernel."""
     wgrad_accumulates: bool = False
-    """Weight gradients are added to fp32 ones inside the product."""
+    """Weight gradients are added to an accumulator inside the product, which reads and writes it."""
     tensor_overlap: bool = False
     """The tensor-parallel collective of a backward product runs beside the weight gradient's."""
     ring_bytes: tuple[float, float] = (0.0, 0.0)
@@ -90,19 +90,23 @@ class EngineProfile:
     gathers_at_end: bool = False
     """Parameters that stages 1 and 2 have updated are gathered before the step ends, beside nothing."""
     gathers_by_stage: bool = False
-    """Under a pipeline stage 3 gathers a stage's parameters once a step, and not for every micro-batch."""
+    """Under a pipeline stage 3 gathers a stage's parameters once for several micro-batches, and not for each."""
+    resident_stages: int = 0
+    """Stages of a pipeline rank that stay gathered at a time; of more, each round of micro-batches gathers the others
+    anew. 0: all."""
     keeps_last: bool = False
     """Without a pipeline stage 3 keeps the last block's parameters from its forward to its backward pass."""
     pipeline_overlap: bool = False
     """Sends between stages run beside computation."""
     scatter_hops: bool = False
     """A stage's output travels in tp pieces."""
-    grad_bytes: float = 2.0
-    """Bytes of a gradient as it is reduced."""
+    grad_bytes: float | Literal["plan"] = 2.0
+    """Bytes of a gradient as it is accumulated and reduced; "plan": as the layout's `UnitPlan` has it."""
     optimizer_bytes: float = 30.0
     """Bytes moved through memory per parameter and step."""
-    accumulate_bytes: float = 0.0
-    """Bytes moved per parameter and micro-batch to add a gradient to the accumulator."""
+    accumulate_bytes: tuple[float, float] | Literal["plan"] = (0.0, 0.0)
+    """Bytes that kernels of their own move per parameter to add a gradient to the accumulator below stage 2: of a
+    step's first micro-batch, and of each later one."""
     vocab_multiple: int = 1
     """The vocabulary is padded to a multiple of this, times tp."""
     attention_kernel: str = "measured"
@@ -117,9 +121,8 @@ class EngineProfile:
     sequence_copies: bool = False
     """Under sequence parallelism, shards of several sequences are copied to lie end to end when they are gathered and
     when they are to be scattered."""
-    shard_add_bytes: float = 0.0
-    """Bytes moved per parameter of a rank's shard and micro-batch to add a reduced gradient to those before it, under
-    stages 2 and 3."""
+    shard_add_bytes: tuple[float, float] | Literal["plan"] = (0.0, 0.0)
+    """The same per parameter of a rank's shard, to which reduced gradients are added under stages 2 and 3."""
     pipeline_launches: int = 0
     """Work of the host for a stage's sends, receives and bookkeeping of one micro-batch, in launches."""
     head_replicated: bool = False

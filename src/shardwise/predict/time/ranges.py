@@ -21,7 +21,8 @@ Z80 = 1.2816
 """Standard deviations on each side that hold 80% of a normal distribution."""
 
 KIND = {
-    "matmul": "compute", "attention": "compute", "memory": "compute", "optimizer": "compute", "weights": "compute",
+    "matmul": "compute", "attention": "compute", "memory": "compute", "gradients": "compute", "optimizer": "compute",
+    "weights": "compute",
     "host": "host", "bubble": "bubble",
     "tensor": "network", "pipeline": "network", "data": "network", "experts": "experts", "offload": "network",
     "outer": "network", "servers": "network", "emulated": "compute", "stragglers": "compute",

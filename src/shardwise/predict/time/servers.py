@@ -26,8 +26,7 @@ def served_parts(
     servers = layout.parameter_servers.count
     elements = sum(float(count) for count in held_parameters(model, split, engine))
     weight = {"bf16": 2, "fp32": 4, "fp64": 8}[layout.precision]
-    narrow = weight == 2 and not split.wide_gradients and split.micro_batches == 1
-    gradient = weight if narrow or weight > 2 else 4
+    gradient = weight if weight > 2 else int(split.gradient_width)
     far = layout.ranks - 1
     own = layout.training_ranks - (0 if layout.parameter_servers.own else 1)
     hop = pricing.collectives.hop

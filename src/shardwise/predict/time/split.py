@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.layout import Layout, Workload
+from shardwise.layout.gradients import widens_gradients
 from shardwise.layout.optimizers import DEFAULT
 
 Num = Any
@@ -63,6 +64,16 @@ class StepShape:
         return 4.0 if self.dtype == "float32" else 2.0
 
     @property
+    def gradient_width(self) -> Num:
+        """Bytes of an accumulated gradient (`UnitPlan.grad_dtype`)."""
+        return np.where(widens_gradients(self.wide_gradients, np.asarray(self.micro_batches)), 4.0, self.width)
+
+    @property
+    def wire_width(self) -> Num:
+        """Bytes of a gradient as it is reduced (`UnitPlan.wire_dtype`)."""
+        return np.where(np.asarray(self.zero) >= 2, self.width, self.gradient_width)
+
+    @property
     def expert_tp(self) -> Num:
         """Ranks that share the width of one expert, as a layout has it by default (`Layout.expert_tp`)."""
         return np.where(np.asarray(self.ep) == 1, self.tp, 1)
@@ -80,8 +91,8 @@ class StepShape:
 
     @property
     def expert_shard(self) -> Num:
-        """Ranks that ZeRO shards experts over: those of a shard group and its tp ranks that hold the same."""
-        return np.where(np.asarray(self.zero) > 0, np.maximum(self.shard * self.tp // self.expert_apart, 1), 1)
+        """Ranks that ZeRO shards experts over: all that hold the same (`UnitPlan._experts_unit`)."""
+        return np.where(np.asarray(self.zero) > 0, self.expert_data, 1)
 
     @classmethod
     def of(cls, layout: Layout, workload: Workload, dtype: str | None = None) -> StepShape:

@@ -12,7 +12,7 @@ and the pipeline (`traffic.py`), and what follows from both with a few dozen ope
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,13 +20,22 @@ from shardwise.errors import UserError
 from shardwise.layout.optimizers import DEFAULT, update_bytes
 from shardwise.model.parameters import Model
 from shardwise.predict.time.cores import core_wait, leaves_node
+from shardwise.predict.time.gradients import added_seconds
 from shardwise.predict.time.offload import OffloadSeconds, Sharded, offload_seconds, offloads
 from shardwise.predict.time.pieces import Parts, Pieces, pieces, total
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import SCHEDULES, Num, StepShape
-from shardwise.predict.time.traffic import Traffic, held_parameters, table_parameters, traffic
+from shardwise.predict.time.traffic import (
+    Traffic,
+    block_parameters,
+    held_parameters,
+    table_parameters,
+    traffic,
+    trained_table,
+)
 from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
+from shardwise.schedule.pipeline.completion import gathers_of_a_stage
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,8 @@ class StepSeconds:
 
     matmul, attention, memory: of the busiest stage, all micro-batches, recomputation included. host: waiting for
     launches; on a CPU, for cores that others have. tensor, experts, pipeline, data: exposed collectives and sends.
-    bubble: idle in the pipeline. optimizer: the update on the device. offload: copies, updates and disk that nothing
+    gradients: adding up those of several micro-batches, where products do not. bubble: idle in the pipeline.
+    optimizer: the update on the device. offload: copies, updates and disk that nothing
     hides.
     """
 
@@ -57,6 +67,23 @@ def training_step(model: Model, split: StepShape, engine: EngineProfile, pricing
     if away is None:
         return StepSeconds(device, parts)
     return StepSeconds(device + away.exposed, parts | {"offload": away.exposed}, {"device": device, **away.busy})
+
+
+LINKS = ("tensor", "experts", "data", "pipeline")
+"""Parts of a step that are collectives and messages."""
+
+
+def link_seconds(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Parts:
+    """Seconds of all collectives and messages of a step by part, one after another: those that computation hides, too.
+    Arguments as of `training_step`."""
+    bare = replace(
+        engine, tensor_overlap=False, tensor_pipelined=False, exchange_overlap=False, grad_overlap=False,
+        gather_overlap=False, pipeline_overlap=False,
+    )  # fmt: skip
+    alone = pricing.unhidden()
+    found, sent = pieces(model, split, bare, alone), traffic(model, split, bare, alone)
+    parts = _on_device(model, split, bare, alone, found, sent, 1.0)
+    return {name: parts[name] for name in LINKS}
 
 
 def step_parts(
@@ -93,7 +120,6 @@ def _on_device(
     rounds = np.where(np.asarray(split.virtual) > 1, np.minimum(split.pp, split.micro_batches), 1)
     window = total(micro, "experts") * 2 / 3 * rounds
     parts["data"] = parts["data"] + _reduced(model, split, engine, pricing, sent, window)
-    parts["data"] = parts["data"] + _added(model, split, engine, pricing)
     parts["optimizer"] = _optimizer(model, split, engine, pricing)
     return parts
 
@@ -152,7 +178,8 @@ def _stages(
     # --account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split).
     held, with_head = _narrow(held), _narrow(np.where(even, held, held - 1))
     per_block = found.block | {"data": _sharded(model, split, engine, pricing, sent, total(found.block, "host"))}
-    one, loss = total(per_block, "host"), total(found.last, "host")
+    per_block["gradients"], of_table = _added(model, split, engine, pricing)
+    one, loss = total(per_block, "host"), total(found.last, "host") + of_table
     alone = np.asarray(split.pp) == 1
     tail = (with_head * one + loss >= held * one) | alone
     layers = np.where(tail, with_head, held)
@@ -163,7 +190,8 @@ def _stages(
         for name in per_block
     }
     busiest["host"] = _host(model, busiest.pop("host"), split, engine, pricing, busiest)
-    through = model.layers * one + loss + total(found.first, "host")
+    busiest["gradients"] = busiest["gradients"] + of_table * np.where(alone, 1 + (not model.tied), 1.0 * tail)
+    through = model.layers * one + loss + total(found.first, "host") + of_table
     all_of_it = total(busiest)
     ratio = all_of_it / (all_of_it - busiest["host"])
     fill = np.maximum(through * ratio - all_of_it, 0.0) * share
@@ -178,7 +206,11 @@ def _gathers(model: Model, split: StepShape, engine: EngineProfile) -> Num:
     alone = np.asarray(split.pp) == 1
     once = engine.gathers_by_stage & ~alone
     last = engine.keeps_last & alone  # one block of all is still there for its backward pass
-    return np.where(once, 1 / np.asarray(split.micro_batches), 2.0 - last / model.layers)
+    times: Num = 1.0
+    if engine.resident_stages:
+        rounds = split.micro_batches / np.asarray(split.pp)
+        times = gathers_of_a_stage(np.asarray(split.virtual), rounds, engine.resident_stages)
+    return np.where(once, times / np.asarray(split.micro_batches), 2.0 - last / model.layers)
 
 
 def _table(model: Model, split: StepShape, engine: EngineProfile, sent: Traffic) -> Num:
@@ -242,12 +274,16 @@ def _reduced(
     return last + before + exposed(sent.gather, window / 2, beside) + sent.tied
 
 
-def _added(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
-    """Stages 2 and 3 add each micro-batch's reduced gradients to their shards: offloaded ones on the host."""
-    here = np.asarray(split.offload) == "none"
-    numel = np.where((np.asarray(split.zero) >= 2) & here, _updated(model, split, engine), 0.0)
-    nbytes = numel * engine.shard_add_bytes
-    return np.where(nbytes > 0, pricing.kernels.pass_over(nbytes, dtype="float32"), 0.0) * split.micro_batches
+def _added(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> tuple[Num, Num]:
+    """Seconds of adding up gradients in a micro-batch, (of a block, of a vocabulary's table)."""
+    blocks, routed = block_parameters(model, split)
+    shards = np.where(np.asarray(split.zero) > 0, split.shard, 1)
+    of_shard = blocks / shards + routed / (split.expert_shard if model.experts else 1)
+    layers, table = model.layers, trained_table(model, split, engine)
+    return (
+        added_seconds((blocks + routed) / layers, of_shard / layers, split, engine, pricing),
+        added_seconds(table, table / shards, split, engine, pricing),
+    )
 
 
 def _sharded(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing, sent: Traffic, busy: Num) -> Num:
@@ -283,4 +319,13 @@ def _updated(model: Model, split: StepShape, engine: EngineProfile) -> Num:
     return numel + routed / split.expert_shard if model.experts else numel
 
 
-__all__ = ["Pricing", "StepSeconds", "StepShape", "bubble_share", "step_parts", "training_step"]
+__all__ = [
+    "LINKS",
+    "Pricing",
+    "StepSeconds",
+    "StepShape",
+    "bubble_share",
+    "link_seconds",
+    "step_parts",
+    "training_step",
+]

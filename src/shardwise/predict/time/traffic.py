@@ -14,6 +14,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, blueprint, count_parts, count_trained
 from shardwise.predict.time.block import padded_vocab
 from shardwise.predict.time.cores import core_wait, leaves_node
+from shardwise.predict.time.gradients import accumulator_width, reduced_width
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import Num, StepShape
@@ -45,17 +46,18 @@ class Traffic:
 
 
 def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Traffic:
-    """The traffic of a split. It does not depend on its schedule, its micro-batches' number and its recomputation."""
+    """The traffic of a split. It does not depend on its schedule and its recomputation, and on the number of its
+    micro-batches only in that several are summed in a wider type (`StepShape.gradient_width`)."""
     price = pricing.collectives.seconds
     zero, data = np.asarray(split.zero), split.dp * split.cp
     dense, routed = held_parameters(model, split, engine)
-    grad_bytes = max(engine.grad_bytes, split.width)
+    grad_bytes, summed = reduced_width(split, engine), accumulator_width(split, engine)
     whole, partly = np.where(zero == 0, data, 1), np.where((zero == 1) | (zero == 2), split.shard, 1)
     reduce = price("all_reduce", dense * grad_bytes, whole, split.tp)
     reduce = reduce + _reduced(dense, grad_bytes, partly, split, pricing)
     gather = price("all_gather_into", dense * split.width, partly, split.tp)
     owners = np.where(zero == 0, data, split.shard)
-    shards = dense * grad_bytes / owners
+    shards = dense * summed / owners
     replicas = price("all_reduce", shards, np.where(zero == 0, 1, data // owners), split.tp * owners)
     split_up = np.where(zero == 3, split.shard, 1)
     trained = _held_by_blocks(model, split.tp) / model.layers
@@ -71,7 +73,7 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
     unit_again = again(unit, unit_gather)
     if model.experts:
         assert isinstance(model, ModelConfig)
-        of_experts = _expert_traffic(model, split, pricing, routed, grad_bytes)
+        of_experts = _expert_traffic(model, split, pricing, routed, grad_bytes, summed)
         reduce, gather, replicas = reduce + of_experts[0], gather + of_experts[1], replicas + of_experts[2]
         unit_gather, unit_reduce = unit_gather + of_experts[3], unit_reduce + of_experts[4]
         unit_again = unit_again + of_experts[3]
@@ -93,7 +95,7 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
 
 
 def _expert_traffic(
-    model: ModelConfig, split: StepShape, pricing: Pricing, routed: Num, grad_bytes: float
+    model: ModelConfig, split: StepShape, pricing: Pricing, routed: Num, grad_bytes: Num, summed: Num
 ) -> tuple[Num, Num, Num, Num, Num]:
     """Collectives of the experts alone, over the ranks that hold the same of them: reduce, gather, replicas,
     unit_gather, unit_reduce."""
@@ -104,7 +106,7 @@ def _expert_traffic(
     reduce = reduce + _summed(routed, grad_bytes, partly, apart, split, pricing)
     gather = price("all_gather_into", routed * split.width, partly, apart)
     groups = np.where(zero == 0, 1, np.maximum(spread // owners, 1))
-    replicas = price("all_reduce", routed * grad_bytes / owners, groups, apart * owners)
+    replicas = price("all_reduce", routed * summed / owners, groups, apart * owners)
     unit, split_up = _parameters(model)[1] / model.layers / apart, np.where(zero == 3, owners, 1)
     return (
         reduce,
@@ -131,7 +133,7 @@ def _gathered(elements: Num, ranks: Num, apart: Num, split: StepShape, pricing: 
     return sent + np.where(ranks > 1, _converted(elements * UNPACKING, "unpacking", split, pricing), 0.0)
 
 
-def _reduced(elements: Num, grad_bytes: float, ranks: Num, split: StepShape, pricing: Pricing) -> Num:
+def _reduced(elements: Num, grad_bytes: Num, ranks: Num, split: StepShape, pricing: Pricing) -> Num:
     """The sum of gradients over a shard group; packed ones take two hops where few ranks are near each other."""
     if not split.qgz or not np.any(np.asarray(split.hpz) > 0):
         return _summed(elements, grad_bytes, ranks, split.tp, split, pricing)
@@ -140,7 +142,7 @@ def _reduced(elements: Num, grad_bytes: float, ranks: Num, split: StepShape, pri
     return first + _summed(elements / near, grad_bytes, ranks // near, split.tp * near, split, pricing)
 
 
-def _summed(elements: Num, grad_bytes: float, ranks: Num, apart: Num, split: StepShape, pricing: Pricing) -> Num:
+def _summed(elements: Num, grad_bytes: Num, ranks: Num, apart: Num, split: StepShape, pricing: Pricing) -> Num:
     """One hop of it."""
     price = pricing.collectives.seconds
     if not split.qgz:
@@ -164,7 +166,7 @@ def _tied(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricin
     table = held_elements(model, split.tp)[3] if isinstance(model, Blueprint) else _table(model, split, engine)
     ends, data = np.where(np.asarray(split.pp) > 1, 2, 1), split.dp * split.cp
     apart = split.tp * data * np.maximum(split.pp - 1, 1)
-    return pricing.collectives.seconds("all_reduce", table * max(engine.grad_bytes, split.width), ends, apart)
+    return pricing.collectives.seconds("all_reduce", table * accumulator_width(split, engine), ends, apart)
 
 
 def _hop(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
@@ -177,7 +179,7 @@ def _hop(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing
     else:
         elements = split.micro * split.seq / split.cp * model.hidden
     nbytes = elements * split.width / pieces
-    hop = pricing.collectives.hop(nbytes, split.tp * split.cp * split.dp)
+    hop = pricing.collectives.hop(nbytes, split.tp * split.cp * split.dp, split.pp)
     if not engine.scatter_hops:
         return hop
     return hop + pricing.collectives.seconds("all_gather_into", nbytes * split.tp, np.where(sp, 1, split.tp))
@@ -185,10 +187,14 @@ def _hop(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing
 
 def held_parameters(model: Model, split: StepShape, engine: EngineProfile) -> tuple[Num, Num]:
     """Trained parameters of the busiest rank: (all but the experts', the experts')."""
-    routed = _parameters(model)[1]
-    blocks = _held_by_blocks(model, split.tp) / split.pp
+    blocks, routed = block_parameters(model, split)
     tables = table_parameters(model, split, engine)
-    return blocks + tables, routed / (split.pp * split.expert_apart) + 0.0 * blocks
+    return blocks / split.pp + tables, routed / split.pp + 0.0 * blocks
+
+
+def block_parameters(model: Model, split: StepShape) -> tuple[Num, Num]:
+    """Trained parameters of all blocks on one of the ranks that cut them: (all but the experts', the experts')."""
+    return _held_by_blocks(model, split.tp), _parameters(model)[1] / split.expert_apart
 
 
 def _held_by_blocks(model: Model, tp: Num) -> Num:
@@ -206,8 +212,12 @@ def _table(model: Model, split: StepShape, engine: EngineProfile) -> Num:
 
 def table_parameters(model: Model, split: StepShape, engine: EngineProfile) -> Num:
     """Trained parameters of the vocabulary's tables on the busiest rank."""
-    table = _table(model, split, engine) * trains_tables(model)
-    return table * np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
+    return trained_table(model, split, engine) * np.where(np.asarray(split.pp) == 1, 1 if model.tied else 2, 1)
+
+
+def trained_table(model: Model, split: StepShape, engine: EngineProfile) -> Num:
+    """Trained parameters of one of the vocabulary's tables on a rank."""
+    return _table(model, split, engine) * trains_tables(model)
 
 
 @lru_cache

@@ -17,6 +17,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from shardwise.schedule.pipeline.action import Action, Kind
 from shardwise.schedule.pipeline.bulk import without_collections
 from shardwise.schedule.pipeline.plan import PipelineSchedule, Reduce
@@ -35,6 +37,19 @@ AHEAD = 1
 
 RESIDENT = 3
 """Stages of a rank that are gathered at a time: one for a forward, one for a backward, one that comes next."""
+
+
+def gathers_of_a_stage(virtual: Any, rounds: Any, resident: int = RESIDENT) -> Any:
+    """Gathers of a stage in a step, the mean over a rank's stages, under 1F1B, GPipe, zb-h1 and interleaved; of the
+    rank that makes the most. Where a rank has more stages than stay gathered, each round of pp micro-batches gathers
+    the others anew, for both passes.
+
+    virtual: stages of a rank; rounds: micro-batches over pipeline ranks; numbers, or arrays of numbers.
+    """
+    apart = virtual - resident
+    several = 2 * rounds * apart + 2 * resident + 1
+    counted = np.where(rounds < 2, 2 * virtual - resident, several) / virtual
+    return np.where(apart > 0, counted, 1.0)
 
 
 def complete(
