@@ -1,8 +1,8 @@
 """No priced time is below what the same estimate's ledger, gradients, weights and operations take at the full rates.
 
 Each resource has a floor of its own: collectives of each kind at the full bandwidth of their links, products at the
-peak, and the bytes of weights, gradients and optimizer state at the full bandwidth of the memory. What a price leaves out
-decides searches (docs/prediction.md), and the mean error over published rows does not show it.
+peak, and the bytes of weights, gradients and optimizer state at the full bandwidth of the memory. What a price leaves
+out decides searches, and the mean error over published rows does not show it.
 """
 
 from __future__ import annotations
@@ -10,33 +10,41 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
 
 import pytest
 
-from harness.today import EVERYTHING, seed
+from harness.today import EVERYTHING
+from harness.today import seed as today
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.axes import named
 from shardwise.layout.mesh import Mesh
+from shardwise.layout.optimizers import update_bytes
 from shardwise.layout.units import unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
+from shardwise.model.flops import matmul_parameters, training_flops_per_sequence
+from shardwise.model.parameters import blueprint
 from shardwise.predict.estimate import estimate
+from shardwise.predict.time import ENGINES, Pricing
+from shardwise.predict.time.serving import ServingLayout, decode_step, prefill
 from shardwise.predict.time.step import LINKS
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, Role
 
 MODELS = ("llama-3.2-1b", "llama-3-8b", "llama-3-70b", "qwen3-8b", "gpt2-xl", "mixtral-8x7b", "qwen3-30b-a3b")
 CLUSTERS = ("8xH100", "4x8xH100", "2x8xA100", "4x8xB200", "8xRTX-4090", "16x8xH100")
 DRAWS = 2000 if EVERYTHING else 60
-PART = {"loss": "", "optimizer": ""}
 VOLUME = {"all_reduce": 2.0, "all_gather_into": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """Bytes that each rank sends over the tensor's, times (n - 1) / n."""
 
 
 def draws(count: int, key: str) -> Iterator[tuple[str, str, Layout, Workload]]:
     """Legal layouts of the whole space, drawn by the day."""
-    generator = random.Random(f"{key} {seed()}")
+    generator = random.Random(f"{key} {today()}")
     pick = generator.choice
     while count:
         model, cluster = pick(MODELS), Cluster.parse(pick(CLUSTERS))
@@ -114,29 +122,99 @@ def busiest(roles: tuple[Role, ...], mesh: Mesh, cluster: Cluster) -> dict[str, 
 
 
 def gradient_floor(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster) -> float:
-    """Seconds of the passes that add up a rank's gradients, at the full bandwidth of the memory: least over ranks."""
-    plan = unit_plan(model, layout, workload, backend="nccl")
-    narrow, wide = DTYPE_BYTES[layout.dtype], DTYPE_BYTES[plan.grad_dtype]
-    count = plan.micro_batches
-    late = layout.stage >= 2
-    if not plan.stages_gradients or (wide == narrow and count == 1):
+    """Seconds of the passes that add up a rank's gradients, at the full bandwidth of the memory: of the rank that has
+    the fewest."""
+    first = unit_plan(model, layout, workload, backend="nccl")
+    narrow, wide = DTYPE_BYTES[layout.dtype], DTYPE_BYTES[first.grad_dtype]
+    late, count = layout.stage >= 2, first.micro_batches
+    if not first.stages_gradients or (wide == narrow and count == 1):
         return 0.0
-    elements = sum(unit.shard_numel if late else unit.numel for unit in plan.units if not unit.frozen)
-    first = narrow + wide if wide > narrow else 0
-    return elements * (first + (count - 1) * (narrow + 2 * wide)) / cluster.device.memory_bandwidth
+    copied = narrow + wide if wide > narrow else 0
+    moved = copied + (count - 1) * (narrow + 2 * wide)
+    plans = (replace(first, pp_rank=rank) for rank in {0, layout.pp // 2, layout.pp - 1})
+    numel = min(sum(u.shard_numel if late else u.numel for u in plan.units if not u.frozen) for plan in plans)
+    return numel * moved / cluster.device.memory_bandwidth
 
 
-@pytest.mark.parametrize(
-    "model, cluster, layout, workload",
-    [pytest.param(*d, id=f"{d[0]}:{d[2]}:{d[1]}:{d[3].batch}") for d in draws(DRAWS, "floors")],
-)
+def computed_floors(
+    model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, gradient: float
+) -> dict[str, float]:
+    """Seconds of a rank's products and of its update at the full rates. gradient: bytes that a product moves for each
+    gradient of a weight."""
+    peak, bandwidth = cluster.device.peak("bfloat16"), cluster.device.memory_bandwidth
+    flops = workload.batch * training_flops_per_sequence(model, workload.seq) / layout.ranks
+    floors = {"products": flops / peak}
+    matrices = model.layers * block_matrices(model) / layout.pp / layout.tp
+    if not model.experts:
+        count = workload.micro_batches(layout)
+        floors["matmul"] = matrices * count * (4.0 + gradient) / bandwidth
+    shards = layout.shard_ranks if layout.stage else 1
+    floors["optimizer"] = matrices / shards * update_bytes("adamw") / bandwidth if not model.experts else 0.0
+    return floors
+
+
+def block_matrices(model: ModelConfig) -> int:
+    """Weights of the products of a block of a dense model."""
+    block = blueprint(model).of_kind("block")[0]
+    return sum(prod(p.shape) for p in block.parameters if len(p.shape) == 2)
+
+
+CASES = [pytest.param(*d, id=f"{d[0]}:{d[2]}:{d[1]}:{d[3].batch}") for d in draws(DRAWS, "floors")]
+TRAINING = sorted(name for name, one in ENGINES.items() if not one.facts["optimizer_bytes"].startswith("not used"))
+
+
+@pytest.mark.parametrize("model, cluster, layout, workload", CASES)
 def test_no_price_is_below_its_floor(model, cluster, layout, workload):
     cluster, config = Cluster.parse(cluster), get(model)
     report = estimate(model, layout, workload, cluster)
     timing, mesh = report.timing, Mesh.of(layout, config)
-    parts = timing["parts"]
     for name, floor in busiest(report.roles, mesh, cluster).items():
-        assert timing["links"][name] >= floor * 0.98, (
-            f"{name}: {timing['links'][name]} s priced, {floor} s at full rate"
-        )
-    assert parts["gradients"] >= gradient_floor(config, layout, workload, cluster) * 0.98
+        assert timing["links"][name] >= floor * 0.98, f"{name}: priced {timing['links'][name]} s, at full rate {floor}"
+    check(timing, config, layout, workload, cluster, 2.0)
+    assert timing["parts"]["gradients"] >= gradient_floor(config, layout, workload, cluster) * 0.98
+
+
+@pytest.mark.parametrize("model, cluster, layout, workload", CASES[::3])
+def test_no_price_of_another_engine_is_below_its_floor(model, cluster, layout, workload):
+    cluster, config = Cluster.parse(cluster), get(model)
+    software = ENGINES[random.Random(str(layout)).choice(TRAINING)]
+    timing = estimate(model, layout, workload, cluster, engine=software.name).timing
+    fused = software.wgrad_accumulates and software.grad_bytes != "plan"
+    check(timing, config, layout, workload, cluster, 2 * float(software.grad_bytes) if fused else 2.0)
+    # Weights' gradients and parameters over the data ranks, each once a step at least, at the engine's own width.
+    data = layout.dp * layout.cp
+    width = 2.0 if software.grad_bytes == "plan" else software.grad_bytes
+    numel = config.layers * block_matrices(config) / layout.pp / layout.tp if not config.experts else 0.0
+    nodes = -(-layout.ranks // cluster.devices_per_node)
+    link = (
+        cluster.intra.bandwidth * cluster.devices_per_node
+        if nodes == 1
+        else max(cluster.inter.bandwidth, cluster.intra.bandwidth) * cluster.devices_per_node
+    )
+    assert timing["links"]["data"] >= 2 * numel * min(width, 2.0) * (data - 1) / data / link
+
+
+def check(
+    timing: dict[str, Any], model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, gradient: float
+) -> None:
+    parts = timing["parts"] | {"products": timing["parts"]["matmul"] + timing["parts"]["attention"]}
+    for name, floor in computed_floors(model, layout, workload, cluster, gradient).items():
+        assert parts[name] >= floor * 0.98, f"{name}: priced {parts[name]} s, at the full rate {floor} s"
+
+
+@pytest.mark.parametrize("seed", range(DRAWS // 2))
+def test_no_price_of_serving_is_below_its_floor(seed):
+    generator = random.Random(f"serving {seed} {today()}")
+    pick = generator.choice
+    model, cluster = get(pick(MODELS)), Cluster.parse(pick(("8xH100", "8xA100", "8xB200", "8xRTX-4090")))
+    software = ENGINES[pick(("vllm", "tensorrt-llm", "gpt-fast"))]
+    serving = ServingLayout(weights=pick(("bfloat16", "int8")), tp=pick((1, 2, 4, 8)))
+    batch, context = pick((1, 8, 64, 256)), pick((128, 2048, 16384))
+    pricing = Pricing(cluster)
+    step = float(decode_step(model, serving, batch, context, software, pricing).seconds)
+    read = (1.0 if serving.weights == "int8" else 2.0) * matmul_parameters(model) / serving.tp
+    assert step >= read / cluster.device.memory_bandwidth
+    prompt = float(prefill(model, serving, batch, context, software, pricing).seconds)
+    # The head's product is of one token a prompt.
+    flops = 2.0 * batch * context * (matmul_parameters(model) - model.vocab * model.hidden) / serving.tp
+    assert prompt >= flops / max(cluster.device.peak_flops.values())
