@@ -52,7 +52,7 @@ FINDS = ("cluster", "model", "sequence", "batch", "scaling")
 TOP, MOST_SHOWN = 10, 10_000
 MOST = 1e15
 """Largest price, and largest time."""
-BY = ("throughput", "memory", "cost", "pareto")
+BY = ("throughput", "fastest", "memory", "cost", "pareto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +173,7 @@ def _check_kind(args: argparse.Namespace) -> None:
     if missing := [f"--{name}" for name in SERVING if args.serve and getattr(args, name) is None]:
         raise UserError(f"plan --serve needs {', '.join(missing)}")
     if args.serve and args.by == "memory":
-        raise UserError("--by memory is for training; serving has throughput, cost and pareto")
+        raise UserError("--by {args.by} is for training; serving has throughput, cost and pareto")
 
 
 def _check_find(args: argparse.Namespace) -> None:

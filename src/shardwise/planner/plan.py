@@ -19,6 +19,7 @@ from shardwise.planner.answer import Answer
 from shardwise.planner.exact import Refuses
 from shardwise.planner.price_words import priced
 from shardwise.planner.pricing import Priced
+from shardwise.planner.ranking import Candidate
 from shardwise.planner.runnable import space_for, why_not_trained
 from shardwise.planner.space import Space
 from shardwise.planner.winners import By, winners
@@ -55,6 +56,10 @@ class Plan(Answer[Priced], Printable):
     """Derivation of the usable bytes; empty where nothing is reserved."""
     device_price: DevicePrice | None = None
     """Of one device; None where it has no list price and none was given."""
+    fastest: Priced | None = None
+    """The fastest layout that fits, where the first is as fast within the error and more common."""
+    same: tuple[Candidate, ...] = ()
+    """Layouts that may fit and are as fast as the fastest within the error, the most common first."""
 
     def tables(self) -> Iterator[Renderable]:
         """What `shardwise plan` prints."""
@@ -106,6 +111,8 @@ class Plan(Answer[Priced], Printable):
             "ranked": [self._row(one) for one in self.ranked],
             "usable": self.capacity or None,
             "none_runs_here": self.none_runs or None,
+            "fastest": None if self.fastest is None else self._row(self.fastest),
+            "as_fast": [{"layout": str(one.place.layout), "seconds": one.seconds} for one in self.same],
             "unlimited": None if self.unlimited is None else self._row(self.unlimited),
             "alternatives": [_alternative_json(each) for each in self.alternatives],
             "price": self.price(self.winner),
@@ -157,8 +164,9 @@ def plan(
     model, cluster: objects, or their names: "llama-3-8b", "8xH100". workload: a `Workload`; in its place `seq` tokens
     per sequence and `batch` sequences per step. engine: a profile of `predict.time.ENGINES`; None
     is this project's runtime. Where the runtime can run none, as with experts, layouts are ranked as if it could, and
-    `none_runs` says so. by: "throughput", "memory", "cost" (device-seconds per step, on as many nodes as pay off: 1, 2,
-    4, ... and all), or "pareto" (all that no other one beats in time and memory). fixed: keys of the layout and the
+    `none_runs` says so. by: "throughput", of layouts that are as fast as the fastest within the error (`SAME`) the most
+    common first; "fastest", whatever they are; "memory"; "cost" (device-seconds per step, on as many nodes as pay off:
+    1, 2, 4, ... and all); or "pareto" (all that no other one beats in time and memory). fixed: keys of the layout and the
     value that they must have. reserved: bytes of a device that training cannot have; None is the usual. explain: with
     alternatives and what memory costs, or, where nothing fits, with what would have to change. price:
     US dollars per device-hour; None is the lowest list price. refuses: why a layout is not to be ranked, "" where it
@@ -177,11 +185,12 @@ def plan(
         raise UserError(f"no layout that fits will do; the best, {others[0].layout}: {refuses(others[0].layout)}")
     if not result.best:
         raise _nothing(space, usable, reserved) if explain else _nothing_at_all(space, usable)
-    explained_too = explain and by in ("throughput", "cost")
+    explained_too = explain and by in ("throughput", "fastest", "cost")
+    fastest = result.fastest if by == "throughput" and result.fastest != result.best[0] else None
     return Plan(
         model, cluster, workload, space.engine.name, by, usable, result.best, result.considered, result.fitting,
         tuple(result.alternatives(usable)) if explained_too else (), result.unlimited() if explained_too else None,
-        none_runs, explained(cluster, reserved), price_of(cluster.device, price),
+        none_runs, explained(cluster, reserved), price_of(cluster.device, price), fastest, result.same,
     )  # fmt: skip
 
 

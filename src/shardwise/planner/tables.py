@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.layout import Mesh
 from shardwise.model.parameters import count
 from shardwise.planner.alternatives import Alternative
+from shardwise.planner.common import SAME
 from shardwise.planner.price_words import money, price_line
 from shardwise.planner.runnable import OWN
 from shardwise.predict.tables import node_line
@@ -34,7 +35,18 @@ def plan_conclusion(plan: Plan) -> str:
     return (
         f"best of {plan.considered:,} layouts of {plan.model.name} on {plan.cluster}: {one.layout}, "
         f"{format_time(one.seconds)} per step ({format_share(plan.utilisation(one))} MFU), {memory}, "
-        f"bound by {time_parts.longest(one.parts)}"
+        f"bound by {time_parts.longest(one.parts)}{_same(plan)}"
+    )
+
+
+def _same(plan: Plan) -> str:
+    """How many layouts are as fast, and which is the fastest."""
+    if plan.fastest is None:
+        return ""
+    faster = format_share(plan.winner.seconds / plan.fastest.seconds - 1)
+    return (
+        f"; up to {len(plan.same):,} layouts are as fast within the error of {100 * SAME:.0f}%, and this is the most "
+        f"common one; the fastest, {plan.fastest.layout}, is {faster} faster"
     )
 
 
@@ -80,7 +92,8 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
 
 
 _ORDERS = {
-    "throughput": "fastest first",
+    "throughput": "of layouts within the error of the fastest the most common first, then the fastest",
+    "fastest": "fastest first",
     "memory": "fewest bytes first",
     "cost": "fewest device-seconds first",
     "pareto": "layouts that no other one beats in both time and memory",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 import numpy as np
 
 from shardwise.layout import Layout
 from shardwise.planner.alternatives import Alternative, against, having, neighbours
+from shardwise.planner.common import as_fast
 from shardwise.planner.exact import ExactMemory, Refuses
 from shardwise.planner.pricing import Priced
-from shardwise.planner.ranking import CandidateIndex, Found, best_of, price_places, search
+from shardwise.planner.ranking import Candidate, CandidateIndex, Found, best_of, price_places, search
 from shardwise.planner.space import Space, powers
 from shardwise.predict.time.pricing import Pricing
 
-By = Literal["throughput", "memory", "cost", "pareto"]
+By = Literal["throughput", "fastest", "memory", "cost", "pareto"]
 ROUNDING = 1e-9
 """Share of a time within which two are equal: parts are added up in another order where there are many."""
 
@@ -34,6 +36,10 @@ class Winners:
     exact: ExactMemory
     found: Found
     """The first one's search."""
+    fastest: Priced | None = None
+    """The fastest candidate that fits; None where nothing does."""
+    same: tuple[Candidate, ...] = ()
+    """Candidates that may fit and are as fast within the error, the most common first; where these were looked for."""
 
     def alternatives(self, usable: float) -> list[Alternative]:
         """For each neighboring value of a key, the fastest candidate that has it and fits. Values that only refused
@@ -63,7 +69,8 @@ class Winners:
         """The fastest candidate if memory were no limit; None where that is the first."""
         block = min(self.found.blocks, key=lambda block: float(block.seconds.min()))
         at = int(np.argmin(block.seconds))
-        if not float(block.seconds.flat[at]) < self.best[0].seconds * (1 - ROUNDING):
+        assert self.fastest
+        if not float(block.seconds.flat[at]) < self.fastest.seconds * (1 - ROUNDING):
             return None
         place = block.place(at)
         return None if self._refused(place.layout) else self._priced([place])[0]
@@ -76,7 +83,21 @@ def winners(space: Space, by: By, top: int, usable: float, explain: bool, refuse
     """The search of a space. explain: price what does not fit, too, for the alternatives. refuses: None for nothing."""
     if by == "cost":
         return _cheapest(space, usable, top, refuses)
-    return _searched(space, by, usable, top, explain, refuses)
+    if by == "fastest":
+        return _searched(space, "throughput", usable, top, explain, refuses)
+    result = _searched(space, by, usable, top, explain, refuses)
+    return _most_common(result, usable, top) if by == "throughput" and result.best else result
+
+
+def _most_common(result: Winners, usable: float, top: int) -> Winners:
+    """The same, but of candidates that are as fast as the fastest within the error, the most common first."""
+    space, fastest = result.space, result.best[0]
+    same = as_fast(result.found.blocks, fastest.seconds, usable, space.cluster, space.workload.seq, space.model.layers)
+    fitting = (one.place for one in same if result.exact.total(one.place.layout, usable) <= usable)
+    best = price_places(space, list(islice(fitting, top)), result.pricing, result.exact)
+    known = {one.layout for one in best}
+    best += [one for one in result.best if one.layout not in known]
+    return replace(result, best=tuple(best[:top]), same=tuple(same))
 
 
 def _searched(
@@ -89,7 +110,8 @@ def _searched(
 ) -> Winners:
     pricing, exact = Pricing(space.cluster), ExactMemory(space.model, space.workload, space.cluster, refuses)
     found = search(space, pricing, by, top, usable, unlimited=explain, exact=exact)
-    return Winners(found.best, found.considered, found.fitting, space, pricing, exact, found)
+    fastest = min(found.best, key=lambda one: one.seconds, default=None)
+    return Winners(found.best, found.considered, found.fitting, space, pricing, exact, found, fastest)
 
 
 def _cheapest(space: Space, usable: float, top: int, refuses: Refuses | None) -> Winners:

@@ -23,7 +23,7 @@ from shardwise.studio.data.opens import opens
 from shardwise.studio.data.sizes import sized, sizes
 from shardwise.studio.query import Query
 
-BY = ("throughput", "memory", "cost", "pareto")
+BY = ("throughput", "fastest", "memory", "cost", "pareto")
 TOP = 12
 """Layouts that are shown."""
 
