@@ -213,14 +213,15 @@ def _lines(
     observed: bool,
     verbose: bool,
 ) -> Iterator[Renderable]:
-    from shardwise.predict.memory.capacity import capacity_of, explained
+    from shardwise.predict.memory.capacity import explained, try_room
     from shardwise.predict.node_bytes import node_bytes
     from shardwise.predict.tables import balance_lines, kinds_table, node_line, timing_lines
     from shardwise.predict.tensor_kinds import tensor_kinds
 
     yield _title(model, layout, workload, cluster)
-    yield f"{report.conclusion(capacity_of(cluster))}\n"
-    yield tables.memory_table(report, capacity=capacity_of(cluster))
+    room = try_room(cluster, routed=bool(model.experts))
+    yield f"{report.conclusion(room)}\n"
+    yield tables.memory_table(report, room)
     homes = node_line(node_bytes(model, layout, workload, cluster), cluster)
     yield from (f"{line}\n" for line in (explained(cluster), *homes) if line)
     if verbose:

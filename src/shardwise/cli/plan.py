@@ -172,8 +172,8 @@ def _check_kind(args: argparse.Namespace) -> None:
         raise UserError(f"--{strange[0].replace('_', '-')} belongs to {kind}")
     if missing := [f"--{name}" for name in SERVING if args.serve and getattr(args, name) is None]:
         raise UserError(f"plan --serve needs {', '.join(missing)}")
-    if args.serve and args.by == "memory":
-        raise UserError("--by {args.by} is for training; serving has throughput, cost and pareto")
+    if args.serve and args.by in ("memory", "fastest"):
+        raise UserError(f"--by {args.by} is for training; serving has throughput, cost and pareto")
 
 
 def _check_find(args: argparse.Namespace) -> None:

@@ -21,6 +21,9 @@ the ratio of the predicted times is 7% off in the median: 2,356 pairs of vTrain'
 WHOLE = 8192
 """Tokens of a sequence up to which published runs do not cut it, but for a half."""
 
+DEEP = 16
+"""Pipeline ranks of the deepest published runs."""
+
 
 def unusual(frame: LayoutColumns, cluster: Cluster, seq: int, layers: int) -> Any:
     """How unusual each candidate of a frame is, an array of its shape: about one for each choice that few runs make."""
@@ -28,7 +31,7 @@ def unusual(frame: LayoutColumns, cluster: Cluster, seq: int, layers: int) -> An
     shardings = np.array([_sharded(sharding, frame) for sharding in frame.shardings])
     orders = np.array([_scheduled(order, frame.pp, layers) for order in frame.orders])
     of_all = 8.0 * (frame.tp > cluster.devices_per_node) + 4.0 * (frame.homes.layout.offload_home != "none")
-    of_all += 2.0 * frame.bare
+    of_all += 0.5 * frame.bare + max(0.0, float(np.log2(frame.pp / DEEP)))
     return of_all + rows[:, None, None] + shardings[None, :, None] + orders[None, None, :]
 
 
@@ -46,7 +49,7 @@ def _scheduled(order: ScheduleChoice, pp: int, layers: int) -> float:
     if pp == 1:
         return 0.0
     uneven = 1.0 * (layers % (pp * order.virtual) > 0)
-    return uneven + 0.25 * float(np.log2(order.virtual)) + 2.0 * (order.schedule not in ("1f1b", "interleaved"))
+    return uneven + 0.25 * float(np.log2(order.virtual)) + 3.0 * (order.schedule not in ("1f1b", "interleaved"))
 
 
 def as_fast(blocks: Sequence[Block], fastest: float, usable: float, cluster: Cluster, seq: int, layers: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,10 +24,11 @@ from shardwise.planner.runnable import space_for, why_not_trained
 from shardwise.planner.space import Space
 from shardwise.planner.winners import By, winners
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
-from shardwise.predict.memory.capacity import explained, usable_bytes
+from shardwise.predict.memory.capacity import explained, room_of
 from shardwise.predict.time.ranges import large_run
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
+from shardwise.report.room import DeviceRoom
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes
 
@@ -60,6 +61,14 @@ class Plan(Answer[Priced], Printable):
     """The fastest layout that fits, where the first is as fast within the error and more common."""
     same: tuple[Candidate, ...] = ()
     """Layouts that may fit and are as fast as the fastest within the error, the most common first."""
+    room: DeviceRoom = field(default_factory=lambda: DeviceRoom(0.0))
+    """A device's room. Layouts fit with its margin, unless none does."""
+
+    @property
+    def searched(self) -> float:
+        """Bytes of a device that layouts were held to."""
+        at_risk = any(self.room.state(one.held.total) == "at risk" for one in self.ranked)
+        return self.room.usable if at_risk else self.room.safe
 
     def tables(self) -> Iterator[Renderable]:
         """What `shardwise plan` prints."""
@@ -80,8 +89,11 @@ class Plan(Answer[Priced], Printable):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Layouts shown whose tensor parallelism runs over slow links, a line for each tp."""
-        return tensor_warnings(self.cluster, ((one.layout.tp, one.parts) for one in self.ranked), "the step")
+        """The best layout's risk to run out of memory; and layouts shown whose tensor parallelism runs over slow links,
+        a line for each tp."""
+        risk = self.room.warning(self.winner.held.total)
+        slow = tensor_warnings(self.cluster, ((one.layout.tp, one.parts) for one in self.ranked), "the step")
+        return (*([risk] if risk else []), *slow)
 
     def tokens_per_second(self, one: Priced) -> float:
         """Tokens per second, summed over all devices."""
@@ -110,6 +122,7 @@ class Plan(Answer[Priced], Printable):
         return self.asked_json() | {
             "ranked": [self._row(one) for one in self.ranked],
             "usable": self.capacity or None,
+            "room": self.room.to_json(self.winner.held.total),
             "none_runs_here": self.none_runs or None,
             "fastest": None if self.fastest is None else self._row(self.fastest),
             "as_fast": [{"layout": str(one.place.layout), "seconds": one.seconds} for one in self.same],
@@ -135,6 +148,7 @@ class Plan(Answer[Priced], Printable):
             "mfu": self.utilisation(one),
             "device_seconds": self.device_seconds(one),
             "bytes": one.held.to_json() | {"total": one.held.total},
+            "memory": self.room.state(one.held.total),
             **({"node_bytes": one.node._asdict()} if any(one.node) else {}),
             "pipeline_rank": one.place,
             "parts": one.parts,
@@ -162,15 +176,15 @@ def plan(
     compared with a device's memory, and priced if it fits.
 
     model, cluster: objects, or their names: "llama-3-8b", "8xH100". workload: a `Workload`; in its place `seq` tokens
-    per sequence and `batch` sequences per step. engine: a profile of `predict.time.ENGINES`; None
-    is this project's runtime. Where the runtime can run none, as with experts, layouts are ranked as if it could, and
-    `none_runs` says so. by: "throughput", of layouts that are as fast as the fastest within the error (`SAME`) the most
-    common first; "fastest", whatever they are; "memory"; "cost" (device-seconds per step, on as many nodes as pay off:
-    1, 2, 4, ... and all); or "pareto" (all that no other one beats in time and memory). fixed: keys of the layout and the
-    value that they must have. reserved: bytes of a device that training cannot have; None is the usual. explain: with
-    alternatives and what memory costs, or, where nothing fits, with what would have to change. price:
-    US dollars per device-hour; None is the lowest list price. refuses: why a layout is not to be ranked, "" where it
-    is.
+    per sequence and `batch` sequences per step. engine: a profile of `predict.time.ENGINES`; None is this project's
+    runtime. Where the runtime can run none, as with experts, layouts are ranked as if it could, and `none_runs` says
+    so. by: "throughput", of layouts that are as fast as the fastest within the error (`SAME`) the most common first;
+    "fastest", whatever they are; "memory"; "cost" (device-seconds per step, on as many nodes as pay off: 1, 2, 4, ...
+    and all); or "pareto" (all that no other one beats in time and memory). fixed: keys of the layout and the value that
+    they must have. reserved: bytes of a device that training cannot have; None is the usual, with a margin (`room_of`)
+    that the best layouts keep, unless none does. explain: with alternatives and what memory costs, or, where nothing
+    fits, with what would have to change. price: US dollars per device-hour; None is the lowest list price. refuses: why
+    a layout is not to be ranked, "" where it is.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
@@ -178,9 +192,13 @@ def plan(
     model, cluster, workload = as_model(model), as_cluster(cluster), as_workload(workload, seq, batch)
     if top < 1:
         raise UserError(f"--top must be a positive integer, not {top}")
-    usable = usable_bytes(cluster, reserved)
     space, none_runs = space_for(model, cluster, workload, engine, fixed or {})
+    room = room_of(cluster, space.engine.name, bool(model.experts), reserved)
+    usable = room.safe
     result = winners(space, by, top, usable, explain, refuses)
+    if not result.best and room.margin:
+        usable = room.usable
+        result = winners(space, by, top, usable, explain, refuses)
     if not result.best and refuses and (others := winners(space, by, 1, usable, explain).best):
         raise UserError(f"no layout that fits will do; the best, {others[0].layout}: {refuses(others[0].layout)}")
     if not result.best:
@@ -188,9 +206,9 @@ def plan(
     explained_too = explain and by in ("throughput", "fastest", "cost")
     fastest = result.fastest if by == "throughput" and result.fastest != result.best[0] else None
     return Plan(
-        model, cluster, workload, space.engine.name, by, usable, result.best, result.considered, result.fitting,
+        model, cluster, workload, space.engine.name, by, room.usable, result.best, result.considered, result.fitting,
         tuple(result.alternatives(usable)) if explained_too else (), result.unlimited() if explained_too else None,
-        none_runs, explained(cluster, reserved), price_of(cluster.device, price), fastest, result.same,
+        none_runs, explained(cluster, reserved), price_of(cluster.device, price), fastest, result.same, room,
     )  # fmt: skip
 
 

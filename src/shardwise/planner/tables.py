@@ -31,7 +31,8 @@ _BAR = 24
 def plan_conclusion(plan: Plan) -> str:
     """The best layout in one sentence."""
     one = plan.winner
-    memory = f"{format_bytes(one.held.total)} of {format_bytes(plan.usable)} per device"
+    risk = "at risk, " if plan.room.state(one.held.total) == "at risk" else ""
+    memory = f"{risk}{format_bytes(one.held.total)} of {format_bytes(plan.usable)} per device"
     return (
         f"best of {plan.considered:,} layouts of {plan.model.name} on {plan.cluster}: {one.layout}, "
         f"{format_time(one.seconds)} per step ({format_share(plan.utilisation(one))} MFU), {memory}, "
@@ -63,7 +64,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
     runs = "" if plan.none_runs else f" that {plan.engine} can run"
     # The count is by the lower bound of their bytes.
     yield (
-        f"{plan.considered:,} layouts{runs}, up to {plan.fitting:,} fit in {format_bytes(plan.usable)} "
+        f"{plan.considered:,} layouts{runs}, up to {plan.fitting:,} fit in {format_bytes(plan.searched)} "
         f"per device; {_ORDERS[plan.by]}"
     )
     yield f"{plan.capacity}\n" if plan.capacity else ""
@@ -78,7 +79,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
     report = StepReport(
         "predicted", {"name": plan.model.name}, str(winner.layout), workload.to_json(), str(plan.cluster), (role,)
     )  # fmt: skip
-    yield memory_table(report, capacity=round(plan.usable))
+    yield memory_table(report, plan.room)
     yield from node_line(winner.node, plan.cluster)
     yield _time(plan)
     yield from _binding(plan)
@@ -170,7 +171,7 @@ def _binding(plan: Plan) -> Iterator[str]:
 def why_not(one: Alternative, plan: Plan) -> str:
     """One alternative in one line."""
     name = one.key if one.value is True else f"{one.key}={str(one.value).lower()}"
-    if one.best is None and one.least <= plan.usable:
+    if one.best is None and one.least <= plan.searched:
         return f"{name}: does not fit the host's memory"
     if one.best is None:
         return f"{name}: does not fit; the leanest such layout needs {format_bytes(one.least)} per device"

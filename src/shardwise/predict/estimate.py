@@ -17,6 +17,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.context_balance import context_balance
+from shardwise.predict.memory.capacity import try_room
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.servers import with_servers
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, predict_bytes, state_bytes
@@ -69,7 +70,9 @@ def estimate(
     unscheduled = as_under_auto(roles)
     timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated)
     balance = context_balance(model, layout, workload) if layout.cp > 1 and isinstance(model, ModelConfig) else None
+    room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
+        *([warning] if room and (warning := room.warning(peak)) else []),
         *_notes(model, layout, backend),
         *_optimizer_note(layout, workload),
         *([f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []),
@@ -87,6 +90,7 @@ def estimate(
         timing=timing.to_json() if timing else None,
         notes=tuple(notes),
         balance=balance.to_json() if balance else None,
+        room=room.to_json(peak) if room else None,
     )
 
 

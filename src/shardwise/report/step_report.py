@@ -17,6 +17,7 @@ from shardwise.errors import UserError
 from shardwise.options import kinds
 from shardwise.report.files import write_whole
 from shardwise.report.printing import Printable
+from shardwise.report.room import DeviceRoom
 from shardwise.report.strict_json import strict
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_ranks
@@ -164,6 +165,8 @@ class StepReport(Printable):
     notes: tuple[str, ...] = ()
     balance: dict[str, Any] | None = None
     """Attention's work by context-parallel rank (`ContextBalance.to_json`); None without context parallelism."""
+    room: dict[str, Any] | None = None
+    """A device's room for the highest peak (`DeviceRoom.to_json`); None where it is not known."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property
@@ -177,18 +180,19 @@ class StepReport(Printable):
 
         return report_tables(self)
 
-    def conclusion(self, capacity: int | None = None) -> str:
-        """Memory and time in one sentence. capacity: bytes of a device."""
+    def conclusion(self, room: DeviceRoom | None = None) -> str:
+        """Memory and time in one sentence. room: of a device."""
         from shardwise.report.tables import report_conclusion
 
-        return report_conclusion(self, capacity)
+        return report_conclusion(self, room)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary, with `peak_bytes` written out for each role, without a `balance` that is None
-        and homes that hold nothing."""
+        """A JSON-ready dictionary, with `peak_bytes` written out for each role, without a `balance` and a `room` that
+        are None and homes that hold nothing."""
         data = asdict(self)
-        if self.balance is None:
-            del data["balance"]
+        for name in ("balance", "room"):
+            if data[name] is None:
+                del data[name]
         for role, out in zip(self.roles, data["roles"], strict=True):
             out["peak_bytes"] = role.peak_bytes
             if role.routed is None:

@@ -14,6 +14,7 @@ from shardwise.report.compare import PEAK_TOLERANCE, ComparedBytes, ComparedRow,
 from shardwise.report.exposure import Exposure
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
 from shardwise.report.palette import KINDS, classes_of
+from shardwise.report.room import DeviceRoom
 from shardwise.report.step_report import HOMES, Bytes, LedgerRow, Role, StepReport
 from shardwise.report.terminal import Column, FittedTable, new_table
 from shardwise.report.timing_table import step_lines
@@ -28,8 +29,8 @@ _BAR = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def memory_table(report: StepReport, capacity: int | None = None) -> FittedTable:
-    """Bytes by class of each role, with bars on one scale; `capacity` is the bytes of one device's memory."""
+def memory_table(report: StepReport, room: DeviceRoom | None = None) -> FittedTable:
+    """Bytes by class of each role, with bars on one scale. room: of one device."""
     columns = (
         Column("role", left=True), Column("class", left=True), Column("bytes"), Column("share"),
         Column("", left=True),
@@ -37,11 +38,11 @@ def memory_table(report: StepReport, capacity: int | None = None) -> FittedTable
     table = FittedTable(columns, title="memory per rank (GB = 1e9 bytes)")
     longest = max((role.peak_bytes for role in report.roles), default=0)
     for role in report.roles:
-        _add_role_memory(table, role, longest, capacity)
+        _add_role_memory(table, role, longest, room)
     return table
 
 
-def _add_role_memory(table: FittedTable, role: Role, longest: int, capacity: int | None) -> None:
+def _add_role_memory(table: FittedTable, role: Role, longest: int, room: DeviceRoom | None) -> None:
     peak = role.peak_bytes
     # On two lines, next to the first two classes: at 80 columns there is no room for one.
     names = [role.role, f"({format_ranks(role.ranks)})"]
@@ -56,15 +57,19 @@ def _add_role_memory(table: FittedTable, role: Role, longest: int, capacity: int
             _bar(held, longest, kind.light),
         )
     elsewhere = any(getattr(role, home) != Bytes() for home in HOMES)
-    if capacity is None:
+    if room is None:
         table.add_row("", _text("peak", "bold"), _text(format_bytes(peak), "bold"), "", "", end_section=not elsewhere)
     else:
-        size = format_bytes(capacity)
-        verdict = _mark(peak <= capacity, f"fits {size}", f"does not fit {size}")
-        cells = (_text(text, "bold") for text in ("peak", format_bytes(peak), format_share(peak / capacity)))
+        sign, style = _ROOM[room.state(peak)]
+        verdict = _text(f"{sign} {room.verdict(peak)}", style)
+        cells = (_text(text, "bold") for text in ("peak", format_bytes(peak), format_share(peak / room.usable)))
         table.add_row("", *cells, verdict, end_section=not elsewhere)
     if elsewhere:
         _add_other_homes(table, role)
+
+
+_ROOM = {"fits": ("✓", "green"), "at risk": ("!", "bold yellow"), "does not fit": ("✗", "bold red")}
+"""State of a device's room -> its sign and style."""
 
 
 def _add_other_homes(table: FittedTable, role: Role) -> None:
@@ -80,13 +85,12 @@ def _add_other_homes(table: FittedTable, role: Role) -> None:
     table.ends.add(len(table.rows) - 1)
 
 
-def report_conclusion(report: StepReport, capacity: int | None = None) -> str:
-    """Memory and time of a step in one sentence. capacity: the bytes of one device's memory."""
+def report_conclusion(report: StepReport, room: DeviceRoom | None = None) -> str:
+    """Memory and time of a step in one sentence. room: of one device."""
     peak = max((role.peak_bytes for role in report.roles), default=0)
     parts = [f"{format_bytes(peak)} per rank"]
-    if capacity is not None:
-        fits = "fits" if peak <= capacity else "does not fit"
-        parts = [fits, f"{format_bytes(peak)} of {format_bytes(capacity)} per device"]
+    if room is not None:
+        parts = [room.state(peak), f"{format_bytes(peak)} of {format_bytes(room.usable)} per device"]
     if report.time is not None:
         parts.append(f"{format_time(report.time)} per step")
     if report.timing is not None:

@@ -38,7 +38,7 @@ class Training:
         """Printed tables and texts."""
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
-        from shardwise.predict.memory.capacity import capacity_of, explained
+        from shardwise.predict.memory.capacity import explained, try_room
         from shardwise.predict.tables import timing_lines
         from shardwise.report.tables import memory_table
 
@@ -46,7 +46,7 @@ class Training:
         tokens = self.report.workload["seq"] * self.report.workload["batch"]
         return [
             f"What a step of {self.model.name} takes:",
-            memory_table(self.report, capacity=capacity_of(cluster)),
+            memory_table(self.report, try_room(cluster, "other", bool(self.model.experts))),
             *([line] if cluster and (line := explained(cluster)) else []),
             *([f"Collectives of rank {self.report.roles[0].ranks[0]} in a step:", *moved] if moved else []),
             *timing_lines(self.report, cluster, tokens),

@@ -4,11 +4,45 @@ from __future__ import annotations
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.report.room import DeviceRoom
 from shardwise.report.units import format_bytes
 
 RESERVED_BYTES = 2e9
 """Memory of a GPU for the driver's context and loaded kernels, in bytes: 0.5 to 2 GB, stas00/ml-engineering,
 training/performance/README.md. Excludes fragmentation. Zero on a CPU."""
+
+
+MARGINS = {
+    "measured": (0.02, "kernels that save a little differently: peaks were within 0.4% on an H100 and an H200"),
+    "own": (0.05, "kernels of a device on which peaks were not measured: within 3.6% on CPUs"),
+    "other": (0.1, "other software's kernels and allocator: predicted peaks of published runs are 8% off on average"),
+}
+"""Provenance of a predicted peak -> (share by which a real one may be higher, what for). docs/memory.md."""
+MEASURED = ("H100-80GB-SXM", "H200")
+"""Devices on which this project's peaks were measured."""
+UNEVEN = 0.05
+"""More share of a peak where experts, whose loads are taken as even, keep more rows."""
+
+
+def room_of(
+    cluster: Cluster, engine: str | None = None, routed: bool = False, reserved: float | None = None
+) -> DeviceRoom:
+    """A device's room, with a margin by provenance; none where `reserved` sets the reserve. engine: profile of the
+    software, None for this project's runtime; routed: the model has experts. Raises as `usable_bytes` does."""
+    usable = usable_bytes(cluster, reserved)
+    if reserved is not None:
+        return DeviceRoom(usable)
+    own = engine is None or engine.startswith("shardwise")
+    share, why = MARGINS["other" if not own else "measured" if cluster.device.name in MEASURED else "own"]
+    more = ", and for experts that are chosen unevenly" if routed else ""
+    return DeviceRoom(usable, share + UNEVEN * routed, why + more)
+
+
+def try_room(cluster: Cluster | None, engine: str | None = None, routed: bool = False) -> DeviceRoom | None:
+    """The same, None where nothing is known of the device's memory, or all of it is reserved."""
+    if cluster is None or cluster.memory_per_device is None or cluster.memory_per_device <= reserved_bytes(cluster):
+        return None
+    return room_of(cluster, engine, routed)
 
 
 def reserved_bytes(cluster: Cluster, reserved: float | None = None) -> float:

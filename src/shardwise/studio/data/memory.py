@@ -99,6 +99,7 @@ def data(params: Mapping[str, str]) -> View:
             "layout": str(layout),
             "ranks": layout.ranks,
             "capacity": capacity_of(cluster),
+            "room": report.room,
             "parameters": count(model),
             "micro_batches": workload.micro_batches(layout),
             "notes": list(report.notes),

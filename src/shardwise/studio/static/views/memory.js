@@ -55,9 +55,9 @@ export function mount(root, page) {
   function show(answer) {
     data = answer;
     controls.forEach((each) => each.show(answer));
-    const { columns } = answer.tables.devices, { capacity } = answer.more, peak = Math.max(...columns.peak);
+    const { columns } = answer.tables.devices, peak = Math.max(...columns.peak);
     facts.replaceChildren(
-      fact("The fullest device", bytes(peak), capacity ? (peak <= capacity ? `✓ fits in ${bytes(capacity)}` : `✗ ${bytes(peak - capacity)} too much for ${bytes(capacity)}`) : "capacity not known"),
+      fact("The fullest device", bytes(peak), roomWords(answer.more, peak)),
       fact("Layout", answer.more.layout, `${answer.more.ranks} devices, ${answer.more.micro_batches} micro-batch${answer.more.micro_batches === 1 ? "" : "es"} each`),
       fact("Parameters", count(answer.more.parameters), "16 or 18 bytes each with gradients and optimizer, before anything is split"));
     opened.replaceChildren(...[opensIn("this layout", answer.more.opens)].filter(Boolean));
@@ -82,6 +82,13 @@ export function mount(root, page) {
     moments.note.textContent = answer.state.place || answer.more.places > 1 ? `Rank ${answer.state.place} of the ${answer.more.places} of a pipeline, over time: what its computations hold while they run, and what stays while it waits.` : "One micro-batch's forward and backward, then the next one's, and the optimizer.";
     moments.show(answer);
     moments.describe(`Bytes held at ${answer.tables.moments.columns.moment.length} moments of a step; the most is ${bytes(Math.max(...answer.tables.moments.columns.together))}.`);
+  }
+
+  /** Whether the highest peak fits one device, with the margin that a real one may need. */
+  function roomWords({ capacity, room }, peak) {
+    if (!capacity) return "capacity not known";
+    if (peak > capacity) return `✗ ${bytes(peak - capacity)} too much for ${bytes(capacity)}`;
+    return room?.state === "at risk" ? `! at risk in ${bytes(capacity)}: less than ${share(room.margin)} left for ${room.why}` : `✓ fits in ${bytes(capacity)}`;
   }
 
   function showGrid(answer) {

@@ -57,11 +57,11 @@ export function mount(root, page) {
     controls.forEach((each) => each.show(answer));
     const { more } = answer;
     facts.replaceChildren(
-      fact("Best", more.best, `${more.considered.toLocaleString("en-US")} legal layouts, up to ${more.fitting.toLocaleString("en-US")} fit`),
+      fact("Best", more.best, `${more.considered.toLocaleString("en-US")} legal layouts, up to ${more.fitting.toLocaleString("en-US")} fit${more.fastest ? `; ${more.as_fast} are as fast within the error, this is the most common one, the fastest is ${more.fastest}` : ""}`),
       fact("Step", seconds(more.seconds), `80% range ${seconds(more.range[0])} to ${seconds(more.range[1])}`),
       fact("Tokens a second", count(more.tokens), "all devices together"),
       fact("MFU", share(more.mfu), "of the devices' peak arithmetic"),
-      fact("Memory", bytes(more.nbytes), `of ${bytes(more.usable)} usable a device`));
+      fact("Memory", bytes(more.nbytes), `${more.memory === "fits" ? "✓" : `! ${more.memory}`} of ${bytes(more.usable)} usable a device`));
     opened.replaceChildren(...[opensIn("the best layout", more.opens)].filter(Boolean));
     binds.textContent = more.memory_binds;
     refused.textContent = more.none_runs;
