@@ -1,4 +1,4 @@
-"""Published layouts beside the winners of a search: sources, layouts that fit their clusters, a page of today's prices."""
+"""Published layouts beside the winners of a search: sources, layouts of their clusters, a page of today's prices."""
 
 from __future__ import annotations
 
