@@ -93,3 +93,11 @@ def test_a_link_keeps_its_latency():
 def test_omni_path_is_a_kind_of_its_own():
     link = network_of("Omni-Path 4x100Gb/s per node (Jean Zay)", USUAL, 8, 2, [])
     assert link.kind == "omni-path" and USUAL.kind != "omni-path"
+
+
+def test_a_power_limit_is_among_what_was_assumed():
+    row = {"gpu": "B200", "gpus": 8}
+    usual: list[str] = []
+    limited: list[str] = []
+    assert cluster_of(row, usual) == cluster_of({**row, "notes": "power limited B200"}, limited)
+    assert not usual and limited == ["a lower power limit, not stated: products as fast as without it"]

@@ -18,6 +18,10 @@ SOURCES = {
     "llm-foundry", "vtrain-single", "bloom-chronicles", "megatron-bridge", "korthikanti22", "nemo2-longseq",
     "torchtitan", "gpt-fast", "trtllm-v1.0",
 }  # fmt: skip
+NEVER_FITTED = {"megatron-core", "megatron-lm-h100", "torchao"}
+MOST = {"torchao": 0.40}
+"""Source -> mean error left out that it stays below, where that is not a quarter: half of torchao's rows are of devices
+without measured kernels."""
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +95,10 @@ def test_the_interval_score_is_width_and_ten_times_a_miss(asked):
 
 def test_scores_of_the_own_table(asked):
     scores = left_out_scores(asked)
-    assert {score.source for score in scores} == SOURCES | {"megatron-core"}
+    assert {score.source for score in scores} == SOURCES | NEVER_FITTED
     for score in scores:
         assert 0 <= score.coverage <= 1 and score.interval_score >= 0
-        assert score.left_out < 0.25, score
+        assert score.left_out < MOST.get(score.source, 0.25), score
     assert 0.6 < weighted_coverage(scores) <= 1
 
 
@@ -104,7 +108,26 @@ def test_the_command_shows_both_errors(capsys, tmp_path):
     assert "left out" in out and "in-sample" in out and "megatron-core (never" in out
     assert "inside the 80% range, mean over sources" in out
     assert main(["validate", "--left-out", "--json"]) == 0
-    assert {score["source"] for score in json.loads(capsys.readouterr().out)} == SOURCES | {"megatron-core"}
+    assert {score["source"] for score in json.loads(capsys.readouterr().out)} == SOURCES | NEVER_FITTED
     (tmp_path / "none.json").write_text("[]")
     assert main(["validate", "--left-out", str(tmp_path / "none.json")]) == 2
     assert "no row of these tables can be predicted" in capsys.readouterr().err
+
+
+def test_rows_that_are_not_scored_are_listed_with_the_reason(capsys, tmp_path):
+    row = next(row for row in read(PUBLISHED) if row["source_id"] == "torchao")
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps([row, {**row, "gpu": "Abacus"}, {**row, "gpu": "Abacus", "source_id": "elsewhere"}]))
+    assert main(["validate", "--left-out", str(table)]) == 0
+    out = capsys.readouterr().out
+    for source in ("torchao", "elsewhere"):
+        assert f"{source}: 1 row skipped: device Abacus is not in the catalog" in out
+    assert main(["validate", "--left-out", "--json", str(table)]) == 0
+    scores = {score["source"]: score for score in json.loads(capsys.readouterr().out)}
+    reasons = {"device Abacus is not in the catalog": 1}
+    assert (scores["torchao"]["rows"], scores["torchao"]["skipped"]) == (1, reasons)
+    assert (scores["elsewhere"]["rows"], scores["elsewhere"]["skipped"]) == (0, reasons)
+    assert scores["elsewhere"]["left_out"] is None
+    table.write_text(json.dumps([{**row, "gpu": "Abacus"}]))
+    assert main(["validate", "--left-out", str(table)]) == 2
+    assert "can be predicted: device Abacus is not in the catalog" in capsys.readouterr().err

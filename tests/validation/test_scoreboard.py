@@ -24,8 +24,11 @@ MOST = {
     "trtllm-v1.0": 0.15,
     "torchtitan": 0.15,
     "nemo2-longseq": 0.05,
+    "megatron-lm-h100": 0.20,
+    "torchao": 0.40,
 }
-"""Source -> mean absolute error that its few rows here must stay below."""
+"""Source -> mean absolute error that its few rows here must stay below. Of torchao's rows half are of devices without
+measured kernels (MI300X, B200)."""
 
 
 @pytest.fixture(scope="module")

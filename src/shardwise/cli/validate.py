@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [row for table in _tables(args) for row in scoreboard.read(table)]
     runs_to_score, skipped = scoreboard.cases(rows)
     if args.left_out:
-        return _left_out(scoreboard.left_out_scores(runs_to_score), args.json)
+        return _left_out(scoreboard.left_out_scores(runs_to_score, skipped), args.json)
     predictions, refused = scoreboard.predict(runs_to_score)
     if args.experts:
         return _experts(predictions, args.json)
@@ -55,9 +56,7 @@ def run(args: argparse.Namespace) -> int:
     _print_rows(predictions, args.rows)
     _print_memory(rows)
     _print_assumed(predictions)
-    for score in ranked:
-        for why, count in score.skipped.items():
-            print(f"{score.source}: {_rows(count)} skipped: {why}")
+    _print_skipped(ranked)
     return 0
 
 
@@ -87,8 +86,9 @@ def _experts(predictions: list[Prediction], as_json: bool) -> int:
 
 def _left_out(ranked: list[scoreboard.LeftOutScore], as_json: bool) -> int:
     """Print each source's error with and without it among what was fitted on."""
-    if not ranked:
-        raise UserError("no row of these tables can be predicted")
+    if not any(score.rows for score in ranked):
+        reasons = "; ".join(dict.fromkeys(why for score in ranked for why in score.skipped))
+        raise UserError(f"no row of these tables can be predicted{f': {reasons}' if reasons else ''}")
     if as_json:
         print_json([asdict(score) for score in ranked])
         return 0
@@ -98,7 +98,8 @@ def _left_out(ranked: list[scoreboard.LeftOutScore], as_json: bool) -> int:
         shares = (score.in_sample, score.left_out, score.dense, score.bias, score.coverage, score.mean_width)
         shown = ("-" if share is None else f"{100 * share:.1f}%" for share in shares)
         name = score.source if score.fitted_on else f"{score.source} (never fitted on)"
-        table.add_row(name, str(score.rows), *shown, f"{score.interval_score:.2f}")
+        interval = "-" if score.interval_score is None else f"{score.interval_score:.2f}"
+        table.add_row(name, str(score.rows), *shown, interval)
     show(table)
     large = [score.large for score in ranked if score.large is not None]
     if large:
@@ -106,6 +107,7 @@ def _left_out(ranked: list[scoreboard.LeftOutScore], as_json: bool) -> int:
             f"dense models of {scoreboard.LARGE / 1e9:.0f}B and more, in-sample, mean over sources: {fmean(large):.1%}"
         )
     print(f"inside the 80% range, mean over sources: {scoreboard.weighted_coverage(ranked):.1%}")
+    _print_skipped(ranked)
     return 0
 
 
@@ -169,6 +171,13 @@ def _print_assumed(predictions: list[Prediction]) -> None:
     counts = Counter((one.case.source, words) for one in predictions for words in one.case.assumed)
     for (source, words), count in counts.items():
         print(f"{source}: assumed for {_rows(count)}: {words}")
+
+
+def _print_skipped(ranked: Sequence[Score | scoreboard.LeftOutScore]) -> None:
+    """Print how many rows of each source are not scored, by reason."""
+    for score in ranked:
+        for why, count in score.skipped.items():
+            print(f"{score.source}: {_rows(count)} skipped: {why}")
 
 
 def _print_rows(predictions: list[Prediction], every: bool) -> None:

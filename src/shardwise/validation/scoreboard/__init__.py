@@ -16,8 +16,14 @@ PUBLISHED = Path(__file__).parent / "published.json"
 RUNS = Path(__file__).parent / "published_runs.json"
 """Steps of large published runs, which no constant is fitted on: docs/published_runs.md."""
 
+SCALING = Path(__file__).parent / "published_scaling.json"
+"""The same model and software on more and more devices, which no constant is fitted on."""
+
+CHOICES = Path(__file__).parent / "published_choices.json"
+"""Published layouts that a search is compared with: docs/published_choices.md."""
+
 __all__ = [
-    "LARGE", "MISS", "PUBLISHED", "RUNS", "BlockScore", "LeftOutScore", "MixtureScore", "Prediction", "Score",
-    "block_scores", "cases", "left_out_scores", "memory_scores", "mixture_scores", "predict", "read", "read_blocks",
-    "reason", "scores", "weighted_coverage",
+    "CHOICES", "LARGE", "MISS", "PUBLISHED", "RUNS", "SCALING", "BlockScore", "LeftOutScore", "MixtureScore",
+    "Prediction", "Score", "block_scores", "cases", "left_out_scores", "memory_scores", "mixture_scores", "predict",
+    "read", "read_blocks", "reason", "scores", "weighted_coverage",
 ]  # fmt: skip

@@ -141,13 +141,21 @@ def stage_of(row: Row, assumed: list[str]) -> int:
 
 
 def _virtual(row: Row, model: ModelConfig, pp: int, assumed: list[str]) -> int:
-    if pp == 1 or row.get("vpp") or "megatron-bridge" not in source(row):
+    """Virtual stages; where a row of software that always interleaves states none, the most that it would use."""
+    fewest = next((layers for word, layers in INTERLEAVED if word in f"{row.get('engine')} {source(row)}"), None)
+    if pp == 1 or row.get("vpp") or fewest is None:
         return whole(row, "vpp", 1) if pp > 1 else 1
-    # Its recipes interleave wherever layers divide, down to four layers a chunk (docs/performance-guide.md).
     item = model.layers // pp if model.layers % pp == 0 else 0
-    virtual = max((n for n in range(1, item // 4 + 1) if item % n == 0), default=1)
+    virtual = max((n for n in range(1, item // fewest + 1) if item % n == 0), default=1)
     assumed.append(f"virtual stages not stated: {virtual}")
     return virtual
+
+
+INTERLEAVED = (("megatron-bridge", 4), ("megatron-core", 1))
+"""Word of a row -> fewest layers of a chunk. Megatron-Bridge's recipes interleave wherever layers divide, down to four
+layers (docs/performance-guide.md). Megatron-LM's README overlaps messages of pipelines, which only interleaved ones can
+(NVIDIA/Megatron-LM@d98e8a64, megatron/training/arguments.py); its 177B model is as fast on 96 to 4,608 GPUs
+(published_scaling.json) as with a layer each, and could not be with 16 layers in one piece."""
 
 
 def _dtype(row: Row) -> str:

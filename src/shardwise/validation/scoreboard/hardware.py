@@ -43,6 +43,8 @@ RATE = re.compile(r"(?:(\d+)\s*[xX]\s*)?(\d+(?:\.\d+)?)\s*([GT])(b|B)(?:it)?(?:/
 """Bandwidth in a network's text: a count, a number, its unit; "b" are bits and "B" bytes."""
 OTHERS = ("RoCE", "EFA", "Ethernet", "Slingshot")
 """Networks that are not InfiniBand, and whose share of the bandwidth was not measured."""
+LIMITED = "power limited"
+"""Words in a row's notes that its devices draw less power than usual."""
 PORTS = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 """Generation of InfiniBand -> Gb/s of a port."""
 
@@ -60,6 +62,8 @@ def cluster_of(row: Row, assumed: list[str]) -> Cluster:
         # Jobs on NVL72 racks use 64 of the 72 GPUs, where degrees are powers of two.
         per_node = 64
     nodes = -(-gpus // per_node)
+    if LIMITED in str(row.get("notes", "")).lower():
+        assumed.append("a lower power limit, not stated: products as fast as without it")
     network = network_of(str(row.get("inter_node") or ""), entry.inter, per_node, nodes, assumed)
     return Cluster(nodes, per_node, entry.device, entry.intra, network)
 

@@ -20,7 +20,7 @@ from shardwise.model.parameters import count
 from shardwise.predict.time.constants import Constants, uncertainty
 from shardwise.predict.time.ranges import Range
 from shardwise.validation.scoreboard.mixtures import range_of
-from shardwise.validation.scoreboard.rows import PublishedCase
+from shardwise.validation.scoreboard.rows import PublishedCase, Skipped
 from shardwise.validation.scoreboard.score import Adjust, Prediction, Score, predict, scores
 
 RECORD = Path(__file__).parent / "left_out.json"
@@ -38,22 +38,25 @@ class LeftOutScore:
 
     source: str
     rows: int
-    in_sample: float
+    """Rows that were scored; without any, all errors are None."""
+    in_sample: float | None
     """Mean absolute error with the stored constants."""
-    left_out: float
+    left_out: float | None
     """Mean absolute error with constants fitted on the other sources."""
     dense: float | None
     """Of rows without experts, left out; None where there are none."""
     large: float | None
     """In-sample, of dense models of 6 billion parameters or more; None where there are none."""
-    bias: float
-    coverage: float
+    bias: float | None
+    coverage: float | None
     """Share of rows inside their left-out ranges."""
-    mean_width: float
-    interval_score: float
+    mean_width: float | None
+    interval_score: float | None
     """Mean of width plus 10 times what a measurement lies outside, over the measurement."""
     fitted_on: bool
     """Whether the source was among what the stored constants were fitted on."""
+    skipped: dict[str, int]
+    """Reason -> rows that are not scored for it."""
 
 
 @cache
@@ -86,21 +89,25 @@ def left_out(cases: Sequence[PublishedCase]) -> list[tuple[Prediction, Range]]:
     return found
 
 
-def left_out_scores(cases: Sequence[PublishedCase]) -> list[LeftOutScore]:
-    """One score for each source, in the order in which they appear."""
-    inside = predict(cases)[0]
+def left_out_scores(cases: Sequence[PublishedCase], skipped: Sequence[Skipped] = ()) -> list[LeftOutScore]:
+    """One score for each source, in the order in which they appear. skipped: rows that are no cases."""
+    inside, refused = predict(cases)
     outside = left_out(cases)
     made: list[LeftOutScore] = []
-    for score in scores(inside, []):
+    for score in scores(inside, [*skipped, *refused]):
         made.append(_score(score, inside, [pair for pair in outside if pair[0].case.source == score.source]))
     return made
 
 
 def _score(score: Score, inside: Sequence[Prediction], outside: Sequence[tuple[Prediction, Range]]) -> LeftOutScore:
+    fitted_on = score.source in record()["left_out"]
+    if not outside:
+        return LeftOutScore(
+            score.source, 0, None, None, None, None, None, None, None, None, fitted_on, score.skipped
+        )  # fmt: skip
     errors = [one.error for one, _ in outside]
     dense = [abs(one.error) for one, _ in outside if not one.case.model.experts]
     large = [abs(one.error) for one in inside if one.case.source == score.source and is_large(one)]
-    assert score.mean_abs_error is not None
     return LeftOutScore(
         source=score.source,
         rows=score.rows,
@@ -112,7 +119,8 @@ def _score(score: Score, inside: Sequence[Prediction], outside: Sequence[tuple[P
         coverage=fmean(bool(a.low <= one.measured <= a.high) for one, a in outside),
         mean_width=fmean(float(a.width) for _, a in outside),
         interval_score=fmean(interval_score(one, a) for one, a in outside),
-        fitted_on=score.source in record()["left_out"],
+        fitted_on=fitted_on,
+        skipped=score.skipped,
     )
 
 
@@ -133,4 +141,4 @@ def interval_score(one: Prediction, around: Range) -> float:
 
 def weighted_coverage(made: Sequence[LeftOutScore]) -> float:
     """Share of rows inside their ranges, the mean over sources."""
-    return float(np.mean([score.coverage for score in made]))
+    return float(np.mean([score.coverage for score in made if score.coverage is not None]))
