@@ -18,7 +18,8 @@ export NCCL_DEBUG=WARN
 module load cuda
 set -m
 (exec -- python3 -m torch.distributed.run \
-    --nnodes 2 --nproc-per-node 8 --max-restarts 3 \
+    --nnodes 2 --nproc-per-node 8 \
+    --max-restarts 3 \
     --rdzv-backend c10d --rdzv-id "$job" --rdzv-endpoint a:29500 \
     --log-dir logs/"$job-$node" --redirects 3 \
     -m shardwise train llama-3-8b --layout dp=16,zero=3 --data text.txt --seq 4096 --batch 16 --out /data/runs/first) &

@@ -112,8 +112,13 @@ class ClusterJob:
 
     @property
     def restarts_itself(self) -> bool:
-        """Whether the command restarts failed ranks."""
-        return self._agent is not None and self._agent.restarts
+        """Whether torchrun restarts failed ranks, where SLURM does not start them."""
+        return self._agent is not None and self._agent.restarts if self.per_node else not self.serves
+
+    @property
+    def serves(self) -> bool:
+        """Whether the command is `serve`."""
+        return not self.own and self.words[0] == "serve"
 
     @property
     def flags(self) -> str:

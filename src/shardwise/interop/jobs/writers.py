@@ -174,10 +174,18 @@ def _launcher(job: ClusterJob, run_id: str, node: str, head: str, logs: str) -> 
             *restarts,
         )
         return place, job.command_with_flags
+    if job.serves:
+        # HTTP is on rank 0's host: the first one.
+        meeting = [f"--node-rank {node} --master-addr {address} --master-port {port} --max-restarts 0"]
+    else:
+        meeting = [
+            f"--max-restarts {options.restarts}",
+            f'--rdzv-backend c10d --rdzv-id "{run_id}" --rdzv-endpoint {address}:{port}',
+        ]
     return "", " \\\n    ".join([
         f"{quoted('shell', job.python, '--python')} -m torch.distributed.run",
-        f"--nnodes {job.nodes} --nproc-per-node {job.ranks} --max-restarts {options.restarts}",
-        f'--rdzv-backend c10d --rdzv-id "{run_id}" --rdzv-endpoint {address}:{port}',
+        f"--nnodes {job.nodes} --nproc-per-node {job.ranks}",
+        *meeting,
         f"--log-dir {quoted('shell', options.logs, '--logs')}/\"{logs}\" --redirects 3",
         job.rank_words,
     ])  # fmt: skip
@@ -197,7 +205,7 @@ def _ssh(job: ClusterJob) -> JobFile:
         "hosts": " ".join(quoted("shell", host, "--ssh") for host in job.hosts),
         "place": place,
         "launcher": job.container + launcher,
-        "attempts": options.restarts if job.per_node and not job.restarts_itself else 0,
+        "attempts": 0 if job.restarts_itself else options.restarts,
     }
     values |= {part: embedded(_filled(f"ssh_{part}.sh", values)) for part in ("start", "stop")}
     _check_variables(job, _template("ssh.sh"), _template("ssh_start.sh"), place, "node=")

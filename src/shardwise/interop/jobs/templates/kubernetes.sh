@@ -3,8 +3,9 @@ mkdir -p -- {{logs}}
 {{setup}}
 set -m
 group=
-trap 'kill -TERM -- "-$group"' TERM INT
+trap 'passed=yes; kill -TERM -- "-$group"' TERM INT
 (exec -- {{launcher}}) &
 group=$!
-while wait "$group"; code=$?; kill -0 "$group" 2>/dev/null; do :; done
+# A signal ends `wait`, too.
+while passed=; wait "$group"; code=$?; [[ $passed ]]; do :; done
 exit "$code"
