@@ -100,7 +100,11 @@ SMALL = ["train", "tiny-llama", "--layout", "dp=16", "--data", "text.txt", "--se
         (words("slurm", "--env", "A=a\x85b"), r"--env 'a.x85b' has a control character"),
         (words("slurm", "--env", "RANK=3"), "the job sets RANK itself"),
         (words("ssh", "--env", "node=3"), "the job sets node itself"),
-        (words("k8s", "--env", "IFS=a"), "the job sets IFS itself"),
+        (words("slurm", "--env", "SLURM_JOB_ID=a[$(x)]"), "the job sets SLURM_JOB_ID itself"),
+        (words("slurm", "--env", "SLURM_RESTART_COUNT=a[$(x)]"), "the job sets SLURM_RESTART_COUNT itself"),
+        (words("k8s", "--env", "JOB_COMPLETION_INDEX=a[$(x)]"), "the job sets JOB_COMPLETION_INDEX itself"),
+        (words("k8s", "--env", "BASH_ENV=$(x)"), "bash has BASH_ENV for itself"),
+        (words("ssh", "--env", "IFS=a"), "bash has IFS for itself"),
         (words("slurm", "--logs", "a\\b"), "a folder with a backslash"),
         (words("slurm", "--container=-x"), "does not begin with a hyphen"),
         (
@@ -108,6 +112,10 @@ SMALL = ["train", "tiny-llama", "--layout", "dp=16", "--data", "text.txt", "--se
             "word .* has a control character .*into a file",
         ),
         (words("ssh", train=[*TRAIN[:5], "x" * 40_000, *TRAIN[6:]]), "more than 32,768 bytes"),
+        (
+            words("k8s", train=[*TRAIN[:5], "x", *TRAIN[6:], *["--set", "layers=2" + " " * 30_000] * 5]),
+            "too long for a pod",
+        ),
         (words("k8s", "--name", "7b"), "begin with a letter .DNS-1035., such as job-7b"),
         (["launch", "--slurm", *GPUS, "--", "torchrun", "--standalone", "x.py"], "leave it out"),
         (["launch", "--slurm", *GPUS, "--", ""], "name the command"),
@@ -405,15 +413,23 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+OWN_TRAINING = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+x = torch.ones(1) * dist.get_rank()
+dist.all_reduce(x)
+open(f"sum-{dist.get_rank()}", "w").write(f"{x.item():g} of {dist.get_world_size()}")
+"""
+
+
 @of_some("torchrun", REAL, 1)
 def test_the_user_s_own_torchrun_starts_its_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program(folder, "ssh", SSH)
-    (folder / "train.py").write_text(
-        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        "x = torch.ones(1) * dist.get_rank()\ndist.all_reduce(x)\nopen(f'sum-{dist.get_rank()}', 'w').write(f'{x.item():g} of {dist.get_world_size()}')\n"
-    )
+    (folder / "train.py").write_text(OWN_TRAINING)
     for name, value in environment(folder).items():
         monkeypatch.setenv(name, value)
     flags = ["--head", "127.0.0.1", "--port", str(free_port()), "--submit", "--interface", "lo"]

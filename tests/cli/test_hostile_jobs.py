@@ -34,6 +34,11 @@ CONTROL = (
     "\n", "\r", "\t", "\v", "\f", "\x1b", "\x1c", "\x1e", "\x7f", "\x85", "\u2028", "\u2029", "\udcff",
     "\nEND\npwned\n", "\nEND\n}\npwned\n", "\n#SBATCH --wrap=pwned\n", "\vpwned\v", "\x85pwned\x85",
 )  # fmt: skip
+VARIABLES = (
+    "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "NODE_RANK", "JOB_COMPLETION_INDEX", "attempt", "node", "group", "IFS",
+    "ENV", "BASH_ENV", "PS4", "RANDOM", "OLDPWD", "TMOUT", "PROMPT_COMMAND", "CDPATH", "NNODES",
+    "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
 FORBIDDEN = {"Cc", "Zl", "Zp", "Cs"}
 
 
@@ -61,11 +66,14 @@ class HostileJob:
     own: bool = False
     per: str = "node"
     """Of an own program."""
+    variable: str = "A"
+    """Name of the variable of --env."""
 
     @classmethod
     def of(cls, number: int) -> HostileJob:
         draw = random.Random(f"hostile {number}")
         job = cls(draw.choice(("slurm", "ssh", "k8s")), own=draw.random() < 0.7, per=draw.choice(("node", "rank")))
+        job.variable = draw.choice(("A", "A", *VARIABLES))
         name = hostile(draw, 60).replace("/", "")
         if len(name.encode("utf-8", "surrogateescape")) > 200 or not name.strip("."):
             name = "folder"
@@ -86,7 +94,7 @@ class HostileJob:
     def must_run(self) -> bool:
         """Whether nothing but words, folder and variables are hostile: any of those is possible."""
         sizes = [len(word.encode()) for word in [*self.words, *self.options.values()]] if self.all_data else [1 << 20]
-        return self.all_data and max(sizes) < 1000 and not {*self.options} - {"env"}
+        return self.all_data and max(sizes) < 1000 and not {*self.options} - {"env"} and self.variable == "A"
 
     def command(self) -> list[str]:
         start = {"slurm": ["--slurm"], "ssh": ["--ssh", "me@host"], "k8s": ["--k8s"]}[self.system]
@@ -94,7 +102,7 @@ class HostileJob:
         if self.system == "k8s":
             given = {"container": "image", "volume": "claim:/data"} | given
         if "env" in given:
-            given["env"] = "A=" + given["env"]
+            given["env"] = f"{self.variable}={given['env']}"
         if "sbatch" in given:
             given["sbatch"] = "--comment=" + given["sbatch"]
         if "setup" in given:
@@ -109,7 +117,7 @@ class HostileJob:
         return [*small, *(f"--data={word}" for word in self.words)]
 
 
-PROGRAM = """{ printf '%s\\0' "${A-}" "$PWD" "${0##*/}" "$@"; } >"$RECORD/arrived"
+PROGRAM = """{ printf '%s\\0' "$(printenv "$NAME")" "$PWD" "${0##*/}" "$@"; } >"$RECORD/arrived"
 """
 STUBS = {
     "pwned": 'touch "$RECORD/pwned"',
@@ -175,6 +183,7 @@ def check(job: HostileJob, folder: Path, programs: Path, capsys: pytest.CaptureF
     variables = {
         "PATH": f"{programs}:{record}:/usr/bin:/bin",
         "RECORD": str(record),
+        "NAME": job.variable,
         "SLURM_JOB_ID": "7",
         "SLURM_NODEID": "0",
     }
@@ -212,8 +221,8 @@ def check_sbatch(job: HostileJob, text: str, where: Path) -> None:
 
 def check_arrived(job: HostileJob, where: Path, record: Path) -> None:
     assert not (record / "pwned").exists(), "it broke out"
-    value, working, *words = (record / "arrived").read_bytes().decode().split("\0")[:-1]
-    assert value == job.options.get("env", "")
+    value, working, *words = os.fsdecode((record / "arrived").read_bytes()).split("\0")[:-1]
+    assert value == job.options.get("env", value)
     assert working == str(where)
     if "container" in job.options:
         assert words[:5] == ["apptainer", "exec", "--bind", str(where), job.options["container"]]
@@ -223,6 +232,28 @@ def check_arrived(job: HostileJob, where: Path, record: Path) -> None:
         assert words == expected
     else:
         assert words[0] == job.options.get("python", "python3") and words[-len(expected) :] == expected
+
+
+NAMED = [
+    HostileJob("ssh", words=["a\nEND\npwned"]),
+    HostileJob("ssh", {"setup": "END"}, ["x"], own=True),
+    *(
+        HostileJob(system, words=["x"], folder=name)
+        for system in ("slurm", "ssh")
+        for name in ("$(pwned)", 'a"b', "a\nb")
+    ),
+    *(HostileJob("slurm", {flag: f"1{sign}pwned"}) for flag in ("time", "sbatch", "env") for sign in "\v\x85\u2028"),
+]
+"""Jobs of a review, which all broke out, or ran as no user meant."""
+
+
+@pytest.mark.parametrize("number", range(len(NAMED)))
+def test_reported_jobs_stay_data(
+    number: int, tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = NAMED[number]
+    assert check(job, tmp_path, programs, capsys) == ("ran" if job.all_data else "refused")
 
 
 def test_no_value_of_a_job_becomes_code(

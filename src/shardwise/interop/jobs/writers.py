@@ -18,9 +18,15 @@ _PORT = 29500
 _POD = "$JOB_COMPLETION_INDEX"
 """Number of a pod."""
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
-_ASSIGNED = re.compile(r"\b([A-Za-z_]\w*) ?\+?=(?!=)|\bfor (\w+) in\b|\bread -r (\w+)")
-_OF_BASH = {"IFS", "SHELLOPTS", "BASHOPTS", "UID", "EUID", "PPID"}
-"""Variables that bash does not pass on as they are, or splits words by."""
+_USED = re.compile(r"\b([A-Za-z_]\w*) ?\+?=(?!=)|\bfor (\w+) in\b|\bread -r (\w+)|\$\{?([A-Za-z_]\w*)")
+"""Variables that a script sets or reads."""
+_OF_BASH = re.compile(
+    "IFS|PS[124]|BASH|BASH_.*|BASHOPTS|SHELLOPTS|ENV|POSIXLY_CORRECT|EXECIGNORE|UID|EUID|PPID|PWD|OLDPWD|SHLVL|_|S?RANDOM|SECONDS|"
+    "EPOCH.*|LINENO|FUNCNAME|GROUPS|DIRSTACK|HISTCMD|PIPESTATUS|OPTIND|OPTARG|OPTERR"
+)
+"""Variables that bash reads as code, changes its ways by, or does not pass on as they are."""
+_LONGEST_ARGUMENT = 1 << 17
+"""Bytes of an argument, with its end: Linux's MAX_ARG_STRLEN."""
 _SERVICE = re.compile(r"[a-z][a-z0-9-]*")
 """Names of Kubernetes' Services: DNS labels of RFC 1035."""
 
@@ -67,11 +73,16 @@ def _script_values(job: ClusterJob) -> dict[str, object]:
 
 
 def _check_variables(job: ClusterJob, *texts: str) -> None:
-    """Raise `UserError` for a variable of --env that the job's script sets itself."""
-    names = {name for text in texts for groups in _ASSIGNED.findall(text) for name in groups if name} | _OF_BASH
+    """Raise `UserError` for a variable of --env that the job's script, or bash, has for itself.
+
+    Of a variable that a script computes with, bash would run what is in it.
+    """
+    names = {name for text in texts for groups in _USED.findall(text) for name in groups if name}
     for name in job.environment():
         if name in names:
             raise UserError(f"--env {name}=...: the job sets {name} itself; leave it out, or give it another name")
+        if _OF_BASH.fullmatch(name):
+            raise UserError(f"--env {name}=...: bash has {name} for itself; set it in your program, or by --setup")
 
 
 def _node_variables(job: ClusterJob, *more: str) -> str:
@@ -234,8 +245,11 @@ def _k8s(job: ClusterJob) -> JobFile:
     container = pod["containers"][0]
     variables = job.variables().items()
     container["env"] = [{"name": name, "value": quoted("kubernetes", value, "--env")} for name, value in variables]
-    container["args"] = [_filled("kubernetes.sh", values).replace("$", "$$")]
-    _check_variables(job, _template("kubernetes.sh"), place)
+    script = _filled("kubernetes.sh", values).replace("$", "$$")
+    if len(script.encode()) >= _LONGEST_ARGUMENT:
+        raise UserError("the command is too long for a pod (128 KiB): put it into a file, such as a script")
+    container["args"] = [script]
+    _check_variables(job, _template("kubernetes.sh"), place, _POD)
     if not job.gpus:
         del container["resources"]
     if not claim:
