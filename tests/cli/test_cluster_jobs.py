@@ -105,7 +105,8 @@ SMALL = ["train", "tiny-llama", "--layout", "dp=16", "--data", "text.txt", "--se
         (words("k8s", "--env", "JOB_COMPLETION_INDEX=a[$(x)]"), "the job sets JOB_COMPLETION_INDEX itself"),
         (words("k8s", "--env", "BASH_ENV=$(x)"), "bash has BASH_ENV for itself"),
         (words("ssh", "--env", "IFS=a"), "bash has IFS for itself"),
-        (words("slurm", "--logs", "a\\b"), "a folder with a backslash"),
+        (words("slurm", "--logs", "50%j"), "--logs '50%j': SLURM reads % and backslashes .* give another one"),
+        (words("slurm", "--logs", "a\\b"), "reads % and backslashes"),
         (words("slurm", "--container=-x"), "does not begin with a hyphen"),
         (
             words("ssh", train=[*TRAIN[:5], "a\nEND\ntouch x", *TRAIN[6:]]),

@@ -26,6 +26,7 @@ from shardwise.cli.run_file import parsed as parsed_with_file
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
 from shardwise.interop.jobs import ClusterJob, JobFile, JobOptions, write_job
+from shardwise.interop.jobs.quoting import comment
 from shardwise.interop.writing.commands import nodes_for
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ssh is not None and len(hosts) != described.nodes:
         raise UserError(f"--ssh names {len(hosts)} hosts, and {described.what} fills {described.nodes} of {cluster}")
     job = ClusterJob(
-        f"{described.title} on {described.nodes} x {described.ranks} {cluster.device.name}", tuple(words),
+        f"{comment(described.title)} on {described.nodes} x {described.ranks} {cluster.device.name}", tuple(words),
         described.nodes, described.ranks, cluster.device.kind == "cuda", str(Path.cwd()),
         options.python or _python(args, options), options, described.out, hosts, own, own and options.per != "rank",
     )  # fmt: skip

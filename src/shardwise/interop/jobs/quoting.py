@@ -33,7 +33,6 @@ def _sbatch(value: str) -> str:
 _SYNTAXES: dict[str, Callable[[str], str]] = {
     "shell": shlex.quote,
     "sbatch": _sbatch,
-    "sbatch file": lambda value: _sbatch(value.replace("%", "%%")),
     "kubernetes": lambda value: value.replace("$", "$$"),
     "json": str,
     "code": str,
@@ -49,7 +48,7 @@ def quoted(syntax: str, value: str, what: str) -> str:
     """
     for character in value:
         if name := _FORBIDDEN.get(unicodedata.category(character)):
-            raise UserError(f"{what} {shortened(value)} has {name} ({character!a}): {_INSTEAD.get(what, _ANY)}")
+            raise UserError(f"{what} {shortened(value)} has {name} ({character!a}): {instead(what)}")
     most = LONGEST_OPTION if syntax.startswith("sbatch") else LONGEST
     if len(value.encode()) > most:
         raise UserError(f"{what} {shortened(value)} has more than {most:,} bytes: put it into a file")
@@ -77,4 +76,8 @@ _INSTEAD = {
     SETUP: "give --setup once per line",
     COMMAND: "put it into a file, such as a script",
 }
-_ANY = "leave it out"
+
+
+def instead(what: str) -> str:
+    """What to do about a value that cannot be used."""
+    return _INSTEAD.get(what, "give another one")

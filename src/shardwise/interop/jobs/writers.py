@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.jobs.job import ClusterJob, JobFile
-from shardwise.interop.jobs.quoting import FOLDER, SETUP, comment, quoted
+from shardwise.interop.jobs.quoting import FOLDER, SETUP, comment, instead, quoted
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _PORT = 29500
@@ -101,8 +101,11 @@ def _slurm(job: ClusterJob) -> JobFile:
     if options.volume:
         raise UserError("--volume is of Kubernetes: a SLURM job sees the nodes' file systems")
     logs = options.logs
-    if "\\" in logs:
-        raise UserError(f"--logs {logs}: SLURM numbers no file of a folder with a backslash; give another one")
+    for what, path in ((FOLDER, job.folder), ("--logs", logs)):
+        if {"%", "\\"} & {*path}:
+            raise UserError(
+                f"{what} {path!r}: SLURM reads % and backslashes in paths of logs as its own; {instead(what)}"
+            )
     directives = [f"--gpus-per-node={job.ranks}"] if job.gpus else []
     if options.time:
         directives.append(f"--time={options.time}")
@@ -115,11 +118,11 @@ def _slurm(job: ClusterJob) -> JobFile:
         "tasks": 1 if job.per_node else job.ranks,
         "directives": "\n".join(f"#SBATCH {item}" for item in directives),
         "chdir": quoted("sbatch", job.folder, FOLDER),
-        "job_log": quoted("sbatch file", logs, "--logs") + "/job-%j.log",
+        "job_log": quoted("sbatch", logs, "--logs") + "/job-%j.log",
         "head": head,
         # Jobs that share a node need ports of their own, below those that the system gives to connections.
         "port": options.port or "$((10000 + (SLURM_JOB_ID * 8 + TORCHELASTIC_RESTART_COUNT) % 5000))",
-        "task_log": quoted("shell", logs.replace("%", "%%"), "--logs") + f"/{job.task}-{number}.log",
+        "task_log": quoted("shell", logs, "--logs") + f"/{job.task}-{number}.log",
         "place": place,
         "run": '"$@"' if not job.flags else f'"${{@:1:{job.program_words}}}" {job.flags} '
         f'"${{@:{job.program_words + 1}}}"',
