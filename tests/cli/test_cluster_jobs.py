@@ -6,14 +6,18 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from harness.today import of_some, some_of
 from shardwise.cli.main import main
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -25,6 +29,8 @@ SYSTEMS = {
     "k8s": ["--k8s", "--container", "registry/image:1", "--volume", "claim:/data"],
 }
 LIMIT = 60
+REAL = ("train", "torchrun", "serve")
+"""Jobs with torchrun as it is: one of them runs each day."""
 
 
 def words(system: str, *more: str, out: str = "/data/runs/first", train: list[str] = TRAIN) -> list[str]:
@@ -67,14 +73,13 @@ SMALL = ["train", "tiny-llama", "--layout", "dp=16", "--data", "text.txt", "--se
         (words("slurm", train=[*TRAIN[:3], "dp=16", *TRAIN[4:]]), r"needs 137 GB per device.*83.0 GB: `shardwise plan"),
         (words("slurm", train=[*TRAIN[:3], "dp=32,zero=3", *TRAIN[4:-1], "32"]), "= 32 ranks, but there are 16"),
         (["launch", "--slurm", *GPUS, "--", *TRAIN], "the training needs --out"),
-        (["launch", "--slurm", *GPUS, "--", "serve", "x"], "name the training: shardwise launch"),
-        (["launch", "--slurm", *GPUS], "name the training"),
+        (["launch", "--slurm", *GPUS, "--", "plan", "x"], "name the command: shardwise launch"),
+        (["launch", "--slurm", *GPUS], "name the command"),
         (words("slurm", train=[*TRAIN, "--resume", "runs/first"]), "without --resume"),
         (words("slurm", train=[*TRAIN, "--restarts", "2"]), "give them before the --"),
         (words("slurm", "--name", "My Job"), "lower-case letters, digits and hyphens"),
         (words("slurm", "--env", "A B=1"), "give NAME=VALUE"),
-        (words("slurm", "--logs", "my logs"), "without blanks"),
-        (words("slurm", "--setup", "a\nb"), "single lines"),
+        (words("slurm", "--setup", "a\nb"), "give --setup once per line"),
         (words("slurm", "--sbatch=partition"), "give an option of sbatch"),
         (words("slurm", "--volume", "a:/b"), "--volume is of Kubernetes"),
         (words("ssh", "--time", "10"), "are of SLURM"),
@@ -88,6 +93,35 @@ SMALL = ["train", "tiny-llama", "--layout", "dp=16", "--data", "text.txt", "--se
         (words("k8s", out="/tmp/x"), "--out /tmp/x is not on the shared storage: give a folder under /data"),
         (words("k8s", "--submit"), "start this one with kubectl apply -f shardwise.json"),
         (words("slurm", "--restarts", "-1"), "restarts must be at least 0"),
+        (words("slurm", "--per", "rank"), "--per is for a program of your own"),
+        (words("slurm", "--time", "1\x0b--wrap=x"), "give minutes, HH:MM:SS"),
+        (words("slurm", "--time", "1 --wrap=x"), "give minutes, HH:MM:SS"),
+        (words("slurm", "--sbatch=--comment=a\u2028b"), r"has a line separator \('.u2028'\)"),
+        (words("slurm", "--env", "A=a\x85b"), r"--env 'a.x85b' has a control character"),
+        (words("slurm", "--env", "RANK=3"), "the job sets RANK itself"),
+        (words("ssh", "--env", "node=3"), "the job sets node itself"),
+        (words("slurm", "--env", "SLURM_JOB_ID=a[$(x)]"), "the job sets SLURM_JOB_ID itself"),
+        (words("slurm", "--env", "SLURM_RESTART_COUNT=a[$(x)]"), "the job sets SLURM_RESTART_COUNT itself"),
+        (words("k8s", "--env", "JOB_COMPLETION_INDEX=a[$(x)]"), "the job sets JOB_COMPLETION_INDEX itself"),
+        (words("k8s", "--env", "BASH_ENV=$(x)"), "bash has BASH_ENV for itself"),
+        (words("ssh", "--env", "IFS=a"), "bash has IFS for itself"),
+        (words("slurm", "--logs", "50%j"), "--logs '50%j': SLURM reads % and backslashes .* give another one"),
+        (words("slurm", "--logs", "a\\b"), "reads % and backslashes"),
+        (words("slurm", "--container=-x"), "does not begin with a hyphen"),
+        (
+            words("ssh", train=[*TRAIN[:5], "a\nEND\ntouch x", *TRAIN[6:]]),
+            "word .* has a control character .*into a file",
+        ),
+        (words("ssh", train=[*TRAIN[:5], "x" * 40_000, *TRAIN[6:]]), "more than 32,768 bytes"),
+        (
+            words("k8s", train=[*TRAIN[:5], "x", *TRAIN[6:], *["--set", "layers=2" + " " * 30_000] * 5]),
+            "too long for a pod",
+        ),
+        (words("k8s", "--name", "7b"), "begin with a letter .DNS-1035., such as job-7b"),
+        (["launch", "--slurm", *GPUS, "--", "torchrun", "--standalone", "x.py"], "leave it out"),
+        (["launch", "--slurm", *GPUS, "--", ""], "name the command"),
+        (["launch", "--ssh", "a", *GPUS, "--", "bash", "x.sh"], "--ssh names 1 hosts, and bash fills 2 of 2x8xH100"),
+        (["launch", "--slurm", *GPUS, "--", "serve", "x", "--layout", "tp=32"], "needs 32 ranks"),
     ],
 )
 def test_what_cannot_run_is_one_line(
@@ -124,7 +158,7 @@ for rank in 0 1; do
     for last; do :; done
     [[ "$last" == true ]] && continue
     while [[ "$1" == --* ]]; do shift; done
-    SLURM_PROCID=$rank SLURM_LOCALID=0 "$@" &
+    SLURM_PROCID=$rank SLURM_NODEID=$rank SLURM_LOCALID=0 "$@" &
 done
 code=0
 for pid in $(jobs -p); do wait "$pid" || code=$?; done
@@ -133,6 +167,7 @@ exit "$code"
 RANK = r"""
 echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT" \
     "$TORCHELASTIC_RUN_ID $TORCHELASTIC_RESTART_COUNT $*" >>ranks
+[[ $SRUN_CPUS_PER_TASK == 6 ]] || exit 9
 """
 
 
@@ -152,7 +187,8 @@ def slurm_job(folder: Path, rank: str, *more: str) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "6"}
+    return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "ASKED": str(folder / "asked"), **slurm}
 
 
 def test_srun_gives_ranks_what_torchrun_would(folder: Path) -> None:
@@ -193,16 +229,17 @@ def test_before_the_time_limit_ranks_stop_and_the_job_continues_in_a_new_one(fol
 
 SSH = """
 shift 2
-echo "$1" >>asked
+echo "$1" >>"$ASKED"
 shift
 exec bash -c "$*"
 """
 
 
-def ssh_job(folder: Path, python: str) -> list[str]:
+def ssh_job(folder: Path, python: str, *more: str) -> list[str]:
     program(folder, "ssh", SSH)
     small = [*SMALL[:3], "dp=2", *SMALL[4:]]
-    return ["launch", "--ssh", "a,me@b", "--cluster", "2x1xcpu", "--python", python, "--", *small, "--out", "run"]
+    start = ["launch", "--ssh", "a,me@b", "--cluster", "2x1xcpu", "--python", python, *more]
+    return [*start, "--", *small, "--out", "run"]
 
 
 def test_ssh_starts_torchrun_on_every_host_and_passes_signals_on(folder: Path) -> None:
@@ -224,30 +261,224 @@ def test_ssh_starts_torchrun_on_every_host_and_passes_signals_on(folder: Path) -
     assert {*(folder / "asked").read_text().split()} == {"a", "me@b"}
 
 
-def test_a_host_that_fails_ends_all(folder: Path) -> None:
-    text = 'trap "exit 0" TERM; [[ "$*" == *-0\\ --redirects* ]] && exit 5; while :; do sleep 0.05; done'
-    assert main(ssh_job(folder, str(program(folder, "python", text)))) == 0
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_host_that_fails_ends_all(folder: Path, host: int, absolute: bool) -> None:
+    text = f'trap "exit 4" TERM; [[ "$*" == *-{host}\\ --redirects* ]] && exit 5; while :; do sleep 0.05; done'
+    logs = ["--logs", str(folder / "other logs" if absolute else "logs")]
+    assert main(ssh_job(folder, str(program(folder, "python", text)), *logs)) == 0
     done = subprocess.run(["bash", folder / "shardwise.sh"], env=environment(folder), timeout=LIMIT)
     assert done.returncode == 5
+    assert [*folder.rglob("*.pid")] == [*folder.rglob("*.code")] == []
 
 
+# Programs of the user's own.
+
+OWN = r"""
+variables=$(env | grep -E '^(NNODES|NODE_RANK|NPROC|MASTER|PET_|HEADLESS|RANK|WORLD|GREETING)' | sort | tr '\n' ' ')
+printf '%s\n' "$variables $(printf '<%s> ' "${0##*/}" "$@")" >>started
+"""
+STARTS = {"slurm": ["--slurm"], "ssh": ["--ssh", "a,me@b"], "k8s": ["--k8s", "--container", "image"]}
+
+
+def own_job(folder: Path, system: str, *command: str, more: tuple[str, ...] = (), code: str = "") -> list[list[str]]:
+    """Run a job of two nodes of four devices. Returns what each node's program saw: variables, then its words."""
+    for name in ("torchrun", "vllm", "accelerate", "train it.sh", "python3"):
+        program(folder, name, OWN + code)
+    program(folder, "srun", SRUN)
+    program(folder, "scontrol", "echo n1; echo n2")
+    program(folder, "ssh", SSH)
+    flags = ["--cluster", "2x4xcpu", "--port", "1234", "--env", "GREETING=a 'b' $c", "--out", "job", *more]
+    assert main(["launch", *STARTS[system], *flags, "--", *command]) == 0
+    starts: list[list[str]] = [["bash", "job"]]
+    if system == "k8s":
+        container = json.loads((folder / "job").read_text())["items"][1]["spec"]["template"]["spec"]["containers"][0]
+        (word,) = container["args"]
+        variables = [f"{item['name']}={item['value'].replace('$$', '$')}" for item in container["env"]]
+        pod = ["env", *variables, *container["command"], word.replace("$$", "$")]
+        starts = [["env", f"JOB_COMPLETION_INDEX={node}", *pod] for node in range(2)]
+    for start in starts:
+        assert subprocess.run(start, env=environment(folder), timeout=LIMIT).returncode == 0
+    lines = (folder / "started").read_text().splitlines()
+    assert len(lines) == 2 and all("GREETING=a 'b' $c " in line for line in lines)
+    lines.sort(key=lambda line: re.findall(r"RANK=(\d)", line)[:1])
+    return [re.findall(r"[A-Z_]+=\S*|<[^>]*>", line.replace("GREETING=a 'b' $c ", "")) for line in lines]
+
+
+@pytest.mark.parametrize("system", STARTS)
+def test_torchrun_meets_over_its_variables(folder: Path, system: str) -> None:
+    nodes = own_job(folder, system, "torchrun", "train.py", "--name", "a b;c")
+    for number, words in enumerate(nodes):
+        assert words[-4:] == ["<torchrun>", "<train.py>", "<--name>", "<a b;c>"]
+        variables = dict(word.split("=", 1) for word in words[:-4])
+        assert variables["PET_NNODES"] == "2" and variables["PET_NPROC_PER_NODE"] == "4"
+        assert variables["NODE_RANK"] == variables["PET_NODE_RANK"] == str(number)
+        head = {"slurm": "n1", "ssh": "a", "k8s": "shardwise-0.shardwise"}[system]
+        assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == (head, "1234")
+        if system == "slurm":
+            assert (variables["PET_MASTER_ADDR"], variables["PET_MASTER_PORT"]) == (head, "1234")
+        else:
+            assert variables["PET_RDZV_BACKEND"] == "c10d" and variables["PET_RDZV_ENDPOINT"] == f"{head}:1234"
+            assert variables["PET_MAX_RESTARTS"] == "3" and variables["PET_RDZV_ID"].startswith("shardwise")
+
+
+@pytest.mark.parametrize("system", STARTS)
+def test_an_engine_that_reads_flags_gets_those_of_its_node(folder: Path, system: str) -> None:
+    first, second = own_job(folder, system, "vllm", "serve", "my model", "--tensor-parallel-size", "4")
+    head = {"slurm": "n1", "ssh": "a", "k8s": "shardwise-0.shardwise"}[system]
+    for number, words in enumerate((first, second)):
+        flags = f"<--nnodes> <2> <--node-rank> <{number}> <--master-addr> <{head}> <--master-port> <1234>".split()
+        headless = ["<--headless>"] * number
+        assert [word for word in words if word.startswith("<")] == [
+            "<vllm>", "<serve>", *flags, *headless, "<my model>", "<--tensor-parallel-size>", "<4>",
+        ]  # fmt: skip
+
+
+def test_flags_of_the_user_s_own_are_left_alone(folder: Path) -> None:
+    words = own_job(folder, "ssh", "accelerate", "launch", "--num_machines=2", "--machine_rank", "0", "x.py")[0]
+    assert [word for word in words if word.startswith("<")][1:] == [
+        "<launch>", "<--num_machines=2>", "<--machine_rank>", "<0>", "<x.py>",
+    ]  # fmt: skip
+
+
+def test_a_program_per_rank(folder: Path) -> None:
+    slurm = own_job(folder, "slurm", "train it.sh", "a", more=("--per", "rank"))
+    assert [words for words in slurm if "<train it.sh>" in words] == slurm
+    assert [word for word in slurm[1] if "RANK" in word or "WORLD" in word] == ["RANK=1", "WORLD_SIZE=8"]
+    (folder / "started").unlink()
+    ssh = own_job(folder, "ssh", "train it.sh", "a", more=("--per", "rank", "--python", "python3"))
+    assert all(words[-3:] == ["<--no-python>", "<train it.sh>", "<a>"] and "<python3>" in words for words in ssh)
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(1, 3), (2, 1)])
+def test_a_program_over_ssh_is_started_again(folder: Path, code: int, attempts: int) -> None:
+    program(folder, "ssh", SSH)
+    program(
+        folder, "engine", f'echo "$NODE_RANK" >>runs; trap "exit 0" TERM; ((NODE_RANK)) && exit {code}; sleep 30 & wait'
+    )
+    command = ["launch", "--ssh", "a,b", "--cluster", "2x1xcpu", "--restarts", "2", "--", "engine"]
+    assert main(command) == 0
+    done = subprocess.run(["bash", folder / "shardwise.sh"], env=environment(folder), timeout=LIMIT)
+    assert done.returncode == code
+    assert (folder / "runs").read_text().count("1\n") == attempts
+
+
+def test_a_pod_passes_its_signal_on(folder: Path) -> None:
+    """The first process of a pod has no signal handlers of its own: without one SIGTERM is lost."""
+    program(folder, "engine", 'trap "echo saved >saved; exit 7" TERM; touch up; while :; do sleep 0.05; done')
+    assert main(["launch", "--k8s", "--container", "i", "--cluster", "1xcpu", "--out", "job", "--", "engine"]) == 0
+    container = json.loads((folder / "job").read_text())["items"][1]["spec"]["template"]["spec"]["containers"][0]
+    assert "volumeMounts" in container and [item["name"] for item in container["volumeMounts"]] == ["memory"]
+    script = container["args"][0].replace("$$", "$")
+    pod = subprocess.Popen(["bash", "-c", script], env=environment(folder) | {"JOB_COMPLETION_INDEX": "0"})
+    deadline = time.monotonic() + LIMIT
+    while not (folder / "up").exists():
+        assert time.monotonic() < deadline and pod.poll() is None
+        time.sleep(0.02)
+    pod.send_signal(signal.SIGTERM)
+    assert pod.wait(LIMIT) == 7 and (folder / "saved").exists()
+
+
+def test_kubernetes_reads_dollars_once(folder: Path) -> None:
+    more = ["--env", "PASS=pa$$word", "--env", "A=$(HOSTNAME)", "--setup", "echo $$"]
+    assert main(words("k8s", *more, out="/data/$HOME $(x)")) == 0
+    text = (folder / "shardwise.json").read_text()
+    container = json.loads(text)["items"][1]["spec"]["template"]["spec"]["containers"][0]
+    values = {item["name"]: item["value"] for item in container["env"]}
+    assert values["PASS"] == "pa$$$$word" and values["A"] == "$$(HOSTNAME)"
+    assert "\necho $$$$\n" in container["args"][0] and "--out '/data/$$HOME $$(x)'" in container["args"][0]
+
+
+@of_some("train", REAL, 1)
 def test_a_job_over_ssh_trains(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torchrun and ranks as they are; both hosts are this machine."""
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     (folder / "text.txt").write_text("".join(f"{n} is one more than {n - 1}\n" for n in range(1, 1500)))
     command = ssh_job(folder, sys.executable)
     at = command.index("--")
-    command[at:at] = ["--head", "127.0.0.1", "--port", str(port), "--submit", "--interface", "lo"]
+    command[at:at] = ["--head", "127.0.0.1", "--port", str(free_port()), "--submit", "--interface", "lo"]
     command += ["--set", "layers=2,hidden=128,ffn=192", "--vocab", "300", "--steps", "2", "--no-tensorboard"]
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    for name, value in environment(folder).items():
+        monkeypatch.setenv(name, value)
     code = main(command)
     logs = "\n".join(path.read_text() for path in (folder / "logs").rglob("*") if path.is_file())
     assert code == 0, logs
     assert json.loads((folder / "run" / "run.json").read_text())["status"] == "finished"
     assert len([*(folder / "logs").rglob("stdout.log")]) == 2
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+OWN_TRAINING = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+x = torch.ones(1) * dist.get_rank()
+dist.all_reduce(x)
+open(f"sum-{dist.get_rank()}", "w").write(f"{x.item():g} of {dist.get_world_size()}")
+"""
+
+
+@of_some("torchrun", REAL, 1)
+def test_the_user_s_own_torchrun_starts_its_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program(folder, "ssh", SSH)
+    (folder / "train.py").write_text(OWN_TRAINING)
+    for name, value in environment(folder).items():
+        monkeypatch.setenv(name, value)
+    flags = ["--head", "127.0.0.1", "--port", str(free_port()), "--submit", "--interface", "lo"]
+    own = [sys.executable, "-m", "torch.distributed.run", "train.py"]
+    code = main(["launch", "--ssh", "a,b", "--cluster", "2x1xcpu", *flags, "--", *own])
+    logs = "\n".join(path.read_text() for path in (folder / "logs").rglob("*") if path.is_file())
+    assert code == 0, logs
+    assert [(folder / f"sum-{rank}").read_text() for rank in range(2)] == ["1 of 2"] * 2
+
+
+@of_some("serve", REAL, 1)
+@pytest.mark.parametrize("layout", some_of(["pp=2", "dp=2"], 1, "served jobs"))
+def test_a_server_on_two_hosts_answers_and_ends(folder: Path, layout: str) -> None:
+    program(folder, "ssh", SSH)
+    (folder / "text.txt").write_text("".join(f"{n} is one more than {n - 1}\n" for n in range(1, 1500)))
+    small = [
+        "train",
+        "tiny-llama",
+        "--set",
+        "layers=2,hidden=128,ffn=192",
+        "--vocab",
+        "300",
+        "--layout",
+        "precision=fp32",
+    ]
+    data = ["--data", "text.txt", "--seq", "32", "--batch", "4", "--steps", "1", "--no-tensorboard", "--out", "run"]
+    assert main([*small, *data]) == 0
+    flags = ["--cluster", "2x1xcpu", "--head", "127.0.0.1", "--port", str(free_port()), "--interface", "lo"]
+    served = ["serve", "run", "--layout", f"{layout},precision=fp32", "--port", "0"]
+    assert main(["launch", "--ssh", "a,b", *flags, "--restarts", "0", "--", *served]) == 0
+    job = subprocess.Popen(["bash", folder / "shardwise.sh"], env=environment(folder))
+    try:
+        deadline, url = time.monotonic() + LIMIT, None
+        while not (url := re.search(r"is served on (\S+):", output(folder))):
+            assert time.monotonic() < deadline and job.poll() is None, output(folder)
+            time.sleep(0.1)
+        request = json.dumps({"model": "run", "prompt": "12 is one", "max_tokens": 4}).encode()
+        headers = {"Content-Type": "application/json"}
+        asked = [urllib.request.Request(f"{url[1]}/completions", request, headers) for _ in range(2)]
+        with ThreadPoolExecutor(2) as clients:
+            answers = [*clients.map(lambda one: json.load(urllib.request.urlopen(one, timeout=LIMIT)), asked)]
+        assert {answer["usage"]["completion_tokens"] for answer in answers} == {4}
+    finally:
+        job.send_signal(signal.SIGTERM)
+        job.wait(LIMIT)
+    assert "stopped" in output(folder) and "failed" not in output(folder)
+
+
+def output(folder: Path) -> str:
+    """Output of all ranks."""
+    return "\n".join(path.read_text() for path in sorted((folder / "logs").rglob("*.log")) if path.is_file())

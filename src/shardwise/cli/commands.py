@@ -13,7 +13,7 @@ GROUPS = {
         "train": "train a model, split over processes, on text",
         "generate": "continue prompts with a split model",
         "serve": "answer OpenAI's clients over HTTP with a split model",
-        "launch": "write a training job for SLURM, Kubernetes, or hosts over ssh",
+        "launch": "write a job for SLURM, Kubernetes, or hosts over ssh",
         "lab": "run a command on several emulated hosts of this machine",
     },
     "Inspect": {

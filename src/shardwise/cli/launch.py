@@ -1,7 +1,8 @@
-"""Write a training as a cluster's job: for SLURM, for Kubernetes, or for hosts over ssh.
+"""Write a training, a server or a program of your own as a cluster's job: for SLURM, for Kubernetes, or over ssh.
 
-Everything after `--` is the training, as `shardwise train` takes it. One that does not fit the cluster's devices is an
-error. --submit starts the job on SLURM or over ssh.
+Everything after `--` is the command: `train ...` or `serve ...` as shardwise takes them, or a program such as torchrun,
+bash or vllm, which runs once per node with the other nodes in its environment. A training that does not fit the
+cluster's devices is an error. --submit starts the job on SLURM or over ssh.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import argparse
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli import train
+from shardwise.cli import serve, train
 from shardwise.cli.clusters import add_cluster, cluster_of
+from shardwise.cli.commands import COMMANDS
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_json
@@ -22,15 +25,16 @@ from shardwise.cli.plan_file import apply_plan
 from shardwise.cli.run_file import parsed as parsed_with_file
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
-from shardwise.interop import WriteRequest
 from shardwise.interop.jobs import ClusterJob, JobFile, JobOptions, write_job
-from shardwise.interop.writing.commands import nodes_of
+from shardwise.interop.jobs.quoting import comment
+from shardwise.interop.writing.commands import nodes_for
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig
 
+TRAIN, SERVE = "train", "serve"
 _OPTIONS = (
     "name", "restarts", "signal", "time", "requeue", "sbatch", "port", "head", "interface", "env", "setup", "container",
-    "volume", "logs", "python",
+    "volume", "logs", "python", "per",
 )  # fmt: skip
 
 
@@ -43,21 +47,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, JobOptions, *_OPTIONS)
     parser.add_argument("--out", metavar="FILE", help="write the job here (NAME.sbatch, NAME.json or NAME.sh)")
     parser.add_argument("--submit", action="store_true", help="start the job, too: sbatch, or the script for ssh")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- train ...", help="the training")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="train, serve, or a program"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     options, cluster = JobOptions(**given(args, JobOptions)), cluster_of(args)
-    training = _training(words)
-    model, layout, workload = _checked(training, cluster)
-    nodes, ranks = nodes_of(WriteRequest(model, layout, workload, cluster=cluster))
+    described = _described(words, cluster)
+    own = words[0] not in (TRAIN, SERVE)
+    if options.per and not own:
+        raise UserError("--per is for a program of your own: shardwise starts one rank per device itself")
     hosts = tuple(filter(None, args.ssh.split(","))) if args.ssh is not None else ()
-    if args.ssh is not None and len(hosts) != nodes:
-        raise UserError(f"--ssh names {len(hosts)} hosts, and {layout} fills {nodes} of {cluster}")
+    if args.ssh is not None and len(hosts) != described.nodes:
+        raise UserError(f"--ssh names {len(hosts)} hosts, and {described.what} fills {described.nodes} of {cluster}")
     job = ClusterJob(
-        f"{model.name}, layout {layout} on {nodes} x {ranks} {cluster.device.name}", tuple(words), training.out, nodes,
-        ranks, cluster.device.kind == "cuda", str(Path.cwd()), options.python or _python(args, options), options, hosts,
+        f"{comment(described.title)} on {described.nodes} x {described.ranks} {cluster.device.name}", tuple(words),
+        described.nodes, described.ranks, cluster.device.kind == "cuda", str(Path.cwd()),
+        options.python or _python(args, options), options, described.out, hosts, own, own and options.per != "rank",
     )  # fmt: skip
     file = write_job(args.system or "ssh", job)
     return _write(args, job, file)
@@ -67,15 +75,53 @@ def _python(args: argparse.Namespace, options: JobOptions) -> str:
     return "python3" if args.system == "k8s" or options.container else sys.executable
 
 
-def _training(words: list[str]) -> argparse.Namespace:
-    """The arguments of `train`. Raises `UserError`."""
+@dataclass(frozen=True)
+class _Described:
+    """A job's command."""
+
+    title: str
+    what: str
+    """What fills the nodes, for errors."""
+    nodes: int
+    ranks: int
+    """Ranks per node."""
+    out: str | None = None
+    """The run directory of a training."""
+
+
+def _described(words: list[str], cluster: Cluster) -> _Described:
+    """The command behind `--`. Raises `UserError` for one that cannot be started."""
+    if words[:1] == [TRAIN]:
+        training = _training(words)
+        model, layout = _checked(training, cluster)
+        return _Described(f"{model.name}, layout {layout}", f"{layout}", *nodes_for(layout, cluster), training.out)
+    if words[:1] == [SERVE]:
+        layout = Layout.parse(_arguments(SERVE, words).layout)
+        return _Described(f"server, layout {layout}", f"{layout}", *nodes_for(layout, cluster))
+    if not words or not words[0] or words[0].startswith("-") or words[0] in COMMANDS:
+        raise UserError(
+            "name the command: shardwise launch ... -- train MODEL --layout ... --out DIR, -- serve FOLDER ..., or a "
+            "program such as -- torchrun train.py"
+        )
+    nodes, ranks = cluster.nodes, cluster.devices_per_node
+    if nodes > 1 and "--standalone" in words:
+        raise UserError(f"--standalone trains on each of the {nodes} nodes alone: leave it out")
+    return _Described(words[0], words[0], nodes, ranks)
+
+
+def _arguments(name: str, words: list[str]) -> argparse.Namespace:
+    """The arguments of one of shardwise's commands, with those of its --config."""
     from shardwise.cli.main import Parser
 
-    if words[:1] != ["train"]:
-        raise UserError("name the training: shardwise launch ... -- train MODEL --layout ... --out DIR")
-    parser = Parser(prog="shardwise train", allow_abbrev=False)
-    train.add_arguments(parser)
-    parsed = parsed_with_file(parser, words[1:], train.FILE_KEYS)
+    module = {TRAIN: train, SERVE: serve}[name]
+    parser = Parser(prog=f"shardwise {name}", allow_abbrev=False)
+    module.add_arguments(parser)
+    return parsed_with_file(parser, words[1:], getattr(module, "FILE_KEYS", None))
+
+
+def _training(words: list[str]) -> argparse.Namespace:
+    """The arguments of `train`. Raises `UserError`."""
+    parsed = _arguments(TRAIN, words)
     apply_plan(parsed, here=False)
     if parsed.resume is not None:
         raise UserError("a job resumes its own run by itself: give it the run's first arguments, without --resume")
@@ -87,8 +133,8 @@ def _training(words: list[str]) -> argparse.Namespace:
     return parsed
 
 
-def _checked(training: argparse.Namespace, cluster: Cluster) -> tuple[ModelConfig, Layout, Workload]:
-    """The training's model, layout and workload. Raises `UserError` for what does not run, or does not fit."""
+def _checked(training: argparse.Namespace, cluster: Cluster) -> tuple[ModelConfig, Layout]:
+    """The training's model and layout. Raises `UserError` for what does not run, or does not fit."""
     from shardwise.predict import estimate
     from shardwise.predict.memory.capacity import capacity_of
     from shardwise.report.units import format_bytes
@@ -109,19 +155,20 @@ def _checked(training: argparse.Namespace, cluster: Cluster) -> tuple[ModelConfi
             f"{format_bytes(room)}: `shardwise plan {shlex.quote(named)} --cluster {cluster} --seq "
             f"{training.seq} --batch {training.batch}` finds layouts that fit"
         )
-    return model, layout, workload
+    return model, layout
 
 
 def _write(args: argparse.Namespace, job: ClusterJob, file: JobFile) -> int:
     """Write the job's file, and start it with --submit. Returns the exit code of the command that starts it."""
     path = Path(args.out or file.file)
-    start = file.start.format(file=shlex.quote(str(path)))
+    name = f"./{path}" if str(path).startswith("-") else str(path)
+    start = file.start.format(file=shlex.quote(name))
     if args.submit and not file.submit:
         raise UserError(f"--submit starts SLURM's jobs and those over ssh: start this one with {start}")
     with os_errors(f"write {path}"):
         path.write_text(file.text, encoding="utf-8")
         Path(job.options.logs).mkdir(parents=True, exist_ok=True)
-    code, said = _submitted([*file.submit, str(path)], args.json) if args.submit else (0, "")
+    code, said = _submitted([*file.submit, name], args.json) if args.submit else (0, "")
     data: dict[str, Any] = file.to_json() | {"out": str(path), "start": start, "submitted": args.submit, "said": said}
     if args.json:
         print_json(data | {"nodes": job.nodes, "ranks": job.nodes * job.ranks, "code": code})

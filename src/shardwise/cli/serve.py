@@ -2,6 +2,9 @@
 
 MODEL is a Hugging Face folder, or a checkpoint or run of `shardwise train`, whatever layout it was trained under.
 SIGINT, SIGTERM and SIGHUP shut it down gracefully: running requests finish, new ones are rejected.
+
+Under torchrun or srun, on one host or several, the same command runs one rank, and rank 0 answers HTTP: shardwise
+launch writes such jobs.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from shardwise.cli.run_file import add_config
 from shardwise.errors import UserError
 from shardwise.predict.memory.serving import MemoryFit
 from shardwise.runtime.installed import require
+from shardwise.runtime.job import rank
 from shardwise.runtime.job.output import say
 from shardwise.serving.job import Ready, ServingJob, tokenizer_of, weights_in
+from shardwise.serving.remote import check_ranks, launched_ranks
 
 if TYPE_CHECKING:
     from shardwise.serving.http.chat import Chat
@@ -53,12 +58,15 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.serving.http.generation import Front
     from shardwise.serving.http.server import bind, url_of
     from shardwise.serving.http.server import run as run_server
-    from shardwise.serving.service import Service
+    from shardwise.serving.service import Service, become_rank
 
     key, name = _checked(args)
+    if launched_ranks() is not None and rank.number():
+        become_rank()
     # The server itself ends in order; before that, while weights are read, there is nothing to be finished.
     with bind(args.host, args.port) as sock, ended_as_interrupted():
         job = job_of(args)
+        check_ranks(job)
         text, chat = _text_and_chat(args.model)
         fit = fit_of(job)
         for line in fit.lines():
@@ -66,12 +74,14 @@ def run(args: argparse.Namespace) -> int:
         if not fit.fits:
             raise UserError(fit.refusal())
         say(f"reading weights on {job.layout.ranks} rank(s)")
-        with Service(job) as service:
+        with Service(job, joined=launched_ranks() is not None) as service:
             ready = service.start()
             front = Front(service, text, context=job.context, places=job.batch * job.replicas, queue=args.queue)
             app = application(front, name, chat, version=__version__, api_key=key)
             tell = partial(_tell, f"{url_of(sock)}/v1", name, job, fit, ready, args.json)
             run_server(app, front, sock, grace=args.grace, ready=tell, echo=say)
+            if launched_ranks() is not None:
+                service.drain()
     say("stopped")
     return 0
 

@@ -1,17 +1,22 @@
 """One rank of an engine: `python -m shardwise.serving.rank FOLDER`, of which `Service` starts as many as it needs.
 
-FOLDER is the service's own: the job, and for the first rank of each replica the socket to talk to it.
+FOLDER is the service's own: the job, and for the first rank of each replica the socket to talk to it. A rank that
+another launcher has started learns both from rank 0, and has no FOLDER unless it is rank 0 (`remote.py`).
 """
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
@@ -27,14 +32,17 @@ from shardwise.runtime.allocator import release_freed_memory
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job import rank as process
 from shardwise.runtime.job.devices import cuda_device, sharing
-from shardwise.runtime.job.launch import USER_MISTAKE
+from shardwise.runtime.job.launch import FORWARDED, USER_MISTAKE
+from shardwise.runtime.job.meeting import meet
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.job.signals import handled
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import Loading, Ready, ServingJob, weights_in
 from shardwise.serving.lockstep import Lockstep, Receive, StepResult
 from shardwise.serving.messages import Command, Drain, ReplicaLoad
 from shardwise.serving.recording import StepRecord, notes_file
+from shardwise.serving.remote import MEETING, MessageChannel, RankMeeting, launched_ranks
 from shardwise.serving.service import JOB, connect
 
 TICK = 0.5
@@ -51,7 +59,7 @@ _PROGRESS = 0.2
 class EngineChannel:
     """The first rank's end of the socket to the service. A thread listens, so that a turn never waits for it."""
 
-    def __init__(self, connection: Connection, replica: int) -> None:
+    def __init__(self, connection: Connection | MessageChannel, replica: int) -> None:
         self._connection, self.replica = connection, replica
         self._heard: queue.SimpleQueue[list[Command]] = queue.SimpleQueue()
         self._load = ReplicaLoad(0, 0, 0, 0)
@@ -135,12 +143,22 @@ class StepRecorder:
         self._file.write(note.to_line())
 
 
+Connect = Callable[[int], "Connection | MessageChannel"]
+"""Replica -> the way of its first rank to the service."""
+
+
 def run(
-    rank: int, job: ServingJob, folder: Path, signs: pulse.Pulse, stage: type[TokenGenerator] = TokenGenerator
+    rank: int,
+    job: ServingJob,
+    connect: Connect,
+    signs: pulse.Pulse,
+    stage: type[TokenGenerator] = TokenGenerator,
+    *,
+    joined: bool = False,
 ) -> None:
-    """Load, answer until nobody asks any more, and end."""
+    """Load, answer until nobody asks any more, and end. joined: another launcher has started the ranks."""
     started = time.monotonic()
-    device = torch.device("cpu") if job.device == "cpu" else cuda_device(rank)
+    device = torch.device("cpu") if job.device == "cpu" else cuda_device(process.local_number())
     mesh = Mesh.of(job.layout, job.model)
     replica = mesh.index(DP, rank)
     together = dist.new_group(
@@ -149,7 +167,7 @@ def run(
         use_local_synchronization=True,
     )
     first = mesh.index(CP + TP + PP, rank) == 0 and replica < job.replicas
-    way = EngineChannel(connect(folder, replica), replica) if first else None
+    way = EngineChannel(connect(replica), replica) if first else None
     _, weights = weights_in(job.weights)
     comms = make_comms(
         job.layout, job.model, rank,
@@ -164,7 +182,9 @@ def run(
             way.replica, job.context, job.pages, job.page, generator.parameter_bytes, generator.cache_bytes,
             comms.backend, time.monotonic() - started, hop,
         )])  # fmt: skip
-    serve(generator, way, signs)
+    # That launcher signals all its processes: the front end is the one that ends the ranks.
+    with handled(FORWARDED if joined else (), signal.SIG_IGN):
+        serve(generator, way, signs)
     _wait_for_all("the end of the replica", together, signs)
     signs.idle()
     comms.close()
@@ -202,17 +222,20 @@ def serve(generator: TokenGenerator, way: EngineChannel | None, signs: pulse.Pul
     lockstep.finish()
 
 
-def join(job: ServingJob) -> int:
-    """Meet the other ranks; returns this one's number. Raises `UserError` where a GPU is needed and there is none."""
+def join(job: ServingJob, store: dist.Store | None = None) -> int:
+    """Meet the other ranks; returns this one's number. Raises `UserError` where a GPU is needed and there is none.
+
+    store: of the launcher that has started them.
+    """
     timeout = job.hang + pulse.MARGIN
     if job.device == "cpu":
-        return process.join(timeout)
-    device = cuda_device(process.number())
+        return process.join(timeout, store=store)
+    device = cuda_device(process.local_number())
     if notice := sharing(device):
         if process.number() == 0:
             say(notice)
-        return process.join(timeout)
-    return process.join(timeout, device)
+        return process.join(timeout, store=store)
+    return process.join(timeout, device, store)
 
 
 def main(argv: list[str], stage: type[TokenGenerator] = TokenGenerator) -> int:
@@ -222,14 +245,28 @@ def main(argv: list[str], stage: type[TokenGenerator] = TokenGenerator) -> int:
     def work() -> None:
         signs = pulse.Pulse(pulse.from_environment())
         signs.work("its preparation")
-        folder = Path(argv[0])
-        job = ServingJob.read(folder / JOB)
-        run(join(job), job, folder, signs, stage)
+        folder = Path(argv[0]) if argv else None
+        if folder is None or (folder / MEETING).exists():
+            _run_joined(folder, signs, stage)
+        else:
+            job = ServingJob.read(folder / JOB)
+            run(join(job), job, partial(connect, folder), signs, stage)
 
     return process.guarded(work)
 
 
+def _run_joined(folder: Path | None, signs: pulse.Pulse, stage: type[TokenGenerator]) -> None:
+    """Be a rank that another launcher has started. folder: the service's, on rank 0."""
+    words = (folder / MEETING).read_text() if folder else ""
+    store, words = meet(process.number(), int(os.environ["WORLD_SIZE"]), words, pulse.STARTING)
+    meeting = RankMeeting.from_text(words)
+    os.environ["OMP_NUM_THREADS"] = str(meeting.job.threads)
+    rank = join(meeting.job, store)
+
+    run(rank, meeting.job, meeting.connect, signs, stage, joined=True)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 and not (len(sys.argv) == 1 and launched_ranks()):
         sys.exit(USER_MISTAKE)
     process.leave(main(sys.argv[1:]), at_once=True)

@@ -18,14 +18,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shardwise.errors import UserError
-from shardwise.runtime.job.launch import USER_MISTAKE, Ending, RunFailed, supervise
+from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Ending, RunFailed, supervise
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.runtime.job.signals import handled
 from shardwise.serving.job import Loading, Ready, ServingJob
 from shardwise.serving.messages import Answer, Cancel, Command, Drain, Finished, ReplicaLoad, Request, Sampling, Token
+from shardwise.serving.remote import MessageChannel, MessageListener
 
 Sink = Callable[[Token | Finished], object]
 
@@ -55,9 +56,10 @@ class Service:
     """A generation engine on the ranks of this host; may be used from any thread.
 
     `start` it, `submit` requests, and `close` it, or use it as a context manager. echo: gets lines about loading.
+    joined: another launcher has started the ranks, this process as rank 0, which it starts as its child.
     """
 
-    def __init__(self, job: ServingJob, *, echo: Callable[[str], object] = silent) -> None:
+    def __init__(self, job: ServingJob, *, echo: Callable[[str], object] = silent, joined: bool = False) -> None:
         self.job = job
         self._echo = echo
         self._numbers = itertools.count(1)
@@ -66,12 +68,14 @@ class Service:
         """Request -> (its replica, who wants its answers)."""
         self._load: dict[int, ReplicaLoad] = {}
         self._ready: dict[int, Ready] = {}
-        self._ways: dict[int, Connection] = {}
+        self._ways: dict[int, Connection | MessageChannel] = {}
         self._ending: Ending | None = None
         self._closing = False
         self._stop: list[int] = []
         self._threads: list[threading.Thread] = []
         self._folder: Path | None = None
+        self._joined = joined
+        self._lost = ""
         self._folders = ExitStack()
 
     # -- its life
@@ -83,11 +87,13 @@ class Service:
         """
         self._folder = self._folders.enter_context(_private_folder())
         key = secrets.token_bytes(32)
-        (self._folder / KEY).write_bytes(key)
-        self.job.write(self._folder / JOB)
-        listener = Listener(str(self._folder / SOCKET), "AF_UNIX", backlog=self.job.replicas + 1, authkey=key)
+        listener: _LocalListener | MessageListener
+        if self._joined:
+            listener = MessageListener(self._folder, self.job, key)
+        else:
+            listener = _LocalListener(self._folder, self.job, key)
         try:
-            self._thread(self._supervise, key)
+            self._thread(self._supervise, listener.wake)
             for _ in range(self.job.replicas):
                 way = listener.accept()
                 try:
@@ -109,25 +115,28 @@ class Service:
         self._threads.append(thread)
         thread.start()
 
-    def _supervise(self, key: bytes) -> None:
-        """Run the ranks to their end, whatever it is. They live as long as this thread."""
+    def _supervise(self, wake: Callable[[], object]) -> None:
+        """Run the ranks to their end, whatever it is. They live as long as this thread. wake: ends `accept`."""
         assert self._folder is not None
         try:
             ending = supervise(
                 [sys.executable, "-m", _EMULATED if self.job.emulate else _RANK, str(self._folder)],
-                self.job.layout.ranks,
+                1 if self._joined else self.job.layout.ranks,
+                joined=self._joined,
                 threads=self.job.threads,
                 loopback=self.job.device == "cpu",
                 rank0_stdout=2,
                 patience=_PATIENCE,
                 hang=self.job.hang,
-                env={name: os.environ.get(name, str(_KEPT)) for name in PRIMITIVES} | _memory(),
+                env=rank_variables(),
                 stop=self._stop,
             )
         except UserError as error:
             ending = Ending(USER_MISTAKE, str(error))
         except BaseException as error:
             ending = Ending(1, f"the ranks could not be started: {error}")
+        if self._lost:
+            ending = Ending(RANK_FAILED, self._lost)
         with self._changed:
             self._ending = ending
             lost, self._sinks = list(self._sinks.items()), {}
@@ -137,7 +146,7 @@ class Service:
                 sink(Finished(number, "error", error=self.failure or "the engine has been closed"))
         # Whoever waits for a replica to connect waits for nobody.
         with suppress(OSError, EOFError):
-            Client(str(self._folder / SOCKET), "AF_UNIX", authkey=key).close()
+            wake()
 
     def drain(self) -> None:
         """Let every request end, then the ranks; returns when they have ended. Nothing may be submitted any more."""
@@ -155,12 +164,18 @@ class Service:
             with self._changed:
                 self._closing = True
             self._stop.append(signal.SIGTERM)
+            if self._joined:
+                # Nobody ends the ranks of another launcher: they end when their way does.
+                self._close_ways()
             for thread in self._threads:
                 if thread is not threading.current_thread():
                     thread.join()
-            for way in self._ways.values():
-                way.close()
+            self._close_ways()
             self._folders.close()
+
+    def _close_ways(self) -> None:
+        for way in self._ways.values():
+            way.close()
 
     def __enter__(self) -> Service:
         return self
@@ -228,11 +243,15 @@ class Service:
 
     # -- answers
 
-    def _listen(self, replica: int, way: Connection) -> None:
+    def _listen(self, replica: int, way: Connection | MessageChannel) -> None:
         with suppress(EOFError, OSError):
             while True:
                 for answer in way.recv():
                     self._take(replica, answer)
+        if self._joined and not self._closing:
+            # Its process is not this one's child: nobody else sees its end.
+            self._lost = self._lost or f"replica {replica} has ended"
+            self._stop.append(signal.SIGTERM)
 
     def _take(self, replica: int, answer: Answer | Loading | Ready) -> None:
         if isinstance(answer, Loading):
@@ -252,6 +271,36 @@ class Service:
             sink(answer)  # type: ignore[arg-type]
 
 
+class _LocalListener:
+    """Where a service takes the sockets of its replicas, whose ranks are of this host."""
+
+    def __init__(self, folder: Path, job: ServingJob, key: bytes) -> None:
+        (folder / KEY).write_bytes(key)
+        job.write(folder / JOB)
+        self._path, self._key = str(folder / SOCKET), key
+        self._listener = Listener(self._path, "AF_UNIX", backlog=job.replicas + 1, authkey=key)
+
+    def accept(self) -> Connection:
+        return self._listener.accept()
+
+    def wake(self) -> None:
+        """Have a waiting `accept` return, with a connection at its end."""
+        Client(self._path, "AF_UNIX", authkey=self._key).close()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def rank_variables() -> dict[str, str]:
+    """Variables of a rank's process, which must be there when it starts."""
+    return {name: os.environ.get(name, str(_KEPT)) for name in PRIMITIVES} | _memory()
+
+
+def become_rank() -> NoReturn:
+    """Replace this process by a rank that another launcher has started: it learns its job from rank 0."""
+    os.execve(sys.executable, [sys.executable, "-m", _RANK], {**os.environ, **rank_variables()})
+
+
 def _memory() -> dict[str, str]:
     """Have glibc ask for pages of 2 MB, and keep small blocks at hand, unless the user has settings of his own. A token
     reads all weights, and with pages of 4 kB looking up where they are takes its time; and every operation asks for
@@ -265,7 +314,7 @@ def _private_folder() -> AbstractContextManager[Path]:
     return temporary_folder(usual if len(str(usual)) < _LONGEST else Path("/tmp"))
 
 
-def _tell(way: Connection, asked: list[Command]) -> None:
+def _tell(way: Connection | MessageChannel, asked: list[Command]) -> None:
     """A rank that has gone is found by who supervises it."""
     with suppress(OSError, ValueError):
         way.send(asked)

@@ -1,4 +1,4 @@
-"""A training as a cluster's job: a SLURM script, Kubernetes objects, or a script that starts it over ssh.
+"""A training, a server or a user's program as a cluster's job: for SLURM, Kubernetes, or hosts over ssh.
 
 The texts are templates in `templates/`; each module fills one.
 """

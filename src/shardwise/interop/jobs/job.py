@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.interop.jobs.agents import NodeAgent, agent_of
+from shardwise.interop.jobs.quoting import COMMAND, joined
 from shardwise.options import check_fields, option
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
 """Names of jobs: Kubernetes makes host names of them."""
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.ASCII | re.DOTALL)
+TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE)
+"""Time limits of SLURM."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ class JobOptions:
         None, "Kubernetes: claim of the shared storage and its path, such as data:/data", metavar="CLAIM:PATH"
     )
     logs: str = option("logs", "folder of each rank's output", metavar="DIR")
+    per: str | None = option(
+        None, "a program of your own runs once per node, or per rank", choices=("node", "rank"), shown="node"
+    )
     python: str | None = option(None, "Python of the ranks", metavar="FILE", shown="this one; python3 in containers")
 
     def __post_init__(self) -> None:
@@ -58,24 +64,25 @@ class JobOptions:
         for item in self.env:
             if not VARIABLE.fullmatch(item):
                 raise UserError(f"--env {item!r}: give NAME=VALUE")
-        for flag, value in (("head", self.head), ("interface", self.interface), ("logs", self.logs)):
-            if value is not None and not re.fullmatch(r"[\w./:@%+-]+", value):
+        if self.time is not None and not TIME.fullmatch(self.time):
+            raise UserError(f"--time {self.time!r}: give minutes, HH:MM:SS or D-HH:MM:SS, such as 2-00:00:00")
+        for flag, value in (("head", self.head), ("interface", self.interface)):
+            if value is not None and not re.fullmatch(r"[\w./:@%+-]+", value, re.ASCII):
                 raise UserError(f"--{flag} {value!r}: give a name without blanks and quotes")
-        lines = [*self.env, *self.setup, *self.sbatch, self.time or "", self.container or "", self.python or ""]
-        if any("\n" in line or "\r" in line for line in lines):
-            raise UserError("options of a job are single lines: give --setup once per line")
+        for flag in ("head", "interface", "container", "volume", "logs", "python"):
+            value = getattr(self, flag)
+            if value is not None and (not value.strip() or value.startswith("-")):
+                raise UserError(f"--{flag} {value!r}: give a value that is not empty and does not begin with a hyphen")
 
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A training on nodes with as many ranks each."""
+    """A program on nodes with as many ranks each: shardwise itself, or one of the user's own."""
 
     title: str
-    """Model and layout, for a comment."""
+    """For a comment, such as model and layout."""
     words: tuple[str, ...]
-    """Arguments of `shardwise`, from "train" on."""
-    out: str
-    """The run directory, on storage that all nodes share."""
+    """Arguments of `shardwise`, from "train" or "serve" on; or the user's own command."""
     nodes: int
     ranks: int
     """Ranks per node."""
@@ -85,32 +92,97 @@ class ClusterJob:
     """Working directory of the ranks."""
     python: str
     options: JobOptions
+    out: str | None = None
+    """The run directory of a training, on storage that all nodes share."""
     hosts: tuple[str, ...] = ()
     """ssh: one per node, the first one first."""
+    own: bool = False
+    """Whether the command is the user's own."""
+    per_node: bool = False
+    """Whether the command runs once per node and starts the ranks itself."""
+
+    @property
+    def task(self) -> str:
+        """What runs as one task of SLURM, for the names of logs."""
+        return "node" if self.per_node else "rank"
+
+    @property
+    def _agent(self) -> NodeAgent | None:
+        return agent_of(self.words) if self.per_node else None
+
+    @property
+    def restarts_itself(self) -> bool:
+        """Whether torchrun restarts failed ranks, where SLURM does not start them."""
+        return self._agent is not None and self._agent.restarts if self.per_node else not self.serves
+
+    @property
+    def serves(self) -> bool:
+        """Whether the command is `serve`."""
+        return not self.own and self.words[0] == "serve"
+
+    @property
+    def flags(self) -> str:
+        """Shell words that tell a program that reads no variables of the other nodes; empty where it needs none."""
+        agent = self._agent
+        if agent is None or self.nodes == 1:
+            return ""
+        names = [word for word in agent.flags.split() if word.startswith("--")]
+        return "" if any(word.split("=")[0] in names for word in self.words) else agent.flags
+
+    @property
+    def program_words(self) -> int:
+        """Words of the command before those flags, with the container's."""
+        return len(self._container) + (len(self._agent.words) if self._agent else 0)
 
     @property
     def command(self) -> str:
-        """Shell words of a rank."""
-        return shlex.join([self.python, "-m", "shardwise", *self.words])
+        """Shell words of a task."""
+        return joined(self.words if self.own else (self.python, "-m", "shardwise", *self.words), COMMAND)
+
+    @property
+    def command_with_flags(self) -> str:
+        """Shell words of a node, with the flags for several nodes."""
+        if not self.flags or self._agent is None:
+            return self.command
+        count = len(self._agent.words)
+        return f"{joined(self.words[:count], COMMAND)} {self.flags} {joined(self.words[count:], COMMAND)}"
+
+    @property
+    def rank_words(self) -> str:
+        """Words behind those of torchrun, which starts the ranks."""
+        return ("--no-python " if self.own else "-m shardwise ") + joined(self.words, COMMAND)
+
+    @property
+    def _container(self) -> tuple[str, ...]:
+        if not self.options.container:
+            return ()
+        if {",", ":"} & {*self.folder}:
+            raise UserError(f"apptainer reads commas and colons of a folder as its own: leave {self.folder!r}")
+        gpu = ["--nv"] if self.gpus else []
+        return ("apptainer", "exec", *gpu, "--bind", self.folder, self.options.container)
 
     @property
     def container(self) -> str:
         """Shell words in front of a command that run it in the image, and a blank; empty without an image."""
-        if not self.options.container:
-            return ""
-        gpu = ["--nv"] if self.gpus else []
-        return shlex.join(["apptainer", "exec", *gpu, "--bind", self.folder, self.options.container]) + " "
+        return joined(self._container, "--container") + " " if self._container else ""
+
+    def environment(self) -> dict[str, str]:
+        """Variables of --env."""
+        return dict(item.split("=", 1) for item in self.options.env)
 
     def variables(self) -> dict[str, str]:
         """Variables of every rank that do not depend on its host."""
-        given = dict(item.split("=", 1) for item in self.options.env)
         interface = self.options.interface
         network = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
-        return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **network, **given}
+        threads = {} if self.per_node else {"OMP_NUM_THREADS": "1"}
+        # Seconds that ranks of torchrun get to save after a signal.
+        patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{self.options.signal}"}
+        return {"PYTHONUNBUFFERED": "1", **threads, **patience, **network, **self.environment()}
 
     def shared(self) -> str:
         """A line on the storage that all nodes need."""
-        return f"{PurePosixPath(self.out)} is on storage that all nodes share"
+        what = "what the command reads and writes" if self.out is None else f"{PurePosixPath(self.out)}"
+        return f"{what} is on storage that all nodes share"
 
 
 @dataclass(frozen=True)

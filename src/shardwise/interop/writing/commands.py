@@ -6,9 +6,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.interop.reading.arguments import dashed
 from shardwise.interop.writing.request import WriteRequest
+from shardwise.layout import Layout
 
 NODE = 8
 """Ranks per node where no cluster says it."""
@@ -17,11 +19,16 @@ PORT = 29500
 
 
 def nodes_of(request: WriteRequest) -> tuple[int, int]:
-    """(nodes, ranks per node). Raises `UserError` where ranks do not fill nodes."""
-    ranks = request.layout.ranks
-    node = request.cluster.devices_per_node if request.cluster else NODE
-    if request.cluster and ranks > request.cluster.devices:
-        raise UserError(f"layout {request.layout} needs {ranks} ranks, but {request.cluster} has fewer")
+    """(nodes, ranks per node) of a request's layout. Raises `UserError` where ranks do not fill nodes."""
+    return nodes_for(request.layout, request.cluster)
+
+
+def nodes_for(layout: Layout, cluster: Cluster | None) -> tuple[int, int]:
+    """(nodes, ranks per node) of a layout. Raises `UserError` where ranks do not fill nodes."""
+    ranks = layout.ranks
+    node = cluster.devices_per_node if cluster else NODE
+    if cluster and ranks > cluster.devices:
+        raise UserError(f"layout {layout} needs {ranks} ranks, but {cluster} has fewer")
     if ranks <= node:
         return 1, ranks
     if ranks % node:

@@ -72,6 +72,8 @@ class Placement:
 
     ranks: int
     hosts: tuple[LaunchHost, ...] = ()
+    joined: bool = False
+    """Whether this process is rank 0 of another launcher, whose variables hold for the one rank that it starts."""
 
     @property
     def per_host(self) -> int:
@@ -88,6 +90,8 @@ class Placement:
         return [*self.hosts[rank // self.per_host].enter, *command] if self.hosts else command
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Variables of a rank that depend on its host."""
-        local = {"LOCAL_RANK": str(rank % self.per_host), "LOCAL_WORLD_SIZE": str(self.per_host)}
+        """Variables of a rank that tell it from the others."""
+        if self.joined:
+            return {}
+        local = {"RANK": str(rank), "LOCAL_RANK": str(rank % self.per_host), "LOCAL_WORLD_SIZE": str(self.per_host)}
         return local | (self.hosts[rank // self.per_host].environment() if self.hosts else {})

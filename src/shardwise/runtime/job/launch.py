@@ -47,7 +47,7 @@ _LOOK = 0.25
 USER_MISTAKE = 2
 RANK_FAILED = 1
 INTERRUPTED = 128 + signal.SIGINT
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunFailed(RuntimeError):
@@ -135,6 +135,7 @@ def supervise(
     port: int = 0,
     threads: int = 1,
     loopback: bool = True,
+    joined: bool = False,
     env: dict[str, str] | None = None,
     rank0_stdout: int | None = None,
     patience: float = ORDERLY,
@@ -145,7 +146,8 @@ def supervise(
 
     They are spread over the hosts that the environment names (`hosts.py`). port: where the ranks meet, on 127.0.0.1 or
     the first host; 0 lets those of one host meet in a file. threads: of each rank's matrix products.
-    loopback: have gloo talk over `lo`. env: added to the environment. Rank 0's output passes through, that of others is
+    loopback: have gloo talk over `lo`. joined: start rank 0 alone, in a group of ranks that another launcher
+    has started like this process. env: added to the environment. Rank 0's output passes through, that of others is
     kept for the last line of a rank that dies speechless.
     rank0_stdout: file descriptor for rank 0's standard output. patience: seconds that ranks get to end in order after a
     signal; a second signal ends it. hang: seconds without a sign of life after which a rank counts as stuck; None for
@@ -154,23 +156,24 @@ def supervise(
     """
     if port:
         check_port(port)
-    placement = Placement(ranks, HostFile.from_environment().hosts)
+    placement = Placement(ranks, () if joined else HostFile.from_environment().hosts, joined)
     received: list[int] = [] if stop is None else stop
-    with temporary_folder() as folder, handled(_FORWARDED, lambda number, frame: received.append(number)):
+    with temporary_folder() as folder, handled(FORWARDED, lambda number, frame: received.append(number)):
         crew = _Crew(command, placement, folder, received, patience, hang)
         shared = {
             **(env or {}),
-            "WORLD_SIZE": str(ranks),
             "OMP_NUM_THREADS": str(threads),
             # Progress must be seen while it happens, through a pipe too, and last words before a crash.
             "PYTHONUNBUFFERED": "1",
             "SHARDWISE_PARENT": str(os.getpid()),
-            "SHARDWISE_RENDEZVOUS": f"file://{folder}/store",
+            "SHARDWISE_RENDEZVOUS": "env://" if joined else f"file://{folder}/store",
         }
+        if not joined:
+            shared["WORLD_SIZE"] = str(ranks)
         if port or placement.hosts:
             shared |= {"MASTER_ADDR": placement.address, "MASTER_PORT": str(port or PORT)}
             shared["SHARDWISE_RENDEZVOUS"] = "env://"
-        if loopback:
+        if loopback and not joined:
             shared["GLOO_SOCKET_IFNAME"] = "lo"
         try:
             crew.start(shared, rank0_stdout)
@@ -277,7 +280,6 @@ class _Crew:
             error_file = self.folder / f"rank-{rank}.json"
             pulse_file, stack_file = self.folder / f"pulse-{rank}", self.folder / f"stack-{rank}"
             variables = {
-                "RANK": str(rank),
                 **self.placement.environment(rank),
                 "SHARDWISE_ERROR_FILE": str(error_file),
                 "SHARDWISE_PULSE": str(pulse_file),

@@ -29,6 +29,7 @@ from shardwise.runtime.job.output import say
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +86,11 @@ def read_file(argv: list[str], read: Callable[[Path], T]) -> T:
         return read(Path(argv[0]))
 
 
-def join(timeout: float, gpu: torch.device | None = None) -> int:
+def join(timeout: float, gpu: torch.device | None = None, store: dist.Store | None = None) -> int:
     """Meet the other ranks in a gloo group, with as many threads as the launcher allows, or with `gpu` in one of NCCL.
     Returns this rank's number.
 
-    timeout: seconds that a rank waits for others. gpu: this rank's.
+    timeout: seconds that a rank waits for others. gpu: this rank's. store: where they meet, in place of the launcher's.
     """
     import torch
     import torch.distributed as dist
@@ -102,7 +103,8 @@ def join(timeout: float, gpu: torch.device | None = None) -> int:
     rank = number()
     dist.init_process_group(
         "gloo" if gpu is None else "nccl",
-        init_method=os.environ["SHARDWISE_RENDEZVOUS"],
+        init_method=os.environ["SHARDWISE_RENDEZVOUS"] if store is None else None,
+        store=store,
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=timeout),
@@ -147,6 +149,11 @@ def leave(code: int, *, at_once: bool = False) -> None:
 def number() -> int:
     """This process's rank; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
+
+
+def local_number() -> int:
+    """This process's number among the ranks of its host."""
+    return int(os.environ.get("LOCAL_RANK", number()))
 
 
 def _one_line(error: BaseException) -> str:

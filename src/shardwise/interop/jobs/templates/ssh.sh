@@ -1,47 +1,50 @@
 #!/usr/bin/env bash
 # {{title}}
-# {{shared}}; torchrun starts the ranks of each host.
+# {{shared}}; {{starter}}.
 set -u
 hosts=({{hosts}})
 logs={{logs}}
-cd {{folder}} && mkdir -p "$logs"
-job={{name}}-$(date +%s)
+cd {{folder}} && mkdir -p -- "$logs" || exit 1
 
-node() {
-    cat <<'END'
-cd {{folder}} || exit 1
-{{exports}}
-# Seconds that ranks get to save after a signal.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={{signal}}
-{{setup}}
-echo $$ >"{{logs}}/$job-$node.pid"
-exec {{launcher}} </dev/null
-END
+# Scripts of one host: before them come its number and the job's name.
+start={{start}}
+stop={{stop}}
+
+# Run a script on a host.
+on() {
+    { printf 'node=%s job=%s\n' "$1" "$job"; printf '%s\n' "$2"; } | ssh -o BatchMode=yes "${hosts[$1]}" bash -s
 }
 
-# Ranks save and end, then their torchrun.
-stop() {
+# Ranks save and end, then what has started them.
+stop_all() {
     for index in "${!hosts[@]}"; do
-        ssh -o BatchMode=yes "${hosts[index]}" "kill -TERM \$(cat {{folder}}/$logs/$job-$index.pid)" 2>/dev/null &
+        on "$index" "$stop" >/dev/null 2>&1 &
     done
 }
-trap 'stopped=yes; stop' INT TERM HUP
-
 stopped=
-pids=()
-for index in "${!hosts[@]}"; do
-    { printf 'node=%s job=%s\n' "$index" "$job"; node; } |
-        ssh -o BatchMode=yes "${hosts[index]}" bash -s >>"$logs/host-$index.log" 2>&1 &
-    pids+=($!)
-done
+trap 'stopped=yes; stop_all' INT TERM HUP
+# The first host that fails ends all.
+trap '[[ $stopped ]] || stop_all' USR1
 
-code=0
-for pid in "${pids[@]}"; do
-    while wait "$pid"; ended=$?; kill -0 "$pid" 2>/dev/null; do :; done
-    if ((ended && !code)); then
-        code=$ended
-        [[ $stopped ]] || stop
-    fi
+for ((attempt = 0; attempt <= {{attempts}}; attempt++)); do
+    ((attempt)) && sleep 1
+    job={{name}}-$(date +%s)
+    pids=()
+    for index in "${!hosts[@]}"; do
+        {
+            on "$index" "$start" >>"$logs/host-$index.log" 2>&1
+            ended=$?
+            ((ended)) && (set -C; echo "$ended" >"$logs/$job.code") 2>/dev/null && kill -USR1 $$
+        } &
+        pids+=($!)
+    done
+    for pid in "${pids[@]}"; do
+        while kill -0 "$pid" 2>/dev/null; do wait "$pid"; done
+    done
+    code=0
+    [[ -s $logs/$job.code ]] && read -r code <"$logs/$job.code"
+    rm -f -- "$logs/$job"-*.pid "$logs/$job.code"
+    # 2 is a mistake of the user, which no other attempt mends.
+    [[ $stopped || $code -eq 0 || $code -eq 2 ]] && break
 done
-rm -f "$logs/$job"-*.pid
 exit "$code"

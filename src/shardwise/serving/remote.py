@@ -1,0 +1,129 @@
+"""A server whose ranks another launcher has started, on one host or several: torchrun, or srun.
+
+Rank 0's process is the front end, whose child is rank 0. The other processes are ranks: they meet rank 0 in the
+launcher's store, where it leaves their job and the address of the front end. The first rank of each replica talks to it
+over TCP in JSON. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.serving.job import Loading, Ready, ServingJob
+from shardwise.serving.messages import Cancel, Drain, Finished, ReplicaLoad, Request, Sampling, Token
+
+MEETING = "meeting.json"
+"""File of the front end's folder: what rank 0 has to say to all ranks."""
+_KINDS = {kind.__name__: kind for kind in (Request, Cancel, Drain, Token, Finished, ReplicaLoad, Loading, Ready)}
+
+
+@dataclass(frozen=True)
+class RankMeeting:
+    """What the ranks of another launcher learn from rank 0."""
+
+    job: ServingJob
+    host: str
+    port: int
+    """Where the front end listens."""
+    key: str
+    """Hexadecimal digits of the key that both ends must know."""
+
+    def to_text(self) -> str:
+        return json.dumps([self.job.to_json(), self.host, self.port, self.key])
+
+    @classmethod
+    def from_text(cls, text: str) -> RankMeeting:
+        job, host, port, key = json.loads(text)
+        return cls(ServingJob.from_json(job), host, port, key)
+
+    def connect(self, replica: int) -> MessageChannel:
+        """The channel of a replica's first rank to the front end."""
+        channel = MessageChannel(Client((self.host, self.port), "AF_INET", authkey=bytes.fromhex(self.key)))
+        channel.send(replica)
+        return channel
+
+
+class MessageChannel:
+    """A connection that carries messages as JSON, with the methods of `Connection`: nothing that arrives is code."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, messages: int | Sequence[object]) -> None:
+        """Send a replica's number, or a list of messages."""
+        data = messages if isinstance(messages, int) else [_to_list(message) for message in messages]
+        self._connection.send_bytes(json.dumps(data).encode())
+
+    def recv(self) -> Any:
+        """What the other end has sent. Raises `EOFError` once it has gone, and for anything that is no message."""
+        try:
+            data = json.loads(self._connection.recv_bytes())
+            return data if isinstance(data, int) else [_from_list(item) for item in data]
+        except (ValueError, TypeError, KeyError) as error:
+            raise EOFError(f"no message: {error}") from None
+
+    def close(self) -> None:
+        """End the connection, also for a thread that waits for a message. May be called again."""
+        if not self._connection.closed:
+            with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
+
+
+class MessageListener:
+    """Where a front end takes the channels of its replicas."""
+
+    def __init__(self, folder: Path, job: ServingJob, key: bytes) -> None:
+        self._listener = Listener(("", 0), "AF_INET", backlog=job.replicas + 1, authkey=key)
+        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), self._listener.address[1]
+        assert isinstance(port, int)
+        (folder / MEETING).write_text(RankMeeting(job, host, port, key.hex()).to_text())
+        self._port, self._key = port, key
+
+    def accept(self) -> MessageChannel:
+        return MessageChannel(self._listener.accept())
+
+    def wake(self) -> None:
+        """Have a waiting `accept` return, with a channel at its end."""
+        Client(("127.0.0.1", self._port), "AF_INET", authkey=self._key).close()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def _to_list(message: object) -> list[Any]:
+    return [type(message).__name__, asdict(message)]  # type: ignore[call-overload]
+
+
+def _from_list(item: list[Any]) -> object:
+    name, fields = item
+    if name == "Request":
+        sampling = fields["sampling"]
+        sampling["stop_tokens"] = tuple(sampling["stop_tokens"])
+        return Request(fields["id"], tuple(fields["prompt"]), Sampling(**sampling))
+    return _KINDS[name](**fields)
+
+
+def launched_ranks() -> int | None:
+    """Ranks that another launcher has started, of which this process is one; None without a launcher."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["WORLD_SIZE"])
+
+
+def check_ranks(job: ServingJob) -> None:
+    """Raise `UserError` where a launcher has started another number of ranks than the layout has."""
+    world = launched_ranks()
+    if world is not None and world != job.layout.ranks:
+        raise UserError(
+            f"the launcher has started {world} ranks, and {job.layout} has {job.layout.ranks}: start as many"
+        )
