@@ -129,7 +129,7 @@ def test_a_stop_string_ends_the_answer_and_cancels_the_request(server, stop):
 def test_probabilities_of_chosen_tokens(server):
     _, answer, _ = server.post(COMPLETIONS, prompt="aé", max_tokens=4, logprobs=0)
     told = answer["choices"][0]["logprobs"]
-    assert told["tokens"] == ["a", "�", "�", "a"] and told["text_offset"] == [0, 1, 2, 3]
+    assert told["tokens"] == ["a", "�", "�", "a"] and told["text_offset"] == [0, 1, 1, 2]
     assert told["token_logprobs"] == [-0.5] * 4 and told["top_logprobs"] is None
     _, answer, _ = server.post(CHATS, messages=HELLO, max_tokens=2, logprobs=True, top_logprobs=0)
     entry = {"token": "[", "logprob": -0.5, "bytes": [91], "top_logprobs": []}
@@ -211,19 +211,24 @@ def refused(answered, status: int, param: str | None, *words: str) -> dict:
         ({"prompt": "a", "n": 13}, "n", ["13", "12"]),
         ({"prompt": ["a"] * 13}, "prompt", ["13", "12"]),
         ({"prompt": "a", "stop": [""]}, "stop[0]", ["empty"]),
-        ({"prompt": "a", "stop": list("abcde")}, "stop", ["at most 4"]),
+        ({"prompt": "a", "stop": ["a"] * 33}, "stop", ["at most 32"]),
         ({"prompt": "a", "seed": 1 << 63}, "seed", ["at most"]),
         ({"prompt": "a", "stream": 1}, "stream", ["true or false"]),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", ["stream"]),
         ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", ["not a field"]),
-        ({"prompt": "a", "echo": True}, "echo", ["not given back"]),
-        ({"prompt": "a", "logprobs": 2}, "logprobs", ["chosen"]),
+        ({"prompt": "a", "echo": 1}, "echo", ["true or false"]),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", ["at most 20"]),
         ({"prompt": "a", "best_of": 2}, "best_of", ["ranked"]),
         ({"prompt": "a", "suffix": "z"}, "suffix", ["suffix"]),
         ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", ["not supported"]),
         ({"prompt": "a", "presence_penalty": False}, "presence_penalty", ["not supported"]),
         ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", ["not supported"]),
-        ({"prompt": "a", "min_p": 0.1}, "min_p", ["not a field"]),
+        ({"prompt": "a", "min_p": 0.1}, "min_p", ["top_p"]),
+        ({"prompt": "a", "repetition_penalty": 1.1}, "repetition_penalty", ["not supported"]),
+        ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens", ["not text"]),
+        ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids[0]", ["at least 0"]),
+        ({"prompt": [1 << 40]}, "prompt[0]", ["at most"]),
+        ({"prompt": "a", "grammar": "x"}, "grammar", ["not a field"]),
     ],
 )
 def test_a_wrong_completion_is_refused_by_the_name_of_its_field(server, fields, param, words):
@@ -244,7 +249,11 @@ def test_a_wrong_completion_is_refused_by_the_name_of_its_field(server, fields, 
         ({"messages": [*HELLO, {"role": "user", "content": "forbidden"}]}, "messages", ["template", "not that"]),
         ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", ["not supported"]),
         ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", ["prescribed"]),
-        ({"messages": HELLO, "top_logprobs": 3, "logprobs": True}, "top_logprobs", ["chosen"]),
+        ({"messages": HELLO, "top_logprobs": 3}, "top_logprobs", ["with logprobs"]),
+        ({"messages": HELLO, "top_logprobs": 21, "logprobs": True}, "top_logprobs", ["at most 20"]),
+        ({"messages": HELLO, "echo": True}, "echo", [COMPLETIONS]),
+        ({"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ["the server"]),
+        ({"messages": HELLO, "chat_template_kwargs": [1]}, "chat_template_kwargs", ["an object"]),
         ({"messages": HELLO, "logprobs": 1}, "logprobs", ["true or false"]),
         ({"messages": HELLO, "max_completion_tokens": -5}, "max_completion_tokens", ["at least 1"]),
     ],
