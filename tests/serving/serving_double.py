@@ -75,7 +75,7 @@ class EngineDouble:
                 raise RunFailed(self.failure or "closed")
             if not prompt:
                 raise UserError("an empty prompt has nothing to continue: give at least one token")
-            if max(prompt) > END:
+            if max(prompt) > END + 2:
                 raise UserError(f"token {max(prompt)} does not exist")
             request = Request(next(self._numbers), tuple(prompt), sampling)
             self.submitted.append(request)

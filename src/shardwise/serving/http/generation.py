@@ -129,10 +129,10 @@ class Front:
     def max_tokens(self, prompt: list[int], wanted: CompletionRequest, where: str) -> int:
         """Tokens that an answer may have. Raises `Problem` (400) where the context does not allow them."""
         room, asked = self.context - len(prompt), wanted.max_tokens
-        if room < (asked != 0):
+        if room < (least := int(asked != 0)):
             raise _too_long(
                 f"the prompt has {len(prompt)} tokens; with a context of {self.context} the largest has "
-                f"{self.context - 1}, and one token of answer",
+                f"{self.context - least}{', and one token of answer' * least}",
                 where,
             )
         if asked is not None and asked > room:
