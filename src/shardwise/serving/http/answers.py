@@ -144,7 +144,7 @@ class Chats(Answers):
 
     def _chunk(self, piece: TextDelta) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
-        known = self._known(piece.tokens) if piece.tokens else None
+        known = self._known(piece.tokens) if any(not chosen.ends for chosen in piece.tokens) else None
         return _delta(piece.choice, delta, known, piece.reason)
 
     def _logprobs(self, tokens: Iterable[Chosen]) -> dict[str, Any]:
