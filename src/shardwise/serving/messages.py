@@ -1,7 +1,7 @@
 """Requests to a generation engine and its answers: the messages between a front end and the ranks.
 
-Between ranks, which talk over a network, commands are JSON of a fixed form: whoever can write to a rank's port can run
-nothing in it. Imports no torch."""
+Between ranks, which may talk over a network, commands are JSON of a fixed form: reading one runs no code. Imports no
+torch."""
 
 from __future__ import annotations
 

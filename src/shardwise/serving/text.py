@@ -47,7 +47,8 @@ class Text:
             raise UserError(f"{folder} has no tokenizer.json: put one there, or give the prompt as token ids")
         tokenizer = files.load(path)
         # A run's tokenizer is elsewhere, with files of its own beside it.
-        stops = [*declared_ends(folder, tokenizer), *declared_ends(path.parent, tokenizer)]
+        places = dict.fromkeys((folder, path.parent))
+        stops = [token for place in places for token in declared_ends(place, tokenizer)]
         if not stops:
             known = (tokenizer.token_to_id(token) for token in files.KNOWN_ENDS)
             stops = [token for token in known if token is not None][:1]
@@ -178,9 +179,8 @@ class Stream:
             text = self._give(min(places)[1])
             self.stopped, self._held, self._shown = True, "", []
             return text
-        return self._give(
-            min(at[len(text) - _overlap(text, word)] for text, at in self._readings() for word in self._stop)
-        )
+        certain = (at[len(text) - _overlap(text, word)] for text, at in self._readings() for word in self._stop)
+        return self._give(min(certain))
 
     def _readings(self) -> list[tuple[str, list[int]]]:
         """The held text with and without what is not shown, each with the places of its characters and of its end."""
