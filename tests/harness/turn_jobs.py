@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from shardwise.runtime.measure.memory import LiveStorages
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import ServingJob
 from shardwise.serving.lockstep import Lockstep
-from shardwise.serving.messages import Command, Drain
+from shardwise.serving.messages import Command, Drain, encode
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class Seen:
     heard: int
     active: bool
     ledger: tuple[LedgerRow, ...]
+    top: int = 0
     choices: dict[str, list[int]] = field(default_factory=dict)
     """Part -> pairs of its tokens for each expert of the rank's place."""
 
@@ -111,7 +111,7 @@ def follow(rank: int, script: Script) -> Followed:
     def hear(idle: bool) -> list[Command]:
         nonlocal heard
         found = mine.pop(number, []) or ([Drain()] if idle and not mine else [])
-        heard = len(pickle.dumps(found)) if found else 0
+        heard = len(encode(found)) if found else 0
         return found
 
     choices: dict[str, list[int]] = {}
@@ -132,7 +132,7 @@ def follow(rank: int, script: Script) -> Followed:
         seen.append(
             Seen(
                 done.turn.prefill, done.turn.tokens, len(done.turn.wanted), heard, lockstep.active, comms.ledger(),
-                dict(choices),
+                done.turn.top, dict(choices),
             )
         )  # fmt: skip
         choices.clear()

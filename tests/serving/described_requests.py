@@ -10,7 +10,7 @@ from shardwise.serving.http.bodies import ERROR
 from shardwise.serving.http.openapi import description
 from shardwise.serving.http.schema import checked
 
-DESCRIBED = description("0", guarded=False)
+DESCRIBED = description("0")
 SCHEMAS = DESCRIBED["components"]["schemas"]
 ASKED = {
     path: SCHEMAS[operations["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1]]

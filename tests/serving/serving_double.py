@@ -50,7 +50,8 @@ class _Running:
 class EngineDouble:
     """Answers `slots` requests at a time, one token each in turn; `pause` between turns in seconds.
 
-    A prompt that ends with a zero byte ends after its own length. hold: no turn is taken while it is set.
+    A prompt that ends with a zero byte ends after its own length. A scored prompt's tokens have minus their place as
+    log-probability, and the byte before them is half as likely. hold: no turn is taken while it is set.
     """
 
     def __init__(self, slots: int = 4, pause: float = 0.0) -> None:
@@ -74,7 +75,7 @@ class EngineDouble:
                 raise RunFailed(self.failure or "closed")
             if not prompt:
                 raise UserError("an empty prompt has nothing to continue: give at least one token")
-            if max(prompt) > END:
+            if max(prompt) > END + 2:
                 raise UserError(f"token {max(prompt)} does not exist")
             request = Request(next(self._numbers), tuple(prompt), sampling)
             self.submitted.append(request)
@@ -131,14 +132,32 @@ class EngineDouble:
         if request.id in self._cancelled:
             self._running.remove(each)
             return each.sink, [Finished(request.id, "cancelled", reused=1)]
+        sampling, scores = request.sampling, self._scores(each)
+        if not sampling.max_tokens:
+            self._running.remove(each)
+            return each.sink, [*scores, Finished(request.id, "length")]
         ends = prompt[-1] == 0 and each.made == len(prompt) - 1
         token = END if ends else prompt[each.made % len(prompt)]
         each.made += 1
-        said: list[Token | Finished] = [Token(request.id, token, -0.5)]
-        if token in request.sampling.stop_tokens or each.made == request.sampling.max_tokens:
+        top = ((token, -0.5), (64, -1.5))[: sampling.top_logprobs]
+        said: list[Token | Finished] = [*scores, Token(request.id, token, -0.5, top)]
+        stops = token in sampling.stop_tokens and each.made > sampling.min_tokens
+        if stops or each.made == sampling.max_tokens:
             self._running.remove(each)
-            said.append(Finished(request.id, "stop" if ends else "length", reused=each.made % 2))
+            said.append(Finished(request.id, "stop" if stops else "length", reused=each.made % 2))
         return each.sink, said
+
+    def _scores(self, each: _Running) -> list[Token | Finished]:
+        request = each.request
+        if each.made or not request.sampling.prompt_logprobs:
+            return []
+        places = list(enumerate(request.prompt))[1:]
+        tops = [((token, -float(place)), (token - 1, -place - 0.5)) for place, token in places]
+        most = request.sampling.top_logprobs
+        return [
+            Token(request.id, token, -float(place), top[:most], prompt=True)
+            for (place, token), top in zip(places, tops, strict=True)
+        ]
 
 
 def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Path:
@@ -164,12 +183,13 @@ def _letters() -> list[str]:
 
 
 def front_of(engine: EngineDouble, folder: Path, *, slots: int = 4, queue: int = 4,
-             template: str | None = TEMPLATE, api_key: str | None = None) -> tuple[Front, Any]:  # fmt: skip
+             template: str | None = TEMPLATE, api_key: str | None = None,
+             public: bool = False) -> tuple[Front, Any]:  # fmt: skip
     """The front of an engine, and the application on it."""
     file = write_tokenizer(folder, template)
     text = Text(load(file), [END])
     front = Front(engine, text, context=CONTEXT, places=slots, queue=queue)
-    return front, application(front, MODEL, Chat(file), version=__version__, api_key=api_key)
+    return front, application(front, MODEL, Chat(file), version=__version__, api_key=api_key, public=public)
 
 
 @dataclass
@@ -211,10 +231,11 @@ class Running:
 
 @contextmanager
 def serving(folder: Path, *, queue: int = 8, slots: int = 4, pause: float = 0.0, template: str | None = TEMPLATE,
-            api_key: str | None = None, limits: ConnectionLimits | None = None) -> Iterator[Running]:  # fmt: skip
+            api_key: str | None = None, limits: ConnectionLimits | None = None,
+            public: bool = False) -> Iterator[Running]:  # fmt: skip
     """A server on a double of the engine, in a thread."""
     engine = EngineDouble(slots, pause)
-    front, app = front_of(engine, folder, slots=slots, queue=queue, template=template, api_key=api_key)
+    front, app = front_of(engine, folder, slots=slots, queue=queue, template=template, api_key=api_key, public=public)
     sock = server.bind("127.0.0.1", 0)
     ready = threading.Event()
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.answers import check, requests
+from harness.answers import CLOSE, check, requests
 from harness.generation import Script, some_cases
 from harness.huggingface import FAMILIES, STEPS, pretrained
 from harness.pool import run_ranks
@@ -24,7 +24,7 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.huggingface import export
 from shardwise.layout import Layout
 from shardwise.serving.job import ServingJob, weights_in
-from shardwise.serving.messages import Command, Request, Sampling, Token
+from shardwise.serving.messages import Command, Finished, Request, Sampling, Token
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_hidden_layers": 3}),
@@ -113,6 +113,36 @@ def test_sequences_that_gave_their_pages_back_are_computed_again(folders: Any, l
     ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
     assert ranks[0].preempted
     check(model_of("llama"), asked, ranks, reuse=False)
+
+
+@pytest.mark.parametrize("layout", some_of(["dp=1", "tp=2", "pp=2", "cp=2", "dp=2,zero=3"], 2, "scored prompts"))
+def test_prompts_are_scored(folders: Any, layout: str) -> None:
+    """Prompts that begin alike, in chunks, beside others that are not scored and sequences that are computed again."""
+    folder = folders("llama")
+    job = ServingJob(
+        weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4, pages=12,
+        chunk=5, batch=4,
+    )  # fmt: skip
+    scored = {n: Sampling(max_tokens=n % 3, prompt_logprobs=True, top_logprobs=n % 4) for n in range(1, 6)}
+    others = {n: Sampling(max_tokens=9) for n in range(6, 9)}
+    prompts = {n: (*range(2, 12), n, *range(n)) for n in (*scored, *others)}
+    listed = [Request(n, prompts[n], sampling) for n, sampling in (scored | others).items()]
+    asked: dict[int, dict[int, list[Command]]] = {0: {0: [*listed[:2], *listed[5:]], 2: [*listed[2:5]]}}
+    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked, score=False))
+    told = [answer for answer in ranks[0].answers if isinstance(answer, Token) and answer.prompt]
+    for number, sampling in scored.items():
+        answers = [answer for answer in told if answer.id == number]
+        assert tuple(answer.token for answer in answers) == prompts[number][1:]
+        with torch.no_grad():
+            expected = model_of("llama")(torch.tensor([prompts[number]])).logits[0].double().log_softmax(-1)
+        for row, answer in zip(expected, answers, strict=False):
+            assert abs(answer.logprob - float(row[answer.token])) < CLOSE
+            values, likeliest = row.topk(sampling.top_logprobs)
+            assert [token for token, _ in answer.top] == likeliest.tolist()
+            assert torch.allclose(torch.tensor([value for _, value in answer.top]).double(), values, atol=CLOSE)
+        finished = next(answer for answer in ranks[0].answers if isinstance(answer, Finished) and answer.id == number)
+        assert finished.reason == "length"
+    assert {answer.id for answer in told} == set(scored) and ranks[0].used == 0
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=3", "pp=2", "cp=2"])

@@ -63,12 +63,20 @@ def request(number: int, prompt: int, output: int) -> Request:
     return Request(number, tuple(range(1, prompt + 1)), Sampling(max_tokens=output))
 
 
+def scored(number: int, prompt: int, output: int) -> Request:
+    """Every row of its prompt has logits."""
+    sampling = Sampling(max_tokens=output, prompt_logprobs=True, top_logprobs=number)
+    return Request(number, tuple(range(1, prompt + 1)), sampling)
+
+
 def asked(own: bool, replicas: int) -> dict[int, dict[int, list[Command]]]:
-    """Prompts of several chunks and of one, one that comes while others are answered, and one that is cancelled."""
+    """Prompts of several chunks and of one, one that comes while others are answered, one that is cancelled, and
+    two that are scored."""
     first: dict[int, list[Command]] = {
         1: [request(1, 9, 4), request(2, 3, 12)],
-        5: [request(3, 5, 3)],
+        5: [scored(3, 5, 3)],
         7: [Cancel(2)],
+        8: [scored(4, 7, 0), request(5, 2, 6)],
     }
     second: dict[int, list[Command]] = {2: [request(1, 4, 5)]}
     return {0: first, 1: second} if own and replicas > 1 else {0: first}
@@ -81,9 +89,10 @@ def turns_of(rank: int, everyone: list[list[Seen]], layout: Layout, mesh: Mesh, 
     first = mesh.group(TP if own and replicas_in_step(layout) > 1 else axes, mesh.group(PP, rank)[0])[0]
     for index, one in enumerate(everyone[rank]):
         earlier = index - (layout.pp - 1)
-        known = everyone[rank][earlier].rows if earlier >= 0 else 0
+        known, known_top = (everyone[rank][earlier].rows, everyone[rank][earlier].top) if earlier >= 0 else (0, 0)
         phase = "prefill" if one.prefill else "decode"
-        yield ForwardPass(phase, one.tokens, one.rows, known, everyone[first][index].heard)
+        heard = everyone[first][index].heard
+        yield ForwardPass(phase, one.tokens, one.rows, known, heard, one.top, known_top)
 
 
 def without_phase(ledger: tuple[LedgerRow, ...]) -> Counter[tuple]:

@@ -7,10 +7,13 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from serving_double import CONTEXT, MODEL, Running, serving
+
+from shardwise.serving.http.server import bind, is_public
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -129,12 +132,110 @@ def test_a_stop_string_ends_the_answer_and_cancels_the_request(server, stop):
 def test_probabilities_of_chosen_tokens(server):
     _, answer, _ = server.post(COMPLETIONS, prompt="aé", max_tokens=4, logprobs=0)
     told = answer["choices"][0]["logprobs"]
-    assert told["tokens"] == ["a", "�", "�", "a"] and told["text_offset"] == [0, 1, 2, 3]
+    assert told["tokens"] == ["a", "�", "�", "a"] and told["text_offset"] == [0, 1, 1, 2]
     assert told["token_logprobs"] == [-0.5] * 4 and told["top_logprobs"] is None
     _, answer, _ = server.post(CHATS, messages=HELLO, max_tokens=2, logprobs=True, top_logprobs=0)
     entry = {"token": "[", "logprob": -0.5, "bytes": [91], "top_logprobs": []}
     assert answer["choices"][0]["logprobs"]["content"][0] == entry
     assert len(answer["choices"][0]["logprobs"]["content"]) == 2
+
+
+def test_likeliest_tokens_are_given_to_those_who_ask(server):
+    _, answer, _ = server.post(COMPLETIONS, prompt="ab", max_tokens=2, logprobs=2)
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "@": -1.5}, {"b": -0.5, "@": -1.5}]
+    _, answer, _ = server.post(COMPLETIONS, prompt="é", max_tokens=1, logprobs=1)
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"�": -0.5}]
+    _, answer, _ = server.post(CHATS, messages=HELLO, max_tokens=1, logprobs=True, top_logprobs=2)
+    (entry,) = answer["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in entry["top_logprobs"]] == ["[", "@"] and entry["top_logprobs"][1]["bytes"] == [64]
+
+
+def test_the_token_that_ends_has_its_probability_in_a_completion_alone(server):
+    _, answer, _ = server.post(COMPLETIONS, prompt="ab\0", max_tokens=9, logprobs=0)
+    told = answer["choices"][0]["logprobs"]
+    assert told["tokens"] == ["a", "b", "<|end|>"] and told["text_offset"] == [0, 1, 2]
+    assert len(told["tokens"]) == answer["usage"]["completion_tokens"]
+    chat = [{"role": "user", "content": "\0"}]
+    _, answer, _ = server.post(CHATS, messages=chat, max_tokens=40, logprobs=True, stop_token_ids=[ord("]")])
+    (choice,) = answer["choices"]
+    content = choice["logprobs"]["content"]
+    assert choice["message"]["content"] == "[-user-" == bytes(one["bytes"][0] for one in content).decode()
+
+
+# -- prompts that are given back and scored
+
+
+def test_a_prompt_is_given_back_before_its_answer(server):
+    _, answer, _ = server.post(COMPLETIONS, prompt=["ab", "é<|user|>"], max_tokens=2, echo=True)
+    assert [choice["text"] for choice in answer["choices"]] == ["abab", "é<|user|>é"]
+    _, answer, _ = server.post(COMPLETIONS, prompt=[97, 98], max_tokens=0, echo=True, n=2)
+    assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("ab", "length")] * 2
+    assert answer["usage"]["completion_tokens"] == 0 and server.front.open == 0 and not server.front.live
+    *chunks, _ = server.events(COMPLETIONS, prompt="ab", max_tokens=3, echo=True)
+    assert [chunk["choices"][0]["text"] for chunk in chunks][:2] == ["ab", "a"]
+
+
+SCORED = {"logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+
+
+@pytest.mark.parametrize("prompt", ["aéb", [[97, 0xC3, 0xA9, 98]]])
+def test_a_scored_prompt_has_the_shape_that_evaluation_harnesses_read(server, prompt):
+    _, answer, _ = server.post(COMPLETIONS, prompt=prompt, max_tokens=1, **SCORED)
+    (choice,) = answer["choices"]
+    told = choice["logprobs"]
+    assert choice["text"] == "aéba" and told["text_offset"] == [0, 1, 1, 2, 3]
+    assert told["tokens"] == ["a", "�", "�", "b", "a"]
+    assert told["token_logprobs"] == [None, -1.0, -2.0, -3.0, -0.5]
+    assert told["top_logprobs"] == [None, {"�": -1.0}, {"�": -2.0}, {"b": -3.0}, {"a": -0.5}]
+    assert server.engine.submitted[-1].sampling.prompt_logprobs
+    _, answer, _ = server.post(COMPLETIONS, prompt=prompt, max_tokens=0, **SCORED)
+    alone = answer["choices"][0]
+    assert alone["text"] == "aéb" and alone["finish_reason"] == "length"
+    assert alone["logprobs"] == {name: values[:-1] for name, values in told.items()}
+
+
+def test_scored_prompts_come_in_batches_and_in_streams(server):
+    prompts = [[97, 98], [99], [100, 101, 102]]
+    _, answer, _ = server.post(COMPLETIONS, prompt=prompts, max_tokens=0, n=2, **SCORED)
+    told = [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]]
+    assert told == [[None, -1.0]] * 2 + [[None]] * 2 + [[None, -1.0, -2.0]] * 2
+    *chunks, _ = server.events(COMPLETIONS, prompt="abc", max_tokens=2, stop=["b"], **SCORED)
+    first, *_, last = [chunk["choices"][0] for chunk in chunks]
+    assert first["text"] == "abc" and first["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
+    assert last["finish_reason"] == "stop" and "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abca"
+
+
+def test_a_scored_prompt_may_fill_the_context(server):
+    assert server.post(COMPLETIONS, prompt="a" * CONTEXT, max_tokens=0, **SCORED)[0] == 200
+    refused(server.post(COMPLETIONS, prompt="a" * (CONTEXT + 1), max_tokens=0, **SCORED), 400, "prompt", f"{CONTEXT}")
+    refused(server.post(COMPLETIONS, prompt=[5] * 20_000, **SCORED), 400, "prompt", "20000 tokens")
+    refused(server.post(COMPLETIONS, prompt="", max_tokens=0, **SCORED), 400, "prompt", "empty")
+
+
+# -- ends
+
+
+def test_ends_and_stop_strings_may_be_special_tokens(server):
+    for stop, text in (("<|end|>", "ab"), ("b<|end|>", "a"), (["x", "ab<|end|>"], "")):
+        _, answer, _ = server.post(COMPLETIONS, prompt="ab\0", max_tokens=9, stop=stop)
+        assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == (text, "stop")
+        *chunks, _ = server.events(COMPLETIONS, prompt="ab\0", max_tokens=9, stop=stop)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    # In the middle of an answer, where nothing else would end it.
+    _, answer, _ = server.post(COMPLETIONS, prompt=[97, 257, 98], max_tokens=9, stop="<|user|>b")
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("a", "stop")
+
+
+def test_other_ends_fewer_ends_and_later_ends(server):
+    _, answer, _ = server.post(COMPLETIONS, prompt="abc", max_tokens=9, stop_token_ids=[99])
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("ab", "stop")
+    server.post(COMPLETIONS, prompt="ab", max_tokens=1, stop_token_ids=[99], ignore_eos=True, min_tokens=3)
+    sampling = server.engine.submitted[-1].sampling
+    assert sampling.stop_tokens == (99,) and sampling.min_tokens == 3
+    _, answer, _ = server.post(COMPLETIONS, prompt="ab\0", max_tokens=5, ignore_eos=True)
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 5
+    _, answer, _ = server.post(COMPLETIONS, prompt="ab", max_tokens=9, stop="b", min_tokens=3)
+    assert answer["choices"][0]["text"] == "aba"
 
 
 # -- streams
@@ -176,6 +277,47 @@ def test_a_stream_holds_back_what_may_become_a_stop_string(server):
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+# -- values that ask for nothing
+
+NOTHING = {
+    "repetition_penalty": 1.0, "length_penalty": 1, "frequency_penalty": 0.0, "presence_penalty": 0, "min_p": 0.0,
+    "top_k": -1, "typical_p": 1.0, "n": 1, "best_of": 1, "logit_bias": {}, "use_beam_search": False, "min_tokens": 0,
+    "ignore_eos": False, "stop": [], "stop_token_ids": [], "skip_special_tokens": True, "bad_words": [],
+    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "response_format": {"type": "text"},
+    "stream": False, "stream_options": {"include_usage": False}, "priority": 0, "guided_json": None, "regex": None,
+    "truncate_prompt_tokens": None, "prompt_logprobs": None, "logprobs": None, "seed": None, "user": None,
+    "no_repeat_ngram_size": 0, "request_id": "x", "echo": False,
+}  # fmt: skip
+OF_COMPLETIONS = {"suffix": "", "logprobs": False, "add_special_tokens": True, "max_tokens": None}
+OF_CHATS = {
+    "tools": [], "tool_choice": "none", "top_logprobs": 0, "logprobs": False, "chat_template_kwargs": {},
+    "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False, "audio": None,
+    "reasoning_effort": None, "documents": None, "chat_template": None, "max_completion_tokens": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*NOTHING, *OF_COMPLETIONS])
+def test_values_without_effect_are_accepted_by_completions(server, name):
+    value = (NOTHING | OF_COMPLETIONS)[name]
+    for body in ({name: value}, {name: None}):
+        status, answer, _ = server.post(COMPLETIONS, prompt="ab", temperature=0, **body)
+        assert status == 200 and answer["choices"][0]["text"] == "ab" * 8
+
+
+@pytest.mark.parametrize("fields", [NOTHING | OF_CHATS, dict.fromkeys(NOTHING | OF_CHATS)])
+def test_values_without_effect_are_accepted_by_chats(server, fields):
+    status, answer, _ = server.post(CHATS, messages=HELLO, max_tokens=3, **fields)
+    assert status == 200 and answer["choices"][0]["message"]["content"] == "[-u"
+
+
+@pytest.mark.parametrize("answer", [{"content": None}, {}, {"content": None, "reasoning": None, "type": "text"}])
+def test_an_answer_without_content_may_be_handed_back(server, answer):
+    status, _, _ = server.post(CHATS, messages=[*HELLO, {"role": "assistant", **answer}, *HELLO], max_tokens=1)
+    assert status == 200
+    prompt = bytes(server.engine.submitted[-1].prompt).decode()
+    assert prompt == "[-user-]hello[-end-][-assistant-][-end-][-user-]hello[-end-][-assistant-]"
+
+
 # -- what is refused
 
 
@@ -211,19 +353,24 @@ def refused(answered, status: int, param: str | None, *words: str) -> dict:
         ({"prompt": "a", "n": 13}, "n", ["13", "12"]),
         ({"prompt": ["a"] * 13}, "prompt", ["13", "12"]),
         ({"prompt": "a", "stop": [""]}, "stop[0]", ["empty"]),
-        ({"prompt": "a", "stop": list("abcde")}, "stop", ["at most 4"]),
+        ({"prompt": "a", "stop": ["a"] * 33}, "stop", ["at most 32"]),
         ({"prompt": "a", "seed": 1 << 63}, "seed", ["at most"]),
         ({"prompt": "a", "stream": 1}, "stream", ["true or false"]),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", ["stream"]),
         ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", ["not a field"]),
-        ({"prompt": "a", "echo": True}, "echo", ["not given back"]),
-        ({"prompt": "a", "logprobs": 2}, "logprobs", ["chosen"]),
+        ({"prompt": "a", "echo": 1}, "echo", ["true or false"]),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", ["at most 20"]),
         ({"prompt": "a", "best_of": 2}, "best_of", ["ranked"]),
         ({"prompt": "a", "suffix": "z"}, "suffix", ["suffix"]),
         ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", ["not supported"]),
         ({"prompt": "a", "presence_penalty": False}, "presence_penalty", ["not supported"]),
         ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", ["not supported"]),
-        ({"prompt": "a", "min_p": 0.1}, "min_p", ["not a field"]),
+        ({"prompt": "a", "min_p": 0.1}, "min_p", ["top_p"]),
+        ({"prompt": "a", "repetition_penalty": 1.1}, "repetition_penalty", ["not supported"]),
+        ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens", ["not text"]),
+        ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids[0]", ["at least 0"]),
+        ({"prompt": [1 << 40]}, "prompt[0]", ["at most"]),
+        ({"prompt": "a", "grammar": "x"}, "grammar", ["not a field"]),
     ],
 )
 def test_a_wrong_completion_is_refused_by_the_name_of_its_field(server, fields, param, words):
@@ -244,7 +391,11 @@ def test_a_wrong_completion_is_refused_by_the_name_of_its_field(server, fields, 
         ({"messages": [*HELLO, {"role": "user", "content": "forbidden"}]}, "messages", ["template", "not that"]),
         ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", ["not supported"]),
         ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", ["prescribed"]),
-        ({"messages": HELLO, "top_logprobs": 3, "logprobs": True}, "top_logprobs", ["chosen"]),
+        ({"messages": HELLO, "top_logprobs": 3}, "top_logprobs", ["with logprobs"]),
+        ({"messages": HELLO, "top_logprobs": 21, "logprobs": True}, "top_logprobs", ["at most 20"]),
+        ({"messages": HELLO, "echo": True}, "echo", [COMPLETIONS]),
+        ({"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ["the server"]),
+        ({"messages": HELLO, "chat_template_kwargs": [1]}, "chat_template_kwargs", ["an object"]),
         ({"messages": HELLO, "logprobs": 1}, "logprobs", ["true or false"]),
         ({"messages": HELLO, "max_completion_tokens": -5}, "max_completion_tokens", ["at least 1"]),
     ],
@@ -338,6 +489,58 @@ def test_the_key_is_asked_for_where_there_is_one(tmp_path: Path):
         assert server.ask("GET", "/health")[0] == server.ask("GET", "/metrics")[0] == 200
         described = server.ask("GET", "/openapi.json")[1]
         assert described["paths"][COMPLETIONS]["post"]["security"] == [{"key": []}]
+        assert "security" not in described["paths"]["/metrics"]["get"]
+
+
+def test_metrics_need_the_key_where_other_hosts_reach_them(tmp_path: Path):
+    with serving(tmp_path, api_key="s3cret", public=True) as server:
+        refused(server.ask("GET", "/metrics"), 401, None, "API key")
+        assert server.ask("GET", "/metrics", headers={"authorization": "Bearer s3cret"})[0] == 200
+        assert server.ask("GET", "/health")[0] == 200
+        described = server.ask("GET", "/openapi.json")[1]
+        assert described["paths"]["/metrics"]["get"]["security"] == [{"key": []}]
+    with serving(tmp_path, public=True) as server:
+        assert server.ask("GET", "/metrics")[0] == 200
+
+
+@pytest.mark.parametrize(("host", "public"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
+def test_a_public_address_is_one_that_other_hosts_reach(host: str, public: bool):
+    with bind(host, 0) as sock:
+        assert is_public(sock) == public
+
+
+BODY = b'{"prompt": "a", "max_tokens": 1}'
+LENGTH, CHUNKED = b"content-length: %d\r\n" % len(BODY), b"transfer-encoding: chunked\r\n"
+IN_CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+KEY = b"authorization: Bearer key\r\n"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "words"),
+    [
+        (KEY + LENGTH + CHUNKED, IN_CHUNKS, "Content-Length and Transfer-Encoding"),
+        (KEY + CHUNKED + LENGTH, BODY, "Content-Length and Transfer-Encoding"),
+        (KEY + KEY + LENGTH, BODY, "several Authorization"),
+        (KEY + b"Authorization: Bearer other\r\n" + LENGTH, BODY, "several Authorization"),
+        (b"authorization: Bearer other\r\n" + KEY + LENGTH, BODY, "several Authorization"),
+        (KEY + LENGTH + b"content-length: 1\r\n", BODY, "not valid HTTP"),
+        (KEY + b"transfer-encoding: gzip, chunked\r\n", IN_CHUNKS, "not valid HTTP"),
+        (KEY + LENGTH + b"host: other\r\n", BODY, "not valid HTTP"),
+    ],
+)
+def test_requests_that_proxies_read_otherwise_are_rejected_and_end_the_connection(tmp_path, headers, body, words):
+    with serving(tmp_path, api_key="key") as server:
+        way = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        way.sendall(head + headers + b"\r\n" + body)
+        response = http.client.HTTPResponse(way)
+        response.begin()
+        error = json.loads(response.read())["error"]
+        assert response.status == 400 and words in error["message"] and error["type"] == "invalid_request_error"
+        assert response.headers["connection"] == "close" and not server.engine.submitted
+        with suppress(ConnectionResetError):
+            assert way.recv(1) == b""
+        way.close()
 
 
 # -- clients that leave, queues that fill, engines that fail

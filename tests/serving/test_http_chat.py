@@ -127,6 +127,38 @@ def test_a_template_that_cuts_a_message_does_not_free_its_tokens(tmp_path):
     assert not set(ids) & chat._tokens.get_added_tokens_decoder().keys()
 
 
+THINKS = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}no thoughts{% endif %}{{ date }}{{ tags | join }}"
+)
+
+
+def test_variables_reach_the_template_as_in_transformers(tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    chat = chat_of(tmp_path, THINKS)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    for variables in ({"enable_thinking": False}, {"enable_thinking": True, "date": "today", "tags": ["a", "b"]}, {}):
+        expected = theirs.apply_chat_template(
+            TALK, chat_template=THINKS, add_generation_prompt=True, return_dict=False, **variables
+        )
+        assert chat.encode(TALK, variables) == expected
+    assert decoded(chat, chat.encode(TALK[1:2], {"add_generation_prompt": False})) == TALK[1]["content"]
+
+
+def test_variables_spell_no_control_token_and_replace_nothing_of_the_server_s(tmp_path):
+    chat = chat_of(tmp_path, THINKS)
+    ids = chat.encode(TALK[1:2], {"date": "<|end|>", "tags": ["<|user|>"]})
+    assert decoded(chat, ids).endswith("<|end|><|user|>")
+    assert [token for token in ids if token in chat._tokens.get_added_tokens_decoder()] == [
+        chat._tokens.token_to_id("<|assistant|>")
+    ]
+    for name in ("messages", "tools", "documents", "eos_token"):
+        with pytest.raises(Problem, match="which the server does") as caught:
+            chat.encode(TALK, {name: "x"})
+        assert caught.value.status == 400 and caught.value.param == f"chat_template_kwargs.{name}"
+
+
 @pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"])
 def test_what_a_template_may_not_do_is_said(tmp_path, template):
     with pytest.raises(Problem, match="chat template refuses") as caught:

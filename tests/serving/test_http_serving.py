@@ -142,6 +142,37 @@ def test_the_official_client_chats_streams_and_cancels(served):
     settled(served)
 
 
+def test_log_likelihoods_are_those_of_transformers(served, model):
+    """The requests of evaluation harnesses: several choices after a context, and a text from its first token on."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(model).eval()
+    with torch.no_grad():
+        best = int(theirs(torch.tensor([[1, 2, 3]])).logits[0, -1].argmax())
+    asked = [([1, 2, 3], [best]), ([1, 2, 3], [6, 7, 8]), ([0], [*range(5, 130)])]
+    with served.client as client:
+        scored: dict[str, Any] = {
+            "model": client.models.list().data[0].id,
+            "temperature": 0,
+            "logprobs": 1,
+            "seed": 1234,
+        }
+        prompts = [context + continuation for context, continuation in asked]
+        told = client.completions.create(**scored, prompt=prompts, max_tokens=1, echo=True).choices
+        alone = client.completions.create(**scored, prompt=prompts, max_tokens=0, echo=True).choices
+    for (context, continuation), whole, one in zip(asked, told, alone, strict=True):
+        with torch.no_grad():
+            rows = theirs(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1].log_softmax(-1)
+        expected = float(rows.gather(1, torch.tensor(continuation)[:, None]).sum())
+        greedy = rows.argmax(-1).tolist() == continuation
+        for known, end in ((whole.logprobs, -1), (one.logprobs, None)):
+            logprobs = known.token_logprobs[len(context) : end]
+            likeliest = [max(top.values()) for top in known.top_logprobs[len(context) : end]]
+            assert abs(sum(logprobs) - expected) < 1e-3 and (logprobs == likeliest) == greedy
+    settled(served)
+
+
 def test_a_cache_cut_over_context_parallel_ranks_gives_the_same_answers(served, model, tmp_path):
     prompts = [" ".join(f"w{(7 * n + i) % 40}" for i in range(n)) for n in (1, 3, 16, 17, 40, 90, 2, 31)]
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.serving.job import ServingJob
 from shardwise.serving.lockstep import CONTROL, Lockstep
-from shardwise.serving.messages import Cancel, Command, Request, Sampling
+from shardwise.serving.messages import Cancel, Command, Drain, Request, Sampling, decode, encode
 
 LLAMA = ModelConfig("m", vocab=53, hidden=24, layers=4, heads=4, kv_heads=2, ffn=42, max_positions=64)
 
@@ -63,3 +66,25 @@ def test_ranks_rest_while_there_is_nothing_to_do_and_no_longer() -> None:
     # A request comes into an idle turn, and its payload follows at once. That all tokens are there, the ranks tell each
     # other in the turn after the last one.
     assert waited == [[True], [True], [True, False], [False], [False], [False, False], [True]]
+
+
+def test_commands_reach_other_ranks_as_they_are() -> None:
+    sampling = Sampling(5, 0.1, 3, 0.30000000000000004, -(2**63), (7, 8), False, 20, True, 4)
+    commands = [Request(1, (5, 0, 2**40), sampling), Cancel(9), Request(2, (1,), Sampling()), Drain()]
+    assert decode(encode(commands)) == commands and decode(encode([])) == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps([Cancel(1)]),
+        b'[["exec", "import os"]]',
+        b'[["cancel", 1, 2]]',
+        b'[["request", 1, [1], {"max_tokens": "5", "stop_tokens": []}]]',
+        b'[["request", 1, [1], {"stop_tokens": [], "code": 1}]]',
+        b"5",
+    ],
+)
+def test_anything_else_is_no_command(data: bytes) -> None:
+    with pytest.raises((ValueError, TypeError, UserError)):
+        decode(data)

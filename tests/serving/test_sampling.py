@@ -89,6 +89,25 @@ def test_probabilities_are_told_to_those_who_want_them() -> None:
     assert math.isclose(logprobs[1], logits[1, 0], rel_tol=1e-6)
 
 
+def test_a_target_is_scored_and_the_likeliest_are_told() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 5.0], [math.nan] * 3])
+    samplings = [Sampling(temperature=2.0, top_logprobs=2, prompt_logprobs=True), Sampling(top_logprobs=1), Sampling()]
+    told = torch.stack(choose(logits, samplings, [1, 2, 3], targets={0: 0, 2: 1}, top=4))
+    expected = logits.double().log_softmax(-1)
+    assert told.shape == (10, 3) and told[0].tolist() == [0, 2, NOTHING]
+    assert torch.allclose(told[1, :2], expected[[0, 1], [0, 2]])
+    assert told[2:6, 0].tolist() == [1, 2, 0, NOTHING] and told[2:4, 1].tolist() == [2, 0]
+    assert torch.allclose(told[6:9, 0], expected[0, [1, 2, 0]])
+
+
+def test_banned_tokens_are_not_chosen_and_change_no_probability() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [1.0, 3.0, 2.0]])
+    for temperature in (0.0, 1e-9):
+        tokens, logprobs = choose(logits, [Sampling(temperature=temperature)] * 2, [0, 0], banned={0: (1, 99)})
+        assert tokens.tolist() == [2, 1] and torch.allclose(logprobs, logits.double().log_softmax(-1)[0, [2, 1]])
+    assert logits[0, 1] == 3
+
+
 @given(st.lists(st.lists(st.floats(-9, 9, width=16), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_greedy_takes_the_greatest_in_bf16(rows: list[list[float]]) -> None:
     logits = torch.tensor(rows).bfloat16()

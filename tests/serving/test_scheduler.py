@@ -17,7 +17,8 @@ LONGEST = 16
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple)
 arrivals = st.lists(
-    st.tuples(st.integers(0, 25), prompts, st.integers(1, 6), st.none() | st.integers(0, 12)), max_size=12
+    st.tuples(st.integers(0, 25), prompts, st.integers(0, 6), st.none() | st.integers(0, 12), st.booleans()),
+    max_size=12,
 )
 
 
@@ -40,7 +41,10 @@ class Machine:
             for place in range(chunk.stop):
                 held = self.slots.get(pages[place // size] * size + place % size)
                 assert held == tuple(tokens[: place + 1]), "attention would see another token's key"
-        return [_next(chunk.sequence.tokens[: chunk.stop]) for chunk in turn.chunks if chunk.wanted]
+        for row in turn.wanted:
+            prompt = row.sequence.request.prompt
+            assert row.target == (prompt[row.place] if row.place < len(prompt) else None)
+        return [_next(row.sequence.tokens[: row.place]) if row.target is None else row.target for row in turn.wanted]
 
 
 def _next(tokens: list[int]) -> int:
@@ -59,16 +63,23 @@ def check_pages(scheduler: Scheduler) -> None:
 
 
 @settings(deadline=None, max_examples=150)
-@given(arrivals, st.integers(6, 14), st.integers(1, 7), st.integers(1, 5), st.booleans(), st.integers(1, 3))
-def test_every_request_gets_its_own_tokens(arrivals, count, chunk, batch, reuse, depth) -> None:  # type: ignore[no-untyped-def]
-    scheduler = Scheduler(Pages(count, SIZE, reuse), batch=batch, chunk=chunk, depth=depth)
+@given(
+    arrivals, st.integers(6, 14), st.integers(1, 7), st.integers(1, 5), st.booleans(), st.integers(1, 3),
+    st.integers(0, 6),
+)  # fmt: skip
+def test_every_request_gets_its_own_tokens(arrivals, count, chunk, batch, reuse, depth, rows) -> None:  # type: ignore[no-untyped-def]
+    scheduler = Scheduler(Pages(count, SIZE, reuse), batch=batch, chunk=chunk, depth=depth, rows=rows)
     machine = Machine(scheduler)
     wanted: dict[int, tuple[tuple[int, ...], int]] = {}
+    scored: dict[int, list[int]] = {}
     cancels: dict[int, list[int]] = {}
     starts: dict[int, list[Request]] = {}
-    for number, (turn, prompt, most, cancelled) in enumerate(arrivals, 1):
+    for number, (turn, prompt, most, cancelled, scores) in enumerate(arrivals, 1):
+        most = most if scores and len(prompt) > 1 else max(most, 1)
         wanted[number] = prompt, most
-        starts.setdefault(turn, []).append(Request(number, prompt, Sampling(max_tokens=most)))
+        if scores:
+            scored[number] = []
+        starts.setdefault(turn, []).append(Request(number, prompt, Sampling(max_tokens=most, prompt_logprobs=scores)))
         if cancelled is not None:
             cancels.setdefault(turn + cancelled, []).append(number)
     got: dict[int, list[int]] = {number: [] for number in wanted}
@@ -85,14 +96,18 @@ def test_every_request_gets_its_own_tokens(arrivals, count, chunk, batch, reuse,
         singles = sum(c.stop - c.start == 1 for c in turn.chunks)
         assert len({id(c.sequence) for c in turn.chunks}) == len(turn.chunks)
         assert turn.tokens <= max(chunk, singles + 1) and len(scheduler.running) <= batch
+        assert len(turn.wanted) <= scheduler.rows
         under_way.append((turn, machine.compute(turn)))
         if len(under_way) == depth:
             done, tokens = under_way.popleft()
-            answers += scheduler.take(done, tokens, [0.0] * len(tokens))
+            answers += scheduler.take(done, tokens, [float(row.place) for row in done.wanted])
         check_pages(scheduler)
         for answer in answers:
             assert answer.id not in ended, "an answer after the end"
-            if isinstance(answer, Token):
+            if isinstance(answer, Token) and answer.prompt:
+                scored[answer.id].append(answer.token)
+                assert answer.logprob == len(scored[answer.id]) and not got[answer.id]
+            elif isinstance(answer, Token):
                 got[answer.id].append(answer.token)
             elif isinstance(answer, Finished):
                 ended[answer.id] = answer.reason
@@ -108,6 +123,8 @@ def test_every_request_gets_its_own_tokens(arrivals, count, chunk, batch, reuse,
             assert token == _next(tokens)
             tokens.append(token)
         assert len(got[each]) == most if ended[each] == "length" else ended[each] == "cancelled"
+        told = tuple(scored.get(each, ()))
+        assert told == prompt[1:] if each in scored and ended[each] == "length" else told == prompt[1:][: len(told)]
 
 
 def test_stop_tokens_end_a_request_and_are_given_out() -> None:

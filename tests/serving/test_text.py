@@ -58,6 +58,94 @@ def test_without_stop_strings_every_character_comes_with_its_last_byte(whole: st
     assert seen == whole and stream.end() == ""
 
 
+def _with_special() -> Text:
+    """Bytes, and two special tokens: <e> and <u>."""
+    text = _bytes()
+    text.tokenizer.add_special_tokens(["<e>", "<u>"])
+    return Text(text.tokenizer, ())
+
+
+SPECIAL = _with_special()
+pieces = st.lists(st.sampled_from(["a", "b", "<e>", "<u>", "日"]), max_size=8)
+
+
+@example(["a", "<e>", "b"], ["ab"])
+@example(["a", "<e>", "b"], ["a<e>"])
+@example(["a", "b", "<e>"], ["<e>", "b<e>a"])
+@given(pieces, st.lists(st.lists(st.sampled_from(["a", "b", "<e>", "<u>"]), min_size=1, max_size=3).map("".join)))
+def test_stop_strings_see_special_tokens_and_what_is_shown(parts: list[str], stops: list[str]) -> None:
+    """The answer ends before the stop string that is complete first, in its text or with the special tokens in it."""
+    stream = SPECIAL.stream(stops)
+    given_out = "".join(stream.add(token) for part in parts for token in SPECIAL.encode(part)) + stream.end()
+    expected, stopped = "".join(part for part in parts if part[0] != "<"), False
+    for made in range(1, len(parts) + 1):
+        letters = [(letter, part[0] != "<") for part in parts[:made] for letter in part]
+        whole = "".join(letter for letter, _ in letters)
+        shown = [place for place, (_, seen) in enumerate(letters) if seen]
+        visible = "".join(whole[place] for place in shown)
+        found = [(whole.find(word) + len(word), whole.find(word)) for word in stops if word in whole]
+        found += [
+            (shown[visible.find(word) + len(word) - 1] + 1, shown[visible.find(word)])
+            for word in stops
+            if word in visible
+        ]
+        if found:
+            expected, stopped = "".join(whole[place] for place in shown if place < min(found)[1]), True
+            break
+    assert (given_out, stream.stopped) == (expected, stopped) and stream.given == len(expected)
+
+
+def test_the_token_that_ends_an_answer_may_complete_a_stop_string() -> None:
+    letters, end = SPECIAL.encode("ab"), SPECIAL.encode("<e>")[0]
+    for stop, expected in (("<e>", "ab"), ("b<e>", "a"), ("<e>u", "ab")):
+        stream = SPECIAL.stream([stop])
+        shown = "".join(stream.add(token) for token in letters)
+        assert shown + stream.add(end, shown=False) + stream.end() == expected
+        assert stream.stopped == (stop != "<e>u")
+    stream = SPECIAL.stream(["b"])  # a stop token that is a letter
+    assert stream.add(letters[0]) + stream.add(letters[1], shown=False) == "a" and stream.stopped
+
+
+@pytest.mark.parametrize(("least", "expected"), [(0, ""), (1, "ab"), (2, "ab"), (3, "abab"), (6, "ababab")])
+def test_no_stop_string_begins_within_the_least_tokens(least: int, expected: str) -> None:
+    stream = TEXT.stream(["ab"], least=least)
+    assert "".join(stream.add(token) for token in TEXT.encode("ababab")) + stream.end() == expected
+
+
+@given(st.lists(st.sampled_from(["a", "é", "日", "🙂", "<e>"]), max_size=8))
+def test_every_token_begins_where_its_character_does(parts: list[str]) -> None:
+    stream, places, expected, at = SPECIAL.stream(["zz"]), [], [], 0
+    for part in parts:
+        for token in SPECIAL.encode(part):
+            places.append(stream.place)
+            expected.append(at)
+            stream.add(token)
+        at += part != "<e>"
+    assert places == expected
+
+
+def test_a_prompt_is_given_back_with_the_place_of_each_token() -> None:
+    text = "é<e>a🙂"
+    tokens = SPECIAL.encode(text)
+    places = [0, 0, 1, 4, 5, 5, 5, 5]
+    assert SPECIAL.echo(tokens, text) == SPECIAL.echo(tokens) == (text, places)
+    half = tokens[:1]
+    assert SPECIAL.echo(half) == ("\N{REPLACEMENT CHARACTER}", [0])
+    pieces = _sentencepiece()
+    pieces.tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 5)])
+    assert pieces.echo(pieces.encode("a b"), "a b") == ("a b", [0, 0, 1])
+
+
+def test_bytes_of_tokens_that_are_parts_of_characters() -> None:
+    for text, whole in ((SPECIAL, "日"), (_fallback(), "日")):
+        found = [text.spelled_in_bytes(token) for token in text.encode(whole)]
+        assert [spelled for spelled, _ in found] == ["\N{REPLACEMENT CHARACTER}"] * 3
+        assert b"".join(known for _, known in found) == whole.encode()
+    assert SPECIAL.spelled_in_bytes(SPECIAL.encode("<e>")[0]) == ("<e>", b"<e>")
+    pieces = _sentencepiece()
+    assert pieces.spelled_in_bytes(pieces.encode("a")[0]) == (" a", b" a")
+
+
 def test_half_a_character_is_never_given_out() -> None:
     stream = TEXT.stream()
     first, *_ = TEXT.encode("日")
@@ -168,7 +256,17 @@ def test_stop_tokens_and_a_missing_tokenizer(tmp_path: Path) -> None:
     TEXT.tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert Text.open(tmp_path).stop_tokens == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
-    assert Text.open(tmp_path).stop_tokens == (3, 4)
+    assert Text.open(tmp_path).stop_tokens == (3, 4, 7)
+    for name, value, ends in (
+        ("tokenizer_config.json", {"eos_token": {"content": "b"}}, (3, 4, 7, TEXT.encode("b")[0])),
+        ("special_tokens_map.json", {"eos_token": "c"}, (3, 4, 7, TEXT.encode("b")[0], TEXT.encode("c")[0])),
+        ("tokenizer_config.json", {"eos_token": "unheard of"}, (3, 4, 7, TEXT.encode("c")[0])),
+        ("generation_config.json", {"eos_token_id": None}, (7, TEXT.encode("c")[0])),
+        ("config.json", {"eos_token_id": True}, (TEXT.encode("c")[0],)),
+        ("special_tokens_map.json", [], ()),
+    ):
+        (tmp_path / name).write_text(json.dumps(value))
+        assert Text.open(tmp_path).stop_tokens == ends, name
     assert Text.open(tmp_path).decode(Text.open(tmp_path).encode("日本")) == "日本"
 
 

@@ -49,8 +49,7 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
 
 def fit_of(job: ServingJob) -> MemoryFit:
     """Whether weights and cache fit, before anything is loaded."""
-    quantized = job.quantize == "int8"
-    served = serving.ServingSetup(job.context, job.batch, job.page, job.chunk, quantized, cache=job.pages)
+    served = job.setup
     if job.device == "cpu":
         return serving.fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)
     devices = cuda_memory()

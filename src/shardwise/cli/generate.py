@@ -119,7 +119,7 @@ class _Answer:
         if self.stream is None:
             new = f"{',' if len(self.tokens) > 1 else ''}{answer.token}"
         else:
-            new = "" if answer.token in stops else self.stream.add(answer.token)
+            new = self.stream.add(answer.token, shown=answer.token not in stops)
         self.text += new
         return new
 

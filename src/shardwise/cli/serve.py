@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwise import __version__
     from shardwise.serving.http.app import application
     from shardwise.serving.http.generation import Front
-    from shardwise.serving.http.server import bind, url_of
+    from shardwise.serving.http.server import bind, is_public, url_of
     from shardwise.serving.http.server import run as run_server
     from shardwise.serving.service import Service, become_rank
 
@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         with Service(job, joined=launched_ranks() is not None) as service:
             ready = service.start()
             front = Front(service, text, context=job.context, places=job.batch * job.replicas, queue=args.queue)
-            app = application(front, name, chat, version=__version__, api_key=key)
+            public = is_public(sock)
+            app = application(front, name, chat, version=__version__, api_key=key, public=public)
             tell = partial(_tell, f"{url_of(sock)}/v1", name, job, fit, ready, args.json)
             run_server(app, front, sock, grace=args.grace, ready=tell, echo=say)
             if launched_ranks() is not None:

@@ -21,8 +21,8 @@ from shardwise.layout import Layout
 from shardwise.layout.context import PageCut
 from shardwise.model import ModelConfig
 from shardwise.options import check_fields, option
-from shardwise.predict.memory.serving import CHUNK, PAGE
-from shardwise.predict.serving_layout import check_generation
+from shardwise.predict.memory.serving import CHUNK, PAGE, ServingSetup, logit_rows
+from shardwise.predict.serving_layout import check_generation, plan_of
 from shardwise.runtime import DEVICES, MOST_THREADS, TRANSPORTS
 
 CONTEXT = 4096
@@ -98,6 +98,17 @@ class ServingJob:
     def replicas(self) -> int:
         """Groups of ranks that have requests of their own."""
         return 1 if self.layout.stage == 3 and self.prompts == "same" else self.layout.dp
+
+    @property
+    def setup(self) -> ServingSetup:
+        """The engine as its memory is counted."""
+        int8, cpu = self.quantize == "int8", self.device == "cpu"
+        return ServingSetup(self.context, self.batch, self.page, self.chunk, int8, cpu, self.pages)
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of logits in an engine step that there is room for."""
+        return logit_rows(plan_of(self.model, self.layout, self.layout.pp - 1), self.setup)
 
     def to_json(self) -> dict[str, Any]:
         data = {f.name: getattr(self, f.name) for f in fields(self)}

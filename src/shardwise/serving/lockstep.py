@@ -12,14 +12,14 @@ A turn, on every rank (in brackets its ledger rows, in the turn's own phase; "co
 2. the forward pass, as `engine.py` has it. A stage of a pipeline receives [n, hidden] of the one before, n = ceil(T /
    cp), and sends its own to the next one [recv and send, pp, "stage <the taker>", the layout's dtype, n x hidden].
 3. tokens. Under a pipeline of p stages the last one sends what it has chosen, where B > 0, to every other one [send,
-   pp, tokens, float64, 2 B], and these receive what turn k - p + 1 has chosen [recv, with that turn's B].
+   pp, tokens, float64, (2 + 2 K) B], and these receive what turn k - p + 1 has chosen [recv, with that turn's B and K].
+   K is the number of likeliest tokens that are reported with each, mostly 0.
 
 One rank communicates with nobody and has no rows.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from shardwise.predict.serving_layout import lockstep_axes, replicas_in_step
 from shardwise.runtime.transport.protocol import Work
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.graphs import alone
-from shardwise.serving.messages import Answer, Cancel, Command, Drain, Request
+from shardwise.serving.messages import Answer, Cancel, Command, Drain, Request, Top, decode, encode
 from shardwise.serving.pages import Pages
 from shardwise.serving.sampling import choose
 from shardwise.serving.scheduler import EngineStep, Scheduler
@@ -62,7 +62,7 @@ class Lockstep:
         job, layout = generator.job, generator.plan.layout
         self.depth, self.place = layout.pp, generator.stage
         pages = Pages(job.pages, job.page, job.reuse)
-        self.scheduler = Scheduler(pages, batch=job.batch, chunk=job.chunk, depth=self.depth)
+        self.scheduler = Scheduler(pages, batch=job.batch, chunk=job.chunk, depth=self.depth, rows=job.logit_rows)
         own = replicas_in_step(layout) > 1 and job.prompts == "own"
         self._step = lockstep_axes(layout)
         """The ranks in step, among which control goes round."""
@@ -136,7 +136,7 @@ class Lockstep:
             heard = self._hear(idle)
             state = self._own_state
             if heard:
-                message = pickle.dumps(heard)
+                message = encode(heard)
                 state = ACTIVE if any(isinstance(asked, Request) for asked in heard) else state
             header[0], header[1 + self._replica] = state, len(message)
         self.comms.rest(idle)
@@ -151,7 +151,7 @@ class Lockstep:
             self._send(header, self.place + 1, CONTROL)
             if payload is not None:
                 self._send(payload, self.place + 1, CONTROL)
-        return pickle.loads(bytes(payload.tolist())) if payload is not None else []
+        return decode(bytes(payload.tolist())) if payload is not None else []
 
     def _payload(self, message: bytes, size: int) -> Tensor | None:
         if not size:
@@ -169,7 +169,7 @@ class Lockstep:
     # -- tokens and activations
 
     def _compute(self, turn: EngineStep) -> Tensor | None:
-        """This stage's part of a turn; on the last stage what it has chosen: [2, B] tokens and log-probabilities."""
+        """This stage's part of a turn; on the last stage what it has chosen (`_choose`)."""
         generator = self.generator
         generator.begin(turn)
         if (decoded := generator.decode(turn)) is not None:
@@ -191,10 +191,13 @@ class Lockstep:
         return chosen
 
     def _choose(self, turn: EngineStep, logits: Tensor, greedy: Tensor | None = None) -> Tensor:
-        """[2, B] tokens and log-probabilities, on the CPU."""
-        wanted = turn.wanted
-        samplings = [sequence.request.sampling for sequence in wanted]
-        return torch.stack(choose(logits, samplings, [len(sequence.tokens) for sequence in wanted], greedy))
+        """[2 + 2 K, B] tokens and log-probabilities, then K likeliest tokens and their log-probabilities, on the
+        CPU."""
+        rows = turn.wanted
+        targets = {index: row.target for index, row in enumerate(rows) if row.target is not None}
+        banned = {index: row.banned for index, row in enumerate(rows) if row.target is None and row.banned}
+        samplings, places = [row.sampling for row in rows], [row.place for row in rows]
+        return torch.stack(choose(logits, samplings, places, greedy, targets=targets, banned=banned, top=turn.top))
 
     def _arrive(self, turn: EngineStep, chosen: Tensor | None) -> list[Answer]:
         """The tokens of a turn are known."""
@@ -202,11 +205,11 @@ class Lockstep:
         if not wanted:
             return []
         if not self.last:
-            chosen = torch.empty(2, len(wanted), dtype=torch.float64, device=self.generator.device)
+            chosen = torch.empty(2 + 2 * turn.top, len(wanted), dtype=torch.float64, device=self.generator.device)
             self.comms.receive(chosen, PP, self.depth - 1, TOKENS).wait()
         assert chosen is not None
-        tokens, logprobs = chosen.tolist()
-        return self.scheduler.take(turn, [int(token) for token in tokens], logprobs)
+        tokens, logprobs, *tops = chosen.tolist()
+        return self.scheduler.take(turn, [int(token) for token in tokens], logprobs, _tops(tops) if tops else None)
 
     def _send(self, tensor: Tensor, stage: int, unit: str) -> None:
         """Send without waiting, but for what was sent turns ago: gloo never says that a send has arrived, and what is
@@ -219,3 +222,13 @@ class Lockstep:
         """Wait for what is still on its way."""
         while self._leaving:
             self._leaving.popleft()[1].wait()
+
+
+def _tops(numbers: list[list[float]]) -> list[Top]:
+    """The likeliest tokens of each row, from K rows of tokens and K of their log-probabilities."""
+    half = len(numbers) // 2
+    columns = zip(zip(*numbers[:half], strict=True), zip(*numbers[half:], strict=True), strict=True)
+    return [
+        tuple((int(token), value) for token, value in zip(tokens, values, strict=True) if token >= 0)
+        for tokens, values in columns
+    ]

@@ -1,24 +1,33 @@
 """Requests to a generation engine and its answers: the messages between a front end and the ranks.
 
-Imports no torch."""
+Between ranks, which may talk over a network, commands are JSON of a fixed form: reading one runs no code. Imports no
+torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from shardwise.options import check_fields, option
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 NOTHING = -1
 """In place of a token that could not be chosen."""
+MOST_TOP = 20
+"""Likeliest tokens that can be reported with each token."""
+
+Top = tuple[tuple[int, float], ...]
+"""The likeliest tokens with the natural logarithms of their probabilities, the likeliest first."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Options for choosing tokens, and for ending an answer. Raises `UserError` for values outside their range."""
 
-    max_tokens: int = option(16, "tokens of each answer at most", metavar="N", least=1, shown="64")
+    max_tokens: int = option(16, "tokens of each answer at most", metavar="N", least=0, shown="64")
+    """0 only scores the prompt."""
     temperature: float = option(0.0, "0 takes the likeliest token", metavar="X", least=0, most=100)
     top_k: int = option(0, "among the N likeliest, 0 for all", metavar="N", least=0)
     top_p: float = option(1.0, "among the likeliest tokens with this share", metavar="X", positive=True, most=1)
@@ -29,6 +38,11 @@ class Sampling:
     """Ids after which nothing follows; they are part of the answer."""
     logprobs: bool = True
     """Whether the probabilities of chosen tokens are computed, which takes a pass over all others'."""
+    top_logprobs: int = option(0, "likeliest tokens that are reported with each token", least=0, most=MOST_TOP)
+    prompt_logprobs: bool = False
+    """Whether the probability of each token of the prompt but the first is reported."""
+    min_tokens: int = option(0, "tokens of each answer at least", least=0)
+    """Until then no token of `stop_tokens` is chosen."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,6 +77,9 @@ class Token:
     id: int
     token: int
     logprob: float
+    top: Top = ()
+    prompt: bool = False
+    """Whether it is the next token of the prompt, whose first one is left out."""
 
 
 @dataclass(frozen=True)
@@ -87,3 +104,31 @@ class ReplicaLoad:
 
 Command = Request | Cancel | Drain
 Answer = Token | Finished | ReplicaLoad
+
+
+def encode(commands: Sequence[Command]) -> bytes:
+    """Commands as ranks send them to each other: a JSON list of [kind, values...]."""
+    return json.dumps([_words(command) for command in commands], separators=(",", ":")).encode()
+
+
+def _words(command: Command) -> list[Any]:
+    if isinstance(command, Request):
+        return ["request", command.id, command.prompt, asdict(command.sampling)]
+    return ["cancel", command.id] if isinstance(command, Cancel) else ["drain"]
+
+
+def decode(data: bytes) -> list[Command]:
+    """The commands of `encode`. Raises `ValueError`, `TypeError` or `UserError` for anything else."""
+    commands: list[Command] = []
+    for kind, *values in json.loads(data):
+        if kind == "request":
+            number, prompt, sampling = values
+            stops = tuple(sampling.pop("stop_tokens"))
+            commands.append(Request(int(number), tuple(map(int, prompt)), Sampling(**sampling, stop_tokens=stops)))
+        elif kind == "cancel":
+            commands.append(Cancel(*map(int, values)))
+        elif kind == "drain":
+            commands.append(Drain(*values))
+        else:
+            raise ValueError(f"no command of ranks: {kind!r}")
+    return commands

@@ -55,8 +55,7 @@ def _numbers(
         slots += [sequence.pages[p // size] * cut.slots + p % cut.slots for p in range(chunk.start, chunk.stop)]
         if chunk.stop % size and chunk.stop - chunk.stop % size >= chunk.start:
             begun.append(sequence.pages[chunk.stop // size])
-        if chunk.wanted:
-            wanted.append(len(ids) - 1)
+        wanted += [len(ids) - chunk.stop + row for row in chunk.rows]
     every = score or len(wanted) == len(ids)
     numbers = torch.tensor([ids, positions, slots], dtype=torch.int64, device=device)
     return (

@@ -12,6 +12,8 @@ from shardwise.serving.messages import NOTHING, Sampling
 
 _FEW = 512
 """Likeliest tokens that are sorted first: mostly the share `top_p` lies among them."""
+_AT_ONCE = 1 << 22
+"""Logits whose log-probabilities are computed at a time, in fp32."""
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -22,26 +24,55 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def choose(
-    logits: Tensor, samplings: list[Sampling], places: list[int], greedy: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(tokens [B], logarithms of their probabilities [B], NaN where they are not wanted), both float64 and on the CPU.
+    logits: Tensor, samplings: list[Sampling], places: list[int], greedy: Tensor | None = None, *,
+    targets: dict[int, int] | None = None, banned: dict[int, tuple[int, ...]] | None = None, top: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(tokens [B], logarithms of their probabilities [B], NaN where they are not wanted; then `top` times the next
+    likeliest tokens [B], and as often the logarithms of theirs), all float64 and on the CPU.
 
     logits: [B, vocab]. places: how many tokens precede each in its sequence. greedy: `likeliest(logits)`, where it is
-    there already. Where that is `NOTHING`, the token is, too.
+    there already. Where that is `NOTHING`, the token is, too. targets: row -> the token that it has, whatever is
+    likely. banned: row -> tokens that it cannot have.
     """
-    greedy = likeliest(logits) if greedy is None else greedy
-    logprobs = torch.full((len(samplings),), torch.nan, dtype=torch.float64)
-    if not any(sampling.temperature > 0 or sampling.logprobs for sampling in samplings):
-        return greedy.cpu().double(), logprobs
+    targets, allowed = targets or {}, _without(logits, banned) if banned else logits
+    greedy = likeliest(allowed) if greedy is None or banned else greedy
+    if not (targets or any(sampling.temperature > 0 or sampling.logprobs for sampling in samplings)):
+        return greedy.cpu().double(), torch.full((len(samplings),), torch.nan, dtype=torch.float64)
     nothing, tokens = greedy == NOTHING, greedy.clamp(min=0)
     for row, (sampling, place) in enumerate(zip(samplings, places, strict=True)):
-        if sampling.temperature > 0:
-            tokens[row] = _draw(logits[row], sampling, uniform(sampling.seed, place))
-    if wanted := [row for row, sampling in enumerate(samplings) if sampling.logprobs]:
-        asked = logits if len(wanted) == len(samplings) else logits[wanted]
-        wide = torch.log_softmax(asked, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        logprobs[wanted] = wide.gather(1, tokens[wanted, None])[:, 0].double().cpu()
-    return tokens.masked_fill_(nothing, NOTHING).double().cpu(), logprobs
+        if row in targets:
+            tokens[row] = targets[row]
+        elif sampling.temperature > 0:
+            tokens[row] = _draw(allowed[row], sampling, uniform(sampling.seed, place))
+    wanted = [row for row, sampling in enumerate(samplings) if sampling.logprobs or row in targets]
+    probabilities = _probabilities(logits, tokens, wanted, top)
+    return tokens.masked_fill_(nothing, NOTHING).double().cpu(), *probabilities
+
+
+def _without(logits: Tensor, banned: dict[int, tuple[int, ...]]) -> Tensor:
+    """The logits with banned tokens made impossible."""
+    allowed = logits.clone()
+    for row, tokens in banned.items():
+        allowed[row, [token for token in tokens if token < logits.shape[1]]] = -torch.inf
+    return allowed
+
+
+def _probabilities(logits: Tensor, tokens: Tensor, wanted: list[int], top: int) -> Tensor:
+    """Log-probabilities [1 + 2 top, B] of the wanted rows' tokens, then their likeliest tokens and those'. Of a small
+    vocabulary, `NOTHING` fills the rest."""
+    result = torch.full((1 + 2 * top, len(logits)), torch.nan, dtype=torch.float64)
+    result[1 : 1 + top] = NOTHING
+    most, at_once = min(top, logits.shape[1]), max(1, _AT_ONCE // logits.shape[1])
+    for first in range(0, len(wanted), at_once):
+        rows = wanted[first : first + at_once]
+        here = logits if len(rows) == len(logits) else logits[rows]
+        wide = torch.log_softmax(here, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        result[0, rows] = wide.gather(1, tokens[rows, None])[:, 0].double().cpu()
+        if most:
+            values, indices = wide.topk(most)
+            result[1 : 1 + most, rows] = indices.T.double().cpu()
+            result[1 + top : 1 + top + most, rows] = values.T.double().cpu()
+    return result
 
 
 def _greatest(logits: Tensor) -> Tensor:

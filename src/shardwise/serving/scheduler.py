@@ -5,6 +5,9 @@ is being continued, and as many tokens of prompts beside them as `chunk` allows 
 admitted when the cache has pages for all its tokens; when pages run out, the youngest sequence gives its own back and
 is computed again later.
 
+A request may want the probabilities of its prompt's tokens: every row of the prompt then has logits, `rows` of them in
+a turn, and nothing of it is found in the cache. `max_tokens=0` ends it there.
+
 Under a pipeline the tokens that a turn has chosen are known `depth` turns later: a sequence that waits for its token is
 left out meanwhile, and a turn takes one `depth`-th of the sequences, so that the stages always have something to do.
 
@@ -15,9 +18,11 @@ depends on time or on what a rank holds.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from shardwise.serving.messages import NOTHING, Answer, Finished, Reason, ReplicaLoad, Request, Token
+from shardwise.serving.messages import NOTHING, Answer, Finished, Reason, ReplicaLoad, Request, Sampling, Token, Top
 from shardwise.serving.pages import START, Key, Pages, page_key
 
 
@@ -38,6 +43,18 @@ class Sequence:
     waits: bool = False
     over: bool = False
     reused: int = 0
+    scored: int = 0
+    """Rows of the prompt whose logits have told the probability of the next token."""
+
+    @property
+    def to_score(self) -> int:
+        """Rows of the prompt whose logits tell the probability of the next token: all but its last, or none."""
+        return len(self.request.prompt) - 1 if self.request.sampling.prompt_logprobs else 0
+
+    @property
+    def first_row(self) -> int:
+        """The next row whose logits matter; all later ones of `tokens` do, too."""
+        return max(self.computed, self.scored) if self.scored < self.to_score else len(self.tokens) - 1
 
     @property
     def left(self) -> int:
@@ -56,12 +73,39 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) of a sequence, of the last of which the logits may be wanted."""
+    """Tokens [start, stop) of a sequence. wanted: a token is chosen from the logits of the last one. scored: rows of a
+    prompt whose logits tell the probability of the next token."""
 
     sequence: Sequence
     start: int
     stop: int
     wanted: bool
+    scored: range = range(0)
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows whose logits are wanted."""
+        return [*self.scored, self.stop - 1] if self.wanted else [*self.scored]
+
+
+@dataclass(frozen=True)
+class LogitRow:
+    """A row of logits. place: number of tokens before the one that it predicts. target: that token, where it is one of
+    the prompt; None where it is to be chosen."""
+
+    sequence: Sequence
+    place: int
+    target: int | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.sequence.request.sampling
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Tokens that must not be chosen yet."""
+        sampling = self.sampling
+        return sampling.stop_tokens if self.sequence.chosen < sampling.min_tokens else ()
 
 
 @dataclass(frozen=True)
@@ -74,10 +118,16 @@ class EngineStep:
     def tokens(self) -> int:
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
-    @property
-    def wanted(self) -> list[Sequence]:
-        """The sequences for which a token is chosen, in the order of their logits."""
-        return [chunk.sequence for chunk in self.chunks if chunk.wanted]
+    @cached_property
+    def wanted(self) -> list[LogitRow]:
+        """The rows whose logits are wanted, in their order."""
+        return [row for chunk in self.chunks for row in _logit_rows(chunk)]
+
+    @cached_property
+    def top(self) -> int:
+        """Likeliest tokens that are reported with each token, the most of all requests."""
+        reported = (row for row in self.wanted if row.sampling.logprobs or row.target is not None)
+        return max((row.sampling.top_logprobs for row in reported), default=0)
 
     @property
     def prefill(self) -> bool:
@@ -85,12 +135,22 @@ class EngineStep:
         return any(c.stop - c.start > 1 or c.stop <= len(c.sequence.request.prompt) for c in self.chunks)
 
 
+def _logit_rows(chunk: Chunk) -> Iterator[LogitRow]:
+    sequence = chunk.sequence
+    for row in chunk.scored:
+        yield LogitRow(sequence, row + 1, sequence.request.prompt[row + 1])
+    if chunk.wanted:
+        yield LogitRow(sequence, chunk.stop)
+
+
 class Scheduler:
     """pages: of the cache. batch: most sequences at a time. chunk: tokens of a turn that may be prompts' (single tokens
-    count, too, but are never left out for it). depth: turns from a token's computation until it is known."""
+    count, too, but are never left out for it). depth: turns from a token's computation until it is known. rows: rows of
+    a turn that may have logits, at least `batch`; 0 for as many as `chunk` and `batch`."""
 
-    def __init__(self, pages: Pages, *, batch: int, chunk: int, depth: int = 1) -> None:
+    def __init__(self, pages: Pages, *, batch: int, chunk: int, depth: int = 1, rows: int = 0) -> None:
         self.pages, self.batch, self.chunk, self.depth = pages, batch, chunk, depth
+        self.rows = max(batch, rows or chunk + batch)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._arrived = 0
@@ -107,7 +167,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self._arrived += 1
-        self.waiting.append(Sequence(request, self._arrived, list(request.prompt)))
+        # Nothing follows on the last token of a prompt that is only scored.
+        tokens = list(request.prompt if request.sampling.max_tokens else request.prompt[:-1])
+        self.waiting.append(Sequence(request, self._arrived, tokens))
 
     def cancel(self, number: int) -> list[Answer]:
         """End a request now; what is under way for it is forgotten."""
@@ -116,24 +178,42 @@ class Scheduler:
                 return [self._end(sequence, "cancelled")]
         return []
 
-    def take(self, turn: EngineStep, tokens: list[int], logprobs: list[float]) -> list[Answer]:
-        """The tokens that a turn has chosen, one for each of `turn.wanted`."""
+    def take(
+        self, turn: EngineStep, tokens: list[int], logprobs: list[float], tops: list[Top] | None = None
+    ) -> list[Answer]:
+        """The tokens of a turn, chosen or of prompts, one for each of `turn.wanted`. tops: the likeliest ones there."""
         answers: list[Answer] = []
-        for sequence, token, logprob in zip(turn.wanted, tokens, logprobs, strict=True):
+        for row, token, logprob, top in zip(turn.wanted, tokens, logprobs, tops or [()] * len(tokens), strict=True):
+            sequence = row.sequence
             if sequence.over:
                 continue
-            sequence.waits = False
+            if row.target is None:
+                sequence.waits = False
             if token == NOTHING:
                 answers.append(self._end(sequence, "error", "the logits are no numbers: its weights may be damaged"))
                 continue
-            sequence.tokens.append(token)
-            sampling = sequence.request.sampling
-            answers.append(Token(sequence.request.id, token, logprob))
-            if token in sampling.stop_tokens:
-                answers.append(self._end(sequence, "stop"))
-            elif sequence.chosen == sampling.max_tokens:
-                answers.append(self._end(sequence, "length"))
+            top = top[: row.sampling.top_logprobs]
+            answer = Token(sequence.request.id, token, logprob, top, row.target is not None)
+            if not answer.prompt:
+                answers += self._chosen(sequence, answer)
+            elif row.place > sequence.scored:  # a row of pages that were given back comes again
+                answers += self._scored(sequence, row.place, answer)
         return answers
+
+    def _chosen(self, sequence: Sequence, answer: Token) -> list[Answer]:
+        sampling = sequence.request.sampling
+        sequence.tokens.append(answer.token)
+        if answer.token in sampling.stop_tokens:
+            return [answer, self._end(sequence, "stop")]
+        if sequence.chosen == sampling.max_tokens:
+            return [answer, self._end(sequence, "length")]
+        return [answer]
+
+    def _scored(self, sequence: Sequence, rows: int, answer: Token) -> list[Answer]:
+        sequence.scored = rows
+        if rows == sequence.to_score and not sequence.request.sampling.max_tokens:
+            return [answer, self._end(sequence, "length")]
+        return [answer]
 
     def _end(self, sequence: Sequence, reason: Reason, error: str = "") -> Finished:
         sequence.over = True
@@ -151,27 +231,39 @@ class Scheduler:
         for sequence in ready:
             if sequence.left == 1 and len(single) < most and sequence in self.running and self._grow(sequence):
                 single.append(self._chunk(sequence, 1))
-        budget = max(1, self.chunk - len(single))
-        longer: list[Chunk] = []
-        for sequence in ready:
-            if budget and sequence.left > 1 and sequence in self.running:
-                longer.append(self._chunk(sequence, min(budget, sequence.left)))
-                budget -= longer[-1].stop - longer[-1].start
-        while budget and self.waiting and len(self.running) < self.batch and self._admit(self.waiting[0]):
-            sequence = self.waiting.pop(0)
-            insort(self.running, sequence, key=lambda each: each.order)
-            longer.append(self._chunk(sequence, min(budget, sequence.left)))
-            budget -= longer[-1].stop - longer[-1].start
-        turn = EngineStep(tuple(sorted([*single, *longer], key=lambda chunk: chunk.stop - chunk.start > 1)))
+        turn = EngineStep(tuple(sorted([*single, *self._longer(ready, single)], key=lambda c: c.stop - c.start > 1)))
         for chunk in turn.chunks:
             self._know(chunk.sequence)
         return turn
 
+    def _longer(self, ready: list[Sequence], single: list[Chunk]) -> list[Chunk]:
+        """Chunks of prompts beside single tokens: as many tokens, and rows of logits, as a turn may have."""
+        budget = max(1, self.chunk - len(single))
+        rows = max(1, self.rows - sum(len(chunk.rows) for chunk in single))
+        longer: list[Chunk] = []
+
+        def add(sequence: Sequence) -> None:
+            nonlocal budget, rows
+            chunk = self._chunk(sequence, min(budget, sequence.left, sequence.first_row - sequence.computed + rows))
+            budget -= chunk.stop - chunk.start
+            rows -= len(chunk.rows)
+            longer.append(chunk)
+
+        for sequence in ready:
+            if budget and rows and sequence.left > 1 and sequence in self.running:
+                add(sequence)
+        while budget and rows and self.waiting and len(self.running) < self.batch and self._admit(self.waiting[0]):
+            sequence = self.waiting.pop(0)
+            insort(self.running, sequence, key=lambda each: each.order)
+            add(sequence)
+        return longer
+
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         start, stop = sequence.computed, sequence.computed + count
+        scored = range(max(start, sequence.scored), min(stop, sequence.to_score))
         sequence.computed = stop
         sequence.waits = stop == len(sequence.tokens)
-        return Chunk(sequence, start, stop, sequence.waits)
+        return Chunk(sequence, start, stop, sequence.waits and sequence.request.sampling.max_tokens > 0, scored)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.pages.size)
@@ -180,7 +272,7 @@ class Scheduler:
         """Give a sequence pages for all its tokens, and the next one, if there are so many."""
         size = self.pages.size
         self._extend_keys(sequence, (len(sequence.tokens) - 1) // size)
-        found = self.pages.find(sequence.keys[: (len(sequence.tokens) - 1) // size])
+        found = self.pages.find(sequence.keys[: sequence.first_row // size])
         wanted = self._pages_for(min(len(sequence.tokens) + 1, sequence.longest)) - len(found)
         if wanted > self.pages.free - self.pages.idle(found):
             return False

@@ -212,6 +212,8 @@ class Service:
         """Raise `UserError` where `submit` would."""
         if not prompt:
             raise UserError("an empty prompt has nothing to continue: give at least one token")
+        if not sampling.max_tokens and not (sampling.prompt_logprobs and len(prompt) > 1):
+            raise UserError("max_tokens must be at least 1: there is nothing else to compute")
         most = self.job.context - sampling.max_tokens
         if len(prompt) > most:
             raise UserError(

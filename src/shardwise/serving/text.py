@@ -6,11 +6,12 @@ stream gives out no half of a character, and nothing that may still become a sto
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.data.ends import declared_ends
 from shardwise.errors import UserError
 from shardwise.serving.job import tokenizer_of
 from shardwise.serving.token_bytes import TokenBytes
@@ -45,11 +46,13 @@ class Text:
         if path is None:
             raise UserError(f"{folder} has no tokenizer.json: put one there, or give the prompt as token ids")
         tokenizer = files.load(path)
-        stops = _stop_tokens(folder)
+        # A run's tokenizer is elsewhere, with files of its own beside it.
+        places = dict.fromkeys((folder, path.parent))
+        stops = [token for place in places for token in declared_ends(place, tokenizer)]
         if not stops:
-            found = (tokenizer.token_to_id(token) for token in files.KNOWN_ENDS)
-            stops = [next((token for token in found if token is not None), -1)]
-        return cls(tokenizer, [token for token in stops if token >= 0])
+            known = (tokenizer.token_to_id(token) for token in files.KNOWN_ENDS)
+            stops = [token for token in known if token is not None][:1]
+        return cls(tokenizer, list(dict.fromkeys(stops)))
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with those that the tokenizer puts around every text."""
@@ -64,9 +67,9 @@ class Text:
             raise UserError("a prompt has bytes that are not UTF-8, and so no text; write it anew as UTF-8") from None
         return [found.ids for found in self.tokenizer.encode_batch(list(texts))]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones left out."""
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of tokens. special: with that of special ones."""
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=not special)
         return text
 
     def spelled(self, token: int) -> str:
@@ -75,38 +78,73 @@ class Text:
         text: str = self.tokenizer.decode([*self._anchor, token], skip_special_tokens=False)
         return text[len(before) :]
 
-    def stream(self, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> Stream:
+    def spelled_in_bytes(self, token: int) -> tuple[str, bytes]:
+        """One token as text and as bytes, which may be a part of a character."""
+        text = self.spelled(token)
+        return text, self.bytes.of(token) if "\N{REPLACEMENT CHARACTER}" in text else text.encode()
+
+    def echo(self, tokens: Sequence[int], given: str | None = None) -> tuple[str, list[int]]:
+        """(text of a prompt, the character at which each token begins). given: the text that the prompt was; without
+        one, special tokens are text, too."""
+        stream = Stream(self, (), (), special=given is None)
+        offsets, pieces = [], []
+        for token in tokens:
+            offsets.append(stream.place)
+            pieces.append(stream.add(token))
+        text = given if given is not None else self.decode(tokens, special=True)
+        if given is not None and "".join(pieces) + stream.end() != given:
+            # Special tokens that the text spells, or a tokenizer that changes texts.
+            offsets = list(accumulate((start for start, _ in self.tokenizer.encode(given).offsets), max))
+        return text, [min(offset, len(text)) for offset in offsets]
+
+    def stream(self, stop: Sequence[str] = (), prompt: Sequence[int] = (), *, least: int = 0) -> Stream:
         """An answer to come, which ends before the stop string that is complete first. prompt: the tokens that it
-        continues; none for one that stands for itself."""
-        return Stream(self, stop, prompt)
+        continues; none for one that stands for itself. least: tokens that no stop string ends."""
+        return Stream(self, stop, prompt, least=least)
 
 
 class Stream:
-    """Tokens of one answer on their way to text. stopped: a stop string has come, and nothing follows."""
+    """Tokens of one answer on their way to text. Stop strings are looked for in the text and in what it would be with
+    the tokens that are not shown: special ones, and those that end answers.
 
-    def __init__(self, text: Text, stop: Sequence[str], prompt: Sequence[int] = ()) -> None:
-        self._text, self._stop = text, tuple(filter(None, stop))
+    stopped: a stop string has come, and nothing follows. place: the character of the text at which the next token
+    begins; tokens within one character begin where it does. given: characters given out.
+    """
+
+    def __init__(
+        self, text: Text, stop: Sequence[str], prompt: Sequence[int] = (), *, special: bool = False, least: int = 0
+    ) -> None:
+        self._text, self._stop, self._special, self._least = text, tuple(filter(None, stop)), special, least
         self._tokens = list(prompt[-_CONTEXT:])
-        self._start, self._given = 0, len(self._tokens)
-        """Tokens before `_start` have no influence on the text of those from `_given` on, which is still to come."""
+        self._start, self._done = 0, len(self._tokens)
+        """Tokens before `_start` have no influence on the text of those from `_done` on, which is still to come."""
         self._held = ""
+        self._shown: list[bool] = []
+        """Whether each character of the held text, which may still become a stop string, is shown."""
+        self._made = self.place = self.given = 0
         self.stopped = False
 
-    def add(self, token: int) -> str:
-        """The text that has become certain with this token."""
+    def add(self, token: int, *, shown: bool = True) -> str:
+        """The text that has become certain with this token. shown: False for one that ends the answer."""
         if self.stopped:
             return ""
+        self._least -= 1
+        word = None if self._special else self._text.bytes.special(token)
+        if word is not None or not shown:
+            return self._certain(word or self._text.spelled(token), shown=False)
         self._tokens.append(token)
-        new = self._new()
-        if not any(self._text.bytes.half(self._tokens)):
-            self._start, self._given = self._given, len(self._tokens)
+        tokens, letters = self._text.bytes.half(self._tokens)
+        if not (tokens or letters):
+            new = self._new()
+            self._start, self._done = self._done, len(self._tokens)
             return self._certain(new)
-        if len(self._tokens) - self._given < _LONGEST:
+        if len(self._tokens) - self._done < _LONGEST:
+            self.place = self._made + max(0, len(self._new(len(self._tokens) - tokens)) - letters)
             return ""
         # The first of them has become no character, and the last ones still may.
-        new = self._new(self._given + 1)
-        self._given += 1
-        self._start = max(self._start, self._given - _CONTEXT)
+        new = self._new(self._done + 1)
+        self._done += 1
+        self._start = max(self._start, self._done - _CONTEXT)
         return self._certain(new)
 
     def end(self) -> str:
@@ -116,25 +154,55 @@ class Stream:
         tokens, letters = self._text.bytes.half(self._tokens)
         new = self._new(len(self._tokens) - tokens)
         certain = self._certain(new[: len(new) - letters])
-        rest, self._held = self._held, ""
-        return certain if self.stopped else certain + rest
+        return certain if self.stopped else certain + self._give(len(self._held))
 
     def _new(self, stop: int | None = None) -> str:
         """Text of the tokens before `stop` that have not been given out. Some tokens' text depends on those before
         them."""
-        before = self._text.decode(self._tokens[self._start : self._given])
-        return self._text.decode(self._tokens[self._start : stop])[len(before) :]
+        before = self._decoded(self._done)
+        return self._decoded(stop)[len(before) :]
 
-    def _certain(self, new: str) -> str:
-        text = self._held + new
-        # The one that is complete first, however the text was cut into tokens; of two at a time the longer.
-        places = [(at + len(word), at) for word in self._stop if (at := text.find(word)) >= 0]
+    def _decoded(self, stop: int | None) -> str:
+        return self._text.decode(self._tokens[self._start : stop], special=self._special)
+
+    def _certain(self, new: str, *, shown: bool = True) -> str:
+        if shown:
+            self._made += len(new)
+            self.place = self._made
+        self._held += new
+        self._shown += [shown] * len(new)
+        if not self._stop or self._least >= 0:
+            return self._give(len(self._held))
+        places = [place for text, at in self._readings() for word in self._stop if (place := _found(text, at, word))]
         if places:
-            self.stopped, self._held = True, ""
-            return text[: min(places)[1]]
-        hold = max((_overlap(text, word) for word in self._stop), default=0)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
+            # The one that is complete first, however the text was cut into tokens; of two at a time the longer.
+            text = self._give(min(places)[1])
+            self.stopped, self._held, self._shown = True, "", []
+            return text
+        certain = (at[len(text) - _overlap(text, word)] for text, at in self._readings() for word in self._stop)
+        return self._give(min(certain))
+
+    def _readings(self) -> list[tuple[str, list[int]]]:
+        """The held text with and without what is not shown, each with the places of its characters and of its end."""
+        size = len(self._held)
+        whole = self._held, [*range(size + 1)]
+        if all(self._shown):
+            return [whole]
+        at = [place for place in range(size) if self._shown[place]]
+        return [whole, ("".join(self._held[place] for place in at), [*at, size])]
+
+    def _give(self, count: int) -> str:
+        """Give out what is shown of so many characters."""
+        text = "".join(letter for letter, shown in zip(self._held[:count], self._shown, strict=False) if shown)
+        self._held, self._shown = self._held[count:], self._shown[count:]
+        self.given += len(text)
+        return text
+
+
+def _found(text: str, at: list[int], word: str) -> tuple[int, int] | None:
+    """(end, start) of a stop string in a text with the places of its characters."""
+    start = text.find(word)
+    return None if start < 0 else (at[start + len(word) - 1] + 1, at[start])
 
 
 def _overlap(text: str, word: str) -> int:
@@ -143,17 +211,3 @@ def _overlap(text: str, word: str) -> int:
         if text.endswith(word[:length]):
             return length
     return 0
-
-
-def _stop_tokens(folder: Path) -> list[int]:
-    """Tokens that end an answer according to a Hugging Face folder."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            content = json.loads((folder / name).read_text())
-        except (OSError, ValueError):
-            continue
-        found = content.get("eos_token_id") if isinstance(content, dict) else None
-        found = found if isinstance(found, list) else [found]
-        if stops := [token for token in found if type(token) is int]:
-            return stops
-    return []

@@ -37,7 +37,7 @@ class TokenBytes:
         """
         end = b""
         for token in reversed(tokens):
-            end = self._of(token) + end
+            end = (b"" if self.special(token) is not None else self.of(token)) + end
             if len(end) >= _LONGEST:
                 break
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -45,10 +45,16 @@ class TokenBytes:
         half = len(decoder.getstate()[0])
         return (half, 0) if self._fallback else (0, min(1, half))
 
-    def _of(self, token: int) -> bytes:
+    def special(self, token: int) -> str | None:
+        """The text of a special token; None for any other one."""
+        added = self._added.get(token)
+        return added.content if added is not None and added.special else None
+
+    def of(self, token: int) -> bytes:
+        """The bytes of a token's spelling."""
         if token in self._added:
-            added = self._added[token]
-            return b"" if added.special else added.content.encode()
+            content: str = self._added[token].content
+            return content.encode()
         spelling = self._tokenizer.id_to_token(token) or ""
         if self._fallback and (byte := _FALLBACK.fullmatch(spelling)):
             return bytes([int(byte[1], 16)])

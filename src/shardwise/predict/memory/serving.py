@@ -285,14 +285,29 @@ def passing_bytes(plan: UnitPlan, served: ServingSetup) -> int:
     if cp > 1:
         copied += _passing_exchange(plan, tokens * cp, served)
     block = tokens * 3 * model.hidden * width + max(opened, attended + copied)
-    logits = served.batch * padded_vocab(plan) * (2 * width + 4) if plan.of_kind("head") else 0
     if served.int8:
         ffn, own = width_held(_widest(model), tp), heads * model.head_dim
         opens = max(model.hidden, ffn * (2 if model.gated else 1), own + shape.numbers)
         block += _passing_product(tokens, max(model.hidden, ffn, own), opens, width)
-        if logits and not model.tied:
-            logits += _passing_product(served.batch, model.hidden, padded_vocab(plan) // tp, width)
-    return max(block, logits)
+    return max(block, _passing_logits(plan, served, served.batch))
+
+
+def _passing_logits(plan: UnitPlan, served: ServingSetup, rows: int) -> int:
+    """Bytes of so many rows of logits, where the rank has the head."""
+    if not plan.of_kind("head"):
+        return 0
+    width, vocab = DTYPE_BYTES[plan.layout.dtype], padded_vocab(plan)
+    logits = rows * vocab * (2 * width + 4)
+    if served.int8 and not plan.model.tied:
+        logits += _passing_product(rows, plan.model.hidden, vocab // plan.layout.tp, width)
+    return logits
+
+
+def logit_rows(plan: UnitPlan, served: ServingSetup) -> int:
+    """Rows of logits in an engine step that `passing_bytes` has room for: a row per sequence, or more where prompts are
+    scored. plan: of a rank with the head."""
+    most, fits = served.chunk + served.batch, passing_bytes(plan, served)
+    return max(served.batch, bisect_right(range(1, most + 1), fits, key=lambda n: _passing_logits(plan, served, n)))
 
 
 def _widest(model: ModelConfig) -> int:

@@ -31,13 +31,16 @@ class ForwardPass:
     """One forward pass of an engine. tokens: rows of the blocks' input; rows: their subset with logits.
     phase: "prefill" where any of them is a prompt's, else "decode". known: rows of the turn whose tokens come back in
     this one, under a pipeline of p stages p - 1 turns ago; None for as many as `rows`. heard: bytes of the messages
-    that reach the ranks at its beginning (requests and cancels)."""
+    that reach the ranks at its beginning (requests and cancels). top, known_top: likeliest tokens that are reported
+    with each token of this turn, and of the one whose tokens come back."""
 
     phase: Phase
     tokens: int
     rows: int
     known: int | None = None
     heard: int = 0
+    top: int = 0
+    known_top: int = 0
 
     @classmethod
     def decode(cls, sequences: int) -> ForwardPass:
@@ -168,9 +171,9 @@ def _pipeline(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
         rows[(turn.phase, "send", PP, f"stage {stage + 1}", *stream)] += 1
     known = turn.rows if turn.known is None else turn.known
     if stage == last and turn.rows:
-        rows[(turn.phase, "send", PP, TOKENS, "float64", 2 * turn.rows)] += last
+        rows[(turn.phase, "send", PP, TOKENS, "float64", 2 * (1 + turn.top) * turn.rows)] += last
     if stage < last and known:
-        rows[(turn.phase, "recv", PP, TOKENS, "float64", 2 * known)] += 1
+        rows[(turn.phase, "recv", PP, TOKENS, "float64", 2 * (1 + turn.known_top) * known)] += 1
 
 
 def padded_vocab(plan: UnitPlan) -> int:

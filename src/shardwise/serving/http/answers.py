@@ -6,12 +6,13 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from shardwise.serving.http.bodies import CompletionRequest
 from shardwise.serving.http.generation import Chosen, Generation, TextDelta
 from shardwise.serving.http.problems import Problem
+from shardwise.serving.text import Text
 
 _IMPOSSIBLE = -9999.0
 """OpenAI's value for the logarithm of probability 0, which JSON cannot say."""
@@ -31,7 +32,7 @@ def event(data: Any) -> bytes:
 
 
 class Answers(ABC):
-    """The answers to one request. spelled: a token's text."""
+    """The answers to one request."""
 
     prefix: str
     whole_kind: str
@@ -41,11 +42,9 @@ class Answers(ABC):
     continues = False
     """Whether answers go on with their prompt's text."""
 
-    def __init__(self, model: str, wanted: CompletionRequest, spelled: Callable[[int], str]) -> None:
-        self._wanted, self._spelled = wanted, spelled
+    def __init__(self, model: str, wanted: CompletionRequest, text: Text) -> None:
+        self._wanted, self._text = wanted, text
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._written: dict[int, int] = {}
-        """Choice -> characters of its tokens so far."""
 
     @abstractmethod
     def _whole(self, choice: int, pieces: list[TextDelta]) -> dict[str, Any]:
@@ -60,10 +59,10 @@ class Answers(ABC):
         return None
 
     @abstractmethod
-    def _logprobs(self, tokens: Iterable[Chosen], choice: int) -> dict[str, Any]: ...
+    def _logprobs(self, tokens: Iterable[Chosen]) -> dict[str, Any]: ...
 
-    def _known(self, tokens: Iterable[Chosen], choice: int) -> dict[str, Any] | None:
-        return self._logprobs(tokens, choice) if self._wanted.logprobs else None
+    def _known(self, tokens: Iterable[Chosen]) -> dict[str, Any] | None:
+        return self._logprobs(tokens) if self._wanted.logprobs else None
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
         """The one answer, when all choices are complete. Raises `Problem` when the engine fails."""
@@ -103,19 +102,27 @@ class Completions(Answers):
         return self._chunk(_joined(choice, pieces))
 
     def _chunk(self, piece: TextDelta) -> dict[str, Any]:
-        known = self._known(piece.tokens, piece.choice)
+        known = self._known(piece.tokens)
         return {"index": piece.choice, "text": piece.text, "logprobs": known, "finish_reason": piece.reason}
 
-    def _logprobs(self, tokens: Iterable[Chosen], choice: int) -> dict[str, Any]:
-        texts, offsets, offset = [], [], self._written.get(choice, 0)
+    def _logprobs(self, tokens: Iterable[Chosen]) -> dict[str, Any]:
         tokens = list(tokens)
-        for chosen in tokens:
-            texts.append(self._spelled(chosen.token))
-            offsets.append(offset)
-            offset += len(texts[-1])
-        self._written[choice] = offset
-        logprobs = [max(chosen.logprob, _IMPOSSIBLE) for chosen in tokens]
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+        return {
+            "tokens": [self._text.spelled(chosen.token) for chosen in tokens],
+            "token_logprobs": [None if chosen.logprob is None else _possible(chosen.logprob) for chosen in tokens],
+            "top_logprobs": [self._top(chosen) for chosen in tokens] if self._wanted.sampling.top_logprobs else None,
+            "text_offset": [chosen.offset for chosen in tokens],
+        }
+
+    def _top(self, chosen: Chosen) -> dict[str, float] | None:
+        """Log-probabilities of the likeliest tokens, and of the token itself; the highest of those that are spelled
+        alike, as parts of characters are."""
+        if chosen.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for token, logprob in (*chosen.top, (chosen.token, chosen.logprob)):
+            top.setdefault(self._text.spelled(token), _possible(logprob))
+        return top
 
 
 class Chats(Answers):
@@ -128,7 +135,7 @@ class Chats(Answers):
         return {
             "index": choice,
             "message": {"role": "assistant", "content": whole.text, "refusal": None},
-            "logprobs": self._known(whole.tokens, choice),
+            "logprobs": self._known(whole.tokens),
             "finish_reason": whole.reason,
         }
 
@@ -137,17 +144,24 @@ class Chats(Answers):
 
     def _chunk(self, piece: TextDelta) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
-        known = self._known(piece.tokens, piece.choice) if piece.tokens else None
+        known = self._known(piece.tokens) if any(not chosen.ends for chosen in piece.tokens) else None
         return _delta(piece.choice, delta, known, piece.reason)
 
-    def _logprobs(self, tokens: Iterable[Chosen], choice: int) -> dict[str, Any]:
-        return {"content": [self._entry(chosen) for chosen in tokens], "refusal": None}
+    def _logprobs(self, tokens: Iterable[Chosen]) -> dict[str, Any]:
+        content = []
+        for chosen in tokens:
+            if chosen.logprob is not None and not chosen.ends:
+                top = [self._entry(token, logprob) for token, logprob in chosen.top]
+                content.append(self._entry(chosen.token, chosen.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
 
-    def _entry(self, chosen: Chosen) -> dict[str, Any]:
-        text = self._spelled(chosen.token)
-        # A token may be a part of a character: its bytes are not known from its text then.
-        known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-        return {"token": text, "logprob": max(chosen.logprob, _IMPOSSIBLE), "bytes": known, "top_logprobs": []}
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text, known = self._text.spelled_in_bytes(token)
+        return {"token": text, "logprob": _possible(logprob), "bytes": list(known)}
+
+
+def _possible(logprob: float) -> float:
+    return max(logprob, _IMPOSSIBLE)
 
 
 def _delta(

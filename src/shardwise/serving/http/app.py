@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -21,7 +22,7 @@ from shardwise.serving.http.answers import Answers, Chats, Completions, dump
 from shardwise.serving.http.bodies import CHAT, COMPLETION, CompletionRequest
 from shardwise.serving.http.chat import Chat
 from shardwise.serving.http.connections import OVER_LIMIT
-from shardwise.serving.http.generation import Front, Generation
+from shardwise.serving.http.generation import Front, Generation, Prompt
 from shardwise.serving.http.metrics import CONTENT_TYPE
 from shardwise.serving.http.openapi import description
 from shardwise.serving.http.problems import Problem
@@ -43,10 +44,13 @@ _CLIENT_LEFT = 499
 """nginx's word for a response that nobody was there to read."""
 
 
-def application(front: Front, model: str, chat: Chat, *, version: str, api_key: str | None = None) -> ASGIApp:
+def application(
+    front: Front, model: str, chat: Chat, *, version: str, api_key: str | None = None, public: bool = False
+) -> ASGIApp:
     """The ASGI application. model: the name that requests call it by. version: of shardwise, for the description.
-    api_key: what /v1 asks for, None for nothing."""
-    routes = _Routes(front, model, chat, description(version, api_key is not None))
+    api_key: what /v1 asks for, None for nothing. public: whether other hosts reach it; /metrics then asks, too."""
+    guarded = ("/v1/", "/metrics") if public else ("/v1/",)
+    routes = _Routes(front, model, chat, description(version, guarded if api_key is not None else ()))
     app = Starlette(
         routes=[
             Route("/v1/models", routes.models, methods=["GET"]),
@@ -65,7 +69,7 @@ def application(front: Front, model: str, chat: Chat, *, version: str, api_key: 
         },
     )
     app.router.redirect_slashes = False
-    return _Gate(app, front, api_key)
+    return _Gate(app, front, api_key, guarded)
 
 
 def answer(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -113,7 +117,7 @@ class _Routes:
         arrived = time.monotonic()
         with self._front.reading():
             body, wanted = await self._asked(request, COMPLETION)
-            prompts = await asyncio.to_thread(self._prompts, body["prompt"], wanted.n)
+            prompts = await asyncio.to_thread(self._prompts, body["prompt"], wanted)
         return await self._answered(request, Completions, prompts, wanted, arrived)
 
     async def chats(self, request: Request) -> ASGIApp:
@@ -121,26 +125,35 @@ class _Routes:
         with self._front.reading():
             body, wanted = await self._asked(request, CHAT)
             self._front.check_length(_texts(body["messages"]), "messages")
-            prompt = await asyncio.to_thread(self._chat.encode, body["messages"])
-        return await self._answered(request, Chats, [prompt], wanted, arrived)
+            tokens = await asyncio.to_thread(self._chat.encode, body["messages"], body["chat_template_kwargs"])
+        return await self._answered(request, Chats, [Prompt(tokens)], wanted, arrived)
 
-    def _prompts(self, prompt: Any, n: int) -> list[list[int]]:
-        """Token ids of one prompt or of several, each a text or ids. n: choices of each."""
+    def _prompts(self, prompt: Any, wanted: CompletionRequest) -> list[Prompt]:
+        """One prompt or several, each a text or token ids."""
+        front, n = self._front, wanted.n
         several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-        self._front.check_count(len(several) * n, "n" if n > 1 else "prompt")
-        if not isinstance(several[0], str):
-            return several
-        for text in several:
-            self._front.check_length([text], "prompt")
-        return self._front.text.encode_all(several)
+        front.check_count(len(several) * n, "n" if n > 1 else "prompt")
+        texts = several if isinstance(several[0], str) else []
+        for text in texts:
+            front.check_length([text], "prompt")
+        prompts = front.text.encode_all(texts) if texts else several
+        if not wanted.echo:
+            return [Prompt(tokens) for tokens in prompts]
+        for tokens in prompts:
+            front.max_tokens(tokens, wanted, "prompt")
+        return [self._echoed(tokens, given) for tokens, given in zip_longest(prompts, texts)]
+
+    def _echoed(self, tokens: list[int], given: str | None) -> Prompt:
+        text, offsets = self._front.text.echo(tokens, given)
+        return Prompt(tokens, text, tuple(offsets))
 
     async def _answered(
-        self, request: Request, kind: type[Answers], prompts: list[list[int]], wanted: CompletionRequest, arrived: float
+        self, request: Request, kind: type[Answers], prompts: list[Prompt], wanted: CompletionRequest, arrived: float
     ) -> ASGIApp:
         # The front may have been closed while the prompt was read.
         self._front.refuse_if_closed()
         generation = Generation(self._front, prompts, wanted, kind.param, arrived, continues=kind.continues)
-        answers = kind(self._model, wanted, self._front.text.spelled)
+        answers = kind(self._model, wanted, self._front.text)
         if wanted.stream:
             return _EventStream(answers.events(generation), generation)
         try:
@@ -159,8 +172,6 @@ class _Routes:
         data = await self._bytes(request)
         body = await asyncio.to_thread(_read, data, schema) if len(data) > _INLINE_BYTES else _read(data, schema)
         self._check_name(body["model"])
-        if body["stream_options"] is not None and not body["stream"]:
-            raise Problem(400, "stream_options is only known with stream", param="stream_options")
         return body, CompletionRequest.of(body)
 
     async def _bytes(self, request: Request) -> bytes:
@@ -184,7 +195,7 @@ class _Routes:
 
 def _texts(messages: list[dict[str, Any]]) -> Iterable[str]:
     for message in messages:
-        content = message["content"]
+        content = message["content"] or ""
         yield from [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
@@ -245,10 +256,11 @@ class _EventStream:
 
 
 class _Gate:
-    """Before all routes: asks for the key, counts answers by path and status, and logs defects."""
+    """Before all routes: rejects requests that two readers could take for different ones, asks for the key, counts
+    answers by path and status, and logs defects. guarded: beginnings of paths that need the key."""
 
-    def __init__(self, app: ASGIApp, front: Front, api_key: str | None) -> None:
-        self._app, self._front = app, front
+    def __init__(self, app: ASGIApp, front: Front, api_key: str | None, guarded: tuple[str, ...]) -> None:
+        self._app, self._front, self._guarded = app, front, guarded
         self._key = api_key.encode() if api_key is not None else None
         self._known = {"/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics", "/openapi.json"}
 
@@ -264,7 +276,9 @@ class _Gate:
             await send(message)
 
         app = self._app
-        if path.startswith("/v1/") and not self._knows(scope["headers"]):
+        if ambiguous := _ambiguous(scope["headers"]):
+            app = _response(Problem(400, ambiguous, headers={"connection": "close"}))
+        elif path.startswith(self._guarded) and not self._knows(scope["headers"]):
             app = _response(Problem(401, "the API key is missing or wrong: Authorization: Bearer KEY",
                                     code="invalid_api_key", headers={"www-authenticate": "Bearer"}))  # fmt: skip
         elif OVER_LIMIT in scope.get("state", {}) and path != "/health":
@@ -285,6 +299,16 @@ class _Gate:
         scheme, _, key = given.partition(b" ")
         # A comparison that stops at the first difference would tell how much of a guess was right.
         return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+
+def _ambiguous(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Why a proxy before this server could have read another request, or another key; None for a clear one."""
+    names = [name for name, _ in headers]
+    if b"content-length" in names and b"transfer-encoding" in names:
+        return "the request has both Content-Length and Transfer-Encoding: send one of them"
+    if names.count(b"authorization") > 1:
+        return "the request has several Authorization headers: send one"
+    return None
 
 
 def _response(problem: Problem) -> Response:

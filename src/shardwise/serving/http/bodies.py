@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.serving.http.problems import Problem
 from shardwise.serving.http.schema import Schema
 from shardwise.serving.messages import Sampling
 
@@ -35,15 +36,30 @@ def _body(title: str, required: str) -> Schema:
     }
 
 
+def _messages() -> Schema:
+    """A conversation. An answer that is handed back may be without content."""
+    fields: dict[str, Schema] = _DESCRIBED["Message"]
+    others = {"enum": ["system", "developer", "user"], "description": "or assistant; tools are not supported"}
+    content = {"anyOf": [*fields["content"]["anyOf"], {"type": "null"}], "default": None}
+    shape = {"type": "object", "title": "a message", "additionalProperties": False}
+    kinds = [
+        {**shape, "required": ["role", "content"], "properties": {"role": others, **fields}},
+        {**shape, "required": ["role"], "properties": {"role": {"enum": ["assistant"]}, **fields, "content": content}},
+    ]
+    return {"type": "array", "minItems": 1, "items": {"anyOf": kinds}, "description": "the conversation so far"}
+
+
 COMPLETION = _body("CompletionRequest", "prompt")
 CHAT = _body("ChatCompletionRequest", "messages")
+CHAT["properties"]["messages"] = _messages()
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
     """Settings of one request for completions. max_tokens: None where nothing was asked for: `usual` then, None for all
-    that the context leaves. sampling: of the first choice, with any max_tokens. stop: texts. logprobs: whether those of
-    the chosen tokens are wanted."""
+    that the context leaves. sampling: of the first choice, with any max_tokens; its stop tokens are the request's own.
+    stop: texts. logprobs: whether log-probabilities are wanted. echo: answers begin with their prompt. ignore_eos: the
+    model's ends end no answer."""
 
     max_tokens: int | None
     usual: int | None
@@ -53,36 +69,53 @@ class CompletionRequest:
     stream: bool
     include_usage: bool
     logprobs: bool
+    echo: bool
+    ignore_eos: bool
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> CompletionRequest:
-        """Request in a body that `schema.checked` has let pass."""
+        """Request in a body that `schema.checked` has let pass. Raises `Problem` (400) for fields that contradict each
+        other."""
         stop, options = body["stop"], body["stream_options"] or {}
         seed = secrets.randbelow(_SEEDS) if body["seed"] is None else body["seed"] % _SEEDS
         longest = body.get("max_completion_tokens")
-        logprobs = body["logprobs"] is True or (body["logprobs"] == 0 and body["logprobs"] is not False)
+        logprobs, echo = body["logprobs"] is not None and body["logprobs"] is not False, bool(body["echo"])
+        top = body["top_logprobs"] if "top_logprobs" in body else int(body["logprobs"] or 0)
+        if top and not logprobs:
+            raise Problem(400, "top_logprobs are only given with logprobs: true", param="top_logprobs")
+        if body["max_tokens"] == 0 and not echo:
+            raise Problem(400, "max_tokens is at least 1 without echo", param="max_tokens")
+        if options.get("include_usage") and not body["stream"]:
+            raise Problem(400, "stream_options is only known with stream", param="stream_options")
         return cls(
             max_tokens=body["max_tokens"] if longest is None else longest,
             usual=_COMPLETION_TOKENS if "prompt" in body else None,
             sampling=Sampling(
                 temperature=float(body["temperature"]),
-                top_k=body["top_k"],
+                top_k=max(0, body["top_k"]),
                 top_p=float(body["top_p"]),
                 seed=seed,
+                stop_tokens=tuple(body["stop_token_ids"]),
                 logprobs=logprobs,
+                top_logprobs=top,
+                prompt_logprobs=logprobs and echo,
+                min_tokens=body["min_tokens"],
             ),
             n=body["n"],
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
             stream=body["stream"],
             include_usage=bool(options.get("include_usage")),
             logprobs=logprobs,
+            echo=echo,
+            ignore_eos=body["ignore_eos"],
         )
 
-    def sampling_of(self, choice: int, max_tokens: int, stop_tokens: tuple[int, ...]) -> Sampling:
+    def sampling_of(self, choice: int, max_tokens: int, ends: tuple[int, ...]) -> Sampling:
         """The sampling of one choice of a prompt: the first has the seed that was asked for, the others' follow from
-        it, so that neighbouring seeds share nothing."""
+        it, so that neighbouring seeds share nothing. ends: the model's own."""
         seed = self.sampling.seed
         if choice:
             digest = hashlib.blake2b(f"{seed} {choice}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "big") % _SEEDS
-        return replace(self.sampling, seed=seed, max_tokens=max_tokens, stop_tokens=stop_tokens)
+        stops = self.sampling.stop_tokens + (() if self.ignore_eos else ends)
+        return replace(self.sampling, seed=seed, max_tokens=max_tokens, stop_tokens=stops)

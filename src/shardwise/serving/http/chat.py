@@ -1,9 +1,9 @@
 """Conversations as prompts: the chat template of a tokenizer, rendered as `transformers` does it.
 
 A template is Jinja that came with the weights, so it runs in Jinja's sandbox. Control tokens that it writes are tokens;
-spelled out in somebody's message they are text (`transformers` has that as `sanitize_control_tokens`, and knows them
-the same way: special tokens, and added ones that the template spells). Of the latter an assistant's message may have
-some, as those around a model's thoughts, for which templates look.
+spelled out in somebody's message, or in a variable of the template, they are text (`transformers` has that as
+`sanitize_control_tokens`, and knows them the same way: special tokens, and added ones that the template spells). Of the
+latter an assistant's message may have some, as those around a model's thoughts, for which templates look.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.data.ends import token_text
 from shardwise.errors import UserError
 from shardwise.serving.http.problems import Problem
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_OWN = ("messages", "tools", "documents")
+"""Variables of a template that are the server's own."""
 
 # Of a private use area: from the rendering to the encoding it stands inside of every control token that a message has
 # spelled out, so that no template that cuts messages can free one.
@@ -52,8 +56,9 @@ class Chat:
         """Whether there is a template."""
         return self._template is not None
 
-    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode(self, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None) -> list[int]:
         """The prompt for an assistant's answer to a conversation. messages: with role and content, a text or parts.
+        variables: of the template, besides those that are always there.
 
         Raises `Problem` (400) where there is no template, or it refuses the conversation.
         """
@@ -65,32 +70,37 @@ class Chat:
                 param="messages",
                 code="no_chat_template",
             )
+        if taken := sorted(set(variables or {}) & {*_OWN, *self._names}):
+            message = f"chat_template_kwargs cannot set {taken[0]}, which the server does"
+            raise Problem(400, message, param=f"chat_template_kwargs.{taken[0]}")
         try:
-            text = self._template.render(
-                messages=[self._message(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._names,
-            )
+            given = {"add_generation_prompt": True, **self._marked(variables or {}, self._control)}
+            conversation = [self._message(message) for message in messages]
+            text = self._template.render(messages=conversation, tools=None, documents=None, **self._names, **given)
         except Exception as error:  # a template is a program of somebody else's
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise Problem(400, f"the model's chat template refuses the messages: {reason}", param="messages") from None
         return self._encode(text)
 
     def _message(self, message: dict[str, Any]) -> dict[str, Any]:
-        content = message["content"]
+        content = message["content"] or ""
         if isinstance(content, list):
             content = "\n".join(part["text"] for part in content)
         # The role of OpenAI's newer models for what all templates call system.
         role = "system" if message["role"] == "developer" else message["role"]
         control = self._of_assistants if role == "assistant" else self._control
+        name = {"name": message["name"]} if message.get("name") is not None else {}
+        return {"role": role, **self._marked({"content": content, **name}, control)}
 
-        def marked(text: str) -> str:
-            return control.sub(lambda found: _broken(found[0]), text.replace(_MARK, ""))
-
-        name = {"name": marked(message["name"])} if message.get("name") is not None else {}
-        return {"role": role, "content": marked(content), **name}
+    def _marked(self, value: Any, control: re.Pattern[str]) -> Any:
+        """A value of JSON whose texts spell no control token."""
+        if isinstance(value, str):
+            return control.sub(lambda match: _broken(match[0]), value.replace(_MARK, ""))
+        if isinstance(value, list):
+            return [self._marked(item, control) for item in value]
+        if isinstance(value, dict):
+            return {self._marked(key, control): self._marked(item, control) for key, item in value.items()}
+        return value
 
     def _encode(self, text: str) -> list[int]:
         # Odd pieces were spelled out, or are None where a template has left a mark alone by cutting a message.
@@ -135,9 +145,7 @@ def _read(folder: Path) -> tuple[str | None, dict[str, str]]:
     older = _configured(folder / "special_tokens_map.json")
     names = {}
     for name in _NAMED:
-        token = config.get(name, older.get(name))
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
+        if (token := token_text(config.get(name, older.get(name)))) is not None:
             names[name] = token
     own = folder / "chat_template.jinja"
     if own.is_file():

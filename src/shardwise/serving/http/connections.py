@@ -6,6 +6,7 @@ uvicorn waits for ever for the headers of a request, and accepts connections unt
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
+
+from shardwise.serving.http.problems import Problem
 
 HEADER_SECONDS = 10.0
 """From a connection, or from the first byte of its next request, to the end of the request's headers."""
@@ -108,6 +111,15 @@ class LimitedConnection(H11Protocol):
                 self.cycle.keep_alive = False
         elif not self.transport.is_closing():
             self._header_timer.start(self.loop, self._limits.header_seconds, self._headers_late)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer in the form of all errors where the bytes are not HTTP."""
+        body = json.dumps(Problem(400, "the request is not valid HTTP").to_json()).encode()
+        kind = ("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")
+        head = h11.Response(status_code=400, headers=list(kind), reason=b"Bad Request")
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         self._idle_since = time.monotonic()

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import UserError
@@ -17,7 +17,7 @@ from shardwise.runtime.job.launch import RunFailed
 from shardwise.serving.http.bodies import CompletionRequest
 from shardwise.serving.http.metrics import Metrics
 from shardwise.serving.http.problems import Problem
-from shardwise.serving.messages import Finished, Sampling, Token
+from shardwise.serving.messages import Finished, Sampling, Token, Top
 from shardwise.serving.service import Service
 from shardwise.serving.text import Stream, Text
 
@@ -27,10 +27,25 @@ _RETRY_MOST = 60
 
 @dataclass(frozen=True)
 class Chosen:
-    """A token of an answer. logprob: natural logarithm of its probability, before any temperature or cut."""
+    """A token of a text. logprob: natural logarithm of its probability, before any temperature or cut; None for the
+    first one of a prompt. offset: the character at which it begins. top: the likeliest ones there. ends: it has ended
+    the answer, and is not part of its text."""
 
     token: int
-    logprob: float
+    logprob: float | None
+    offset: int
+    top: Top = ()
+    ends: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of a prompt; and, where the answer begins with it, its text, with the character at which each token
+    begins."""
+
+    tokens: list[int]
+    text: str = ""
+    offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,21 +128,20 @@ class Front:
 
     def max_tokens(self, prompt: list[int], wanted: CompletionRequest, where: str) -> int:
         """Tokens that an answer may have. Raises `Problem` (400) where the context does not allow them."""
-        room = self.context - len(prompt)
-        if room < 1:
+        room, asked = self.context - len(prompt), wanted.max_tokens
+        if room < (least := int(asked != 0)):
             raise _too_long(
                 f"the prompt has {len(prompt)} tokens; with a context of {self.context} the largest has "
-                f"{self.context - 1}, and one token of answer",
+                f"{self.context - least}{', and one token of answer' * least}",
                 where,
             )
-        asked = wanted.max_tokens
         if asked is not None and asked > room:
             raise _too_long(
                 f"{asked} tokens after a prompt of {len(prompt)} exceed the context of {self.context}: ask for at "
                 f"most {room}, or shorten the prompt to {max(0, self.context - asked)}",
                 where,
             )
-        return asked or min(room, wanted.usual or room)
+        return min(room, wanted.usual or room) if asked is None else asked
 
     def finished(self, reason: str, seconds: float, reused: int) -> None:
         """A sequence is over."""
@@ -159,30 +173,35 @@ def _stopping() -> Problem:
 
 @dataclass
 class _Sequence:
-    """One choice of one prompt. number: the engine's. counted: tokens so far; last: when the newest came. held: those
-    whose text is held back. reason: why nothing more is given out. ended: the engine has finished it.
+    """One choice of one prompt. ends: tokens that end it. number: the engine's, 0 where nothing is asked of it.
+    counted: tokens so far; last: when the newest came. scored: tokens of the prompt. held: those whose text is held
+    back. reason: why nothing more is given out. ended: the engine has finished it.
     """
 
+    prompt: Prompt
     stream: Stream
-    number: int
+    ends: tuple[int, ...]
+    number: int = 0
+    scored: list[Chosen] = field(default_factory=list)
     counted: int = 0
     last: float = 0.0
     held: tuple[Chosen, ...] = ()
     reason: str | None = None
     ended: bool = False
+    echoed: bool = False
 
 
 class Generation:
     """The sequences of one request: `n` choices of each prompt, in the order of prompts.
 
-    prompts: token ids. continues: whether answers go on with their prompt's text. arrived: when the request came, by
+    continues: whether answers go on with their prompt's text. arrived: when the request came, by
     `time.monotonic`. Raises `Problem` when the engine does not take them.
     """
 
     def __init__(
         self,
         front: Front,
-        prompts: list[list[int]],
+        prompts: list[Prompt],
         wanted: CompletionRequest,
         param: str,
         arrived: float,
@@ -194,9 +213,9 @@ class Generation:
         self._pieces: asyncio.Queue[TextDelta | Problem] = asyncio.Queue()
         self._over = asyncio.Event()
         self._sequences: list[_Sequence] = []
-        self.prompt_tokens = sum(map(len, prompts))
+        self.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self.reused = 0
-        longest = [front.max_tokens(prompt, wanted, param) for prompt in prompts]
+        longest = [front.max_tokens(prompt.tokens, wanted, param) for prompt in prompts]
         front.admit(len(prompts) * wanted.n, "n" if wanted.n > 1 else param)
         front.live.add(self)
         try:
@@ -210,18 +229,30 @@ class Generation:
             self.cancel()
             raise Problem(503, f"the engine has failed: {error}", code="engine_failed") from None
         front.metrics.prompt_tokens += self.prompt_tokens * wanted.n
+        self._drop_if_over()
 
-    def _submit(self, prompt: list[int], sampling: Sampling) -> None:
+    def _submit(self, prompt: Prompt, sampling: Sampling) -> None:
         choice = len(self._sequences)
+        before = prompt.tokens if self._continues else ()
+        stream = self._front.text.stream(self._wanted.stop, before, least=sampling.min_tokens)
+        sequence = _Sequence(prompt, stream, sampling.stop_tokens)
+        if self._wanted.echo and not sampling.prompt_logprobs:
+            self._pieces.put_nowait(TextDelta(choice, prompt.text))
+        if prompt.tokens and not sampling.max_tokens and not (sampling.prompt_logprobs and len(prompt.tokens) > 1):
+            # Nothing is left to compute.
+            sequence.ended, sequence.reason = True, "length"
+            self._sequences.append(sequence)
+            self._echo(choice, sequence)
+            self._pieces.put_nowait(TextDelta(choice, "", (), "length"))
+            return
 
         def sink(answer: Token | Finished) -> None:
             # The loop is gone when a server has been stopped without waiting for its engine.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._take, choice, answer)
 
-        number = self._front.engine.submit(prompt, sampling, sink)
-        stream = self._front.text.stream(self._wanted.stop, prompt if self._continues else ())
-        self._sequences.append(_Sequence(stream, number))
+        sequence.number = self._front.engine.submit(prompt.tokens, sampling, sink)
+        self._sequences.append(sequence)
         self._front.open += 1
 
     @property
@@ -272,8 +303,13 @@ class Generation:
     def _take(self, choice: int, answer: Token | Finished) -> None:
         sequence = self._sequences[choice]
         if isinstance(answer, Token):
+            if answer.prompt:
+                offset = sequence.prompt.offsets[len(sequence.scored) + 1]
+                sequence.scored.append(Chosen(answer.token, answer.logprob, offset, answer.top))
+                return
             self._count(sequence)
             if sequence.reason is None:
+                self._echo(choice, sequence)
                 self._token(choice, sequence, answer)
             return
         sequence.ended = True
@@ -286,29 +322,42 @@ class Generation:
             return
         sequence.reason = reason
         if answer.reason in ("stop", "length"):
+            self._echo(choice, sequence)
             rest = sequence.stream.end()
             # What was held back may have been the half of a stop string, and with its other half in it.
             reason = "stop" if sequence.stream.stopped else reason
-            self._pieces.put_nowait(TextDelta(choice, rest, sequence.held, reason))
+            self._pieces.put_nowait(TextDelta(choice, rest, self._kept(sequence), reason))
         else:
             self._pieces.put_nowait(Problem(500, answer.error or "the engine has dropped the request"))
 
     def _token(self, choice: int, sequence: _Sequence, answer: Token) -> None:
         sequence.counted += 1
         self._front.metrics.generated_tokens += 1
-        if answer.token in self._front.text.stop_tokens:
-            return
-        text = sequence.stream.add(answer.token)
-        held = (*sequence.held, Chosen(answer.token, answer.logprob))
+        ends, offset = answer.token in sequence.ends, len(sequence.prompt.text) + sequence.stream.place
+        text = sequence.stream.add(answer.token, shown=not ends)
+        sequence.held += (Chosen(answer.token, answer.logprob, offset, answer.top, ends),)
         if sequence.stream.stopped:
             sequence.reason = "stop"
             self._front.engine.cancel(sequence.number)
-            self._pieces.put_nowait(TextDelta(choice, text, held if text else (), "stop"))
+            self._pieces.put_nowait(TextDelta(choice, text, self._kept(sequence), "stop"))
         elif text:
-            sequence.held = ()
+            held, sequence.held = sequence.held, ()
             self._pieces.put_nowait(TextDelta(choice, text, held))
-        else:
-            sequence.held = held
+
+    def _kept(self, sequence: _Sequence) -> tuple[Chosen, ...]:
+        """The tokens held back; without those of a stop string and what follows it."""
+        if not sequence.stream.stopped:
+            return sequence.held
+        end = len(sequence.prompt.text) + sequence.stream.given
+        return tuple(chosen for chosen in sequence.held if chosen.offset < end)
+
+    def _echo(self, choice: int, sequence: _Sequence) -> None:
+        """Give out the scored prompt, once."""
+        prompt = sequence.prompt
+        if self._wanted.sampling.prompt_logprobs and not sequence.echoed:
+            sequence.echoed = True
+            tokens = (Chosen(prompt.tokens[0], None, prompt.offsets[0]), *sequence.scored)
+            self._pieces.put_nowait(TextDelta(choice, prompt.text, tokens))
 
     def _count(self, sequence: _Sequence) -> None:
         now, metrics = time.monotonic(), self._front.metrics

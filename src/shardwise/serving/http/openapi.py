@@ -8,15 +8,16 @@ from shardwise.serving.http.bodies import CHAT, COMPLETION, ERROR, REFUSALS
 from shardwise.serving.http.schema import Schema
 
 
-def description(version: str, guarded: bool) -> dict[str, Any]:
-    """The whole description. guarded: whether /v1 needs a key."""
+def description(version: str, guarded: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The whole description. guarded: beginnings of paths that need a key."""
+    key = "/v1/" in guarded
     paths: dict[str, Any] = {
-        "/v1/models": {"get": _reading("the served model", guarded)},
-        "/v1/models/{model}": {"get": _reading("the served model, by its name", guarded, {"404": "no such model"})},
-        "/v1/completions": {"post": _asking("continue prompts", COMPLETION, guarded)},
-        "/v1/chat/completions": {"post": _asking("answer a conversation", CHAT, guarded)},
+        "/v1/models": {"get": _reading("the served model", key)},
+        "/v1/models/{model}": {"get": _reading("the served model, by its name", key, {"404": "no such model"})},
+        "/v1/completions": {"post": _asking("continue prompts", COMPLETION, key)},
+        "/v1/chat/completions": {"post": _asking("answer a conversation", CHAT, key)},
         "/health": {"get": _reading("whether requests are taken", False, {"503": REFUSALS["503"]})},
-        "/metrics": {"get": _reading("counters, gauges and histograms", False, kind="text/plain")},
+        "/metrics": {"get": _reading("counters, gauges and histograms", "/metrics" in guarded, kind="text/plain")},
         "/openapi.json": {"get": _reading("this description", False)},
     }
     paths["/v1/models/{model}"]["get"]["parameters"] = [
@@ -25,7 +26,7 @@ def description(version: str, guarded: bool) -> dict[str, Any]:
     components: dict[str, Any] = {
         "schemas": {COMPLETION["title"]: COMPLETION, CHAT["title"]: CHAT, "Error": ERROR},
     }
-    if guarded:
+    if key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",

@@ -28,7 +28,8 @@ _SHOWN = 60
 
 
 def checked(schema: Schema, value: Any, where: str = "") -> Any:
-    """`value` with the defaults of absent fields filled in; null where a field has a default counts as absent.
+    """`value` with the defaults of absent fields filled in; null where a field has a default counts as absent, and a
+    field that is not known asks for nothing where it is null.
 
     where: the value's place in the body, such as messages[0].role. Raises `Problem` (400), which names the place.
     """
@@ -127,7 +128,7 @@ def _object(schema: Schema, value: dict[str, Any], where: str) -> dict[str, Any]
         return value
     fields, prefix = schema["properties"], f"{where}." if where else ""
     for name in value:
-        if name not in fields and schema.get("additionalProperties") is False:
+        if name not in fields and schema.get("additionalProperties") is False and value[name] is not None:
             raise _wrong(prefix + name[:_SHOWN], "is not a field that this server knows")
     for name in schema.get("required", ()):
         if name not in value:

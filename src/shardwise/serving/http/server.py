@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import os
 import signal
 import socket
@@ -56,6 +57,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _in_use(host: str, port: int, error: OSError) -> UserError:
     return UserError(f"{host}:{port} cannot be used ({os.strerror(error.errno or 0)}); choose another --port, or 0")
+
+
+def is_public(sock: socket.socket) -> bool:
+    """Whether other hosts can reach a bound socket."""
+    return not ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(sock: socket.socket) -> str:
