@@ -221,7 +221,7 @@ def _written(args: argparse.Namespace, best: Plan) -> tuple[dict[str, Any], Iter
     from shardwise.cli.show.software_table import software_json, software_steps, software_tables
     from shardwise.planner.exact import ExactMemory
 
-    memory = ExactMemory(model, best.workload, best.cluster)
+    memory = ExactMemory(model, best.workload, best.cluster, engine=best.engine)
     requests = [WriteRequest(model, one.layout, best.workload, None, best.cluster) for one in best.ranked]
     data, lines = emitted(args, requests, lambda layout: memory.total(layout, best.usable) <= best.usable)
     rows = software_steps(model, Layout.parse(data["emitted"]["layout"]), best.workload, best.cluster)

@@ -96,8 +96,9 @@ def price_all(
         lambda of: (of[1], of[0].schedule, of[0].attention, *_homes(of[0])),
         partial(_parts, model, workload, pricing),
     )
-    exact = exact or ExactMemory(model, workload, pricing.cluster)
-    fullest = [exact.of(layout) for layout, _ in chosen]
+    names = {engine.name for _, engine in chosen}
+    exacts = {name: exact or ExactMemory(model, workload, pricing.cluster, engine=name) for name in names}
+    fullest = [exacts[engine.name].of(layout) for layout, engine in chosen]
     return [
         Priced(
             layout,
@@ -106,7 +107,7 @@ def price_all(
             mine,
             time_range(mine, pricing.constants, len(_notes(layout, pricing)), bool(model.experts), engine.uncertain),
             *rank,
-            exact.node(layout),
+            exacts[engine.name].node(layout),
         )
         for (layout, engine), mine, rank in zip(chosen, parts, fullest, strict=True)
     ]

@@ -39,7 +39,7 @@ class SmallestCandidate:
 
 def least(space: Space, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:
     """The candidate of a space, or of some frames of it, that needs least memory; None where there is none at all."""
-    exact = ExactMemory(space.model, space.workload, space.cluster)
+    exact = ExactMemory(space.model, space.workload, space.cluster, engine=space.engine.name)
     found = best_of((block for _, block in blocks(space, exact, None, UNLIMITED, frames=frames)), exact, "memory")
     if not found:
         return None

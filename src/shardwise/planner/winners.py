@@ -87,7 +87,8 @@ def _searched(
     explain: bool,
     refuses: Refuses | None,
 ) -> Winners:
-    pricing, exact = Pricing(space.cluster), ExactMemory(space.model, space.workload, space.cluster, refuses)
+    pricing = Pricing(space.cluster)
+    exact = ExactMemory(space.model, space.workload, space.cluster, refuses, space.engine.name)
     found = search(space, pricing, by, top, usable, unlimited=explain, exact=exact)
     return Winners(found.best, found.considered, found.fitting, space, pricing, exact, found)
 

@@ -17,6 +17,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.context_balance import context_balance
+from shardwise.predict.memory.engine_bytes import OWN, counts_engine, engine_bytes, why_not_counted
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.servers import with_servers
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, predict_bytes, state_bytes
@@ -51,7 +52,8 @@ def estimate(
     `Blueprint`, or its file. seq, batch: tokens per sequence and sequences per step, in place of a workload.
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
-    (`predict.time.ENGINES`); None means this project's runtime. recorded: roles of a measured step of a model with
+    (`predict.time.ENGINES`), and whose memory is counted where it is known (`predict/memory/engines.toml`); None means
+    this project's runtime. recorded: roles of a measured step of a model with
     experts, whose routing the prediction then follows rank by rank. slow: slow ranks, and emulated: seconds of a step's
     arithmetic, both as `train` has them. What a layout asks for that is not priced yet is said in the report's `notes`.
     Raises `LayoutError` when the layout does not suit the model, the workload or the number of devices, and `UserError`
@@ -65,13 +67,15 @@ def estimate(
     if slow is not None:
         slow.check(layout.training_ranks)
     backend = backend or usual_backend(cluster)
-    roles = _roles(model, layout, workload, backend, recorded)
+    counted = "" if recorded else _counted(engine or "", model, layout)
+    roles = _roles(model, layout, workload, backend, recorded, counted)
     unscheduled = as_under_auto(roles)
     timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated)
     balance = context_balance(model, layout, workload) if layout.cp > 1 and isinstance(model, ModelConfig) else None
     notes = [
-        *_notes(model, layout, backend),
-        *_optimizer_note(layout, workload),
+        *(_engine_notes(counted) if counted else _notes(model, layout, backend)),
+        *_other_engine(engine or "", counted, model, layout),
+        *([] if counted else _optimizer_note(layout, workload)),
         *([f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []),
         *(timing.notes if timing else ()),
         *([why] if why else []),
@@ -90,13 +94,32 @@ def estimate(
     )
 
 
-def _roles(model: Model, layout: Layout, workload: Workload, backend: Backend, recorded: Sequence[Role]) -> list[Role]:
-    """Roles of all ranks; recorded: those of a measured step, to be followed."""
+def _counted(engine: str, model: Model, layout: Layout) -> str:
+    """The engine, where memory is its software's; "" for this project's runtime."""
+    return engine if counts_engine(engine, model, layout) else ""
+
+
+def _engine_notes(engine: str) -> list[str]:
+    """Origin of an engine's memory."""
+    return [f"memory is that of {engine}, from what its code saves for backward; communication is this runtime's"]
+
+
+def _other_engine(engine: str, counted: str, model: Model, layout: Layout) -> list[str]:
+    """Why the memory under an engine is this runtime's."""
+    if engine in ("", *OWN) or counted:
+        return []
+    return [f"memory is this runtime's: {why_not_counted(engine, model, layout)}"]
+
+
+def _roles(
+    model: Model, layout: Layout, workload: Workload, backend: Backend, recorded: Sequence[Role], engine: str
+) -> list[Role]:
+    """Roles of all ranks; recorded: those of a measured step, to be followed. engine: whose memory it is."""
     if recorded:
         return [_of_record(model, layout, workload, backend, role) for role in recorded]
     if layout.sync in SERVED:
         return _served(model, layout, workload, backend)
-    return [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
+    return [_role(model, layout, workload, backend, place, engine) for place in range(layout.pp)]
 
 
 def _check(model: Model, layout: Layout, workload: Workload, cluster: Cluster | None) -> None:
@@ -124,13 +147,14 @@ def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cl
     return f"; its memory and time: shardwise plan {name} {asked} --fix {text_of(layout)}"
 
 
-def _role(model: Model, layout: Layout, workload: Workload, backend: Backend, place: int) -> Role:
+def _role(model: Model, layout: Layout, workload: Workload, backend: Backend, place: int, engine: str) -> Role:
     """The ranks at one place of the pipeline."""
     mesh = Mesh.of(layout, model)
     plan = unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=backend)
     ranks = mesh.stage(place)
+    held = engine_bytes(engine, plan) if engine else predict_bytes(plan)
     return Role(
-        plan.role, ranks, predict_bytes(plan), predict_ledger(plan), predict_transport(plan, ranks[0]),
+        plan.role, ranks, held, predict_ledger(plan), predict_transport(plan, ranks[0]),
         host=host_bytes(plan), disk=disk_bytes(plan),
     )  # fmt: skip
 
