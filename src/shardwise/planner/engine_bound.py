@@ -87,9 +87,7 @@ class EngineBound:
         key = tp, ep, row
         if key not in self._rows:
             spread = {"ep": ep, "dp": ep} if self.model.experts else {}
-            layout = Layout(
-                tp=tp, cp=row.cp, sp=row.sp, recompute=row.recompute, micro=row.micro, attention=self.attention, **spread
-            )  # fmt: skip
+            layout = Layout(tp=tp, attention=self.attention, **spread, **row._asdict())
             workload = replace(self.workload, batch=layout.micro * layout.dp)
             plan = unit_plan(self._one_block, layout, workload, backend=self.backend)
             self._rows[key] = micro_batch(self.memory, plan)

@@ -102,8 +102,10 @@ class MicroBatchNumbers(NamedTuple):
 def micro_batch(
     memory: EngineMemory, plan: UnitPlan, narrow: bool = False, modules: Sequence[str] = ()
 ) -> MicroBatchNumbers:
-    """Bytes of a micro-batch under the plan's layout. narrow: products of 8 bits. modules: recomputed ones, beside those
-    of `recompute=selective`."""
+    """Bytes of a micro-batch under the plan's layout.
+
+    narrow: products of 8 bits. modules: recomputed ones, beside those of `recompute=selective`.
+    """
     widths, recompute = widths_of(plan), plan.layout.recompute
     freed = frozenset(modules) | frozenset(memory.selective if recompute == "selective" else ())
 
