@@ -86,8 +86,8 @@ class EngineBound:
     def _row(self, tp: int, ep: int, row: BatchChoice) -> MicroBatchNumbers:
         key = tp, ep, row
         if key not in self._rows:
-            spread = {"ep": ep, "dp": ep} if self.model.experts else {}
-            layout = Layout(tp=tp, attention=self.attention, **spread, **row._asdict())
+            ranks = ep if self.model.experts else 1
+            layout = Layout(tp=tp, ep=ranks, dp=ranks, attention=self.attention, **row._asdict())
             workload = replace(self.workload, batch=layout.micro * layout.dp)
             plan = unit_plan(self._one_block, layout, workload, backend=self.backend)
             self._rows[key] = micro_batch(self.memory, plan)

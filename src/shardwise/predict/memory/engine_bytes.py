@@ -23,6 +23,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import blueprint
 from shardwise.predict.memory.activations import Sizes
 from shardwise.predict.memory.engine_rows import EngineMemory, TensorRow, engine_memory
+from shardwise.predict.memory.engine_settings import EngineSettings
 from shardwise.report.step_report import Bytes
 
 Num = Any
@@ -30,6 +31,7 @@ Num = Any
 
 OWN = ("shardwise", "shardwise-cpu")
 """Profiles of this project's runtime, whose memory is followed event by event."""
+USUAL = EngineSettings()
 GATHERED = 2
 """Blocks whose weights are gathered at one time: the one that computes, and the next."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
@@ -85,6 +87,8 @@ def _routed_rows(plan: UnitPlan, s: Sizes) -> int:
 class MicroBatchNumbers(NamedTuple):
     """Bytes of one micro-batch of a rank. Pairs: of a block without experts, and of one with them."""
 
+    input: Num
+    """A block's input, which every block keeps."""
     saved: Num
     saved_routed: Num
     remade: Num
@@ -99,15 +103,10 @@ class MicroBatchNumbers(NamedTuple):
     loss: Num
 
 
-def micro_batch(
-    memory: EngineMemory, plan: UnitPlan, narrow: bool = False, modules: Sequence[str] = ()
-) -> MicroBatchNumbers:
-    """Bytes of a micro-batch under the plan's layout.
-
-    narrow: products of 8 bits. modules: recomputed ones, beside those of `recompute=selective`.
-    """
-    widths, recompute = widths_of(plan), plan.layout.recompute
-    freed = frozenset(modules) | frozenset(memory.selective if recompute == "selective" else ())
+def micro_batch(memory: EngineMemory, plan: UnitPlan, settings: EngineSettings = USUAL) -> MicroBatchNumbers:
+    """Bytes of a micro-batch under the plan's layout."""
+    widths, recompute, narrow = widths_of(plan), plan.layout.recompute, settings.narrow
+    freed = frozenset(settings.modules) | frozenset(memory.selective if recompute == "selective" else ())
 
     def total(rows: Sequence[TensorRow]) -> float:
         return float(sum(prod(_number(word, widths) for word in row.size) * (row.narrow if narrow else row.wide)
@@ -125,7 +124,7 @@ def micro_batch(
     logits = float(widths["tokens"] * width_held(plan.model.vocab, plan.layout.tp))
     each = memory.loss_bytes_tp if plan.layout.tp > 1 else memory.loss_bytes
     return MicroBatchNumbers(
-        saved[0], saved[1], remade[0], remade[1], backward[0], backward[1],
+        stream, saved[0], saved[1], remade[0], remade[1], backward[0], backward[1],
         embedding=float(widths["tokens"] * 8), head=2 * stream, loss=logits * each / memory.loss_chunks,
     )  # fmt: skip
 
@@ -248,6 +247,8 @@ class EngineRank:
     narrow: bool = False
     offloads: bool = False
     """Saved tensors of blocks are in the host's memory but for two blocks'."""
+    remade: tuple[Num, Num] = (0, 0)
+    """Of the blocks in flight, without and with experts, those that keep their input alone."""
     maximum: Callable[[Num, Num], Num] = max
 
     def _cut(self, nbytes: float, experts: float, least: int) -> Num:
@@ -288,14 +289,19 @@ class EngineRank:
         parameters, gradients, optimizer = self._states()
         gathered, in_turn = self._gathered()
         blocks = self.dense * micro.saved + self.routed * micro.saved_routed
+        blocks = (
+            blocks - self.remade[0] * (micro.saved - micro.input) - self.remade[1] * (micro.saved_routed - micro.input)
+        )
         if self.offloads:
             blocks = GATHERED * most(micro.saved, micro.saved_routed * (sum(e.routed) > 0))
         ends = self.ends * micro.embedding * e.has_embedding + micro.head * e.has_head
         saved = blocks + ends
         states = parameters + optimizer
         lasting = states + gathered + gradients * m.lasting_gradients
-        inside = (micro.remade + micro.backward) * (sum(e.dense) > 0)
-        inside = most(inside, (micro.remade_routed + micro.backward_routed) * (sum(e.routed) > 0))
+        again = [bool(count) * (saved - micro.input)
+                 for count, saved in zip(self.remade, (micro.saved, micro.saved_routed), strict=True)]  # fmt: skip
+        inside = (micro.remade + again[0] + micro.backward) * (sum(e.dense) > 0)
+        inside = most(inside, (micro.remade_routed + again[1] + micro.backward_routed) * (sum(e.routed) > 0))
         peak = lasting + saved + inside + in_turn
         if e.has_head:
             peak = most(peak, lasting + saved + micro.loss + in_turn / GATHERED)
@@ -316,6 +322,8 @@ def why_not_counted(name: str, model: object, layout: Layout) -> str:
     for key in UNCOUNTED:
         if (value := getattr(layout, key)) != getattr(usual, key):
             return f"{key}={value} is not known of {name}"
+    if layout.offload_activations != "none" and (not memory.offloads or layout.pp > 1):
+        return f"offload_activations={layout.offload_activations} is not known of {name}, or not under a pipeline"
     if layout.attention == "math" and not any("scores" in row.size for row in memory.rows["saved"].values()):
         return f"attention=math is not known of {name}"
     if layout.pp > 1 and layout.schedule not in SCHEDULES:
@@ -329,13 +337,13 @@ def counts_engine(name: str, model: object, layout: Layout) -> bool:
 
 
 def engine_ranks(
-    memory: EngineMemory, plan: UnitPlan, places: Sequence[int], narrow: bool = False, modules: Sequence[str] = ()
+    memory: EngineMemory, plan: UnitPlan, places: Sequence[int], settings: EngineSettings = USUAL
 ) -> list[RankBytes]:
     """Bytes of the ranks at some places of a pipeline. plan: of any rank."""
     model, layout = plan.model, plan.layout
     if plan.uneven:
         plan = plan.as_micro_batch(0)
-    micro, layers = micro_batch(memory, plan, narrow, modules), stages(model, layout).layers
+    micro, layers = micro_batch(memory, plan, settings), stages(model, layout).layers
     found = []
     for at in places:
         elements = rank_numbers(model, layout.tp, layout.ep, layers, layout.pp, at)
@@ -343,11 +351,19 @@ def engine_ranks(
         rank = EngineRank(
             memory, elements, micro, layout.stage, layout.shard_ranks if layout.stage else 1,
             expert_replicas(layout) if layout.stage else 1, in_all(elements.dense, flying),
-            in_all(elements.routed, flying), flying[0], layout.pp, plan.workload.optimizer, narrow,
-            layout.offload_activations != "none",
+            in_all(elements.routed, flying), flying[0], layout.pp, plan.workload.optimizer, settings.narrow,
+            layout.offload_activations != "none", _remade(elements, flying, settings.layers),
         )  # fmt: skip
         found.append(rank.total())
     return found
+
+
+def _remade(elements: RankNumbers, flying: Sequence[int], layers: int) -> tuple[int, int]:
+    """Blocks without and with experts whose input alone is kept, times their micro-batches in flight. layers: of each
+    chunk, the first ones."""
+    dense = [min(layers, count) for count in elements.dense]
+    routed = [min(layers - known, count) for known, count in zip(dense, elements.routed, strict=True)]
+    return in_all(dense, flying), in_all(routed, flying)
 
 
 def in_all(blocks: Sequence[int], flying: Sequence[int]) -> int:
@@ -360,11 +376,11 @@ def expert_replicas(layout: Layout) -> int:
     return max(1, layout.data_ranks * layout.tp // (layout.ep * layout.expert_tp))
 
 
-def engine_bytes(name: str, plan: UnitPlan) -> Bytes:
+def engine_bytes(name: str, plan: UnitPlan, settings: EngineSettings = USUAL) -> Bytes:
     """Bytes by class of a plan's rank under an engine's software, and the peak; every number is rounded up."""
     memory = engine_memory(name)
     assert memory
-    return as_bytes(engine_ranks(memory, plan, (plan.pp_rank,))[0])
+    return as_bytes(engine_ranks(memory, plan, (plan.pp_rank,), settings)[0])
 
 
 def as_bytes(rank: RankBytes) -> Bytes:

@@ -78,6 +78,10 @@ class EngineMemory:
     """Modules that `recompute=selective` recomputes."""
     modules: tuple[str, ...] = ()
     """Modules that can be recomputed."""
+    precisions: tuple[str, ...] = ()
+    """Products in fewer than 16 bits that it trains with."""
+    offloads: bool = False
+    """Saved tensors can be kept in the host's memory, without a pipeline."""
     rows: dict[str, dict[str, TensorRow]] = field(default_factory=dict, hash=False, repr=False)
     """Section of the file -> tensor -> row."""
     facts: dict[str, str] = field(default_factory=dict, hash=False, repr=False)
@@ -99,7 +103,9 @@ def _table() -> dict[str, EngineMemory]:
             key: base.rows[key] | {tensor: TensorRow.of(row) for tensor, row in table.pop(key, {}).items()}
             for key in SECTIONS
         }
-        values = {key: tuple(value) if isinstance(value, list) else value for key, (value, _) in table.items()}
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, (value, _) in table.items()
+        }
         facts = base.facts | {key: source for key, (_, source) in table.items()}
         found[name] = replace(base, name=name, rows=rows, facts=facts, **values)
     return found
