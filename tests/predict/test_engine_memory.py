@@ -1,4 +1,4 @@
-"""Memory under other engines' software: published peaks, the rows that they are counted from, and a search's columns."""
+"""Memory under other engines: published peaks, the rows that they are counted from, and the columns of a search."""
 
 import random
 

@@ -64,27 +64,21 @@ def estimate(
     """
     model, layout, workload = as_model(model), as_layout(layout), as_workload(workload, seq, batch)
     cluster = None if cluster is None else as_cluster(cluster)
-    if not workload.batch:
-        raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
     _check(model, layout, workload, cluster)
-    settings = settings or EngineSettings()
-    settings.check(engine or "")
+    (settings := settings or EngineSettings()).check(engine or "")
     if slow is not None:
         slow.check(layout.training_ranks)
     backend = backend or usual_backend(cluster)
-    counted = "" if recorded else _counted(engine or "", model, layout)
+    counted = engine if engine and not recorded and counts_engine(engine, model, layout) else ""
     roles = _roles(model, layout, workload, backend, recorded, counted, settings)
     unscheduled = as_under_auto(roles)
     timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
     balance = context_balance(model, layout, workload) if layout.cp > 1 and isinstance(model, ModelConfig) else None
     notes = [
-        *(_engine_notes(counted) if counted else _notes(model, layout, backend)),
-        *_other_engine(engine or "", counted, model, layout),
-        *([] if counted else _optimizer_note(layout, workload)),
+        *_memory_notes(engine or "", counted, model, layout, workload, backend),
         *([f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []),
-        *(timing.notes if timing else ()),
-        *([why] if why else []),
-    ]
+        *(timing.notes if timing else ()), *([why] if why else []),
+    ]  # fmt: skip
     return StepReport(
         source="predicted",
         model=model.to_json() if isinstance(model, ModelConfig) else {"name": model.name},
@@ -110,21 +104,15 @@ def _timed(
     return try_step_seconds(model, layout, workload, cluster, engine, slow, emulated, dtype)
 
 
-def _counted(engine: str, model: Model, layout: Layout) -> str:
-    """The engine, where memory is its software's; "" for this project's runtime."""
-    return engine if counts_engine(engine, model, layout) else ""
-
-
-def _engine_notes(engine: str) -> list[str]:
-    """Origin of an engine's memory."""
-    return [f"memory is that of {engine}, from what its code saves for backward; communication is this runtime's"]
-
-
-def _other_engine(engine: str, counted: str, model: Model, layout: Layout) -> list[str]:
-    """Why the memory under an engine is this runtime's."""
-    if engine in ("", *OWN) or counted:
-        return []
-    return [f"memory is this runtime's: {why_not_counted(engine, model, layout)}"]
+def _memory_notes(
+    engine: str, counted: str, model: Model, layout: Layout, workload: Workload, backend: Backend
+) -> list[str]:
+    """Origin of the bytes, and assumptions behind them. counted: the engine whose memory it is."""
+    if counted:
+        return [f"memory is that of {engine}, from what its code saves for backward; communication is this runtime's"]
+    other = engine not in ("", *OWN)
+    why = [f"memory is this runtime's: {why_not_counted(engine, model, layout)}"] if other else []
+    return [*_notes(model, layout, backend), *why, *_optimizer_note(layout, workload)]
 
 
 def _roles(
@@ -142,6 +130,8 @@ def _roles(
 
 def _check(model: Model, layout: Layout, workload: Workload, cluster: Cluster | None) -> None:
     ranks = cluster.devices if cluster else None
+    if not workload.batch:
+        raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
     if not isinstance(model, ModelConfig):
         check_traced(layout, model, workload, ranks)
         return

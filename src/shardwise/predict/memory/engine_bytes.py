@@ -196,7 +196,8 @@ def in_flight(schedule: str, pp: int, micro_batches: int, virtual: int, at: int)
     """Micro-batches between forward and backward at their most, for each chunk of the rank at one place.
 
     1F1B: NVIDIA/Megatron-LM core/pipeline_parallel/schedules.py, forward_backward_pipelining_without_interleaving;
-    interleaved: get_pp_rank_microbatches in the same file, and torch/distributed/pipelining/schedules.py.
+    interleaved: get_pp_rank_microbatches in the same file, and torch/distributed/pipelining/schedules.py. Raises
+    `UserError` for other schedules of several chunks.
     """
     if pp == 1:
         return (1,)
