@@ -88,6 +88,16 @@ def test_a_plan_shows_the_bytes_of_estimate():
     assert best.held == max((role.bytes for role in report.roles), key=lambda held: held.total)
 
 
+def test_a_plan_in_fp8_is_that_of_estimate_and_faster():
+    narrow, workload = EngineSettings("fp8"), Workload(4096, 128)
+    chosen = {"engine": "megatron-bridge", "top": 1, "explain": False}
+    wide = plan("llama-3-8b", "8xH100", workload, **chosen).winner
+    best = plan("llama-3-8b", "8xH100", workload, **chosen, settings=narrow).winner
+    report = estimate("llama-3-8b", best.layout, workload, "8xH100", engine="megatron-bridge", settings=narrow)
+    assert best.held == max((role.bytes for role in report.roles), key=lambda held: held.total)
+    assert report.time == pytest.approx(best.seconds) and best.seconds < 0.8 * wide.seconds
+
+
 def test_memory_of_this_runtime_is_what_it_was():
     layout, workload = Layout.parse("dp=4,tp=2,sp,zero=1"), Workload(2048, 16)
     named = estimate(get("llama-3-8b"), layout, workload, "8xH100", engine="shardwise")

@@ -22,9 +22,8 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
-from shardwise.planner.exact import ExactMemory
 from shardwise.planner.pricing import Prices
-from shardwise.planner.ranking import Block, best_of, blocks, bound_of
+from shardwise.planner.ranking import Block, best_of, blocks, bound_of, exact_memory
 from shardwise.planner.runnable import space_for
 from shardwise.planner.serving import TYPES, Deployment, fastest_deployment
 from shardwise.planner.space import LayoutColumns, Space
@@ -188,7 +187,7 @@ class _TrainingSizes:
         self.model, self.workload = model, workload
         some = next(iter(accelerators().devices.values()))
         self.space, _ = space_for(model, cluster_of_size(some, 1), workload, engine, {})
-        self.exact = ExactMemory(model, workload, self.space.cluster, engine=self.space.engine.name)
+        self.exact = exact_memory(self.space)
         self.bound = bound_of(self.space, self.exact)
         self.blocks = cache(self._blocks)
 

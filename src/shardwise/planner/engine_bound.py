@@ -24,6 +24,7 @@ from shardwise.predict.memory.engine_bytes import (
     rank_numbers,
 )
 from shardwise.predict.memory.engine_rows import EngineMemory
+from shardwise.predict.memory.engine_settings import EngineSettings
 from shardwise.schedule.pipeline.stages import StageLayers
 
 
@@ -31,11 +32,13 @@ class EngineBound:
     """Bytes of candidates of one model and workload under one engine."""
 
     def __init__(
-        self, model: ModelConfig, workload: Workload, attention: str, backend: Backend, memory: EngineMemory
-    ) -> None:
+        self, model: ModelConfig, workload: Workload, attention: str, backend: Backend, memory: EngineMemory,
+        settings: EngineSettings,
+    ) -> None:  # fmt: skip
         self.model, self.workload, self.attention, self.backend, self.memory = (
             model, workload, attention, backend, memory
         )  # fmt: skip
+        self.settings = settings
         experts = model.experts and replace(model.experts, dense_layers=0)
         self._one_block = model.replace(layers=1, experts=experts)
         self._rows: dict[Any, MicroBatchNumbers] = {}
@@ -80,7 +83,7 @@ class EngineBound:
         return EngineRank(
             self.memory, numbers[0], micro, stage, shard, replicas, table(lambda n, f: in_all(n.dense, f)),
             table(lambda n, f: in_all(n.routed, f)), table(lambda n, f: f[0]), frame.pp, self.workload.optimizer,
-            maximum=np.maximum,
+            narrow=self.settings.narrow, maximum=np.maximum,
         )  # fmt: skip
 
     def _row(self, tp: int, ep: int, row: BatchChoice) -> MicroBatchNumbers:
@@ -90,5 +93,5 @@ class EngineBound:
             layout = Layout(tp=tp, ep=ranks, dp=ranks, attention=self.attention, **row._asdict())
             workload = replace(self.workload, batch=layout.micro * layout.dp)
             plan = unit_plan(self._one_block, layout, workload, backend=self.backend)
-            self._rows[key] = micro_batch(self.memory, plan)
+            self._rows[key] = micro_batch(self.memory, plan, self.settings)
         return self._rows[key]

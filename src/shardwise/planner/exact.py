@@ -17,6 +17,7 @@ from shardwise.model.parameters import Model
 from shardwise.planner.bounds import places
 from shardwise.predict.memory.engine_bytes import as_bytes, counts_engine, engine_ranks
 from shardwise.predict.memory.engine_rows import engine_memory
+from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.node_bytes import NodeBytes, node_bytes
 from shardwise.report.step_report import Bytes
@@ -34,14 +35,17 @@ class FullestRank(NamedTuple):
 
 
 class ExactMemory:
-    """Memory of layouts of one model and workload on a cluster; each layout is followed once. engine: the software
-    whose memory it is; "" for this project's runtime."""
+    """Memory of layouts of one model and workload on a cluster; each layout is followed once.
+
+    engine: the software whose memory it is, with its settings; "" for this project's runtime.
+    """
 
     def __init__(
-        self, model: Model, workload: Workload, cluster: Cluster, refuses: Refuses | None = None, engine: str = ""
-    ) -> None:
+        self, model: Model, workload: Workload, cluster: Cluster, refuses: Refuses | None = None, engine: str = "",
+        settings: EngineSettings = USUAL,
+    ) -> None:  # fmt: skip
         self.model, self.workload, self.cluster, self.refuses = model, workload, cluster, refuses
-        self.engine = engine
+        self.engine, self.settings = engine, settings
         self.backend = usual_backend(cluster)
         self.node = cache(self._node)
         self._fullest: dict[Layout, FullestRank] = {}
@@ -92,7 +96,7 @@ class ExactMemory:
         assert memory
         plan = rank_plan(self.model, layout, self.workload, 0, self.backend)
         at = list(range(layout.pp)) if layout.stages else places(self.model, layout.pp, layout.schedule)
-        ranks = engine_ranks(memory, plan, at)
+        ranks = engine_ranks(memory, plan, at, self.settings)
         place, rank = max(zip(at, ranks, strict=True), key=lambda each: each[1].peak)
         return FullestRank(as_bytes(rank), place)
 

@@ -24,6 +24,7 @@ from shardwise.planner.space import Space
 from shardwise.planner.winners import By, winners
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
 from shardwise.predict.memory.capacity import explained, usable_bytes
+from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.time.ranges import large_run
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
@@ -55,6 +56,8 @@ class Plan(Answer[Priced], Printable):
     """Derivation of the usable bytes; empty where nothing is reserved."""
     device_price: DevicePrice | None = None
     """Of one device; None where it has no list price and none was given."""
+    settings: EngineSettings = USUAL
+    """Of the engine, beside its layouts."""
 
     def tables(self) -> Iterator[Renderable]:
         """What `shardwise plan` prints."""
@@ -71,7 +74,9 @@ class Plan(Answer[Priced], Printable):
     @property
     def notes(self) -> tuple[str, ...]:
         """Assumptions behind the numbers, a sentence each."""
-        return (MFU, *(EXPERTS if self.model.experts else ()), *large_run(self.winner.layout.ranks))
+        narrow = self.settings.precision
+        products = (f"products in {narrow}, as {self.engine} has them",) if narrow else ()
+        return (MFU, *products, *(EXPERTS if self.model.experts else ()), *large_run(self.winner.layout.ranks))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -150,6 +155,7 @@ def plan(
     batch: int | None = None,
     price: float | None = None,
     refuses: Refuses | None = None,
+    settings: EngineSettings = USUAL,
 ) -> Plan:
     """The best `top` layouts for training `model` on `cluster`, exactly: every layout that the engine can run is
     compared with a device's memory, and priced if it fits.
@@ -162,7 +168,7 @@ def plan(
     value that they must have. reserved: bytes of a device that training cannot have; None is the usual. explain: with
     alternatives and what memory costs, or, where nothing fits, with what would have to change. price:
     US dollars per device-hour; None is the lowest list price. refuses: why a layout is not to be ranked, "" where it
-    is.
+    is. settings: of the engine, beside its layouts.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
@@ -171,7 +177,7 @@ def plan(
     if top < 1:
         raise UserError(f"--top must be a positive integer, not {top}")
     usable = usable_bytes(cluster, reserved)
-    space, none_runs = space_for(model, cluster, workload, engine, fixed or {})
+    space, none_runs = space_for(model, cluster, workload, engine, fixed or {}, settings)
     result = winners(space, by, top, usable, explain, refuses)
     if not result.best and refuses and (others := winners(space, by, 1, usable, explain).best):
         raise UserError(f"no layout that fits will do; the best, {others[0].layout}: {refuses(others[0].layout)}")
@@ -181,7 +187,7 @@ def plan(
     return Plan(
         model, cluster, workload, space.engine.name, by, usable, result.best, result.considered, result.fitting,
         tuple(result.alternatives(usable)) if explained_too else (), result.unlimited() if explained_too else None,
-        none_runs, explained(cluster, reserved), price_of(cluster.device, price),
+        none_runs, explained(cluster, reserved), price_of(cluster.device, price), settings,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.planner.bounds import ExactBound, MemoryBound
 from shardwise.planner.engine_bound import EngineBound
-from shardwise.planner.exact import ExactMemory
+from shardwise.planner.exact import ExactMemory, Refuses
 from shardwise.planner.host_bound import host_bound
 from shardwise.planner.overlaps import distinct
 from shardwise.planner.pricing import Priced, Prices, price_all
@@ -112,7 +112,7 @@ def search(
     engine's overlaps, too. unlimited: price what does not fit, too. exact: kept between searches of one model, workload
     and cluster.
     """
-    exact = exact or ExactMemory(space.model, space.workload, space.cluster, engine=space.engine.name)
+    exact = exact or exact_memory(space)
     every, considered, fitting = [], 0, 0
     for shardings, block in blocks(space, exact, pricing, usable, overlaps, unlimited):
         every.append(block)
@@ -134,7 +134,9 @@ def blocks(
     """(how many shardings count, the block) for all blocks of a space. pricing: None for bytes alone. frames: those of
     the space, or some of them. bound: kept between clusters."""
     bounds: Bound = bound or bound_of(space, exact)
-    prices = pricing and Prices(space.model, space.workload, space.attention, pricing, space.frames)
+    prices = pricing and Prices(
+        space.model, space.workload, space.attention, pricing, space.frames, space.settings.dtype
+    )
     for frame in space.frames if frames is None else frames:
         possible = np.array(frame.possible)[:, None, :]
         nbytes = np.where(possible & _fits_host(space, frame), bounds.total(frame), np.inf)
@@ -148,6 +150,11 @@ def blocks(
             yield len(shardings), block
 
 
+def exact_memory(space: Space, refuses: Refuses | None = None) -> ExactMemory:
+    """Memory of a space's layouts under its engine."""
+    return ExactMemory(space.model, space.workload, space.cluster, refuses, space.engine.name, space.settings)
+
+
 def bound_of(space: Space, exact: ExactMemory) -> Bound:
     """Bytes of candidates by the software of the space's engine: exactly, or at least."""
     if not isinstance(space.model, ModelConfig):
@@ -155,7 +162,7 @@ def bound_of(space: Space, exact: ExactMemory) -> Bound:
     common = space.model, space.workload, space.attention, exact.backend
     homes = replace(space.homes.layout, attention=space.attention)
     if counts_engine(space.engine.name, space.model, homes) and (memory := engine_memory(space.engine.name)):
-        return EngineBound(*common, memory)
+        return EngineBound(*common, memory, exact.settings)
     return MemoryBound(*common)
 
 

@@ -11,7 +11,7 @@ from shardwise.layout import Layout
 from shardwise.planner.alternatives import Alternative, against, having, neighbours
 from shardwise.planner.exact import ExactMemory, Refuses
 from shardwise.planner.pricing import Priced
-from shardwise.planner.ranking import CandidateIndex, Found, best_of, price_places, search
+from shardwise.planner.ranking import CandidateIndex, Found, best_of, exact_memory, price_places, search
 from shardwise.planner.space import Space, powers
 from shardwise.predict.time.pricing import Pricing
 
@@ -88,7 +88,7 @@ def _searched(
     refuses: Refuses | None,
 ) -> Winners:
     pricing = Pricing(space.cluster)
-    exact = ExactMemory(space.model, space.workload, space.cluster, refuses, space.engine.name)
+    exact = exact_memory(space, refuses)
     found = search(space, pricing, by, top, usable, unlimited=explain, exact=exact)
     return Winners(found.best, found.considered, found.fitting, space, pricing, exact, found)
 

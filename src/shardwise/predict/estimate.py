@@ -18,7 +18,7 @@ from shardwise.model.parameters import Model
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.context_balance import context_balance
 from shardwise.predict.memory.engine_bytes import OWN, counts_engine, engine_bytes, why_not_counted
-from shardwise.predict.memory.engine_settings import NARROW, EngineSettings
+from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.servers import with_servers
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, predict_bytes, state_bytes
@@ -65,7 +65,7 @@ def estimate(
     model, layout, workload = as_model(model), as_layout(layout), as_workload(workload, seq, batch)
     cluster = None if cluster is None else as_cluster(cluster)
     _check(model, layout, workload, cluster)
-    (settings := settings or EngineSettings()).check(engine or "")
+    (settings := settings or USUAL).check(engine or "")
     if slow is not None:
         slow.check(layout.training_ranks)
     backend = backend or usual_backend(cluster)
@@ -100,8 +100,7 @@ def _timed(
     """As `try_step_seconds`, with an engine's settings."""
     if cluster is not None and (settings.modules or settings.layers):
         return None, "no time of a step: that of recomputed modules or layers is not modelled"
-    dtype = NARROW.get(settings.precision)
-    return try_step_seconds(model, layout, workload, cluster, engine, slow, emulated, dtype)
+    return try_step_seconds(model, layout, workload, cluster, engine, slow, emulated, settings.dtype)
 
 
 def _memory_notes(

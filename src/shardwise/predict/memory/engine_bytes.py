@@ -23,7 +23,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import blueprint
 from shardwise.predict.memory.activations import Sizes
 from shardwise.predict.memory.engine_rows import EngineMemory, TensorRow, engine_memory
-from shardwise.predict.memory.engine_settings import EngineSettings
+from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.report.step_report import Bytes
 
 Num = Any
@@ -31,7 +31,6 @@ Num = Any
 
 OWN = ("shardwise", "shardwise-cpu")
 """Profiles of this project's runtime, whose memory is followed event by event."""
-USUAL = EngineSettings()
 GATHERED = 2
 """Blocks whose weights are gathered at one time: the one that computes, and the next."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")

@@ -27,6 +27,11 @@ class EngineSettings:
         """Whether products are of 8 bits."""
         return self.precision in NARROW
 
+    @property
+    def dtype(self) -> str | None:
+        """torch's name of the products' type; None for the layout's."""
+        return NARROW.get(self.precision)
+
     def check(self, engine: str) -> None:
         """Raise `UserError` for what an engine has not; "" is this project's runtime."""
         if self == EngineSettings():
@@ -55,3 +60,7 @@ class EngineSettings:
         if self.precision:
             return f"precision={self.precision}"
         return f"recompute-modules={'+'.join(self.modules)}" if self.modules else f"recompute-layers={self.layers}"
+
+
+USUAL = EngineSettings()
+"""Nothing beside the layout."""
