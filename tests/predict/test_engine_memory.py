@@ -88,6 +88,32 @@ def test_a_plan_shows_the_bytes_of_estimate():
     assert best.held == max((role.bytes for role in report.roles), key=lambda held: held.total)
 
 
+def test_optimizers_of_other_engines():
+    layout, seq, batch = "tp=8,pp=4,dp=2,sp,zero=1", 4096, 64
+    states = {
+        name: estimate("llama-3-70b", layout, Workload(seq, batch, optimizer=name), engine="megatron-core")
+        .roles[1]
+        .bytes
+        for name in ("adamw", "momentum", "muon")
+    }
+    assert states["muon"].optimizer == states["momentum"].optimizer, "a rank with blocks alone"
+    assert states["muon"].optimizer == pytest.approx(2 / 3 * states["adamw"].optimizer)
+    eight, four = (
+        estimate("llama-3.2-3b", "recompute=full", Workload(seq, 1, optimizer=name), engine="torchtune").roles[0].bytes
+        for name in ("adamw8bit", "adamw")
+    )
+    assert eight.optimizer == pytest.approx(four.optimizer * (1 + 4 / 256) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", [None, "torchtitan"])
+def test_an_optimizer_that_the_software_has_not_is_rejected_in_one_line(engine):
+    who = "torchtitan has adamw, momentum, sgd" if engine else "this runtime updates with adamw, momentum, sgd"
+    for ask in (lambda w: plan("llama-3-8b", "8xH100", w, engine=engine), lambda w: estimate(
+        "llama-3-8b", "dp=8", w, "8xH100", engine=engine)):  # fmt: skip
+        with pytest.raises(UserError, match=f"^optimizer=muon: {who}[^\n]*$"):
+            ask(Workload(2048, 64, optimizer="muon"))
+
+
 def test_a_plan_in_fp8_is_that_of_estimate_and_faster():
     narrow, workload = EngineSettings("fp8"), Workload(4096, 128)
     chosen = {"engine": "megatron-bridge", "top": 1, "explain": False}

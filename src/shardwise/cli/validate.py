@@ -87,21 +87,11 @@ def _memory(ranked: list[scoreboard.MemoryScore], every: bool, as_json: bool) ->
     show(table)
     for score in ranked:
         for one in score.rows if every else ():
-            print(f"{_memory_row(one)}{' (read)' if one.read else ''}")
+            print(one.describe())
         for why, count in score.skipped.items():
             print(f"{score.source}: {_rows(count)} skipped: {why}")
     print("held out: rows that predict/memory/engines.toml was not read from")
     return 0
-
-
-def _memory_row(one: scoreboard.MemoryRow) -> str:
-    """One row in a line."""
-    keys = ("gpus", "dp", "tp", "pp", "cp", "vpp", "mbs", "seq", "precision", "recompute")
-    words = ",".join(f"{key}={one.row[key]}" for key in keys if one.row.get(key) not in (None, ""))
-    return (
-        f"{one.row['source_id']} {one.row['model']} {words}: {one.nbytes / 2**30:.1f} GiB, "
-        f"measured {one.measured / 2**30:.1f} ({100 * one.error:+.1f}%)"
-    )
 
 
 def _memory_json(score: scoreboard.MemoryScore) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shardwise.planner.space import Space
 from shardwise.planner.winners import By, winners
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
 from shardwise.predict.memory.capacity import explained, usable_bytes
-from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
+from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings
 from shardwise.predict.time.ranges import large_run
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
@@ -76,7 +76,8 @@ class Plan(Answer[Priced], Printable):
         """Assumptions behind the numbers, a sentence each."""
         narrow = self.settings.precision
         products = (f"products in {narrow}, as {self.engine} has them",) if narrow else ()
-        return (MFU, *products, *(EXPERTS if self.model.experts else ()), *large_run(self.winner.layout.ranks))
+        experts, muon = EXPERTS if self.model.experts else (), (MUON,) if self.workload.optimizer == "muon" else ()
+        return (MFU, *products, *muon, *experts, *large_run(self.winner.layout.ranks))
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.planner.space import Space
-from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
+from shardwise.predict.memory.engine_settings import USUAL, EngineSettings, check_optimizer
 from shardwise.predict.step_seconds import own_engine
 from shardwise.predict.time.features import EVERYTHING, Features
 from shardwise.predict.time.profiles import ENGINES, EngineProfile
@@ -64,6 +64,7 @@ def space_for(
     not known of all. Raises `UserError`."""
     profile = training_engine(engine or own_engine(cluster))
     settings.check(engine or "")
+    check_optimizer(engine or "", workload.optimizer)
     if settings.modules or settings.layers:
         raise UserError("no search has the time of recomputed modules or layers: estimate has the memory")
     if isinstance(model, Blueprint):

@@ -18,7 +18,7 @@ from shardwise.model.parameters import Model
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.context_balance import context_balance
 from shardwise.predict.memory.engine_bytes import OWN, counts_engine, engine_bytes, why_not_counted
-from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
+from shardwise.predict.memory.engine_settings import USUAL, EngineSettings, check_optimizer
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.servers import with_servers
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, predict_bytes, state_bytes
@@ -66,6 +66,7 @@ def estimate(
     cluster = None if cluster is None else as_cluster(cluster)
     _check(model, layout, workload, cluster)
     (settings := settings or USUAL).check(engine or "")
+    check_optimizer(engine or "", workload.optimizer)
     if slow is not None:
         slow.check(layout.training_ranks)
     backend = backend or usual_backend(cluster)
@@ -108,7 +109,11 @@ def _memory_notes(
 ) -> list[str]:
     """Origin of the bytes, and assumptions behind them. counted: the engine whose memory it is."""
     if counted:
-        return [f"memory is that of {engine}, from what its code saves for backward; communication is this runtime's"]
+        muon = ["the time of an update is AdamW's: Muon's orthogonalization is not in it"]
+        return [
+            *(muon if workload.optimizer == "muon" else []),
+            f"memory is that of {engine}, from what its code saves for backward; communication is this runtime's",
+        ]
     other = engine not in ("", *OWN)
     why = [f"memory is this runtime's: {why_not_counted(engine, model, layout)}"] if other else []
     return [*_notes(model, layout, backend), *why, *_optimizer_note(layout, workload)]

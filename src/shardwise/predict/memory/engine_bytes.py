@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.layout.optimizers import OPTIMIZERS
+from shardwise.layout.optimizers import DEFAULT, ELSEWHERE, OPTIMIZERS
 from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import place, width_held
 from shardwise.layout.units import UnitPlan
@@ -35,8 +35,10 @@ GATHERED = 2
 """Blocks whose weights are gathered at one time: the one that computes, and the next."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 """Schedules whose micro-batches in flight are known."""
-UNCOUNTED = ("offload", "offload_params", "qwz", "qgz", "hpz", "sync", "tpkind", "compile", "precision", "etp")
+UNCOUNTED = ("offload", "offload_params", "qwz", "qgz", "hpz", "sync", "tpkind", "compile", "precision")
 """Keys of a layout that other engines' rows do not have."""
+QUANTIZED = 256
+"""Elements of a moment of 8 bits that share an fp32 scale: torchao optim/subclass_8bit.py, block_size."""
 WEIGHT, ACCUMULATOR = 2, 4
 """Bytes of a gathered weight, and of an element of whole gradients that are added up."""
 
@@ -212,6 +214,14 @@ def in_flight(schedule: str, pp: int, micro_batches: int, virtual: int, at: int)
     return tuple(pp * (each + (chunk < more)) + rest * (chunk == more) for chunk in range(virtual))
 
 
+def moments_bytes(memory: EngineMemory, optimizer: str, matrices: bool) -> float:
+    """Bytes of a parameter's moments. matrices: of the blocks, which Muon updates with one moment."""
+    if optimizer == "adamw8bit":
+        return len(ELSEWHERE[optimizer]) * (1 + ACCUMULATOR / QUANTIZED)
+    kept = DEFAULT if optimizer == "muon" and not matrices else optimizer
+    return len((OPTIMIZERS | ELSEWHERE)[kept]) * memory.moment_bytes
+
+
 class RankBytes(NamedTuple):
     """Bytes of a rank by class, and at the peak."""
 
@@ -262,8 +272,8 @@ class EngineRank:
         block = m.fp8_weight_bytes if self.narrow else m.weight_bytes
         parameters = self._cut(e.blocks * block + e.outer * m.weight_bytes + e.frozen * WEIGHT, e.experts * block, 3)
         gradients = self._cut((e.blocks + e.outer) * m.gradient_bytes, e.experts * m.gradient_bytes, 2)
-        each = m.master_bytes + len(OPTIMIZERS[self.optimizer]) * m.moment_bytes
-        return parameters, gradients, self._cut((e.blocks + e.outer) * each, e.experts * each, 1)
+        inner, outer = (m.master_bytes + moments_bytes(m, self.optimizer, matrices) for matrices in (True, False))
+        return parameters, gradients, self._cut(e.blocks * inner + e.outer * outer, e.experts * inner, 1)
 
     def _gathered(self) -> tuple[Num, Num]:
         """Bytes of gathered weights and whole gradients: all through the step, and beside a block's backward pass."""
@@ -322,6 +332,8 @@ def why_not_counted(name: str, model: object, layout: Layout) -> str:
     for key in UNCOUNTED:
         if (value := getattr(layout, key)) != getattr(usual, key):
             return f"{key}={value} is not known of {name}"
+    if layout.etp:
+        return f"a width of experts of its own is not known of {name}"
     if layout.offload_activations != "none" and (not memory.offloads or layout.pp > 1):
         return f"offload_activations={layout.offload_activations} is not known of {name}, or not under a pipeline"
     if layout.attention == "math" and not any("scores" in row.size for row in memory.rows["saved"].values()):

@@ -80,6 +80,8 @@ class EngineMemory:
     """Modules that can be recomputed."""
     precisions: tuple[str, ...] = ()
     """Products in fewer than 16 bits that it trains with."""
+    optimizers: tuple[str, ...] = ()
+    """Optimizers that it has beside those of this runtime."""
     offloads: bool = False
     """Saved tensors can be kept in the host's memory, without a pipeline."""
     rows: dict[str, dict[str, TensorRow]] = field(default_factory=dict, hash=False, repr=False)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.errors import UserError, did_you_mean
+from shardwise.layout.optimizers import ELSEWHERE, OPTIMIZERS, check_own
 from shardwise.predict.memory.engine_rows import EngineMemory, engine_memory
 
+MUON = "the time of an update is AdamW's: Muon's orthogonalization is not in it"
+"""Note on every time of a step with Muon."""
 NARROW = {"fp8": "float8_e4m3fn", "mxfp8": "float8_e4m3fn"}
 """Precision -> torch's name of the products' type."""
 
@@ -60,6 +63,15 @@ class EngineSettings:
         if self.precision:
             return f"precision={self.precision}"
         return f"recompute-modules={'+'.join(self.modules)}" if self.modules else f"recompute-layers={self.layers}"
+
+
+def check_optimizer(engine: str, optimizer: str) -> None:
+    """Raise `UserError` for an optimizer that the software has not; "" is this project's runtime."""
+    memory = engine_memory(engine)
+    if memory is None:
+        check_own(optimizer)
+    elif optimizer in ELSEWHERE and optimizer not in memory.optimizers:
+        raise UserError(f"optimizer={optimizer}: {engine} has {', '.join((*OPTIMIZERS, *memory.optimizers))}")
 
 
 USUAL = EngineSettings()

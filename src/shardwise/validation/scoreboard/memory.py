@@ -50,6 +50,15 @@ class MemoryRow:
         """Whether the table of engines was read from this row, too."""
         return self.row.get("use") == "read"
 
+    def describe(self) -> str:
+        """The row, its prediction and its measurement in one line."""
+        keys = ("gpus", "dp", "tp", "pp", "cp", "vpp", "mbs", "seq", "precision", "recompute")
+        words = ",".join(f"{key}={self.row[key]}" for key in keys if self.row.get(key) not in (None, ""))
+        return (
+            f"{self.row['source_id']} {self.row['model']} {words}: {self.nbytes / GIB:.1f} GiB, measured "
+            f"{self.measured / GIB:.1f} ({100 * self.error:+.1f}%){' (read)' if self.read else ''}"
+        )
+
 
 @dataclass(frozen=True)
 class MemoryScore:
