@@ -46,6 +46,19 @@ def test_skipped_rows_and_misses_are_said(capsys, tmp_path):
     assert "device Abacus is not in the catalog" in out
 
 
+def test_memory_by_engine(capsys):
+    assert main(["validate", "--memory", "--rows"]) == 0
+    out = capsys.readouterr().out
+    assert "nanotron" in out and "(read)" in out and "Llama-3.1-405B gpus=512" in out
+    assert "megatron-bridge-moonlight: 1 row skipped: the types of its gradients" in out
+    assert main(["validate", "--memory", "--json"]) == 0
+    for score in json.loads(capsys.readouterr().out):
+        held_out = [abs(row["error"]) for row in score["rows"] if not row["read"]]
+        assert score["held_out_error"] is None or sum(held_out) / len(held_out) == pytest.approx(
+            score["held_out_error"]
+        )
+
+
 def test_a_missing_table_is_one_line(capsys):
     assert main(["validate", "none.json"]) == 2
     assert "cannot read none.json" in capsys.readouterr().err

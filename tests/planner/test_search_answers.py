@@ -195,7 +195,7 @@ def test_the_largest_batch_is_one_that_fits_and_an_eighth_more_does_not(cluster,
     layout = at.layout
     count = batch // (layout.dp * layout.micro)
     assert at.nbytes <= usable and batch == layout.dp * layout.micro * count and 1 <= count <= layout.pp
-    report = estimate(on.model, layout, Workload(8192, batch), backend="nccl")
+    report = estimate(on.model, layout, Workload(8192, batch), backend="nccl", engine=on.engine.name)
     assert at.nbytes == max(role.bytes.total for role in report.roles)
     # A step of that batch, priced with all that accumulates, too, still finds the layout; more at once does not fit.
     step = max(batch // 8, 1)

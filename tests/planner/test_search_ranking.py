@@ -39,7 +39,7 @@ def space_of(name: str) -> tuple[Space, Pricing]:
 
 def one_at_a_time(space: Space, pricing: Pricing, usable: float):
     """All candidates that fit, each priced alone."""
-    exact, found = ExactMemory(space.model, space.workload, space.cluster), []
+    exact, found = ExactMemory(space.model, space.workload, space.cluster, engine=space.engine.name), []
     for frame in space.frames:
         for r, row in enumerate(frame.rows):
             for sharding in frame.shardings:
@@ -93,7 +93,7 @@ def test_figures_are_those_of_one_at_a_time(name, cluster, seq, batch, software,
     fixed = {"cp": 1, "micro": 1} if name in ("megatron-1t", "deepseek-v3") else {}
     space = Space(get(name), on, Workload(seq, batch), engine(software), fixed)
     pricing, draw = Pricing(on), random.Random(name)
-    exact = ExactMemory(space.model, space.workload, on)
+    exact = ExactMemory(space.model, space.workload, on, engine=space.engine.name)
     seen = [block for _, block in blocks(space, exact, pricing, usable_bytes(on), overlaps=name == "megatron-1t")]
     seen = [block for block in seen if block.seconds is not None]
     for _ in range(count):

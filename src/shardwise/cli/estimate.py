@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Workload, "seq", "batch", "isolate_documents", "optimizer")
     add_lora(parser)
     add_flags(parser, TrainConfig, "slow", "emulate")
+    add_engine(parser)
     parser.add_argument("--dry-run", action="store_true", help="run the training step on fake tensors; needs torch")
     parser.add_argument("--verbose", action="store_true", help="list every collective of the step instead of sums")
     parser.add_argument("--breakdown", action="store_true", help="show the terms behind the totals")
@@ -59,6 +60,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero-table", metavar="N,...", help="show a table of ZeRO stages for these numbers of GPUs")
     parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
     estimate_measure.add_arguments(parser)
+
+
+ENGINE_FLAGS = ("engine", "precision", "recompute_modules", "recompute_layers")
+"""Flags of another engine's software."""
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Flags of `ENGINE_FLAGS`."""
+    parser.add_argument("--engine", metavar="NAME", help="software whose memory and time are predicted (shardwise)")
+    parser.add_argument("--precision", metavar="TYPE", help="that engine's products: fp8 or mxfp8")
+    parser.add_argument("--recompute-modules", metavar="A+B", help="modules that it recomputes: layernorm+mlp")
+    parser.add_argument("--recompute-layers", metavar="N", type=int, help="blocks of a chunk that it recomputes")
+
+
+def engine_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `predict.estimate` for `ENGINE_FLAGS`, where they were given. Raises `UserError`."""
+    if all(getattr(args, name) is None for name in ENGINE_FLAGS):
+        return {}
+    from shardwise.predict.memory.engine_rows import engine_memory
+    from shardwise.predict.memory.engine_settings import EngineSettings
+    from shardwise.predict.time.profiles import engine
+
+    if args.engine is not None and engine_memory(args.engine) is None:
+        engine(args.engine)
+    modules = tuple((args.recompute_modules or "").replace("+", " ").split())
+    settings = EngineSettings(args.precision or "", modules, args.recompute_layers or 0)
+    return {"engine": args.engine, "settings": settings}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,10 +108,12 @@ def _step(args: argparse.Namespace) -> int:
     workload, assumed = workload_of(args, model, parts)
     slowed = _slowed(args)
     if args.measure:
+        check_alone(args, "measure", *ENGINE_FLAGS)
         return _measure(args, model, layout, workload, cluster, assumed)
     estimate_measure.check_unused(args)
     if args.compare is not None:
         check_alone(args, "compare", "dry_run", "breakdown", "links", "verbose")
+        slowed |= engine_of(args)
         a, b = (estimate(model, each, workload, cluster, **slowed) for each in (layout, other))
         notes = (f"assumed: {note}" for note in assumed)
         return print_result(args, predictions_json(a, b), chain(notes, prediction_tables(a, b)))
@@ -92,6 +122,7 @@ def _step(args: argparse.Namespace) -> int:
     if args.breakdown:
         return _breakdown(args, model, layout, workload, cluster, assumed)
     if args.dry_run:
+        check_alone(args, "dry_run", *ENGINE_FLAGS)
         if slowed:
             raise UserError("--dry-run has no times: leave out --slow and --emulate")
         from shardwise.runtime.installed import require
@@ -104,7 +135,7 @@ def _step(args: argparse.Namespace) -> int:
         with working(f"running a step of {model.name} on fake tensors"):
             report = dry_run(model, layout, workload, cluster)
     else:
-        report = estimate(model, layout, workload, cluster, **slowed)
+        report = estimate(model, layout, workload, cluster, **slowed, **engine_of(args))
     report = noted(report, assumed)
     return print_result(
         args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
@@ -137,7 +168,7 @@ def _links(
     from shardwise.predict import estimate
     from shardwise.predict.time.link_use import link_uses
 
-    check_alone(args, "links", "dry_run", "slow", "emulate", "breakdown", "verbose")
+    check_alone(args, "links", *ENGINE_FLAGS, "dry_run", "slow", "emulate", "breakdown", "verbose")
     report = noted(estimate(model, layout, workload, cluster), assumed)
     if report.time is None:
         raise UserError(f"--links needs the time of a step, which has none on {cluster}: {'; '.join(report.notes)}")
@@ -169,7 +200,7 @@ def _breakdown(
     from shardwise.predict.breakdown import breakdown
     from shardwise.predict.recompute_modes import recompute_modes
 
-    check_alone(args, "breakdown", "dry_run", "slow", "emulate", "verbose")
+    check_alone(args, "breakdown", *ENGINE_FLAGS, "dry_run", "slow", "emulate", "verbose")
     if isinstance(model, Blueprint):
         raise UserError("--breakdown needs a model with a configuration, which a traced module has not: leave it out")
     report = noted(estimate(model, layout, workload, cluster), assumed)
@@ -244,7 +275,17 @@ def _zero_table(args: argparse.Namespace) -> int:
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
     single = ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "optimizer", "slow", "emulate")
-    for name in (*single, "lora", "compare", "dry_run", "breakdown", "verbose", "measure", *estimate_measure.OWN):
+    for name in (
+        *single,
+        *ENGINE_FLAGS,
+        "lora",
+        "compare",
+        "dry_run",
+        "breakdown",
+        "verbose",
+        "measure",
+        *estimate_measure.OWN,
+    ):
         if getattr(args, name) not in (None, False):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} belongs to one step's estimate: leave it out with --zero-table")

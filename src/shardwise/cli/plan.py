@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shardwise.planner.goals import Power, Run, Size, SmallestCandidate
     from shardwise.planner.plan import Plan
     from shardwise.planner.space import Space
+    from shardwise.predict.memory.engine_settings import EngineSettings
     from shardwise.predict.time.link_use import LinkUse
     from shardwise.report.terminal import Renderable
 
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fix", metavar="KEY=VALUE,...", help="search only layouts with these keys: tp=8,zero=1")
     parser.add_argument("--engine", metavar="PROFILE", help="software whose features and speed are assumed "
                         "(shardwise; tensorrt-llm with --serve)")  # fmt: skip
+    parser.add_argument("--precision", metavar="TYPE", help="products of that software: fp8 or mxfp8")
     parser.add_argument("--reserve", metavar="SIZE", help="device memory that training cannot use (2GB)")
     parser.add_argument(
         "--tokens", metavar="N", help="tokens of a whole run, such as 15T; adds days, device-hours and cost"
@@ -109,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     usual_cluster(args)
     _check_kind(args)
     _check_numbers(args)
+    if args.precision is not None and (args.cluster is None or several(args.model)):
+        raise UserError("--precision is for one MODEL on one cluster: give --cluster, or leave it out")
     if names := several(args.model):
         from shardwise.cli.plan_models import run as side_by_side
 
@@ -159,7 +163,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 TRAINING = (
     "seq", "batch", "fix", "reserve", "tokens", "pue", "host_watts", "mtbf", "save", "restart", "find",
-    "deadline", "host_memory", "optimizer", "lora", "links",
+    "deadline", "host_memory", "optimizer", "lora", "links", "precision",
 )  # fmt: skip
 SERVING = ("prompt", "output", "concurrency")
 
@@ -193,7 +197,12 @@ def _plan(
     from shardwise.planner.tables import campaign_lines, plan_tables
 
     chosen = {"engine": profile_of(args), "by": args.by, "top": args.top, "price": args.price}
-    chosen |= {"fixed": fixed_keys(args), "reserved": reserved(args), "refuses": refusals(args, model)}
+    chosen |= {
+        "settings": settings_of(args),
+        "fixed": fixed_keys(args),
+        "reserved": reserved(args),
+        "refuses": refusals(args, model),
+    }
     with working(f"pricing layouts of {model.name} on {cluster}"):
         best = plan(model, cluster, workload, **chosen)
     campaign = _campaign(args, best)
@@ -221,7 +230,7 @@ def _written(args: argparse.Namespace, best: Plan) -> tuple[dict[str, Any], Iter
     from shardwise.cli.show.software_table import software_json, software_steps, software_tables
     from shardwise.planner.exact import ExactMemory
 
-    memory = ExactMemory(model, best.workload, best.cluster)
+    memory = ExactMemory(model, best.workload, best.cluster, engine=best.engine, settings=best.settings)
     requests = [WriteRequest(model, one.layout, best.workload, None, best.cluster) for one in best.ranked]
     data, lines = emitted(args, requests, lambda layout: memory.total(layout, best.usable) <= best.usable)
     rows = software_steps(model, Layout.parse(data["emitted"]["layout"]), best.workload, best.cluster)
@@ -236,6 +245,13 @@ def _links(best: Plan) -> tuple[LinkUse, ...]:
     layout = best.winner.layout
     report = estimate(best.model, layout, best.workload, best.cluster)
     return link_uses(best.model, layout, best.cluster, report.roles)
+
+
+def settings_of(args: argparse.Namespace) -> EngineSettings:
+    """Settings of the engine beside its layouts."""
+    from shardwise.predict.memory.engine_settings import EngineSettings
+
+    return EngineSettings(args.precision or "")
 
 
 def fixed_keys(args: argparse.Namespace) -> dict[str, Any]:
@@ -305,7 +321,7 @@ def _find(
     from shardwise.planner.tables import answer_lines
     from shardwise.predict.memory.capacity import usable_bytes
 
-    space, _ = space_for(model, cluster, workload, profile_of(args), fixed_keys(args))
+    space, _ = space_for(model, cluster, workload, profile_of(args), fixed_keys(args), settings_of(args))
     try:
         answer = _answer(args, space, usable_bytes(cluster, reserved(args)))
     finally:

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="errors and ranges with each source left out of the fit, beside in-sample",
     )
+    parser.add_argument("--memory", action="store_true", help="peak memory of published runs, engine by engine")
     parser.add_argument("--blocks", type=Path, metavar="FILE", help="kernels and blocks measured on one device instead")
 
 
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     if args.blocks:
         return _blocks(args)
     rows = [row for table in _tables(args) for row in scoreboard.read(table)]
+    if args.memory:
+        return _memory(scoreboard.memory_scores(rows), args.rows, args.json)
     runs_to_score, skipped = scoreboard.cases(rows)
     if args.left_out:
         return _left_out(scoreboard.left_out_scores(runs_to_score, skipped), args.json)
@@ -63,7 +66,45 @@ def run(args: argparse.Namespace) -> int:
 def _tables(args: argparse.Namespace) -> list[Path]:
     if args.runs:
         return [*args.tables, scoreboard.RUNS]
+    if args.memory:
+        return args.tables or [scoreboard.MEMORY]
     return args.tables or [scoreboard.PUBLISHED]
+
+
+def _memory(ranked: list[scoreboard.MemoryScore], every: bool, as_json: bool) -> int:
+    """Print the errors of peak memory, source by source; all rows if `every`."""
+    if as_json:
+        print_json([_memory_json(score) for score in ranked])
+        return 0
+    headings = ("rows", "mean error", "held out", "mean error, held out", "bias")
+    table = plain_table(["source"], headings, "peak memory, predicted against measured")
+    for score in ranked:
+        held_out = sum(not one.read for one in score.rows)
+        shares = (score.mean_abs_error, score.held_out_error, score.bias)
+        error, outside, bias = ("-" if share is None else f"{100 * share:.1f}%" for share in shares)
+        table.add_row(score.source, str(len(score.rows)), error, str(held_out), outside, bias)
+    show(table)
+    for score in ranked:
+        for one in score.rows if every else ():
+            print(one.describe())
+        for why, count in score.skipped.items():
+            print(f"{score.source}: {_rows(count)} skipped: {why}")
+    print("held out: rows that predict/memory/engines.toml was not read from")
+    return 0
+
+
+def _memory_json(score: scoreboard.MemoryScore) -> dict[str, Any]:
+    return {
+        "source": score.source,
+        "mean_abs_error": score.mean_abs_error,
+        "held_out_error": score.held_out_error,
+        "bias": score.bias,
+        "skipped": score.skipped,
+        "rows": [
+            {"row": dict(one.row), "bytes": one.nbytes, "measured": one.measured, "error": one.error, "read": one.read}
+            for one in score.rows
+        ],
+    }
 
 
 def _experts(predictions: list[Prediction], as_json: bool) -> int:

@@ -12,6 +12,7 @@ from math import gcd
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import pipeline
 from shardwise.layout.layout import Layout
+from shardwise.layout.optimizers import check_own
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
 
@@ -183,6 +184,7 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
 def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
     """Raise `LayoutError` if the runtime cannot run `layout` yet, or if `check` rejects it."""
     check(layout, model, workload, ranks)
+    check_own(workload.optimizer)
     if layout.sync == "local" and layout.offload_home == "nvme":
         raise LayoutError(
             f"sync=local does not go with offload={layout.offload} yet: an outer step changes weights that are on disk "

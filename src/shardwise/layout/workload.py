@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.layout.layout import Layout
-from shardwise.layout.optimizers import DEFAULT, OPTIMIZERS
+from shardwise.layout.optimizers import DEFAULT, ELSEWHERE, OPTIMIZERS
 from shardwise.options import option
 
 MOST = 1_000_000_000
@@ -23,8 +23,9 @@ class Workload:
     isolate_documents: bool = option(False, "attention does not cross documents")
     optimizer: str = option(
         DEFAULT,
-        "adamw keeps two moments per parameter, momentum (SGD with momentum) one, sgd none",
-        choices=tuple(OPTIMIZERS),
+        "adamw keeps two moments per parameter, momentum (SGD with momentum) one, sgd none; muon and adamw8bit are for "
+        "--engine",
+        choices=(*OPTIMIZERS, *ELSEWHERE),
     )
     prompt: int = 0
     output: int = 0
@@ -37,8 +38,9 @@ class Workload:
                 raise UserError(f"workload: {key} must be a positive integer, not {value!r}")
             if value > MOST:
                 raise UserError(f"workload: {key} must be at most {MOST:,}, not {value:,}")
-        if self.optimizer not in OPTIMIZERS:
-            raise UserError(f"workload: optimizer must be one of {', '.join(OPTIMIZERS)}, not {self.optimizer!r}")
+        known = (*OPTIMIZERS, *ELSEWHERE)
+        if self.optimizer not in known:
+            raise UserError(f"workload: optimizer must be one of {', '.join(known)}, not {self.optimizer!r}")
         if (self.seq > 0) != (self.batch > 0):
             raise UserError("workload: a training step needs both a sequence length and a batch (--seq and --batch)")
 

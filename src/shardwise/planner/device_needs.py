@@ -22,10 +22,8 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
-from shardwise.planner.bounds import MemoryBound
-from shardwise.planner.exact import ExactMemory
 from shardwise.planner.pricing import Prices
-from shardwise.planner.ranking import Block, best_of, blocks
+from shardwise.planner.ranking import Block, best_of, blocks, bound_of, exact_memory
 from shardwise.planner.runnable import space_for
 from shardwise.planner.serving import TYPES, Deployment, fastest_deployment
 from shardwise.planner.space import LayoutColumns, Space
@@ -188,9 +186,9 @@ class _TrainingSizes:
     def __init__(self, model: ModelConfig, workload: Workload, engine: str | None) -> None:
         self.model, self.workload = model, workload
         some = next(iter(accelerators().devices.values()))
-        self.exact = ExactMemory(model, workload, cluster_of_size(some, 1))
-        self.space, _ = space_for(model, self.exact.cluster, workload, engine, {})
-        self.bound = MemoryBound(model, workload, self.space.attention, self.exact.backend)
+        self.space, _ = space_for(model, cluster_of_size(some, 1), workload, engine, {})
+        self.exact = exact_memory(self.space)
+        self.bound = bound_of(self.space, self.exact)
         self.blocks = cache(self._blocks)
 
     def least(self, kind: Accelerator) -> int:

@@ -15,6 +15,9 @@ from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
 from shardwise.layout.units import Backend, usual_backend
 from shardwise.model.parameters import Model
 from shardwise.planner.bounds import places
+from shardwise.predict.memory.engine_bytes import as_bytes, counts_engine, engine_ranks
+from shardwise.predict.memory.engine_rows import engine_memory
+from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.predict.node_bytes import NodeBytes, node_bytes
 from shardwise.report.step_report import Bytes
@@ -32,10 +35,17 @@ class FullestRank(NamedTuple):
 
 
 class ExactMemory:
-    """Memory of layouts of one model and workload on a cluster; each layout is followed once."""
+    """Memory of layouts of one model and workload on a cluster; each layout is followed once.
 
-    def __init__(self, model: Model, workload: Workload, cluster: Cluster, refuses: Refuses | None = None) -> None:
+    engine: the software whose memory it is, with its settings; "" for this project's runtime.
+    """
+
+    def __init__(
+        self, model: Model, workload: Workload, cluster: Cluster, refuses: Refuses | None = None, engine: str = "",
+        settings: EngineSettings = USUAL,
+    ) -> None:  # fmt: skip
         self.model, self.workload, self.cluster, self.refuses = model, workload, cluster, refuses
+        self.engine, self.settings = engine, settings
         self.backend = usual_backend(cluster)
         self.node = cache(self._node)
         self._fullest: dict[Layout, FullestRank] = {}
@@ -69,6 +79,8 @@ class ExactMemory:
 
     def _followed(self, layout: Layout, usable: float) -> FullestRank:
         fullest: FullestRank | None = None
+        if counts_engine(self.engine, self.model, layout):
+            return self._under_engine(layout)
         for place in places(self.model, layout.pp, layout.schedule):
             rank = predict_bytes(rank_plan(self.model, layout, self.workload, place, self.backend))
             if fullest is None or rank.total > fullest.bytes.total:
@@ -77,6 +89,16 @@ class ExactMemory:
                 break
         assert fullest
         return fullest
+
+    def _under_engine(self, layout: Layout) -> FullestRank:
+        """The fullest rank under the engine's software."""
+        memory = engine_memory(self.engine)
+        assert memory
+        plan = rank_plan(self.model, layout, self.workload, 0, self.backend)
+        at = list(range(layout.pp)) if layout.stages else places(self.model, layout.pp, layout.schedule)
+        ranks = engine_ranks(memory, plan, at, self.settings)
+        place, rank = max(zip(at, ranks, strict=True), key=lambda each: each[1].peak)
+        return FullestRank(as_bytes(rank), place)
 
 
 def rank_plan(model: Model, layout: Layout, workload: Workload, place: int, backend: Backend) -> UnitPlan:

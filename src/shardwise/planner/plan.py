@@ -25,6 +25,7 @@ from shardwise.planner.space import Space
 from shardwise.planner.winners import By, winners
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
 from shardwise.predict.memory.capacity import explained, room_of
+from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings
 from shardwise.predict.time.ranges import large_run
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
@@ -63,6 +64,8 @@ class Plan(Answer[Priced], Printable):
     """Layouts that may fit and are as fast as the fastest within the error, the most common first."""
     room: DeviceRoom = field(default_factory=lambda: DeviceRoom(0.0))
     """A device's room. Layouts fit with its margin, unless none does."""
+    settings: EngineSettings = USUAL
+    """Of the engine, beside its layouts."""
 
     @property
     def searched(self) -> float:
@@ -85,7 +88,10 @@ class Plan(Answer[Priced], Printable):
     @property
     def notes(self) -> tuple[str, ...]:
         """Assumptions behind the numbers, a sentence each."""
-        return (MFU, *(EXPERTS if self.model.experts else ()), *large_run(self.winner.layout.ranks))
+        narrow = self.settings.precision
+        products = (f"products in {narrow}, as {self.engine} has them",) if narrow else ()
+        experts, muon = EXPERTS if self.model.experts else (), (MUON,) if self.workload.optimizer == "muon" else ()
+        return (MFU, *products, *muon, *experts, *large_run(self.winner.layout.ranks))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -171,6 +177,7 @@ def plan(
     batch: int | None = None,
     price: float | None = None,
     refuses: Refuses | None = None,
+    settings: EngineSettings = USUAL,
 ) -> Plan:
     """The best `top` layouts for training `model` on `cluster`, exactly: every layout that the engine can run is
     compared with a device's memory, and priced if it fits.
@@ -184,7 +191,7 @@ def plan(
     they must have. reserved: bytes of a device that training cannot have; None is the usual, with a margin (`room_of`)
     that the best layouts keep, unless none does. explain: with alternatives and what memory costs, or, where nothing
     fits, with what would have to change. price: US dollars per device-hour; None is the lowest list price. refuses: why
-    a layout is not to be ranked, "" where it is.
+    a layout is not to be ranked, "" where it is. settings: of the engine, beside its layouts.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
@@ -192,7 +199,7 @@ def plan(
     model, cluster, workload = as_model(model), as_cluster(cluster), as_workload(workload, seq, batch)
     if top < 1:
         raise UserError(f"--top must be a positive integer, not {top}")
-    space, none_runs = space_for(model, cluster, workload, engine, fixed or {})
+    space, none_runs = space_for(model, cluster, workload, engine, fixed or {}, settings)
     room = room_of(cluster, space.engine.name, bool(model.experts), reserved)
     usable = room.safe
     result = winners(space, by, top, usable, explain, refuses)
@@ -208,7 +215,7 @@ def plan(
     return Plan(
         model, cluster, workload, space.engine.name, by, room.usable, result.best, result.considered, result.fitting,
         tuple(result.alternatives(usable)) if explained_too else (), result.unlimited() if explained_too else None,
-        none_runs, explained(cluster, reserved), price_of(cluster.device, price), fastest, result.same, room,
+        none_runs, explained(cluster, reserved), price_of(cluster.device, price), fastest, result.same, room, settings,
     )  # fmt: skip
 
 

@@ -94,10 +94,11 @@ def price_all(
     parts = _each(
         chosen,
         lambda of: (of[1], of[0].schedule, of[0].attention, *_homes(of[0])),
-        partial(_parts, model, workload, pricing),
+        partial(_parts, model, workload, pricing, exact.settings.dtype if exact else None),
     )
-    exact = exact or ExactMemory(model, workload, pricing.cluster)
-    fullest = [exact.of(layout) for layout, _ in chosen]
+    names = {engine.name for _, engine in chosen}
+    exacts = {name: exact or ExactMemory(model, workload, pricing.cluster, engine=name) for name in names}
+    fullest = [exacts[engine.name].of(layout) for layout, engine in chosen]
     return [
         Priced(
             layout,
@@ -106,7 +107,7 @@ def price_all(
             mine,
             time_range(mine, pricing.constants, len(_notes(layout, pricing)), bool(model.experts), engine.uncertain),
             *rank,
-            exact.node(layout),
+            exacts[engine.name].node(layout),
         )
         for (layout, engine), mine, rank in zip(chosen, parts, fullest, strict=True)
     ]
@@ -135,10 +136,10 @@ def _each(things: Sequence[T], alike: Callable[[T], Any], answer: Callable[[list
 
 
 def _parts(
-    model: Model, workload: Workload, pricing: Pricing, chosen: list[tuple[Layout, EngineProfile]]
+    model: Model, workload: Workload, pricing: Pricing, dtype: str | None, chosen: list[tuple[Layout, EngineProfile]]
 ) -> list[dict[str, float]]:
-    """Seconds by part of layouts with one schedule and one engine."""
-    splits = [StepShape.of(layout, workload) for layout, _ in chosen]
+    """Seconds by part of layouts with one schedule and one engine. dtype: of products; None for the layout's."""
+    splits = [StepShape.of(layout, workload, dtype) for layout, _ in chosen]
     columns: dict[str, Any] = {name: np.array([getattr(split, name) for split in splits]) for name in _COLUMNS}
     software = attending(chosen[0][1], chosen[0][0].attention)
     step = training_step(model, replace(splits[0], **columns), software, pricing)
@@ -191,9 +192,11 @@ class Prices:
     """Seconds of the candidates of frames that are known beforehand."""
 
     def __init__(
-        self, model: Model, workload: Workload, attention: str, pricing: Pricing, frames: Iterable[LayoutColumns]
-    ) -> None:
+        self, model: Model, workload: Workload, attention: str, pricing: Pricing, frames: Iterable[LayoutColumns],
+        dtype: str | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.workload, self.attention, self.pricing = model, workload, attention, pricing
+        self._dtype = dtype or StepShape.dtype
         rows = dict.fromkeys((f.tp, f.ep, *row) for f in frames for row in f.rows)
         self._row = {row: index for index, row in enumerate(rows)}
         self._numbers = [np.array(column) for column in zip(*rows, strict=True)]
@@ -234,11 +237,14 @@ class Prices:
             offloaded=homes.offload_fraction,
             offload_params=homes.offload_params,
             optimizer=self.workload.optimizer,
+            dtype=self._dtype,
         )
 
     def _pieces(self, engine: EngineProfile) -> Pieces:
         tp, ep, cp, sp, recompute, micro = self._numbers
-        split = StepShape(seq=self.workload.seq, tp=tp, ep=ep, cp=cp, micro=micro, sp=sp, recompute=recompute)
+        split = StepShape(
+            seq=self.workload.seq, tp=tp, ep=ep, cp=cp, micro=micro, sp=sp, recompute=recompute, dtype=self._dtype
+        )
         found = pieces(self.model, split, engine, self.pricing).joined()
         return found.each(lambda column: np.broadcast_to(column, len(self._row)))
 

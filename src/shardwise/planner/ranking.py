@@ -17,14 +17,18 @@ import numpy as np
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.planner.bounds import ExactBound, MemoryBound
-from shardwise.planner.exact import ExactMemory
+from shardwise.planner.engine_bound import EngineBound
+from shardwise.planner.exact import ExactMemory, Refuses
 from shardwise.planner.host_bound import host_bound
 from shardwise.planner.overlaps import distinct
 from shardwise.planner.pricing import Priced, Prices, price_all
 from shardwise.planner.space import LayoutColumns, Space
+from shardwise.predict.memory.engine_bytes import counts_engine
+from shardwise.predict.memory.engine_rows import engine_memory
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 
+Bound = MemoryBound | EngineBound | ExactBound
 By = Literal["throughput", "memory", "pareto"]
 UNLIMITED = float("inf")
 
@@ -108,7 +112,7 @@ def search(
     engine's overlaps, too. unlimited: price what does not fit, too. exact: kept between searches of one model, workload
     and cluster.
     """
-    exact = exact or ExactMemory(space.model, space.workload, space.cluster)
+    exact = exact or exact_memory(space)
     every, considered, fitting = [], 0, 0
     for shardings, block in blocks(space, exact, pricing, usable, overlaps, unlimited):
         every.append(block)
@@ -125,14 +129,14 @@ def price_places(space: Space, places: Sequence[CandidateIndex], pricing: Pricin
 
 def blocks(
     space: Space, exact: ExactMemory, pricing: Pricing | None, usable: float, overlaps: bool = False,
-    unlimited: bool = False, frames: Iterable[LayoutColumns] | None = None, bound: MemoryBound | None = None,
+    unlimited: bool = False, frames: Iterable[LayoutColumns] | None = None, bound: Bound | None = None,
 ) -> Iterator[tuple[int, Block]]:  # fmt: skip
     """(how many shardings count, the block) for all blocks of a space. pricing: None for bytes alone. frames: those of
     the space, or some of them. bound: kept between clusters."""
-    bounds: MemoryBound | ExactBound = bound or ExactBound(exact.total)
-    if bound is None and isinstance(space.model, ModelConfig):
-        bounds = MemoryBound(space.model, space.workload, space.attention, exact.backend)
-    prices = pricing and Prices(space.model, space.workload, space.attention, pricing, space.frames)
+    bounds: Bound = bound or bound_of(space, exact)
+    prices = pricing and Prices(
+        space.model, space.workload, space.attention, pricing, space.frames, space.settings.dtype
+    )
     for frame in space.frames if frames is None else frames:
         possible = np.array(frame.possible)[:, None, :]
         nbytes = np.where(possible & _fits_host(space, frame), bounds.total(frame), np.inf)
@@ -144,6 +148,22 @@ def blocks(
                 seconds = np.where(np.isfinite(block.nbytes), prices.seconds(frame, engine), np.inf)
                 block = replace(block, seconds=seconds)
             yield len(shardings), block
+
+
+def exact_memory(space: Space, refuses: Refuses | None = None) -> ExactMemory:
+    """Memory of a space's layouts under its engine."""
+    return ExactMemory(space.model, space.workload, space.cluster, refuses, space.engine.name, space.settings)
+
+
+def bound_of(space: Space, exact: ExactMemory) -> Bound:
+    """Bytes of candidates by the software of the space's engine: exactly, or at least."""
+    if not isinstance(space.model, ModelConfig):
+        return ExactBound(exact.total)
+    common = space.model, space.workload, space.attention, exact.backend
+    homes = replace(space.homes.layout, attention=space.attention)
+    if counts_engine(space.engine.name, space.model, homes) and (memory := engine_memory(space.engine.name)):
+        return EngineBound(*common, memory, exact.settings)
+    return MemoryBound(*common)
 
 
 def _fits_host(space: Space, frame: LayoutColumns) -> Any:

@@ -13,6 +13,7 @@ from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.planner.space import Space
+from shardwise.predict.memory.engine_settings import USUAL, EngineSettings, check_optimizer
 from shardwise.predict.step_seconds import own_engine
 from shardwise.predict.time.features import EVERYTHING, Features
 from shardwise.predict.time.profiles import ENGINES, EngineProfile
@@ -56,17 +57,22 @@ def why_not_trained(layout: Layout, model: Model, workload: Workload) -> str | N
 
 
 def space_for(
-    model: Model, cluster: Cluster, workload: Workload, engine: str | None, fixed: Mapping[str, Any]
-) -> tuple[Space, str]:
+    model: Model, cluster: Cluster, workload: Workload, engine: str | None, fixed: Mapping[str, Any],
+    settings: EngineSettings = USUAL,
+) -> tuple[Space, str]:  # fmt: skip
     """The candidates for an engine, this project's runtime if None; and why none of them runs here, empty where that is
     not known of all. Raises `UserError`."""
     profile = training_engine(engine or own_engine(cluster))
+    settings.check(engine or "")
+    check_optimizer(engine or "", workload.optimizer)
+    if settings.modules or settings.layers:
+        raise UserError("no search has the time of recomputed modules or layers: estimate has the memory")
     if isinstance(model, Blueprint):
         check_piped(fixed.get("pp", 1), model)
         features = TRACED if piped(model) else replace(TRACED, schedules=())
         profile = replace(profile, features=profile.features.common(features))
     none_runs = why_none_runs(model, fixed) if profile.name in OWN else ""
-    return Space(model, cluster, workload, widened(profile) if none_runs else profile, dict(fixed)), none_runs
+    return Space(model, cluster, workload, widened(profile) if none_runs else profile, dict(fixed), settings), none_runs
 
 
 def training_engine(name: str) -> EngineProfile:

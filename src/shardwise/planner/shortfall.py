@@ -10,9 +10,8 @@ from shardwise.cluster import Cluster, catalog
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
-from shardwise.planner.exact import ExactMemory
 from shardwise.planner.host_bound import host_bound
-from shardwise.planner.ranking import UNLIMITED, best_of, blocks
+from shardwise.planner.ranking import UNLIMITED, best_of, blocks, exact_memory
 from shardwise.planner.space import LayoutColumns, Space
 from shardwise.predict.fixing import HOMES, words_of
 from shardwise.predict.memory.capacity import reserved_bytes, usable_bytes
@@ -39,7 +38,7 @@ class SmallestCandidate:
 
 def least(space: Space, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:
     """The candidate of a space, or of some frames of it, that needs least memory; None where there is none at all."""
-    exact = ExactMemory(space.model, space.workload, space.cluster)
+    exact = exact_memory(space)
     found = best_of((block for _, block in blocks(space, exact, None, UNLIMITED, frames=frames)), exact, "memory")
     if not found:
         return None

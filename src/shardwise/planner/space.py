@@ -21,6 +21,7 @@ from shardwise.layout.pipeline import splits_backward
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.predict.fixing import check_fixed, words_of
+from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.supported import check_sequences, check_size, in_closed_form, why_not_planned
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.profiles import EngineProfile
@@ -167,6 +168,8 @@ class Space:
     workload: Workload
     engine: EngineProfile
     fixed: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    settings: EngineSettings = USUAL
+    """Of the engine, beside its layouts."""
 
     def __post_init__(self) -> None:
         check_fixed(self.fixed)

@@ -13,7 +13,15 @@ from shardwise.planner.alternatives import Alternative, against, having, neighbo
 from shardwise.planner.common import as_fast
 from shardwise.planner.exact import ExactMemory, Refuses
 from shardwise.planner.pricing import Priced
-from shardwise.planner.ranking import Candidate, CandidateIndex, Found, best_of, price_places, search
+from shardwise.planner.ranking import (
+    Candidate,
+    CandidateIndex,
+    Found,
+    best_of,
+    exact_memory,
+    price_places,
+    search,
+)
 from shardwise.planner.space import Space, powers
 from shardwise.predict.time.pricing import Pricing
 
@@ -108,7 +116,8 @@ def _searched(
     explain: bool,
     refuses: Refuses | None,
 ) -> Winners:
-    pricing, exact = Pricing(space.cluster), ExactMemory(space.model, space.workload, space.cluster, refuses)
+    pricing = Pricing(space.cluster)
+    exact = exact_memory(space, refuses)
     found = search(space, pricing, by, top, usable, unlimited=explain, exact=exact)
     fastest = min(found.best, key=lambda one: one.seconds, default=None)
     return Winners(found.best, found.considered, found.fitting, space, pricing, exact, found, fastest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,16 +12,18 @@ from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
 from shardwise.layout.experts import RoutedRows
 from shardwise.layout.optimizers import DEFAULT, states_of
 from shardwise.layout.sync import SERVED
-from shardwise.layout.units import Backend, usual_backend
+from shardwise.layout.units import Backend, UnitPlan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.context_balance import context_balance
 from shardwise.predict.memory.capacity import try_room
+from shardwise.predict.memory.engine_bytes import OWN, counts_engine, engine_bytes, why_not_counted
+from shardwise.predict.memory.engine_settings import USUAL, EngineSettings, check_optimizer
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.servers import with_servers
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, predict_bytes, state_bytes
-from shardwise.predict.step_seconds import try_step_seconds
+from shardwise.predict.step_seconds import StepTiming, try_step_seconds
 from shardwise.predict.traced_layout import check_traced
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.schedules import as_under_auto, predict_transport
@@ -41,6 +43,7 @@ def estimate(
     recorded: Sequence[Role] = (),
     slow: Stragglers | None = None,
     emulated: float | None = None,
+    settings: EngineSettings | None = None,
     *,
     seq: int | None = None,
     batch: int | None = None,
@@ -52,33 +55,34 @@ def estimate(
     `Blueprint`, or its file. seq, batch: tokens per sequence and sequences per step, in place of a workload.
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
-    (`predict.time.ENGINES`); None means this project's runtime. recorded: roles of a measured step of a model with
+    (`predict.time.ENGINES`), and whose memory is counted where it is known (`predict/memory/engines.toml`); None means
+    this project's runtime. recorded: roles of a measured step of a model with
     experts, whose routing the prediction then follows rank by rank. slow: slow ranks, and emulated: seconds of a step's
-    arithmetic, both as `train` has them. What a layout asks for that is not priced yet is said in the report's `notes`.
+    arithmetic, both as `train` has them. settings: of the engine, beside the layout. What a layout asks for that is not
+    priced yet is said in the report's `notes`.
     Raises `LayoutError` when the layout does not suit the model, the workload or the number of devices, and `UserError`
     for a workload without sequences, and for a slow rank that does not exist.
     """
     model, layout, workload = as_model(model), as_layout(layout), as_workload(workload, seq, batch)
     cluster = None if cluster is None else as_cluster(cluster)
-    if not workload.batch:
-        raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
     _check(model, layout, workload, cluster)
+    (settings := settings or USUAL).check(engine or "")
+    check_optimizer(engine or "", workload.optimizer)
     if slow is not None:
         slow.check(layout.training_ranks)
     backend = backend or usual_backend(cluster)
-    roles = _roles(model, layout, workload, backend, recorded)
+    counted = engine if engine and not recorded and counts_engine(engine, model, layout) else ""
+    roles = _roles(model, layout, workload, backend, recorded, counted, settings)
     unscheduled = as_under_auto(roles)
-    timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated)
+    timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
     balance = context_balance(model, layout, workload) if layout.cp > 1 and isinstance(model, ModelConfig) else None
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
         *([warning] if room and (warning := room.warning(peak)) else []),
-        *_notes(model, layout, backend),
-        *_optimizer_note(layout, workload),
+        *_memory_notes(engine or "", counted, model, layout, workload, backend),
         *([f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []),
-        *(timing.notes if timing else ()),
-        *([why] if why else []),
-    ]
+        *(timing.notes if timing else ()), *([why] if why else []),
+    ]  # fmt: skip
     return StepReport(
         source="predicted",
         model=model.to_json() if isinstance(model, ModelConfig) else {"name": model.name},
@@ -94,17 +98,48 @@ def estimate(
     )
 
 
-def _roles(model: Model, layout: Layout, workload: Workload, backend: Backend, recorded: Sequence[Role]) -> list[Role]:
-    """Roles of all ranks; recorded: those of a measured step, to be followed."""
+def _timed(
+    model: Model, layout: Layout, workload: Workload, cluster: Cluster | None, engine: str | None,
+    slow: Stragglers | None, emulated: float | None, settings: EngineSettings,
+) -> tuple[StepTiming | None, str]:  # fmt: skip
+    """As `try_step_seconds`, with an engine's settings."""
+    if cluster is not None and (settings.modules or settings.layers):
+        return None, "no time of a step: that of recomputed modules or layers is not modelled"
+    return try_step_seconds(model, layout, workload, cluster, engine, slow, emulated, settings.dtype)
+
+
+def _memory_notes(
+    engine: str, counted: str, model: Model, layout: Layout, workload: Workload, backend: Backend
+) -> list[str]:
+    """Origin of the bytes, and assumptions behind them. counted: the engine whose memory it is."""
+    if counted:
+        muon = ["the time of an update is AdamW's: Muon's orthogonalization is not in it"]
+        return [
+            *(muon if workload.optimizer == "muon" else []),
+            f"memory is that of {engine}, from what its code saves for backward; communication is this runtime's",
+        ]
+    other = engine not in ("", *OWN)
+    why = [f"memory is this runtime's: {why_not_counted(engine, model, layout)}"] if other else []
+    return [*_notes(model, layout, backend), *why, *_optimizer_note(layout, workload)]
+
+
+def _roles(
+    model: Model, layout: Layout, workload: Workload, backend: Backend, recorded: Sequence[Role], engine: str,
+    settings: EngineSettings,
+) -> list[Role]:  # fmt: skip
+    """Roles of all ranks; recorded: those of a measured step, to be followed. engine: whose memory it is."""
     if recorded:
         return [_of_record(model, layout, workload, backend, role) for role in recorded]
     if layout.sync in SERVED:
         return _served(model, layout, workload, backend)
-    return [_role(model, layout, workload, backend, place) for place in range(layout.pp)]
+    counted = (lambda plan: engine_bytes(engine, plan, settings)) if engine else predict_bytes
+    return [_role(model, layout, workload, backend, place, counted) for place in range(layout.pp)]
 
 
 def _check(model: Model, layout: Layout, workload: Workload, cluster: Cluster | None) -> None:
     ranks = cluster.devices if cluster else None
+    if not workload.batch:
+        raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
     if not isinstance(model, ModelConfig):
         check_traced(layout, model, workload, ranks)
         return
@@ -128,13 +163,15 @@ def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cl
     return f"; its memory and time: shardwise plan {name} {asked} --fix {text_of(layout)}"
 
 
-def _role(model: Model, layout: Layout, workload: Workload, backend: Backend, place: int) -> Role:
-    """The ranks at one place of the pipeline."""
+def _role(
+    model: Model, layout: Layout, workload: Workload, backend: Backend, place: int, counted: Callable[[UnitPlan], Bytes]
+) -> Role:
+    """The ranks at one place of the pipeline. counted: bytes of a rank."""
     mesh = Mesh.of(layout, model)
     plan = unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=backend)
     ranks = mesh.stage(place)
     return Role(
-        plan.role, ranks, predict_bytes(plan), predict_ledger(plan), predict_transport(plan, ranks[0]),
+        plan.role, ranks, counted(plan), predict_ledger(plan), predict_transport(plan, ranks[0]),
         host=host_bytes(plan), disk=disk_bytes(plan),
     )  # fmt: skip
 

@@ -60,12 +60,14 @@ def step_seconds(
     engine: str | None = None,
     slow: Stragglers | None = None,
     emulated: float | None = None,
+    dtype: str | None = None,
 ) -> StepTiming:
     """Predict the seconds of one steady training step; where replicas train apart from each other, the mean of a round.
 
     engine: a profile of `predict.time.ENGINES`; None is this project's runtime. slow: slow ranks; the time is then a
-    mean over steps. emulated: seconds that the arithmetic of a step lasts in place of the predicted ones. Raises
-    `UserError` for a device without constants, a link whose figures are not known, and what has no closed form.
+    mean over steps. emulated: seconds that the arithmetic of a step lasts in place of the predicted ones. dtype:
+    torch's name of the products' type; None for the layout's. Raises `UserError` for a device without constants, a link
+    whose figures are not known, and what has no closed form.
     """
     from shardwise.predict.supported import MOST_DEVICES, in_closed_form
     from shardwise.predict.time import Pricing, StepShape, time_range, training_step
@@ -90,7 +92,7 @@ def step_seconds(
         raise UserError(f"schedule={layout.schedule} with {count} micro-batches has no closed form of its time")
     name = engine or own_engine(cluster)
     pricing = Pricing(cluster, layout=layout)
-    split = replace(StepShape.of(layout, workload), schedule=layout.schedule if layout.pp > 1 else "1f1b")
+    split = replace(StepShape.of(layout, workload, dtype), schedule=layout.schedule if layout.pp > 1 else "1f1b")
     if layout.offload_activations != "none":
         split = replace(split, saved_bytes=_saved_by_a_block(model, layout, workload, cluster))
     step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
@@ -141,11 +143,12 @@ def try_step_seconds(
     engine: str | None = None,
     slow: Stragglers | None = None,
     emulated: float | None = None,
+    dtype: str | None = None,
 ) -> tuple[StepTiming | None, str]:
     """(the time, "") or (None, a sentence why there is none; empty where nothing is known of how fast devices are)."""
     if cluster is None or cluster.device.memory_bandwidth is None:
         return None, ""
     try:
-        return step_seconds(model, layout, workload, cluster, engine, slow, emulated), ""
+        return step_seconds(model, layout, workload, cluster, engine, slow, emulated, dtype), ""
     except UserError as error:
         return None, f"no time of a step: {error}"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from shardwise.validation.scoreboard.blocks import BlockScore, block_scores, read_blocks
 from shardwise.validation.scoreboard.left_out import LARGE, LeftOutScore, left_out_scores, weighted_coverage
-from shardwise.validation.scoreboard.memory import memory_scores
+from shardwise.validation.scoreboard.memory import MemoryRow, MemoryScore, memory_scores
 from shardwise.validation.scoreboard.misses import reason
 from shardwise.validation.scoreboard.mixtures import MixtureScore, mixture_scores
 from shardwise.validation.scoreboard.rows import cases, read
@@ -12,6 +12,9 @@ from shardwise.validation.scoreboard.score import MISS, Prediction, Score, predi
 
 PUBLISHED = Path(__file__).parent / "published.json"
 """The project's own small table: a few rows of every source, each with its citation."""
+
+MEMORY = Path(__file__).parent / "published_memory.json"
+"""Peak memory of published runs by engine; `use` says which rows the table of engines was read from."""
 
 RUNS = Path(__file__).parent / "published_runs.json"
 """Steps of large published runs, which no constant is fitted on: docs/published_runs.md."""
@@ -23,7 +26,7 @@ CHOICES = Path(__file__).parent / "published_choices.json"
 """Published layouts that a search is compared with: docs/published_choices.md."""
 
 __all__ = [
-    "CHOICES", "LARGE", "MISS", "PUBLISHED", "RUNS", "SCALING", "BlockScore", "LeftOutScore", "MixtureScore",
-    "Prediction", "Score", "block_scores", "cases", "left_out_scores", "memory_scores", "mixture_scores", "predict",
-    "read", "read_blocks", "reason", "scores", "weighted_coverage",
+    "CHOICES", "LARGE", "MEMORY", "MISS", "PUBLISHED", "RUNS", "SCALING", "BlockScore", "LeftOutScore", "MemoryRow",
+    "MemoryScore", "MixtureScore", "Prediction", "Score", "block_scores", "cases", "left_out_scores", "memory_scores",
+    "mixture_scores", "predict", "read", "read_blocks", "reason", "scores", "weighted_coverage",
 ]  # fmt: skip
