@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import UserError, did_you_mean, os_errors
+from shardwise.errors import DivergedError, UserError, did_you_mean, os_errors
 from shardwise.layout import Layout, Workload, check_runnable, fewer_ranks
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
@@ -32,7 +32,7 @@ from shardwise.runtime.installed import require
 from shardwise.runtime.job import restart
 from shardwise.runtime.job.config import LaunchConfig, TrainConfig
 from shardwise.runtime.job.hosts import HostFile
-from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port
+from shardwise.runtime.job.launch import DIVERGED, INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port
 from shardwise.runtime.job.locks import run_lock
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.text import with_corpus
@@ -120,7 +120,8 @@ def train(
     options: further fields of `TrainConfig` (steps, out, tokenizer, optimizer, seed, report, device, ...) and of
     `LaunchConfig` (port, restarts, elastic, progress, rank0_stdout), and `vocab`, which replaces the model's. Without
     `out` the run directory is the next free `runs/<model>-N`.
-    Raises `UserError` for what cannot be run, `RunFailed` when a rank dies; no process is left in either case.
+    Raises `UserError` for what cannot be run, `DivergedError` when a loss or gradients are not finite, `RunFailed` when
+    a rank dies; no process is left in any case.
     """
     launch, options = _apart(options)
     return run(configure(model, layout, workload, data, **options), launch, series=options.get("out") is None)
@@ -186,6 +187,7 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
         if first:
             claim.enter_context(_claimed(request, again))
         if again:
+            restart.check_not_diverged(request)
             request = restart.continued(request, max(1, restarts), tell)
             tell(f"restart {'from ' + request.resume if request.resume else 'from the beginning'}")
         if elastic and ranks < request.layout.ranks:
@@ -414,6 +416,8 @@ def _raise_for(code: int, line: str) -> None:
         raise UserError(line)
     if code == RANK_FAILED:
         raise RunFailed(line)
+    if code == DIVERGED:
+        raise DivergedError(line)
     if code == INTERRUPTED:
         raise KeyboardInterrupt(line)
     if code:

@@ -84,19 +84,23 @@ def with_older(error: DamagedError, damaged: Path) -> DamagedError:
 
 
 def _opens(path: Path) -> bool:
+    return _opened(path) is not None
+
+
+def _opened(path: Path) -> Checkpoint | None:
     try:
-        Checkpoint.open(path)
+        return Checkpoint.open(path)
     except UserError:
-        return False
-    return True
+        return None
 
 
 def keep_last(folder: Path, count: int, known: set[Path] | None = None) -> list[Path]:
     """Remove all whole checkpoints but the `count` newest, and what saves that were cut off left behind before the
-    newest whole one. Returns what was removed.
+    newest whole one. Those that are not finite do not count, and are removed as old as they are. Returns what was
+    removed.
 
-    A folder with a manifest that cannot be opened is left for a person to look at. known: those that are whole, which
-    are not opened again; it is kept up to date. Raises `UserError` when `count` is below 1, and when a folder cannot be
+    A folder with a manifest that cannot be opened is left for a person to look at. known: those that are whole and
+    finite, which are not opened again; it is kept up to date. Raises `UserError` when `count` is below 1, and when a folder cannot be
     removed.
     """
     known = set() if known is None else known
@@ -104,14 +108,17 @@ def keep_last(folder: Path, count: int, known: set[Path] | None = None) -> list[
         raise UserError(f"at least 1 checkpoint must be kept, not {count}")
     whole, partial = list[Path](), list[Path]()
     for _, path in steps(folder):
-        if path in known or _opens(path):
-            whole.append(path)
+        if path not in known and (checkpoint := _opened(path)) and not checkpoint.manifest.nonfinite:
             known.add(path)
+        if path in known or checkpoint:
+            whole.append(path)
             # Those after the newest whole one may be being written right now.
             abandoned = list(partial)
         elif not (path / NAME).exists():
             partial.append(path)
-    removed = [path for path in ([*whole[:-count], *abandoned] if whole else []) if _remove(path)]
+    counted = [path for path in whole if path in known] or whole
+    old = whole[: whole.index(counted[-count:][0])] if whole else []
+    removed = [path for path in ([*old, *abandoned] if whole else []) if _remove(path)]
     known.difference_update(removed)
     return removed
 

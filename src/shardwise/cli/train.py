@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(group, OptimizerConfig, *_OPTIMIZER)
     group = parser.add_argument_group("the run")
     add_flags(group, TrainConfig, "out", "seed", "validate_every", "validate_batches", "save_every", "keep_last")
-    add_flags(group, TrainConfig, "save_async", "offload_dir", "weights")
+    add_flags(group, TrainConfig, "save_async", "on_nonfinite", "offload_dir", "weights")
     add_lora(group)
     group.add_argument("--resume", type=Path, metavar="DIR", help="resume a run or a checkpoint, with its settings "
                        "and its text (other text: --data)")  # fmt: skip

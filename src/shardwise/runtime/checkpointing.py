@@ -39,7 +39,8 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.huggingface import HuggingFaceWeights, PeftAdapters
 from shardwise.checkpoint.manifest import NAME as MANIFEST
-from shardwise.errors import UserError
+from shardwise.checkpoint.manifest import trained
+from shardwise.errors import NotFiniteError, UserError
 from shardwise.model.adapters import is_scale
 from shardwise.model.parameters import Parameter
 from shardwise.runtime.job.launch import reason
@@ -69,7 +70,8 @@ class Saver:
     most one save is under way. seed, about: as in `Manifest`. timeout: seconds that ranks wait for each other. pulse:
     where a save under way gives signs of life. others: whole tensors that this rank writes besides, by stored name.
     Errors of a save under way are raised by the next `save` or by `finish`,
-    on every rank alike: `UserError` for what the disk refuses, and nothing is left of that checkpoint then.
+    on every rank alike: `UserError` for what the disk refuses, `NotFiniteError` for a state that is not finite, and
+    nothing is left of that checkpoint then.
     """
 
     def __init__(
@@ -100,6 +102,10 @@ class Saver:
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._image: PartImage | None = None
         self._whole: set[Path] = set()
+        self.saved: Path | None = None
+        """The newest checkpoint that is complete."""
+        self.step = -1
+        """Its step."""
         self._pool = ThreadPoolExecutor(1, "save")
         self._saving: Future[None] | None = None
 
@@ -175,11 +181,12 @@ class Saver:
         outcomes: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
         self._together("the gather of the saved parts", dist.gather_object, outcome, outcomes)
         self.pulse.work("the save of the manifest")
-        verdict = [self._commit(folder, outcomes, position) if outcomes is not None else None]
+        verdict: list[UserError | None] = [self._commit(folder, outcomes, position) if outcomes is not None else None]
         self._together("the broadcast that all is saved", dist.broadcast_object_list, verdict, 0)
         if verdict[0] is not None:
-            self._clear(folder, outcome)
-            raise UserError(verdict[0])
+            self._clear(folder, outcome, begun=not isinstance(verdict[0], NotFiniteError))
+            raise verdict[0]
+        self.saved, self.step = folder, position.step
 
     def _told(self, arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """The arrays, with a sign of life before each is made."""
@@ -198,9 +205,10 @@ class Saver:
             raise RuntimeError(f"lost a peer in {words} ({reason(error)})") from error
         self.pulse.work()
 
-    def _clear(self, folder: Path, outcome: PartRecord | str) -> None:
-        """Remove this rank's part of a checkpoint that never came to be: the disk may be full as it is."""
-        if (folder / MANIFEST).exists():
+    def _clear(self, folder: Path, outcome: PartRecord | str, begun: bool) -> None:
+        """Remove this rank's part of a checkpoint that never came to be: the disk may be full as it is. begun: whether
+        its manifest may have been written."""
+        if begun and (folder / MANIFEST).exists():
             return
         if isinstance(outcome, PartRecord):
             with suppress(OSError):
@@ -209,13 +217,17 @@ class Saver:
         with suppress(OSError):
             folder.rmdir()
 
-    def _commit(self, folder: Path, outcomes: list[PartRecord | str], position: Position) -> str | None:
+    def _commit(self, folder: Path, outcomes: list[PartRecord | str], position: Position) -> UserError | None:
         """Write the manifest when every rank has written its part; what went wrong otherwise."""
         if failures := [outcome for outcome in outcomes if isinstance(outcome, str)]:
-            return failures[0]
+            return UserError(failures[0])
+        records = [outcome for outcome in outcomes if not isinstance(outcome, str)]
+        if bad := sorted({name for record in records for name in record.nonfinite if trained(name)}):
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            return NotFiniteError(f"{folder} was not saved: {bad[0]}{more} is not finite")
         try:
             manifest = Manifest.of(
-                [outcome for outcome in outcomes if not isinstance(outcome, str)],
+                records,
                 step=position.step,
                 samples=position.samples,
                 seed=self.seed,
@@ -227,7 +239,7 @@ class Saver:
                 self._whole.add(folder)
                 keep_last(self.folder, self.keep, self._whole)
         except UserError as error:
-            return str(error)
+            return UserError(str(error))
         return None
 
 

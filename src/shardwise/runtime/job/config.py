@@ -78,6 +78,10 @@ class TrainConfig:
     report: bool = option(False, "measure one step, to compare it with its prediction")
     save_every: int = option(0, "steps between checkpoints", metavar="N", least=0, shown="0: at the end")
     keep_last: int = option(3, "checkpoints to keep, 0 for all", metavar="N", least=0)
+    on_nonfinite: str = option(
+        "stop", "end the run, or skip the update, at a step whose loss or gradient norm is not finite",
+        choices=("stop", "skip"),
+    )  # fmt: skip
     save_async: bool = option(False, "continue training while a checkpoint is written")
     offload_dir: str | None = option(
         None, "folder for state that is offloaded to disk", metavar="DIR", shown="OUT/offload"

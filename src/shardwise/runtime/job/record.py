@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -53,32 +52,38 @@ class RunRecorder:
         self._shown = 0.0
         self._first = True
         self._explained = False
-        self._diverged = False
+        self._skipped = False
 
     def _tensorboard(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(str(Path(self.config.out) / "tensorboard"))  # type: ignore[no-untyped-call]
 
-    def step(self, recorded: bool = False, experts: Mapping[str, Any] | None = None, **event: Any) -> None:
-        """One training step: numbers by name, `step` and `loss` among them.
+    def step(
+        self, recorded: bool = False, experts: Mapping[str, Any] | None = None, skipped: bool = False, **event: Any
+    ) -> None:
+        """Record one training step: numbers by name, `step` and `loss` among them.
 
-        recorded: every storage was followed for the report, so that its time says nothing about speed. experts: load of
-        the model's experts, `{"tokens": {block: [tokens of each expert]}, "imbalance", "dropped", "balance_loss"}`.
+        skipped: its update was not made. recorded: every storage was followed for the report, so that its time says
+        nothing about speed. experts: load of the model's experts, `{"tokens": {block: [tokens of each expert]},
+        "imbalance", "dropped", "balance_loss"}`.
         """
-        more = {"recorded": True} if recorded else {}
+        more = ({"recorded": True} if recorded else {}) | ({"skipped": True} if skipped else {})
         self.directory.append({"time": time.time(), **event, **more, **({"experts": experts} if experts else {})})
         names = ("loss", "outer_loss", "grad_norm", "lr", *(() if recorded else ("tokens_per_s", "mfu")))
         scalars = {f"train/{name}": event[name] for name in names if name in event}
         scalars |= {f"experts/{name}": experts[name] for name in ("imbalance", "dropped")} if experts else {}
         self._draw(event["step"], scalars)
-        if not (self._diverged or math.isfinite(event["loss"] + event.get("outer_loss", 0.0))):
-            self._diverged = True
+        if skipped and not self._skipped:
+            self._skipped = True
             self.warn(
-                f"the loss of step {event['step']} is {event['loss']}: training has diverged; start again with a "
-                "smaller --lr",
+                f"step {event['step']}: the loss is {event['loss']}, the gradient norm {event['grad_norm']}; its update "
+                'was not made (further ones: "skipped" in events.jsonl)',
                 event["step"],
             )
+
+    def show(self, event: Mapping[str, Any], recorded: bool = False, whose: str = "") -> None:
+        """Show a training step. whose: words after its loss."""
         last = event["step"] == self.config.steps
         # On a terminal one line is rewritten; elsewhere a line every few seconds.
         if self._live or last or self._first or time.monotonic() - self._shown > 5:
@@ -88,7 +93,7 @@ class RunRecorder:
             elif not self._explained:
                 self._show(MFU)
                 self._explained = True
-            line = f"step {event['step']:>4}/{self.config.steps}  loss {event['loss']:.4f}  {speed}"
+            line = f"step {event['step']:>4}/{self.config.steps}  loss {event['loss']:.4f}{whose}  {speed}"
             self._show(line, stays=last or not self._live)
             self._shown, self._first = time.monotonic(), False
 
@@ -156,14 +161,19 @@ class RunRecorder:
                 step,
             )
 
-    def finish(self, result: dict[str, Any]) -> None:
+    def end(self, status: str) -> None:
+        """The run has ended, for the reason that `status` has in a word."""
+        self.directory.update(status=status, finished=time.time())
+        if self._board:
+            with suppress(OSError):
+                self._board.close()
+        self.directory.close()
+
+    def finish(self, result: dict[str, Any], status: str) -> None:
+        """The run has made its last step."""
         text = json.dumps(strict(result), indent=1, allow_nan=False)
         try:
             write_whole(self.directory.path / "result.json", f"{text}\n")
         except UserError as error:
             raise UserError(f"{error}; its checkpoints are whole") from None
-        self.directory.update(status="finished", finished=time.time())
-        if self._board:
-            with suppress(OSError):
-                self._board.close()
-        self.directory.close()
+        self.end(status)

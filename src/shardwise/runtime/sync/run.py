@@ -29,7 +29,7 @@ from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.checkpointing import Position
 from shardwise.runtime.job import pulse
-from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.trainer import TrainingRun
 from shardwise.runtime.offload.recovery import Kept
 from shardwise.runtime.pipeline.step import TrainProgram
@@ -42,8 +42,8 @@ REPORTED = 3
 """Steps from the one that is measured to where its report is gathered: a worker measures its first, times another."""
 
 
-def make_server(plan: UnitPlan, mail: ServerMail, values: Values, config: OptimizerConfig, steps: int) -> Server | None:
-    """The server in this process, if there is one; all ranks call this together. steps: of the whole run."""
+def make_server(plan: UnitPlan, mail: ServerMail, values: Values, config: TrainConfig) -> Server | None:
+    """The server in this process, if there is one; all ranks call this together."""
     layout = plan.layout
     servers = [server_rank(plan, server) for server in range(layout.parameter_servers.count)]
     peers = dist.new_group(servers, backend="gloo") if len(servers) > 1 and layout.sync != "async" else None
@@ -51,7 +51,8 @@ def make_server(plan: UnitPlan, mail: ServerMail, values: Values, config: Optimi
     if place is None:
         return None
     plans = [unit_plan(plan.model, layout, plan.workload, rank=rank, backend=plan.backend) for rank in range(layout.tp)]
-    server = Server(plans, place, policy_of(layout), mail, values, config, steps, peers)
+    stops = config.on_nonfinite == "stop"
+    server = Server(plans, place, policy_of(layout), mail, values, config.optimizer, config.steps, peers, stops)
     server.start()
     return server
 
@@ -61,6 +62,11 @@ class ServedRun(TrainingRun):
 
     mail: ServerMail
     server: Server | None
+
+    def _stops_at(self, step: int, loss: float, norm: float) -> bool:
+        """Workers end where the servers say."""
+        self.skips = self.program.optimizer.skips
+        return False
 
     @property
     def _shares(self) -> int:
@@ -74,6 +80,12 @@ class ServedRun(TrainingRun):
 
     def _measured(self, role: Role, recorded: Recorded | None) -> None:
         self._ready = (role, recorded)
+
+    def _judge(self, skips: int) -> None:
+        """Whether the run has diverged. skips: updates that the servers have left out."""
+        if skips and self.config.on_nonfinite == "stop":
+            what = "an update that was not finite" if skips == 1 else f"{skips} updates that were not finite"
+            self.diverged = f"up to step {self.at.step}: the servers left out {what}"
 
     def _meet(self, boundary: int, measured: int, stopped: bool) -> None:
         """Gather, where all ranks are, the servers' records, and what has been measured."""
@@ -107,7 +119,7 @@ class WorkerRun(ServedRun):
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
         self.mail = ServerMail(self.config.hang + pulse.MARGIN)
-        self.server = make_server(plan, self.mail, self._initial_values, self.config.optimizer, self.config.steps)
+        self.server = make_server(plan, self.mail, self._initial_values, self.config)
         make = partial(RemoteOptimizer, config=self.config.optimizer, mail=self.mail, server=self.server)
         return TrainProgram(plan, self.comms, make, self._initial_values, self.device, folder, kept)
 
@@ -136,6 +148,7 @@ class WorkerRun(ServedRun):
         optimizer.fence(end * self._shares, end=stopped or end == self.config.steps)
         self.at = self._position(end)
         self._meet(boundary, measured, stopped)
+        self._judge(optimizer.skips)
         return loss, stopped
 
     def _position(self, step: int) -> Position:
@@ -192,7 +205,7 @@ class ServerRun(ServedRun):
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
         self.mail = ServerMail(self.config.hang + pulse.MARGIN)
-        self.server = make_server(plan, self.mail, self._initial_values, self.config.optimizer, self.config.steps)
+        self.server = make_server(plan, self.mail, self._initial_values, self.config)
         return _NoProgram(plan, self.comms)  # type: ignore[return-value]
 
     def _open_corpus(self, plan: UnitPlan) -> None:
@@ -212,6 +225,8 @@ class ServerRun(ServedRun):
         dist.barrier()
         self.pulse.work()
 
+    trains = False
+
     def _validate(self, step: int) -> float:
         return math.nan
 
@@ -225,6 +240,7 @@ class ServerRun(ServedRun):
         stopped = end < version
         self._measured(self._role(), None)
         self._meet(boundary, measured, stopped)
+        self._judge(self.server.skips)
         return loss, stopped
 
     def _role(self) -> Role:

@@ -115,6 +115,8 @@ class Optimizer:
         self.about: dict[str, Any] = {}
         """What a later run must know of the step under way, beside the number of updates."""
         self.looks_at_norm = True
+        self.skipped = False
+        """Whether the last step left everything as it was, because its loss or its gradients were not finite."""
         self.steps = 0
         self._device = engine.device
         self._steps = {device.type: torch.zeros((), device=device) for device in {self._device, HOST}}
@@ -133,14 +135,21 @@ class Optimizer:
     def tell(self, total: Tensor, tokens: int) -> None:
         """No-op: the loss and the valid tokens of the step's batch change nothing here."""
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, finite: bool = True) -> float:
         """Clip, update, and release the gradients; returns their global norm before clipping (L2, over the model), NaN
-        where it is not needed."""
+        where it is not needed. finite: whether the step's loss is. Where it or the norm is not, nothing is updated: all
+        ranks of a replica see the same numbers."""
         self.comms.pulse.work("the optimizer")
         norm, coefficient = math.nan, 1.0
         if self.config.clip or self.looks_at_norm:
             with self.comms.in_phase("optimizer"):
                 norm = gradient_norm(self.engine, self.comms, self.states)
+            finite = finite and math.isfinite(norm)
+        # Collectives that move no data leave memory as it was, which may hold anything.
+        self.skipped = self.comms.moves_data and not finite
+        if self.skipped:
+            self._release()
+            return norm
         if self.config.clip:
             # torch.nn.utils.clip_grad_norm_'s own coefficient
             coefficient = min(1.0, self.config.clip / (norm + 1e-6))
@@ -157,6 +166,13 @@ class Optimizer:
             state.flat.grads.free()
         self._enter_copies()
         return norm
+
+    def _release(self) -> None:
+        """Release gradients that update nothing, and what they left in the residuals of error feedback."""
+        for state in self.states:
+            state.flat.grads.free()
+            if state.flat.residuals is not None:
+                state.flat.residuals.drop_nonfinite()
 
     def _update_load(self, load: Load, arrays: list[Tensor], lr: float, coefficient: float) -> None:
         """Update what has been read from the file."""
@@ -183,7 +199,7 @@ class Optimizer:
 
     def commit(self) -> None:
         """The step is over: its state on disk is what counts from here on."""
-        if self.engine.file is not None and self.engine.file.buffers:
+        if self.engine.file is not None and self.engine.file.buffers and not self.skipped:
             self.engine.file.commit({**self.about, "updates": self.steps})
 
     def _update(

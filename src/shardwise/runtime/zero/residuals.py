@@ -48,6 +48,11 @@ class Residuals:
         self.second.zero_()
         return self.first[self._own(comms)] if comms.index(self._unit.replicate) == 0 else None
 
+    def drop_nonfinite(self) -> None:
+        """Set errors of gradients that were not finite to zero."""
+        for errors in (self.first, self.second):
+            torch.nan_to_num_(errors, nan=0.0, posinf=0.0, neginf=0.0)
+
     def _own(self, comms: Comms) -> slice:
         start = comms.index(self._unit.shard) * self._unit.shard_numel
         return slice(start, start + self._unit.shard_numel)
