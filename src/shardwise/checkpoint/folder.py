@@ -100,8 +100,8 @@ def keep_last(folder: Path, count: int, known: set[Path] | None = None) -> list[
     removed.
 
     A folder with a manifest that cannot be opened is left for a person to look at. known: those that are whole and
-    finite, which are not opened again; it is kept up to date. Raises `UserError` when `count` is below 1, and when a folder cannot be
-    removed.
+    finite, which are not opened again; it is kept up to date. Raises `UserError` when `count` is below 1, and when a
+    folder cannot be removed.
     """
     known = set() if known is None else known
     if count < 1:

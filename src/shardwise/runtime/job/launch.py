@@ -113,8 +113,9 @@ def die_with_parent() -> None:
 @dataclass(frozen=True)
 class Ending:
     """End of a launch. code: 0 when all ranks ended with 0; 2 when one reports a user's mistake, 3 when training has
-    diverged, 1 when a rank dies or is stuck, 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP. line: why, on one line, empty when all is well. lost:
-    ranks that were killed from outside. stuck, stack: the rank that made no progress, and where its threads stood.
+    diverged, 1 when a rank dies or is stuck, 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP. line: why, on one line,
+    empty when all is well. lost: ranks that were killed from outside. stuck, stack: the rank that made no progress, and
+    where its threads stood.
     """
 
     code: int

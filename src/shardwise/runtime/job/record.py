@@ -74,11 +74,11 @@ class RunRecorder:
         scalars = {f"train/{name}": event[name] for name in names if name in event}
         scalars |= {f"experts/{name}": experts[name] for name in ("imbalance", "dropped")} if experts else {}
         self._draw(event["step"], scalars)
-        if skipped and not self._skipped:
+        if skipped and not self._skipped and self.config.on_nonfinite == "skip":
             self._skipped = True
             self.warn(
-                f"step {event['step']}: the loss is {event['loss']}, the gradient norm {event['grad_norm']}; its update "
-                'was not made (further ones: "skipped" in events.jsonl)',
+                f"step {event['step']}: the loss is {event['loss']}, the gradient norm {event['grad_norm']}; its "
+                'update was not made (further ones: "skipped" in events.jsonl)',
                 event["step"],
             )
 

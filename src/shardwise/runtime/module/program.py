@@ -105,8 +105,8 @@ class ModuleProgram(PartRunner):
         if self.messages is None:
             with self.comms.in_phase("loss"):
                 self.comms.all_reduce(total, DATA, "loss")
-        loss = self.comms.read(total) / max(1, tokens)
-        norm = self.optimizer.step(lr, math.isfinite(loss))
+        self.optimizer.tell(summed := self.comms.read(total), tokens)
+        loss, norm = summed / max(1, tokens), self.optimizer.step(lr)
         self.optimizer.commit()
         self.engine.all_gather_params()
         return StepOutcome(loss, norm, tokens)

@@ -211,7 +211,7 @@ class SplitModule(nn.Module):
         if outcome.skipped and self._stops:
             raise DivergedError(
                 f"step {self.program.optimizer.steps + 1}: the loss is {outcome.loss}, the gradient norm "
-                f"{outcome.grad_norm}; no update was made: use a smaller lr, or on_nonfinite='skip' to leave out a batch"
+                f"{outcome.grad_norm}; no update was made: use a smaller lr, or on_nonfinite='skip' to leave it out"
             )
         return outcome
 

@@ -104,12 +104,11 @@ class TrainProgram(StageRunner):
                 total += self._train(batch.fresh(), targets, tokens)
         self.computed()
         self.engine.finish_step()
-        self.optimizer.tell(total, tokens)
         if self.plan.schedule is None:
             with self.comms.in_phase("loss"):
                 self.comms.all_reduce(total, DATA, "loss")
-        loss = self.comms.read(total) / max(1, tokens)
-        norm = self.optimizer.step(lr, math.isfinite(loss))
+        self.optimizer.tell(summed := self.comms.read(total), tokens)
+        loss, norm = summed / max(1, tokens), self.optimizer.step(lr)
         self.expert_loads.finish_step(self.optimizer)
         if self.outer is not None and agrees:
             self.outer.step()

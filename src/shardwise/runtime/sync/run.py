@@ -29,7 +29,7 @@ from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.checkpointing import Position
 from shardwise.runtime.job import pulse
-from shardwise.runtime.job.config import TrainConfig
+from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.trainer import TrainingRun
 from shardwise.runtime.offload.recovery import Kept
 from shardwise.runtime.pipeline.step import TrainProgram
@@ -42,8 +42,10 @@ REPORTED = 3
 """Steps from the one that is measured to where its report is gathered: a worker measures its first, times another."""
 
 
-def make_server(plan: UnitPlan, mail: ServerMail, values: Values, config: TrainConfig) -> Server | None:
-    """The server in this process, if there is one; all ranks call this together."""
+def make_server(
+    plan: UnitPlan, mail: ServerMail, values: Values, config: OptimizerConfig, steps: int, stops: bool = True
+) -> Server | None:
+    """The server in this process, if there is one; all ranks call this together. steps, stops: as of `Server`."""
     layout = plan.layout
     servers = [server_rank(plan, server) for server in range(layout.parameter_servers.count)]
     peers = dist.new_group(servers, backend="gloo") if len(servers) > 1 and layout.sync != "async" else None
@@ -51,8 +53,7 @@ def make_server(plan: UnitPlan, mail: ServerMail, values: Values, config: TrainC
     if place is None:
         return None
     plans = [unit_plan(plan.model, layout, plan.workload, rank=rank, backend=plan.backend) for rank in range(layout.tp)]
-    stops = config.on_nonfinite == "stop"
-    server = Server(plans, place, policy_of(layout), mail, values, config.optimizer, config.steps, peers, stops)
+    server = Server(plans, place, policy_of(layout), mail, values, config, steps, peers, stops)
     server.start()
     return server
 
@@ -62,6 +63,11 @@ class ServedRun(TrainingRun):
 
     mail: ServerMail
     server: Server | None
+
+    def _make_server(self, plan: UnitPlan) -> Server | None:
+        config = self.config
+        stops = config.on_nonfinite == "stop"
+        return make_server(plan, self.mail, self._initial_values, config.optimizer, config.steps, stops)
 
     def _stops_at(self, step: int, loss: float, norm: float) -> bool:
         """Workers end where the servers say."""
@@ -119,7 +125,7 @@ class WorkerRun(ServedRun):
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
         self.mail = ServerMail(self.config.hang + pulse.MARGIN)
-        self.server = make_server(plan, self.mail, self._initial_values, self.config)
+        self.server = self._make_server(plan)
         make = partial(RemoteOptimizer, config=self.config.optimizer, mail=self.mail, server=self.server)
         return TrainProgram(plan, self.comms, make, self._initial_values, self.device, folder, kept)
 
@@ -205,7 +211,7 @@ class ServerRun(ServedRun):
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
         self.mail = ServerMail(self.config.hang + pulse.MARGIN)
-        self.server = make_server(plan, self.mail, self._initial_values, self.config)
+        self.server = self._make_server(plan)
         return _NoProgram(plan, self.comms)  # type: ignore[return-value]
 
     def _open_corpus(self, plan: UnitPlan) -> None:

@@ -96,25 +96,24 @@ class RemoteOptimizer:
         """The next gradient is begun. number: of its step, under async of its share."""
         self.step_number, self._began = number, time.perf_counter()
 
-    def tell(self, total: Tensor, tokens: int) -> None:
+    def tell(self, total: float, tokens: int) -> None:
         """Summed loss and valid tokens of the step's batch."""
-        self._seen = float(total), tokens
-        self.loss = float(total) / max(1, tokens)
+        self._seen = total, tokens
+        self.loss = total / max(1, tokens)
 
-    def step(self, lr: float, finite: bool = True) -> float:
+    def step(self, lr: float) -> float:
         """Push the gradient and take new weights; returns the gradient's norm: over all workers where they wait for
-        each other, else this one's. lr: has no effect, the servers know the step. finite: whether the loss is; servers
-        leave out an update whose loss or norm is not."""
+        each other, else this one's. lr: has no effect, the servers know the step. Servers leave out an update whose
+        loss or norm is not finite."""
         self.comms.pulse.work("the optimizer")
         norm, coefficient, before = math.nan, 1.0, self.skips
         with self.comms.in_phase("optimizer"):
             if self._clips:
                 norm = gradient_norm(self.engine, self.comms, self.states)
-                finite = finite and math.isfinite(norm)
-                if self.config.clip and finite:
+                if not math.isfinite(norm):
+                    self._seen = math.nan, self._seen[1]
+                elif self.config.clip:
                     coefficient = min(1.0, self.config.clip / (norm + 1e-6))
-            if not finite:
-                self._seen = math.nan, self._seen[1]
             head = self._pull(self._push(coefficient))
         self.stop_before = head.c
         self.skipped = self.skips > before

@@ -115,6 +115,7 @@ class Optimizer:
         self.about: dict[str, Any] = {}
         """What a later run must know of the step under way, beside the number of updates."""
         self.looks_at_norm = True
+        self._loss = 0.0
         self.skipped = False
         """Whether the last step left everything as it was, because its loss or its gradients were not finite."""
         self.steps = 0
@@ -132,15 +133,16 @@ class Optimizer:
             engine.host.add("optimizer", tensor.nbytes)
         engine.host.add("comm", self._gradient.nbytes)
 
-    def tell(self, total: Tensor, tokens: int) -> None:
-        """No-op: the loss and the valid tokens of the step's batch change nothing here."""
+    def tell(self, total: float, tokens: int) -> None:
+        """Summed loss and valid tokens of the step's batch, the same on all ranks of a replica."""
+        self._loss = total
 
-    def step(self, lr: float, finite: bool = True) -> float:
+    def step(self, lr: float) -> float:
         """Clip, update, and release the gradients; returns their global norm before clipping (L2, over the model), NaN
-        where it is not needed. finite: whether the step's loss is. Where it or the norm is not, nothing is updated: all
-        ranks of a replica see the same numbers."""
+        where it is not needed. Where it or the step's loss is not finite, nothing is updated, on any rank of a
+        replica: all of them see the same numbers."""
         self.comms.pulse.work("the optimizer")
-        norm, coefficient = math.nan, 1.0
+        norm, coefficient, finite = math.nan, 1.0, math.isfinite(self._loss)
         if self.config.clip or self.looks_at_norm:
             with self.comms.in_phase("optimizer"):
                 norm = gradient_norm(self.engine, self.comms, self.states)
