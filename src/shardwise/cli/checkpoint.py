@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,11 +116,20 @@ def _contents(checkpoint: Checkpoint, tensors: bool) -> Iterator[Renderable]:
 def _verify(args: argparse.Namespace) -> int:
     checkpoint = find(args.checkpoint)
     try:
-        checkpoint.verify()
+        nonfinite = checkpoint.verify()
     except DamagedError as error:
         raise with_older(error, checkpoint.folder) from None
     lines = [*_lines(checkpoint), "", "every checksum is correct"]
-    return print_result(args, {**_summary(checkpoint), "whole": True}, lines)
+    _warn_of_nonfinite(nonfinite, len(checkpoint.tensors), checkpoint.folder)
+    print_result(args, {**_summary(checkpoint), "whole": True, "nonfinite": nonfinite}, lines)
+    return 1 if nonfinite else 0
+
+
+def _warn_of_nonfinite(names: Sequence[str], count: int, where: Path) -> None:
+    """Say that some of `count` tensors are not finite."""
+    if names:
+        line = f"{len(names)} of {count} tensors in {where} have NaN or infinite elements, the first being {names[0]}"
+        print(f"shardwise: warning: {_plain(line)}", file=sys.stderr)
 
 
 def _reshard(args: argparse.Namespace) -> int:
@@ -129,6 +138,7 @@ def _reshard(args: argparse.Namespace) -> int:
     count = len(manifest.parts)
     files = f"{count} file{'s' * (count != 1)}, {format_bytes(manifest.nbytes)}"
     line = f"wrote {args.out}: step {manifest.step} under {layout}, {files}"
+    _warn_of_nonfinite(manifest.nonfinite, len(manifest.tensors), args.out)
     return print_result(args, {"checkpoint": str(args.out), "layout": str(layout), **_counts(manifest)}, [line])
 
 
@@ -147,6 +157,7 @@ def _import(args: argparse.Namespace) -> int:
     )
     for line in _differences_of_import(manifest):
         print(f"shardwise: warning: {line}", file=sys.stderr)
+    _warn_of_nonfinite(manifest.nonfinite, len(manifest.tensors), args.out)
     size = format_bytes(manifest.nbytes)
     lines = [f"wrote {args.out}: {len(manifest.tensors)} tensors after {manifest.step} steps, {size}"]
     if run is not None:
@@ -178,13 +189,14 @@ def _export(args: argparse.Namespace) -> int:
     if model_in(checkpoint).lora:
         return _export_adapters(args, checkpoint, export_adapters(checkpoint, args.to))
     made = export(checkpoint, args.to, dtype)
+    _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     what = f"{made.tensors} tensors in {dtype}, {format_bytes(made.nbytes)}"
     lines = [f"wrote {made.folder}: the weights of step {checkpoint.manifest.step}, {what}"]
     if "tokenizer.json" not in made.files:
         lines.append("without a tokenizer: the run's own tokenizer is gone")
     data = {
         "folder": str(made.folder), "step": checkpoint.manifest.step, "dtype": dtype, "files": made.files,
-        "tensors": made.tensors, "bytes": made.nbytes,
+        "tensors": made.tensors, "bytes": made.nbytes, "nonfinite": made.nonfinite,
     }  # fmt: skip
     return print_result(args, data, lines)
 
@@ -196,10 +208,11 @@ def _export_foreign(args: argparse.Namespace) -> int:
         raise UserError(f"--format {args.format} keeps every element's bits: leave out --dtype")
     checkpoint, names = find(args.checkpoint), args.names or "huggingface"
     made = export_foreign(checkpoint, args.to, args.format, names=names, weights_only=args.weights_only)
+    _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     state = "weights" if args.weights_only else "weights and AdamW's state"
     data = {
         "folder": str(made.folder), "step": checkpoint.manifest.step, "format": args.format, "names": names,
-        "weights_only": args.weights_only, "tensors": made.tensors, "bytes": made.nbytes,
+        "weights_only": args.weights_only, "tensors": made.tensors, "bytes": made.nbytes, "nonfinite": made.nonfinite,
     }  # fmt: skip
     line = f"wrote {made.folder}: {state} of step {checkpoint.manifest.step}, {made.tensors} tensors"
     return print_result(args, data, [f"{line}, {format_bytes(made.nbytes)}"])
@@ -207,9 +220,10 @@ def _export_foreign(args: argparse.Namespace) -> int:
 
 def _export_adapters(args: argparse.Namespace, checkpoint: Checkpoint, made: Exported) -> int:
     step = checkpoint.manifest.step
+    _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     line = f"wrote {made.folder}: peft's adapters of step {step}, {made.tensors} tensors, {format_bytes(made.nbytes)}"
     data = {"folder": str(made.folder), "step": step, "dtype": "float32", "files": made.files,
-            "tensors": made.tensors, "bytes": made.nbytes}  # fmt: skip
+            "tensors": made.tensors, "bytes": made.nbytes, "nonfinite": made.nonfinite}  # fmt: skip
     return print_result(args, data, [line])
 
 
@@ -220,9 +234,10 @@ def _merge(args: argparse.Namespace) -> int:
         made = merge(args.adapters, args.to, args.base, args.dtype)
     else:
         made = merge_checkpoint(find(args.adapters), args.to, args.base, args.dtype)
+    _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     line = f"wrote {made.folder}: merged weights, {made.tensors} tensors in {args.dtype}, {format_bytes(made.nbytes)}"
     data = {"folder": str(made.folder), "dtype": args.dtype, "files": made.files, "tensors": made.tensors,
-            "bytes": made.nbytes}  # fmt: skip
+            "bytes": made.nbytes, "nonfinite": made.nonfinite}  # fmt: skip
     return print_result(args, data, [line])
 
 
@@ -280,6 +295,8 @@ def _lines(checkpoint: Checkpoint) -> list[str]:
         dtypes = ", ".join(sorted({spec.dtype for spec in specs}))
         elements, size = sum(spec.numel for spec in specs), sum(spec.nbytes for spec in specs)
         lines.append(f"{kind}: {len(specs)} tensors, {format_count(elements)} elements, {dtypes}, {format_bytes(size)}")
+    if bad := manifest.nonfinite:
+        lines.append(_plain(f"not finite: {len(bad)} of {len(manifest.tensors)} tensors, the first being {bad[0]}"))
     return [*lines, *(f"imported: {line}" for line in _differences_of_import(manifest))]
 
 

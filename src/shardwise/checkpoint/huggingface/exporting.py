@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwise.checkpoint.dtypes import raw
+from shardwise.checkpoint.dtypes import finite, raw
 from shardwise.checkpoint.huggingface.bands import ExportTensor, ReadsWeights, bands, export_tensors
 from shardwise.checkpoint.huggingface.output import Exported, OutputFolder
 from shardwise.checkpoint.huggingface.weights import INDEX, SINGLE
@@ -65,7 +65,7 @@ def export_weights(
     config = to_huggingface(model) | {"torch_dtype": dtype} | ends
     shards = _shards(export_tensors(model, dtype), max_shard_bytes)
     with OutputFolder.new(folder) as output:
-        _write_shards(output, source, shards)
+        nonfinite = _write_shards(output, source, shards)
         if tokenizer:
             output.write("tokenizer.json", [tokenizer.read_bytes()])
             # Without it transformers takes the family's own class, which splits text in the family's own way.
@@ -73,7 +73,7 @@ def export_weights(
             output.write_json("tokenizer_config.json", settings)
         output.write_json("generation_config.json", ends)
         output.write_json("config.json", config)
-    return Exported(folder, tuple(output.files), sum(map(len, shards)), _nbytes(shards))
+    return Exported(folder, tuple(output.files), sum(map(len, shards)), _nbytes(shards), nonfinite)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Path | None:
@@ -114,13 +114,17 @@ def _nbytes(shards: list[list[ExportTensor]]) -> int:
     return sum(tensor.spec.nbytes for shard in shards for tensor in shard)
 
 
-def _write_shards(output: OutputFolder, source: ReadsWeights, shards: list[list[ExportTensor]]) -> None:
-    count = len(shards)
+def _write_shards(output: OutputFolder, source: ReadsWeights, shards: list[list[ExportTensor]]) -> tuple[str, ...]:
+    """Returns the tensors that are not finite."""
+    count, nonfinite = len(shards), dict[str, None]()
 
     def contents(tensors: list[ExportTensor]) -> Iterator[bytes | memoryview]:
         yield safetensors_header({"format": "pt"}, [(tensor.name, tensor.spec) for tensor in tensors])
         for tensor in tensors:
-            yield from map(raw, bands(source, tensor))
+            for band in bands(source, tensor):
+                if not finite(band, tensor.spec.dtype):
+                    nonfinite[tensor.name] = None
+                yield raw(band)
 
     owners: dict[str, str] = {}
     for i, tensors in enumerate(shards):
@@ -130,3 +134,4 @@ def _write_shards(output: OutputFolder, source: ReadsWeights, shards: list[list[
     if count > 1:
         content = {"metadata": {"total_size": _nbytes(shards)}, "weight_map": dict(sorted(owners.items()))}
         output.write_json(INDEX, content)
+    return tuple(nonfinite)

@@ -16,12 +16,14 @@ from shardwise.errors import UserError
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: the folder, its files, tensors, and the bytes of all tensors."""
+    """Result of an export: the folder, its files, tensors, and the bytes of all tensors. nonfinite: tensors with an
+    element that is not finite."""
 
     folder: Path
     files: tuple[str, ...]
     tensors: int
     nbytes: int
+    nonfinite: tuple[str, ...] = ()
 
 
 class OutputFolder:

@@ -201,6 +201,8 @@ class TrainingRun:
         """Where and how the run has diverged, the same on all ranks; empty while it has not."""
         self.skips = 0
         """Steps whose update was skipped."""
+        self.in_a_row = 0
+        """The last steps, if their updates were skipped on all ranks."""
         self.clock, self.slow = TrainingClock(self.pulse), self._injected()
         self.first_step = self.at.step
         self._round: list[dict[str, Any]] = []
@@ -386,7 +388,7 @@ class TrainingRun:
         self._round.append(event)
         if ends and outer is not None:
             for each, loss in zip(self._round, outer.losses, strict=True):
-                each["loss"] = loss
+                each |= {"loss": loss, "skipped": not math.isfinite(loss)}
             event["outer_loss"] = outer.loss
         if ends:
             for each in self._round:
@@ -422,11 +424,12 @@ class TrainingRun:
     def _save(self, last: bool) -> None:
         """Report a checkpoint that cannot be written; only the last one ends the run, and one that is not finite."""
         self._tried(self.saver.finish)  # the one before may still be under way
-        # What a run has not saved when it diverges may be of no use: it pushes out no earlier checkpoint.
-        if self.diverged:
-            self.saver.keep = 0
-            if self.at.step in (self.first_step, self.saver.step):
-                return
+        if self.diverged and self.at.step in (self.first_step, self.saver.step):
+            return
+        if not last and self.saver.saved and self.in_a_row >= self.at.step - self.saver.step:
+            return  # no update since
+        # What a run has when it diverges may be of no use: it pushes out no earlier checkpoint.
+        self.saver.keep = 0 if self.diverged or self.in_a_row else self.config.keep_last
         if last:
             with self._told_nonfinite():
                 self.saver.save(self.at)
@@ -507,15 +510,17 @@ class TrainingRun:
     def _stops_at(self, step: int, loss: float, norm: float) -> bool:
         """Whether the run ends before a step that was made, because it was not finite. Where replicas train apart from
         each other, they learn of it when they agree, and all end after that step."""
-        self.skips += self.program.optimizer.skipped
-        if self.config.on_nonfinite == "skip":
-            return False
-        if (outer := self.program.outer) is not None:
-            if self.rounds.ends(step) and not all(map(math.isfinite, outer.losses)):
+        stops, outer = self.config.on_nonfinite == "stop", self.program.outer
+        if outer is not None:
+            skips = sum(not math.isfinite(each) for each in outer.losses) if self.rounds.ends(step) else 0
+            self.skips += skips
+            if stops and skips:
                 self.diverged = f"in the round up to step {step + 1}: the loss or the gradient norm of a replica is not"
                 self.diverged += " finite, and its update was not made"
             return False
-        if self.program.optimizer.skipped:
+        self.skips += self.program.optimizer.skipped
+        self.in_a_row = self.in_a_row + 1 if self.program.optimizer.skipped else 0
+        if stops and self.program.optimizer.skipped:
             what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}, the loss {loss}"
             self.diverged = f"at step {step + 1}: {what}, and the update was not made"
         return bool(self.diverged)

@@ -170,11 +170,11 @@ class Optimizer:
         return norm
 
     def _release(self) -> None:
-        """Release gradients that update nothing, and what they left in the residuals of error feedback."""
+        """Release gradients that update nothing, and the errors of packing them."""
         for state in self.states:
             state.flat.grads.free()
             if state.flat.residuals is not None:
-                state.flat.residuals.drop_nonfinite()
+                state.flat.residuals.drop()
 
     def _update_load(self, load: Load, arrays: list[Tensor], lr: float, coefficient: float) -> None:
         """Update what has been read from the file."""
