@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        "are elsewhere by now")  # fmt: skip
     merge.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="the new folder")
     merge.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of every tensor (bfloat16)"
+        "--dtype", choices=("bfloat16", "float32", "float16"), help="of every tensor (that of their weights)"
     )
     _import_arguments(action("import", "convert another trainer's checkpoint (FSDP2, DeepSpeed)", _import))
 
@@ -68,7 +68,11 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
         default="huggingface",
         help="dcp: torch.distributed.checkpoint, which FSDP2 loads; weights alone for huggingface (huggingface)",
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="huggingface: of every tensor (bfloat16)")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32", "float16"),
+        help="huggingface: of every tensor (that of the weights that training started from, else bfloat16)",
+    )
     parser.add_argument(
         "--names", choices=("huggingface", "shardwise"), help="other formats: whose names parameters have (huggingface)"
     )
@@ -183,11 +187,12 @@ def _export(args: argparse.Namespace) -> int:
     if args.names or args.weights_only:
         raise UserError("a Hugging Face folder has weights by its own names: leave out --names and --weights-only")
 
-    from shardwise.checkpoint.huggingface import export, export_adapters
+    from shardwise.checkpoint.huggingface import dtype_of, export, export_adapters
 
-    checkpoint, dtype = find(args.checkpoint), args.dtype or "bfloat16"
+    checkpoint = find(args.checkpoint)
     if model_in(checkpoint).lora:
         return _export_adapters(args, checkpoint, export_adapters(checkpoint, args.to))
+    dtype = dtype_of(checkpoint, args.dtype)
     made = export(checkpoint, args.to, dtype)
     _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     what = f"{made.tensors} tensors in {dtype}, {format_bytes(made.nbytes)}"
@@ -235,8 +240,8 @@ def _merge(args: argparse.Namespace) -> int:
     else:
         made = merge_checkpoint(find(args.adapters), args.to, args.base, args.dtype)
     _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
-    line = f"wrote {made.folder}: merged weights, {made.tensors} tensors in {args.dtype}, {format_bytes(made.nbytes)}"
-    data = {"folder": str(made.folder), "dtype": args.dtype, "files": made.files, "tensors": made.tensors,
+    line = f"wrote {made.folder}: merged weights, {made.tensors} tensors in {made.dtype}, {format_bytes(made.nbytes)}"
+    data = {"folder": str(made.folder), "dtype": made.dtype, "files": made.files, "tensors": made.tensors,
             "bytes": made.nbytes, "nonfinite": made.nonfinite}  # fmt: skip
     return print_result(args, data, [line])
 

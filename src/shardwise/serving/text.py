@@ -6,11 +6,11 @@ stream gives out no half of a character, and nothing that may still become a sto
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.data.ends import declared_ends
 from shardwise.errors import UserError
 from shardwise.serving.job import tokenizer_of
 from shardwise.serving.token_bytes import TokenBytes
@@ -45,11 +45,12 @@ class Text:
         if path is None:
             raise UserError(f"{folder} has no tokenizer.json: put one there, or give the prompt as token ids")
         tokenizer = files.load(path)
-        stops = _stop_tokens(folder)
+        # A run's tokenizer is elsewhere, with files of its own beside it.
+        stops = [*declared_ends(folder, tokenizer), *declared_ends(path.parent, tokenizer)]
         if not stops:
             found = (tokenizer.token_to_id(token) for token in files.KNOWN_ENDS)
             stops = [next((token for token in found if token is not None), -1)]
-        return cls(tokenizer, [token for token in stops if token >= 0])
+        return cls(tokenizer, [token for token in dict.fromkeys(stops) if token >= 0])
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with those that the tokenizer puts around every text."""
@@ -143,17 +144,3 @@ def _overlap(text: str, word: str) -> int:
         if text.endswith(word[:length]):
             return length
     return 0
-
-
-def _stop_tokens(folder: Path) -> list[int]:
-    """Tokens that end an answer according to a Hugging Face folder."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            content = json.loads((folder / name).read_text())
-        except (OSError, ValueError):
-            continue
-        found = content.get("eos_token_id") if isinstance(content, dict) else None
-        found = found if isinstance(found, list) else [found]
-        if stops := [token for token in found if type(token) is int]:
-            return stops
-    return []

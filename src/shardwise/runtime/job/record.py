@@ -11,11 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint import Checkpoint
+from shardwise.checkpoint.huggingface.companions import companions_of, keep_companions
 from shardwise.errors import UserError
 from shardwise.model.flops import MFU
 from shardwise.report.exposure import Exposure, exposures
 from shardwise.report.files import write_whole
-from shardwise.report.run_directory import RunDirectory
+from shardwise.report.run_directory import COMPANIONS, RunDirectory
 from shardwise.report.step_report import StepReport
 from shardwise.report.strict_json import strict
 from shardwise.report.trace import write_trace
@@ -24,6 +26,17 @@ from shardwise.report.waiting import RankWaiting, waiting_lines
 from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.run_file import NAME, run_file
+
+
+def _keep_companions(config: TrainConfig) -> None:
+    """Copy what is beside the tokenizer and the weights that a run starts from, or is beside those of the run that it
+    resumes. Without the copies exports would lack them; training does not."""
+    sources = [Path(each) for each in (config.tokenizer, config.weights) if each is not None]
+    sources = [each if each.is_dir() else each.parent for each in sources]
+    kept = companions_of(Checkpoint.open(config.resume)) if config.resume else None
+    if config.tokenizer is not None:
+        with suppress(OSError):
+            keep_companions([*([kept] if kept else []), *sources], Path(config.out) / COMPANIONS)
 
 
 class RunRecorder:
@@ -41,6 +54,7 @@ class RunRecorder:
         self.directory = RunDirectory.create(config.out, about, resume=here)
         if not here:
             write_whole(self.directory.path / NAME, run_file(config), "run file")
+            _keep_companions(config)
         self.loss = self._last_loss(done) if here else float("nan")
         if config.resume or config.restart:
             other = {"corpus": config.corpus, "former_corpus": config.former_corpus} if config.former_corpus else {}
