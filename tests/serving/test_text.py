@@ -168,7 +168,7 @@ def test_stop_tokens_and_a_missing_tokenizer(tmp_path: Path) -> None:
     TEXT.tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert Text.open(tmp_path).stop_tokens == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
-    assert Text.open(tmp_path).stop_tokens == (3, 4)
+    assert Text.open(tmp_path).stop_tokens == (3, 4, 7)
     assert Text.open(tmp_path).decode(Text.open(tmp_path).encode("日本")) == "日本"
 
 

@@ -89,11 +89,16 @@ def train(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer, name: str = "the tokenizer", folder: Path | None = None) -> int:
-    """The id of the token that ends a document: the first that the files beside the tokenizer name, in `folder`, else
-    the first of `KNOWN_ENDS` there is. Raises `UserError` without one."""
-    declared = [] if folder is None else [prepared_end(folder), *declared_ends(folder, tokenizer)]
-    for number in [*declared, named_end(tokenizer)]:
-        if number is not None and number <= vocabulary_size(tokenizer) and tokenizer.id_to_token(number) is not None:
+    """The id of the token that ends a document: the first special one that the files beside the tokenizer name, in
+    `folder`, else the first of `KNOWN_ENDS` there is. Raises `UserError` without one.
+
+    A config.json may have the default of the model's family, which is any token of this tokenizer.
+    """
+    declared = [] if folder is None else declared_ends(folder, tokenizer)
+    special = tokenizer.get_added_tokens_decoder()
+    ends = [] if folder is None else [prepared_end(folder)]
+    for number in [*ends, *(end for end in declared if end in special), named_end(tokenizer)]:
+        if number is not None:
             return number
     raise UserError(f"{name} has no end-of-text token; shardwise knows {', '.join(KNOWN_ENDS)}: add one of them")
 

@@ -75,23 +75,41 @@ class Companions:
     folder: Path | None = None
 
     def ids(self) -> dict[str, Any]:
-        """The special tokens of config.json, as it had them before; else the end of text."""
+        """The special tokens of config.json, as it had them before; else the end of text. Of a tokenizer that has no
+        such token they are defaults of the model's family."""
         config = content_of(self.folder / CONFIG) if self.folder is not None else {}
-        ids = {name: config[name] for name in _IDS if name in config}
-        return {"bos_token_id": None, "eos_token_id": self._end()[1]} | ids
+        return {"bos_token_id": None, "eos_token_id": self._end()[1]} | self._known(config)
+
+    def _known(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The ids of special tokens in a configuration that are special tokens of the tokenizer."""
+        special = _Vocabulary(content_of(self.tokenizer)).special
+        ids = {name: config[name] for name in _IDS if config.get(name) is not None}
+        return {
+            name: value for name, value in ids.items() if {*(value if isinstance(value, list) else [value])} <= special
+        }
+
+    def _generation(self) -> dict[str, Any]:
+        """generation_config.json as it was before, without ids that are none of the tokenizer's special tokens, and
+        with an end of text."""
+        config = content_of(self.folder / GENERATION) if self.folder is not None else {}
+        ids = {name: value for name, value in self.ids().items() if name != "pad_token_id"}
+        if not config:
+            return ids
+        plain = {name: value for name, value in config.items() if name not in _IDS}
+        given = {name: value for name, value in ids.items() if name in config or name == "eos_token_id"}
+        return plain | given | self._known(config)
 
     def files(self) -> dict[str, bytes]:
         """Name -> contents. Without tokenizer_config.json transformers takes the family's own class, which splits text
         in the family's own way."""
-        ids = {name: value for name, value in self.ids().items() if name != "pad_token_id"}
         found = {
             TOKENIZER: self.tokenizer.read_bytes(),
             SETTINGS: _json({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._end()[0]}),
-            GENERATION: _json(ids),
+            GENERATION: _json(self._generation()),
         }
         if self.folder is not None:
             templates = sorted((self.folder / TEMPLATES).glob("*.jinja"))
-            others = [self.folder / name for name in (SETTINGS, GENERATION, *OTHERS)]
+            others = [self.folder / name for name in (SETTINGS, *OTHERS)]
             kept = [path for path in [*others, *templates] if path.is_file()]
             found |= {str(path.relative_to(self.folder)): path.read_bytes() for path in kept}
         return found
@@ -101,9 +119,8 @@ class Companions:
         vocabulary = _Vocabulary(content_of(self.tokenizer))
         folders = [self.tokenizer.parent] if self.folder is None else [self.folder, self.tokenizer.parent]
         declared = [end for folder in folders for end in declared_ends(folder, vocabulary)]  # type: ignore[arg-type]
-        declared += [end for folder in folders if (end := prepared_end(folder)) is not None]
-        known = [vocabulary.token_to_id(name) for name in KNOWN_ENDS]
-        for end in [*declared, *known]:
+        ends = [*map(prepared_end, folders), *(end for end in declared if end in vocabulary.special)]
+        for end in [*ends, *map(vocabulary.token_to_id, KNOWN_ENDS)]:
             if end in vocabulary.names:
                 return vocabulary.names[end], end
         return None, None
@@ -114,12 +131,14 @@ class _Vocabulary:
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._ids: dict[str, int] = {}
+        self.special = set[int]()
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             vocab = content["model"]["vocab"]
             pairs = vocab.items() if isinstance(vocab, dict) else ((each[0], i) for i, each in enumerate(vocab))
             self._ids = {piece: int(number) for piece, number in pairs}
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             self._ids |= {added["content"]: int(added["id"]) for added in content.get("added_tokens") or []}
+            self.special = {int(added["id"]) for added in content.get("added_tokens") or []}
         self.names = {number: piece for piece, number in self._ids.items()}
 
     def token_to_id(self, token: str) -> int | None:

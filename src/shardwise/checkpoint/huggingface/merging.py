@@ -56,7 +56,8 @@ def merge(adapters: Path, folder: Path, base: Path | None = None, dtype: str | N
     """Write the weights with adapters merged to a new Hugging Face folder.
 
     adapters: `peft`'s folder. base: the Hugging Face folder that they were trained beside; None for the one that they
-    name. dtype: as of `export`. Raises `UserError` when base and adapters do not suit each other, or a folder cannot be read or written.
+    name. dtype: as of `export`. Raises `UserError` when base and adapters do not suit each other, or a folder cannot be
+    read or written.
     """
     if not (adapters / CONFIG).is_file():
         raise UserError(f"{adapters} has no {CONFIG}")
