@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from shardwise.checkpoint.manifest import NAME
+from shardwise.checkpoint.manifest import NAME, PART_NAME
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.reading import DamagedError
 from shardwise.checkpoint.writer import sync_folder
@@ -67,6 +67,41 @@ def find(path: Path) -> Checkpoint:
         return Checkpoint.open(path)
     except DamagedError as error:
         raise with_older(error, path) from None
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Checkpoints beside one that are newer and have no manifest: their saves were cut off."""
+    step = _STEP.fullmatch(folder.name)
+    return [
+        path for number, path in steps(folder.parent) if step and number > int(step[1]) and not (path / NAME).exists()
+    ]
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """A folder for a new checkpoint, which no other process writes meanwhile. What a writer that was killed left there
+    is removed. Raises `UserError` when the folder holds anything else, or is in use."""
+    used = f"{folder} is not empty; nothing was overwritten: choose another folder"
+    if folder.exists() and not folder.is_dir():
+        raise UserError(used)
+    with os_errors(f"write to {folder}"):
+        new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with os_errors(f"write to {folder}"), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            left = list(folder.iterdir())
+            if not all(PART_NAME.fullmatch(path.name) or path.name == f"{NAME}.partial" for path in left):
+                raise UserError(used)
+            for path in left:
+                path.unlink()
+            yield
+    except BaseException as error:
+        if new:
+            with suppress(OSError):
+                folder.rmdir()
+        if isinstance(error, BlockingIOError):
+            raise UserError(f"{folder} is being written by another process: choose another folder") from None
+        raise
 
 
 def with_older(error: DamagedError, damaged: Path) -> DamagedError:

@@ -39,7 +39,8 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.huggingface import HuggingFaceWeights, PeftAdapters
 from shardwise.checkpoint.manifest import NAME as MANIFEST
-from shardwise.checkpoint.manifest import trained
+from shardwise.checkpoint.manifest import trained as is_trained
+from shardwise.checkpoint.names import unwrapped
 from shardwise.errors import NotFiniteError, UserError
 from shardwise.model.adapters import is_scale
 from shardwise.model.parameters import Parameter
@@ -145,7 +146,7 @@ class Saver:
     def _entries(self) -> list[PartEntry]:
         """Pieces that this rank writes."""
         return [
-            PartEntry(f"{kind}/{held.name}", TensorSpec(shape=held.shape, dtype=dtype), held.stored)
+            PartEntry(f"{kind}/{unwrapped(held.name)}", TensorSpec(shape=held.shape, dtype=dtype), held.stored)
             for kind, dtype in self._kinds.items()
             for held in self.writes
         ]
@@ -222,7 +223,7 @@ class Saver:
         if failures := [outcome for outcome in outcomes if isinstance(outcome, str)]:
             return UserError(failures[0])
         records = [outcome for outcome in outcomes if not isinstance(outcome, str)]
-        if bad := sorted({name for record in records for name in record.nonfinite if trained(name)}):
+        if bad := sorted({name for record in records for name in record.nonfinite if is_trained(name)}):
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             return NotFiniteError(f"{folder} was not saved: {bad[0]}{more} is not finite")
         try:
@@ -325,13 +326,14 @@ def _fill(
     """Set weights and moments. kinds: the first of `UnitPlan.states`. unused: stored kinds that are not read; besides:
     stored tensors that are not."""
     plan = program.plan
-    source.require(shapes(plan.subject, (*kinds, *unused)) | dict(besides or {}))
+    trained = {unwrapped(name): shape for name, shape in shapes(plan.subject, (*kinds, *unused)).items()}
+    source.require(trained | dict(besides or {}))
     states = {state.flat.unit.name: state for state in program.optimizer.states}
     for held in needs(plan.subject, plan.layout, dist.get_rank()):
         state = states[held.unit]
         for index, kind in enumerate(kinds):
             program.comms.pulse.work(f"the reading of {held.name}")
-            values = source.read(f"{kind}/{held.name}", held.local, plan.master_dtype)
+            values = source.read(f"{kind}/{unwrapped(held.name)}", held.local, plan.master_dtype)
             state.put(index, held.start - state.flat.start, torch.from_numpy(values))
     if program.outer is not None:
         program.outer.rebase()

@@ -56,7 +56,6 @@ from shardwise.runtime.offload.recovery import Kept, newest_kept
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.sync.rounds import Rounds
 from shardwise.runtime.zero.flat_unit import torch_dtype
-from shardwise.runtime.zero.optimizer import learning_rate
 
 MEASURED_STEP = 2
 """The step whose report is taken: the first two fill caches. Its timeline is the next step's; where replicas train
@@ -374,7 +373,7 @@ class TrainingRun:
             rate = self._rate(elapsed)
             self._record(step, dict(
                 time=time.time(), step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate,
-                mfu=self._mfu(rate), lr=learning_rate(self.config.optimizer, step, self.config.steps), recorded=measure,
+                mfu=self._mfu(rate), lr=self.config.learning_rate(step), recorded=measure,
                 waiting_s=self.pulse.waited - waited, experts=self.program.expert_loads.event(),
                 skipped=self.program.optimizer.skipped, **self.slow.event(),
             ))  # fmt: skip
@@ -499,7 +498,7 @@ class TrainingRun:
             micro_batches = self._micro_batches(step, key)
             with around:
                 self.slow.begin(self._number(step), recorded=isinstance(around, StepMeasurement))
-                lr = learning_rate(config.optimizer, step, config.steps)
+                lr = config.learning_rate(step)
                 loss, norm, _ = self.program.step(micro_batches, lr, self.rounds.ends(step))
         except RuntimeError as error:
             raise self._named(error, step) from error

@@ -67,7 +67,8 @@ class ServedRun(TrainingRun):
     def _make_server(self, plan: UnitPlan) -> Server | None:
         config = self.config
         stops = config.on_nonfinite == "stop"
-        return make_server(plan, self.mail, self._initial_values, config.optimizer, config.steps, stops)
+        steps = config.schedule_steps or config.steps
+        return make_server(plan, self.mail, self._initial_values, config.optimizer, steps, stops)
 
     def _stops_at(self, step: int, loss: float, norm: float) -> bool:
         """Workers end where the servers say."""

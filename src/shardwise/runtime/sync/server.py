@@ -72,7 +72,7 @@ class KeyRange:
 class Server:
     """Server `place` of a job whose workers' ranks have the plans `plans`, one for each rank of a worker.
 
-    steps: of the whole run, for the learning rate. stops: whether an update that is not finite ends the run. peers: the
+    steps: of the learning rate's schedule. stops: whether an update that is not finite ends the run. peers: the
     group of all servers' ranks, which add up the gradient's norm; None where there is one server, and where no update
     waits for all gradients of a step.
     """

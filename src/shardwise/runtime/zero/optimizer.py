@@ -27,6 +27,7 @@ from shardwise.layout.homes import (
 from shardwise.layout.units import Span
 from shardwise.ops.limits import optimizer_chunk
 from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.config import learning_rate as learning_rate
 from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.offload.state import MASTER, FileState, MemoryState, OptimizerState
 from shardwise.runtime.transport.comms import Comms
@@ -34,15 +35,6 @@ from shardwise.runtime.zero.engine import Engine
 from shardwise.runtime.zero.flat_unit import HOST, FlatUnit, Values, torch_dtype
 from shardwise.runtime.zero.int8_values import Int8Values
 from shardwise.runtime.zero.update import divides, update
-
-
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of `step` (from 0): linear warm-up over `warmup` steps, then a cosine down to `final_share`."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    progress = (step - config.warmup) / max(1, steps - config.warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return config.lr * (config.final_share + (1 - config.final_share) * cosine)
 
 
 class UnitState:
