@@ -53,3 +53,18 @@ def _loss(module: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
 
 def _weights(module: SplitModule) -> Tensor:
     return torch.cat([state.master.clone() for state in module.program.optimizer.states])
+
+
+def save_compiled(rank: int, folder: str) -> bool:
+    """Save a compiled module, and load it into one that is not; whether their weights are equal."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    compiled = split(torch.compile(inner, backend="eager"), "dp=1")  # type: ignore[arg-type]
+    compiled.train_step(_loss, torch.ones(4, 8))
+    compiled.save(folder)
+    plain = _module("dp=1", "stop")
+    plain.load(folder)
+    equal = torch.equal(_weights(plain), _weights(compiled))
+    for module in (compiled, plain):
+        module.program.comms.close()
+    return equal
