@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import UserError, did_you_mean, os_errors
+from shardwise.errors import DivergedError, UserError, did_you_mean, os_errors
 from shardwise.layout import Layout, Workload, check_runnable, fewer_ranks
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
@@ -32,7 +32,7 @@ from shardwise.runtime.installed import require
 from shardwise.runtime.job import restart
 from shardwise.runtime.job.config import LaunchConfig, TrainConfig
 from shardwise.runtime.job.hosts import HostFile
-from shardwise.runtime.job.launch import INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port
+from shardwise.runtime.job.launch import DIVERGED, INTERRUPTED, RANK_FAILED, USER_MISTAKE, RunFailed, check_port
 from shardwise.runtime.job.locks import run_lock
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.text import with_corpus
@@ -46,7 +46,9 @@ RUNS = Path("runs")
 
 _TEXT = ("corpus", "corpus_fingerprint", "former_corpus")
 _OPTIONS = [
-    f.name for f in fields(TrainConfig) if f.name not in ("model", "layout", "workload", "data", "restart", *_TEXT)
+    f.name
+    for f in fields(TrainConfig)
+    if f.name not in ("model", "layout", "workload", "data", "restart", "schedule_steps", *_TEXT)
 ]
 
 
@@ -120,7 +122,8 @@ def train(
     options: further fields of `TrainConfig` (steps, out, tokenizer, optimizer, seed, report, device, ...) and of
     `LaunchConfig` (port, restarts, elastic, progress, rank0_stdout), and `vocab`, which replaces the model's. Without
     `out` the run directory is the next free `runs/<model>-N`.
-    Raises `UserError` for what cannot be run, `RunFailed` when a rank dies; no process is left in either case.
+    Raises `UserError` for what cannot be run, `DivergedError` when a loss or gradients are not finite, `RunFailed` when
+    a rank dies; no process is left in any case.
     """
     launch, options = _apart(options)
     return run(configure(model, layout, workload, data, **options), launch, series=options.get("out") is None)
@@ -148,6 +151,8 @@ def run(config: TrainConfig, launch: LaunchConfig | None = None, *, series: bool
     _check_fits(config)
     if launch.port:
         check_port(launch.port)
+    for line in _of_resume(config):
+        launch.progress(line)
     with _claimed(config, series=series) as config:
         ending, config = restart.until_done(with_corpus(config, launch.progress), launch)
         _raise_for(ending.code, ending.line)
@@ -185,7 +190,10 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
             _check_out(request)
         if first:
             claim.enter_context(_claimed(request, again))
+        for line in [] if again else _of_resume(request):
+            tell(line)
         if again:
+            restart.check_not_diverged(request)
             request = restart.continued(request, max(1, restarts), tell)
             tell(f"restart {'from ' + request.resume if request.resume else 'from the beginning'}")
         if elastic and ranks < request.layout.ranks:
@@ -287,12 +295,39 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
     _check_options({name: value for name, value in changes.items() if name not in ("layout", "workload", "data")})
     wrote = config.workload.optimizer
     kept = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("restart", *_TEXT)}
+    if "schedule" in changes or changes.get("steps", config.steps) != config.steps:
+        former = config.schedule_steps or config.steps
+        kept["schedule_steps"] = former if changes.get("schedule", config.schedule) == "keep" else 0
     config = _checked(kept | changes | {"out": out, "resume": str(source.folder)} | _text_of(config, changes))
     if config.workload.optimizer != wrote:
         source.unused_states(config.workload.optimizer)  # raises where it lacks moments
     if config.steps <= source.manifest.step:
         raise UserError(f"{source.folder} is at step {source.manifest.step} already: give a larger --steps")
     return config
+
+
+def _of_resume(config: TrainConfig) -> Iterator[str]:
+    """What a resumed run does otherwise than may be expected: newer checkpoints that it leaves out, and a learning rate
+    whose schedule has changed."""
+    if config.resume is None:
+        return
+    from shardwise.checkpoint import Checkpoint, unfinished
+
+    source = Checkpoint.open(config.resume)
+    for path in unfinished(source.folder):
+        yield f"{path} is unfinished, its save was cut off: resuming {source.folder.name}"
+    with suppress(KeyError, TypeError, ValueError):
+        before = TrainConfig.from_json({k: v for k, v in source.manifest.about.items() if k != "imported"})
+        step = source.manifest.step
+        old, new = before.learning_rate(step), config.learning_rate(step)
+        if old != new:
+            steps = config.schedule_steps or config.steps
+            hint = "" if config.schedule == "keep" else f"; --schedule keep leaves it at {old:.3g}"
+            yield (
+                f"the learning rate of step {step + 1} is {new:.3g}, that of step {step} was "
+                f"{before.learning_rate(step - 1):.3g}: its schedule is of {steps} steps now, not "
+                f"{before.schedule_steps or before.steps}{hint}"
+            )
 
 
 def _text_of(before: TrainConfig, changes: dict[str, Any]) -> dict[str, Any]:
@@ -414,6 +449,8 @@ def _raise_for(code: int, line: str) -> None:
         raise UserError(line)
     if code == RANK_FAILED:
         raise RunFailed(line)
+    if code == DIVERGED:
+        raise DivergedError(line)
     if code == INTERRUPTED:
         raise KeyboardInterrupt(line)
     if code:

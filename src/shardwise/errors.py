@@ -15,6 +15,14 @@ class LayoutError(UserError):
     """A layout that is illegal, or that cannot run here. The message names the reason and the nearest legal values."""
 
 
+class DivergedError(RuntimeError):
+    """Training whose loss, gradients or weights are not finite. The message is one line: where, and what was kept."""
+
+
+class NotFiniteError(UserError):
+    """Weights or optimizer state that are not finite, and so were not saved."""
+
+
 @contextmanager
 def os_errors(doing: str, instead: str = "") -> Iterator[None]:
     """Raise the `UserError` "cannot DOING: reason" for an `OSError`. instead: what to do, after the reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from simulated import LLAMA, save, state_of
 
@@ -10,12 +11,13 @@ from shardwise.checkpoint.manifest import NAME
 from shardwise.errors import UserError
 
 SMALL = LLAMA.replace(hidden=8, heads=2, kv_heads=2, head_dim=4, layers=1, ffn=6, vocab=11)
-STATE = state_of(SMALL, kinds=("model",))
+NONFINITE = state_of(SMALL, kinds=("model",))
+STATE = {name: np.nan_to_num(values) for name, values in NONFINITE.items()}
 
 
-def make(folder, *steps: int) -> None:
+def make(folder, *steps: int, state=STATE) -> None:
     for step in steps:
-        save(folder / f"step-{step}", SMALL, "tp=2", STATE, step=step)
+        save(folder / f"step-{step}", SMALL, "tp=2", state, step=step)
 
 
 def break_off(folder, step: int) -> None:
@@ -62,6 +64,24 @@ def test_one_that_is_read_is_not_removed(tmp_path):
     assert {path.name for path in keep_last(tmp_path, 1, known)} == {"step-1"}
     with kept(tmp_path / "step-1"):
         assert names(tmp_path) == {"step-3"}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_finite_ones_are_never_removed_for_others(tmp_path, count):
+    make(tmp_path, 1, 2, 3)
+    make(tmp_path, 4, 5, 6, state=NONFINITE)
+    keep_last(tmp_path, count)
+    assert names(tmp_path) == {f"step-{step}" for step in range(4 - count, 7)}
+    make(tmp_path, 7, 8)
+    keep_last(tmp_path, count, {tmp_path / "step-8"})
+    assert names(tmp_path) == {f"step-{step}" for step in range(9 - count, 9)}
+
+
+def test_of_none_that_is_finite_the_newest_stay(tmp_path):
+    make(tmp_path, 1, 2, 3, state=NONFINITE)
+    assert latest(tmp_path).manifest.nonfinite == tuple(sorted(NONFINITE))
+    keep_last(tmp_path, 2)
+    assert names(tmp_path) == {"step-2", "step-3"}
 
 
 def test_what_is_set_aside_counts_no_more(tmp_path):

@@ -1,9 +1,9 @@
 """A rank that gets into trouble on purpose: `python faulty_worker.py FAULT CONFIG.json`, a worker for the launcher.
 
-FAULT is JSON. what: what goes wrong, a key of `TROUBLES` or "file limit". rank, step (from 1), where: whose, and when.
-calls: of the calls at this place and step, the one before which it comes, from 1. once: a file; while it exists, it has
-come already and does not come again (again: it does). pids: a folder in which each rank leaves its process id. The
-program itself knows nothing of all this.
+FAULT is JSON. what: what goes wrong, a key of `TROUBLES` or `POISONS`, or "file limit". rank, step (from 1), where:
+whose, and when. calls: of the calls at this place and step, the one before which it comes, from 1. once: a file; while
+it exists, it has come already and does not come again (again: it does). pids: a folder in which each rank leaves its
+process id. The program itself knows nothing of all this.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ def main(fault: Fault, argv: list[str]) -> int:
         return worker.main(argv)
     if fault["what"] == "file limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (fault["bytes"], fault["bytes"]))
+        return worker.main(argv)
+    if fault["what"] in POISONS:
+        _poison(fault)
         return worker.main(argv)
     step = calls = 0
 
@@ -79,6 +82,36 @@ def before(owner: Any, name: str, act: Callable[..., object]) -> None:
     setattr(owner, name, call)
 
 
+def _poison(fault: Fault) -> None:
+    """In the steps of `fault["step"]`, one or a list, the rank's loss or its gradient is not finite."""
+    import torch
+
+    from shardwise.runtime.job import pulse
+    from shardwise.runtime.pipeline.stages import StageRunner
+
+    step, plain = 0, StageRunner.loss
+    given = fault["step"]
+    steps = given if isinstance(given, list) else [given]
+
+    def note(_: Any, number: int) -> None:
+        nonlocal step
+        step = number
+
+    def loss(self: StageRunner, logits: Any, targets: Any) -> Any:
+        found = plain(self, logits, targets)
+        return POISONS[fault["what"]](found) if step in steps and torch.is_grad_enabled() else found
+
+    before(pulse.Pulse, "step", note)
+    StageRunner.loss = loss  # type: ignore[method-assign]
+
+
+def _with_gradient(loss: Any, factor: float) -> Any:
+    """The loss, whose gradient is multiplied by a factor."""
+    loss = loss * 1.0
+    loss.register_hook(lambda gradient: gradient * factor)
+    return loss
+
+
 def _raise(fault: Fault, argv: list[str]) -> None:
     raise ZeroDivisionError("on purpose")
 
@@ -107,6 +140,11 @@ def _truncate(fault: Fault, argv: list[str]) -> None:
         os.truncate(file, 0)
 
 
+POISONS: dict[str, Callable[[Any], Any]] = {
+    "infinite loss": lambda loss: loss + float("inf"),
+    "nan gradient": lambda loss: _with_gradient(loss, float("nan")),
+    "infinite gradient": lambda loss: _with_gradient(loss, float("inf")),
+}
 TROUBLES: dict[str, Callable[[Fault, list[str]], object]] = {
     "hang": lambda fault, argv: time.sleep(3600),
     "freeze": lambda fault, argv: os.kill(os.getpid(), signal.SIGSTOP),

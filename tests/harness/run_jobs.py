@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from shardwise import api
-from shardwise.errors import UserError
+from shardwise.errors import DivergedError, UserError
 from shardwise.runtime.job.config import LaunchConfig, TrainConfig
 from shardwise.runtime.job.launch import RunFailed
 
@@ -23,7 +23,7 @@ def train(config: TrainConfig, command: list[str], options: dict[str, Any]) -> E
         try:
             launch = LaunchConfig(progress=lines.append, rank0_stdout=output.fileno(), worker=command, **options)
             return api.run(config, launch), None, lines
-        except (UserError, RunFailed) as failed:
+        except (UserError, DivergedError, RunFailed) as failed:
             return None, failed, lines
 
 

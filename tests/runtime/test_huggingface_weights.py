@@ -235,7 +235,7 @@ def test_commands_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     again = _shardwise("train", "--resume", run, "--steps", "3", "--json")
     assert again.returncode == 0, again.stderr
 
-    made = _shardwise("checkpoint", "export", run, "--to", out, "--json")
+    made = _shardwise("checkpoint", "export", run, "--to", out, "--dtype", "bfloat16", "--json")
     assert made.returncode == 0, made.stderr
     assert json.loads(made.stdout)["step"] == 3
     model = transformers.AutoModelForCausalLM.from_pretrained(out)

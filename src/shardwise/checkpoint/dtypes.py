@@ -31,6 +31,13 @@ def raw(array: np.ndarray) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
+def finite(array: np.ndarray, dtype: str) -> bool:
+    """Whether all elements are finite; those of bfloat16 as `uint16`."""
+    if dtype == "bfloat16":
+        return not bool(((array & 0x7F80) == 0x7F80).any())
+    return bool(np.isfinite(array).all())
+
+
 def convert(array: np.ndarray, source: str, target: str) -> np.ndarray:
     """Elements of dtype `source` rounded (to nearest, ties to even) to dtype `target`; the same array when equal."""
     if source == target:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from shardwise.checkpoint.manifest import NAME
+from shardwise.checkpoint.manifest import NAME, PART_NAME
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.reading import DamagedError
 from shardwise.checkpoint.writer import sync_folder
@@ -69,6 +69,41 @@ def find(path: Path) -> Checkpoint:
         raise with_older(error, path) from None
 
 
+def unfinished(folder: Path) -> list[Path]:
+    """Checkpoints beside one that are newer and have no manifest: their saves were cut off."""
+    step = _STEP.fullmatch(folder.name)
+    return [
+        path for number, path in steps(folder.parent) if step and number > int(step[1]) and not (path / NAME).exists()
+    ]
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """A folder for a new checkpoint, which no other process writes meanwhile. What a writer that was killed left there
+    is removed. Raises `UserError` when the folder holds anything else, or is in use."""
+    used = f"{folder} is not empty; nothing was overwritten: choose another folder"
+    if folder.exists() and not folder.is_dir():
+        raise UserError(used)
+    with os_errors(f"write to {folder}"):
+        new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with os_errors(f"write to {folder}"), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            left = list(folder.iterdir())
+            if not all(PART_NAME.fullmatch(path.name) or path.name == f"{NAME}.partial" for path in left):
+                raise UserError(used)
+            for path in left:
+                path.unlink()
+            yield
+    except BaseException as error:
+        if new:
+            with suppress(OSError):
+                folder.rmdir()
+        if isinstance(error, BlockingIOError):
+            raise UserError(f"{folder} is being written by another process: choose another folder") from None
+        raise
+
+
 def with_older(error: DamagedError, damaged: Path) -> DamagedError:
     """The error, with the command that resumes the newest checkpoint before `damaged`, if there is one.
 
@@ -84,34 +119,41 @@ def with_older(error: DamagedError, damaged: Path) -> DamagedError:
 
 
 def _opens(path: Path) -> bool:
+    return _opened(path) is not None
+
+
+def _opened(path: Path) -> Checkpoint | None:
     try:
-        Checkpoint.open(path)
+        return Checkpoint.open(path)
     except UserError:
-        return False
-    return True
+        return None
 
 
 def keep_last(folder: Path, count: int, known: set[Path] | None = None) -> list[Path]:
     """Remove all whole checkpoints but the `count` newest, and what saves that were cut off left behind before the
-    newest whole one. Returns what was removed.
-
-    A folder with a manifest that cannot be opened is left for a person to look at. known: those that are whole, which
-    are not opened again; it is kept up to date. Raises `UserError` when `count` is below 1, and when a folder cannot be
+    newest whole one. Those that are not finite do not count, and are removed as old as they are. Returns what was
     removed.
+
+    A folder with a manifest that cannot be opened is left for a person to look at. known: those that are whole and
+    finite, which are not opened again; it is kept up to date. Raises `UserError` when `count` is below 1, and when a
+    folder cannot be removed.
     """
     known = set() if known is None else known
     if count < 1:
         raise UserError(f"at least 1 checkpoint must be kept, not {count}")
     whole, partial = list[Path](), list[Path]()
     for _, path in steps(folder):
-        if path in known or _opens(path):
-            whole.append(path)
+        if path not in known and (checkpoint := _opened(path)) and not checkpoint.manifest.nonfinite:
             known.add(path)
+        if path in known or checkpoint:
+            whole.append(path)
             # Those after the newest whole one may be being written right now.
             abandoned = list(partial)
         elif not (path / NAME).exists():
             partial.append(path)
-    removed = [path for path in ([*whole[:-count], *abandoned] if whole else []) if _remove(path)]
+    counted = [path for path in whole if path in known] or whole
+    old = whole[: whole.index(counted[-count:][0])] if whole else []
+    removed = [path for path in ([*old, *abandoned] if whole else []) if _remove(path)]
     known.difference_update(removed)
     return removed
 

@@ -35,6 +35,11 @@ NAME = "manifest.json"
 BLOCK = 1 << 20
 """Bytes under one checksum, counted from the start of a piece."""
 
+NONFINITE = "nonfinite"
+"""Key of `about`: names of tensors with an element that is not finite."""
+UNTRAINED = ("buffer",)
+"""Kinds of stored tensors in which any number may be: they are not trained."""
+
 LONGEST = 1 << 30
 """Bytes of the longest manifest that is read."""
 
@@ -96,6 +101,8 @@ class PartRecord:
 
     part: PartFile
     tensors: dict[str, TensorSpec]
+    nonfinite: tuple[str, ...] = ()
+    """Tensors with an element that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +140,18 @@ class Manifest:
                 if tensors.setdefault(name, spec) != spec:
                     raise UserError(f"two ranks disagree about {name}: {tensors[name]} and {spec}")
         parts = tuple(sorted((record.part for record in records), key=lambda part: part.name))
+        nonfinite = sorted({name for record in records for name in record.nonfinite if trained(name)})
+        about = {key: value for key, value in about.items() if key != NONFINITE}
+        about |= {NONFINITE: nonfinite} if nonfinite else {}
         manifest = cls(step, samples, seed, optimizer_steps, dict(sorted(tensors.items())), parts, strict(about))
         manifest.check()
         return manifest
+
+    @property
+    def nonfinite(self) -> tuple[str, ...]:
+        """Weights and optimizer state with an element that is not finite, as far as their writer has looked."""
+        names = self.about.get(NONFINITE, ())
+        return tuple(map(str, names)) if isinstance(names, (list, tuple)) else ()
 
     @property
     def nbytes(self) -> int:
@@ -212,6 +228,11 @@ class Manifest:
             return cls.parse(data)
         except UserError as error:
             raise DamagedError(f"{path} is damaged: {error}") from None
+
+
+def trained(tensor: str) -> bool:
+    """Whether a stored tensor is a weight or optimizer state, of which every element must be finite."""
+    return tensor.partition("/")[0] not in UNTRAINED
 
 
 def blocks(nbytes: int) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.checkpoint.dtypes import bits, convert, numpy_dtype, raw
+from shardwise.checkpoint.dtypes import bits, convert, finite, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, copy, full, shared
-from shardwise.checkpoint.manifest import BLOCK, Manifest, PartFile, StoredPiece, TensorSpec
+from shardwise.checkpoint.manifest import BLOCK, Manifest, PartFile, StoredPiece, TensorSpec, trained
 from shardwise.checkpoint.reading import DamagedError, opened, read_exactly
 from shardwise.checkpoint.writer import check_files
 from shardwise.errors import UserError
@@ -93,19 +93,23 @@ class Checkpoint:
                     copy(bits(out), piece, bits(convert(values, spec.dtype, dtype)), block)
         return out
 
-    def verify(self, progress: Callable[[int], object] = lambda done: None) -> None:
-        """Read everything and check every checksum. `progress` is called with the bytes done so far.
+    def verify(self, progress: Callable[[int], object] = lambda done: None) -> tuple[str, ...]:
+        """Read everything and check every checksum. `progress` is called with the bytes done so far. Returns the
+        weights and optimizer state that have an element which is not finite.
 
         Raises `UserError` naming the first file that is damaged.
         """
-        done = 0
+        done, nonfinite = 0, set[str]()
         for part in self.manifest.parts:
             self._check_header(part)
             done += part.header
             for stored in part.pieces:
                 for _, values in self._blocks(part, stored, 0, stored.piece.numel, lambda of: True):
+                    if trained(stored.tensor) and not finite(values, self.tensors[stored.tensor].dtype):
+                        nonfinite.add(stored.tensor)
                     done += values.nbytes
                     progress(done)
+        return tuple(sorted(nonfinite))
 
     def _blocks(
         self, part: PartFile, stored: StoredPiece, start: int, stop: int, wanted: Callable[[Piece], bool]

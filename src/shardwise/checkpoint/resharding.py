@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from shardwise.checkpoint.dtypes import bits, convert
+from shardwise.checkpoint.folder import new_folder
 from shardwise.checkpoint.geometry import Piece, copy, full
 from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
 from shardwise.checkpoint.pieces import writes
@@ -44,8 +45,11 @@ def reshard(source: Checkpoint, folder: Path, layout: Layout) -> Manifest:
     """
     model = model_of(source)
     check(layout, model)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not empty; nothing was overwritten: choose another folder")
+    with new_folder(folder):
+        return _resharded(source, folder, model, layout)
+
+
+def _resharded(source: Checkpoint, folder: Path, model: ModelConfig, layout: Layout) -> Manifest:
     entries = [_entries(source, model, layout, rank) for rank in range(layout.ranks)]
     records: list[PartRecord] = []
     for first in range(0, layout.ranks, OPEN_FILES):

@@ -20,7 +20,7 @@ from typing import Self
 import numpy as np
 
 from shardwise.checkpoint.direct_io import DirectFile, memory
-from shardwise.checkpoint.dtypes import CODES, numpy_dtype, raw
+from shardwise.checkpoint.dtypes import CODES, finite, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.manifest import (
     BLOCK,
@@ -76,6 +76,7 @@ class PartWriter:
         self._entry: PartEntry | None = None
         self._at = 0
         self._sums: list[list[int]] = []
+        self._nonfinite: set[str] = set()
         self._finished = False
         with _plainly(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -100,8 +101,10 @@ class PartWriter:
         assert self._at + len(data) <= self._entry.nbytes, f"a chunk crosses the end of {self._entry.key}"
         sums = self._sums[-1]
         while len(data):
-            # Summing and writing take turns on what the processor's cache still holds.
+            # Looking, summing and writing take turns on what the processor's cache still holds.
             block = data[: BLOCK - self._at % BLOCK]
+            if not finite(np.frombuffer(block, values.dtype), self._entry.spec.dtype):
+                self._nonfinite.add(self._entry.tensor)
             if self._at % BLOCK:
                 sums[-1] = zlib.crc32(block, sums[-1])
             else:
@@ -122,7 +125,8 @@ class PartWriter:
             stored.append(StoredPiece(entry.tensor, entry.piece, at, tuple(sums)))
             at += entry.nbytes
         part = PartFile(self.path.name, size, self._header, self._header_crc32, tuple(stored))
-        return PartRecord(part, {entry.tensor: entry.spec for entry in self.entries})
+        specs = {entry.tensor: entry.spec for entry in self.entries}
+        return PartRecord(part, specs, tuple(sorted(self._nonfinite)))
 
     def abandon(self) -> None:
         """Remove the file."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        "are elsewhere by now")  # fmt: skip
     merge.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="the new folder")
     merge.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of every tensor (bfloat16)"
+        "--dtype", choices=("bfloat16", "float32", "float16"), help="of every tensor (that of their weights)"
     )
     _import_arguments(action("import", "convert another trainer's checkpoint (FSDP2, DeepSpeed)", _import))
 
@@ -68,7 +68,11 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
         default="huggingface",
         help="dcp: torch.distributed.checkpoint, which FSDP2 loads; weights alone for huggingface (huggingface)",
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="huggingface: of every tensor (bfloat16)")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32", "float16"),
+        help="huggingface: of every tensor (that of the weights that training started from, else bfloat16)",
+    )
     parser.add_argument(
         "--names", choices=("huggingface", "shardwise"), help="other formats: whose names parameters have (huggingface)"
     )
@@ -116,11 +120,20 @@ def _contents(checkpoint: Checkpoint, tensors: bool) -> Iterator[Renderable]:
 def _verify(args: argparse.Namespace) -> int:
     checkpoint = find(args.checkpoint)
     try:
-        checkpoint.verify()
+        nonfinite = checkpoint.verify()
     except DamagedError as error:
         raise with_older(error, checkpoint.folder) from None
     lines = [*_lines(checkpoint), "", "every checksum is correct"]
-    return print_result(args, {**_summary(checkpoint), "whole": True}, lines)
+    _warn_of_nonfinite(nonfinite, len(checkpoint.tensors), checkpoint.folder)
+    print_result(args, {**_summary(checkpoint), "whole": True, "nonfinite": nonfinite}, lines)
+    return 1 if nonfinite else 0
+
+
+def _warn_of_nonfinite(names: Sequence[str], count: int, where: Path) -> None:
+    """Say that some of `count` tensors are not finite."""
+    if names:
+        line = f"{len(names)} of {count} tensors in {where} have NaN or infinite elements, the first being {names[0]}"
+        print(f"shardwise: warning: {_plain(line)}", file=sys.stderr)
 
 
 def _reshard(args: argparse.Namespace) -> int:
@@ -129,6 +142,7 @@ def _reshard(args: argparse.Namespace) -> int:
     count = len(manifest.parts)
     files = f"{count} file{'s' * (count != 1)}, {format_bytes(manifest.nbytes)}"
     line = f"wrote {args.out}: step {manifest.step} under {layout}, {files}"
+    _warn_of_nonfinite(manifest.nonfinite, len(manifest.tensors), args.out)
     return print_result(args, {"checkpoint": str(args.out), "layout": str(layout), **_counts(manifest)}, [line])
 
 
@@ -147,6 +161,7 @@ def _import(args: argparse.Namespace) -> int:
     )
     for line in _differences_of_import(manifest):
         print(f"shardwise: warning: {line}", file=sys.stderr)
+    _warn_of_nonfinite(manifest.nonfinite, len(manifest.tensors), args.out)
     size = format_bytes(manifest.nbytes)
     lines = [f"wrote {args.out}: {len(manifest.tensors)} tensors after {manifest.step} steps, {size}"]
     if run is not None:
@@ -172,19 +187,21 @@ def _export(args: argparse.Namespace) -> int:
     if args.names or args.weights_only:
         raise UserError("a Hugging Face folder has weights by its own names: leave out --names and --weights-only")
 
-    from shardwise.checkpoint.huggingface import export, export_adapters
+    from shardwise.checkpoint.huggingface import dtype_of, export, export_adapters
 
-    checkpoint, dtype = find(args.checkpoint), args.dtype or "bfloat16"
+    checkpoint = find(args.checkpoint)
     if model_in(checkpoint).lora:
         return _export_adapters(args, checkpoint, export_adapters(checkpoint, args.to))
+    dtype = dtype_of(checkpoint, args.dtype)
     made = export(checkpoint, args.to, dtype)
+    _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     what = f"{made.tensors} tensors in {dtype}, {format_bytes(made.nbytes)}"
     lines = [f"wrote {made.folder}: the weights of step {checkpoint.manifest.step}, {what}"]
     if "tokenizer.json" not in made.files:
         lines.append("without a tokenizer: the run's own tokenizer is gone")
     data = {
         "folder": str(made.folder), "step": checkpoint.manifest.step, "dtype": dtype, "files": made.files,
-        "tensors": made.tensors, "bytes": made.nbytes,
+        "tensors": made.tensors, "bytes": made.nbytes, "nonfinite": made.nonfinite,
     }  # fmt: skip
     return print_result(args, data, lines)
 
@@ -196,10 +213,11 @@ def _export_foreign(args: argparse.Namespace) -> int:
         raise UserError(f"--format {args.format} keeps every element's bits: leave out --dtype")
     checkpoint, names = find(args.checkpoint), args.names or "huggingface"
     made = export_foreign(checkpoint, args.to, args.format, names=names, weights_only=args.weights_only)
+    _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     state = "weights" if args.weights_only else "weights and AdamW's state"
     data = {
         "folder": str(made.folder), "step": checkpoint.manifest.step, "format": args.format, "names": names,
-        "weights_only": args.weights_only, "tensors": made.tensors, "bytes": made.nbytes,
+        "weights_only": args.weights_only, "tensors": made.tensors, "bytes": made.nbytes, "nonfinite": made.nonfinite,
     }  # fmt: skip
     line = f"wrote {made.folder}: {state} of step {checkpoint.manifest.step}, {made.tensors} tensors"
     return print_result(args, data, [f"{line}, {format_bytes(made.nbytes)}"])
@@ -207,9 +225,10 @@ def _export_foreign(args: argparse.Namespace) -> int:
 
 def _export_adapters(args: argparse.Namespace, checkpoint: Checkpoint, made: Exported) -> int:
     step = checkpoint.manifest.step
+    _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     line = f"wrote {made.folder}: peft's adapters of step {step}, {made.tensors} tensors, {format_bytes(made.nbytes)}"
     data = {"folder": str(made.folder), "step": step, "dtype": "float32", "files": made.files,
-            "tensors": made.tensors, "bytes": made.nbytes}  # fmt: skip
+            "tensors": made.tensors, "bytes": made.nbytes, "nonfinite": made.nonfinite}  # fmt: skip
     return print_result(args, data, [line])
 
 
@@ -220,9 +239,10 @@ def _merge(args: argparse.Namespace) -> int:
         made = merge(args.adapters, args.to, args.base, args.dtype)
     else:
         made = merge_checkpoint(find(args.adapters), args.to, args.base, args.dtype)
-    line = f"wrote {made.folder}: merged weights, {made.tensors} tensors in {args.dtype}, {format_bytes(made.nbytes)}"
-    data = {"folder": str(made.folder), "dtype": args.dtype, "files": made.files, "tensors": made.tensors,
-            "bytes": made.nbytes}  # fmt: skip
+    _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
+    line = f"wrote {made.folder}: merged weights, {made.tensors} tensors in {made.dtype}, {format_bytes(made.nbytes)}"
+    data = {"folder": str(made.folder), "dtype": made.dtype, "files": made.files, "tensors": made.tensors,
+            "bytes": made.nbytes, "nonfinite": made.nonfinite}  # fmt: skip
     return print_result(args, data, [line])
 
 
@@ -280,6 +300,8 @@ def _lines(checkpoint: Checkpoint) -> list[str]:
         dtypes = ", ".join(sorted({spec.dtype for spec in specs}))
         elements, size = sum(spec.numel for spec in specs), sum(spec.nbytes for spec in specs)
         lines.append(f"{kind}: {len(specs)} tensors, {format_count(elements)} elements, {dtypes}, {format_bytes(size)}")
+    if bad := manifest.nonfinite:
+        lines.append(_plain(f"not finite: {len(bad)} of {len(manifest.tensors)} tensors, the first being {bad[0]}"))
     return [*lines, *(f"imported: {line}" for line in _differences_of_import(manifest))]
 
 

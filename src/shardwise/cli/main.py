@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from shardwise.cli.actions import FLAGS, Run
 from shardwise.cli.commands import COMMANDS, overview
-from shardwise.errors import UserError, did_you_mean
+from shardwise.errors import DivergedError, UserError, did_you_mean
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -108,8 +108,10 @@ def _drop_output() -> None:
 
 
 def _unexpected(argv: list[str], error: Exception) -> int:
-    from shardwise.runtime.job.launch import RunFailed
+    from shardwise.runtime.job.launch import DIVERGED, RunFailed
 
+    if isinstance(error, DivergedError):
+        return _fail(argv, str(error), DIVERGED)
     if isinstance(error, RunFailed):
         return _fail(argv, str(error), 1)
     if "--traceback" in argv:

@@ -40,10 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(group, OptimizerConfig, *_OPTIMIZER)
     group = parser.add_argument_group("the run")
     add_flags(group, TrainConfig, "out", "seed", "validate_every", "validate_batches", "save_every", "keep_last")
-    add_flags(group, TrainConfig, "save_async", "offload_dir", "weights")
+    add_flags(group, TrainConfig, "save_async", "on_nonfinite", "offload_dir", "weights")
     add_lora(group)
     group.add_argument("--resume", type=Path, metavar="DIR", help="resume a run or a checkpoint, with its settings "
                        "and its text (other text: --data)")  # fmt: skip
+    add_flags(group, TrainConfig, "schedule")
     add_flags(group, TrainConfig, "report", "tensorboard", "device", "threads", "matmul", "transport", "overlap")
     add_flags(group, LaunchConfig, "port")
     add_flags(group, TrainConfig, "hang")
@@ -108,6 +109,8 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
     missing = [f"--{name}" for name in ("data", "seq", "batch") if getattr(args, name) is None]
     if args.model is None or missing:
         raise UserError(f"train needs {', '.join(missing if args.model else ['MODEL', *missing])}, or --resume DIR")
+    if args.schedule is not None:
+        raise UserError("--schedule is for --resume: the schedule of a new run has --steps")
     if args.seq < 1 or args.batch < 1:
         raise UserError("--seq and --batch must be positive integers")
     vocab = {} if args.vocab is None else {"vocab": args.vocab}

@@ -30,6 +30,7 @@ from shardwise.data.tokenizer import (
     encode_without,
     end_of_text,
     load,
+    named_end,
     pieces,
     sample,
     tokenizer_file,
@@ -198,7 +199,12 @@ def _fingerprint(text: list[Any], settings: dict[str, Any], tokenizer: Path | No
     """text: as `_digest` gives it."""
     encoder: int | str = vocab
     if tokenizer is not None:
-        encoder = hashlib.sha256(tokenizer_file(tokenizer).read_bytes()).hexdigest()
+        file = tokenizer_file(tokenizer)
+        encoder = hashlib.sha256(file.read_bytes()).hexdigest()
+        # The files beside it may name another end of text than its own tokens do.
+        loaded = load(file)
+        if (eos := end_of_text(loaded, str(file), file.parent)) != named_end(loaded):
+            settings = settings | {"eos": eos}
     covered = json.dumps([FORMAT, settings, encoder, text])
     return hashlib.sha256(covered.encode()).hexdigest()
 
@@ -262,7 +268,8 @@ class _Preparation:
             tokenizer, name = self._train(vocab), "the trained tokenizer"
         else:
             tokenizer, name = load(tokenizer_path), str(tokenizer_path)
-        eos, vocab_size = end_of_text(tokenizer, name), vocabulary_size(tokenizer)
+        beside = None if tokenizer_path is None else tokenizer_file(tokenizer_path).parent
+        eos, vocab_size = end_of_text(tokenizer, name, beside), vocabulary_size(tokenizer)
         dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
         with SplitFiles(folder, dtype, self.fraction) as files:

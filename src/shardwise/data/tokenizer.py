@@ -5,11 +5,13 @@ Every document ends with the end-of-text token, and no text, whatever it spells,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.data.ends import declared_ends
 from shardwise.data.extras import require
 from shardwise.data.hashing import uniform
 from shardwise.errors import UserError
@@ -86,13 +88,33 @@ def train(texts: Iterable[str], vocab: int) -> Tokenizer:
     return tokenizer
 
 
-def end_of_text(tokenizer: Tokenizer, name: str = "the tokenizer") -> int:
-    """The id of the token that ends a document: the first of `KNOWN_ENDS` there is. Raises `UserError` without one."""
-    for token in KNOWN_ENDS:
-        number = tokenizer.token_to_id(token)
+def end_of_text(tokenizer: Tokenizer, name: str = "the tokenizer", folder: Path | None = None) -> int:
+    """The id of the token that ends a document: the first special one that the files beside the tokenizer name, in
+    `folder`, else the first of `KNOWN_ENDS` there is. Raises `UserError` without one.
+
+    A config.json may have the default of the model's family, which is any token of this tokenizer.
+    """
+    declared = [] if folder is None else declared_ends(folder, tokenizer)
+    special = tokenizer.get_added_tokens_decoder()
+    ends = [] if folder is None else [prepared_end(folder)]
+    for number in [*ends, *(end for end in declared if end in special), named_end(tokenizer)]:
         if number is not None:
             return number
     raise UserError(f"{name} has no end-of-text token; shardwise knows {', '.join(KNOWN_ENDS)}: add one of them")
+
+
+def named_end(tokenizer: Tokenizer) -> int | None:
+    """The id of the first of `KNOWN_ENDS` that a tokenizer has."""
+    return next((number for name in KNOWN_ENDS if (number := tokenizer.token_to_id(name)) is not None), None)
+
+
+def prepared_end(folder: Path) -> int | None:
+    """The end of text of a corpus that was prepared in a folder; None where there is none."""
+    try:
+        eos = json.loads((folder / "corpus.json").read_bytes())["eos"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return eos if type(eos) is int else None
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

@@ -4,6 +4,7 @@
     <run>/run.toml                what `train --config` repeats it from
     <run>/events.jsonl            one JSON object a line, only ever appended to
     <run>/updates.jsonl           gradients and updates of parameter servers, appended to where all ranks meet
+    <run>/base/                   files beside the tokenizer that it started from: chat template, generation settings
     <run>/reports/*.json          step reports: predicted, measured
     <run>/reports/timelines.json  a step of all ranks on one clock
     <run>/reports/trace.json      the measured report's timelines, for ui.perfetto.dev
@@ -32,6 +33,8 @@ from shardwise.report.strict_json import strict
 
 ERRORS = "errors"
 """Folder of a run in which ranks that failed leave their tracebacks."""
+COMPANIONS = "base"
+"""Folder of a run with the files beside the tokenizer that it started from."""
 LOCK = ".lock"
 OFFLOADED = "offload"
 """Folder of state that is offloaded to disk, while the run is going."""

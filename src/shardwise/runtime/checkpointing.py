@@ -39,7 +39,9 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.huggingface import HuggingFaceWeights, PeftAdapters
 from shardwise.checkpoint.manifest import NAME as MANIFEST
-from shardwise.errors import UserError
+from shardwise.checkpoint.manifest import trained as is_trained
+from shardwise.checkpoint.names import unwrapped
+from shardwise.errors import NotFiniteError, UserError
 from shardwise.model.adapters import is_scale
 from shardwise.model.parameters import Parameter
 from shardwise.runtime.job.launch import reason
@@ -69,7 +71,8 @@ class Saver:
     most one save is under way. seed, about: as in `Manifest`. timeout: seconds that ranks wait for each other. pulse:
     where a save under way gives signs of life. others: whole tensors that this rank writes besides, by stored name.
     Errors of a save under way are raised by the next `save` or by `finish`,
-    on every rank alike: `UserError` for what the disk refuses, and nothing is left of that checkpoint then.
+    on every rank alike: `UserError` for what the disk refuses, `NotFiniteError` for a state that is not finite, and
+    nothing is left of that checkpoint then.
     """
 
     def __init__(
@@ -100,6 +103,10 @@ class Saver:
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._image: PartImage | None = None
         self._whole: set[Path] = set()
+        self.saved: Path | None = None
+        """The newest checkpoint that is complete."""
+        self.step = -1
+        """Its step."""
         self._pool = ThreadPoolExecutor(1, "save")
         self._saving: Future[None] | None = None
 
@@ -139,7 +146,7 @@ class Saver:
     def _entries(self) -> list[PartEntry]:
         """Pieces that this rank writes."""
         return [
-            PartEntry(f"{kind}/{held.name}", TensorSpec(shape=held.shape, dtype=dtype), held.stored)
+            PartEntry(f"{kind}/{unwrapped(held.name)}", TensorSpec(shape=held.shape, dtype=dtype), held.stored)
             for kind, dtype in self._kinds.items()
             for held in self.writes
         ]
@@ -175,11 +182,12 @@ class Saver:
         outcomes: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
         self._together("the gather of the saved parts", dist.gather_object, outcome, outcomes)
         self.pulse.work("the save of the manifest")
-        verdict = [self._commit(folder, outcomes, position) if outcomes is not None else None]
+        verdict: list[UserError | None] = [self._commit(folder, outcomes, position) if outcomes is not None else None]
         self._together("the broadcast that all is saved", dist.broadcast_object_list, verdict, 0)
         if verdict[0] is not None:
-            self._clear(folder, outcome)
-            raise UserError(verdict[0])
+            self._clear(folder, outcome, begun=not isinstance(verdict[0], NotFiniteError))
+            raise verdict[0]
+        self.saved, self.step = folder, position.step
 
     def _told(self, arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """The arrays, with a sign of life before each is made."""
@@ -198,9 +206,10 @@ class Saver:
             raise RuntimeError(f"lost a peer in {words} ({reason(error)})") from error
         self.pulse.work()
 
-    def _clear(self, folder: Path, outcome: PartRecord | str) -> None:
-        """Remove this rank's part of a checkpoint that never came to be: the disk may be full as it is."""
-        if (folder / MANIFEST).exists():
+    def _clear(self, folder: Path, outcome: PartRecord | str, begun: bool) -> None:
+        """Remove this rank's part of a checkpoint that never came to be: the disk may be full as it is. begun: whether
+        its manifest may have been written."""
+        if begun and (folder / MANIFEST).exists():
             return
         if isinstance(outcome, PartRecord):
             with suppress(OSError):
@@ -209,13 +218,17 @@ class Saver:
         with suppress(OSError):
             folder.rmdir()
 
-    def _commit(self, folder: Path, outcomes: list[PartRecord | str], position: Position) -> str | None:
+    def _commit(self, folder: Path, outcomes: list[PartRecord | str], position: Position) -> UserError | None:
         """Write the manifest when every rank has written its part; what went wrong otherwise."""
         if failures := [outcome for outcome in outcomes if isinstance(outcome, str)]:
-            return failures[0]
+            return UserError(failures[0])
+        records = [outcome for outcome in outcomes if not isinstance(outcome, str)]
+        if bad := sorted({name for record in records for name in record.nonfinite if is_trained(name)}):
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            return NotFiniteError(f"{folder} was not saved: {bad[0]}{more} is not finite")
         try:
             manifest = Manifest.of(
-                [outcome for outcome in outcomes if not isinstance(outcome, str)],
+                records,
                 step=position.step,
                 samples=position.samples,
                 seed=self.seed,
@@ -227,7 +240,7 @@ class Saver:
                 self._whole.add(folder)
                 keep_last(self.folder, self.keep, self._whole)
         except UserError as error:
-            return str(error)
+            return UserError(str(error))
         return None
 
 
@@ -313,13 +326,14 @@ def _fill(
     """Set weights and moments. kinds: the first of `UnitPlan.states`. unused: stored kinds that are not read; besides:
     stored tensors that are not."""
     plan = program.plan
-    source.require(shapes(plan.subject, (*kinds, *unused)) | dict(besides or {}))
+    trained = {unwrapped(name): shape for name, shape in shapes(plan.subject, (*kinds, *unused)).items()}
+    source.require(trained | dict(besides or {}))
     states = {state.flat.unit.name: state for state in program.optimizer.states}
     for held in needs(plan.subject, plan.layout, dist.get_rank()):
         state = states[held.unit]
         for index, kind in enumerate(kinds):
             program.comms.pulse.work(f"the reading of {held.name}")
-            values = source.read(f"{kind}/{held.name}", held.local, plan.master_dtype)
+            values = source.read(f"{kind}/{unwrapped(held.name)}", held.local, plan.master_dtype)
             state.put(index, held.start - state.flat.start, torch.from_numpy(values))
     if program.outer is not None:
         program.outer.rebase()

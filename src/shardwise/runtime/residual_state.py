@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoint, needs
+from shardwise.checkpoint.names import unwrapped
 from shardwise.layout.axes import PP, REPLICA
 from shardwise.runtime.zero.trainable import Trainable
 
@@ -44,7 +45,7 @@ def restore_residuals(program: Trainable, checkpoint: Checkpoint | None) -> None
             assert checkpoint is not None
             start = program.engine.units[held.unit].start
             program.comms.pulse.work(f"the reading of {held.name}")
-            values = checkpoint.read(f"{RESIDUAL}/{held.name}", held.local, "float32")
+            values = checkpoint.read(f"{RESIDUAL}/{unwrapped(held.name)}", held.local, "float32")
             target[held.start - start : held.stop - start].copy_(torch.from_numpy(values))
 
 

@@ -68,6 +68,8 @@ class TokenGenerator:
         self.engine = self.stages.engine
         self.dtype = torch_dtype(plan.layout.dtype)
         self.stage = next(iter(plan.stages))
+        self.nonfinite = ""
+        """The first parameter read here that has an element which is not finite."""
         self._saved = 0
         """Bytes that weights take less than in their flat buffers."""
         self.cut = PageCut(job.page, job.layout.cp)
@@ -164,6 +166,9 @@ class TokenGenerator:
         weights.read(f"model/{held.name}", held.local, self.job.layout.dtype, out=host_array(on_host))
         if on_host is not target:
             target.copy_(on_host)
+        # The sum alone: of finite weights it is finite, and that takes one pass.
+        if not self.nonfinite and not target.sum().isfinite():
+            self.nonfinite = held.name
         return target.nbytes
 
     def _adopt(self, part: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwise.checkpoint import Checkpoint, Piece, find, model_of
 from shardwise.checkpoint.huggingface import HuggingFaceWeights
+from shardwise.checkpoint.huggingface.companions import companions_of
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.layout.context import PageCut
@@ -166,7 +167,10 @@ def tokenizer_of(folder: Path | str) -> Path | None:
         return folder / "tokenizer.json"
     if (folder / "config.json").exists():
         return None
-    about: Mapping[str, Any] = find(folder).manifest.about
+    checkpoint = find(folder)
+    if (kept := companions_of(checkpoint)) is not None:
+        return kept / "tokenizer.json"
+    about: Mapping[str, Any] = checkpoint.manifest.about
     for name in ("tokenizer", "corpus"):
         if isinstance(value := about.get(name), str):
             path = Path(value)

@@ -177,6 +177,7 @@ def run(
     generator.load(weights, way.loading if way else lambda done, of: None)
     hop = generator.hop()
     _wait_for_all("the start of the replica", together, signs)
+    _warn_of_nonfinite(generator, together, way is not None)
     if way:
         way.send([Ready(
             way.replica, job.context, job.pages, job.page, generator.parameter_bytes, generator.cache_bytes,
@@ -195,6 +196,15 @@ def _wait_for_all(words: str, together: Any, signs: pulse.Pulse) -> None:
     signs.wait(words)
     dist.barrier(together)
     signs.work("its first turn")
+
+
+def _warn_of_nonfinite(generator: TokenGenerator, together: Any, first: bool) -> None:
+    """Say on the replica's first rank that a rank has read weights that are not finite."""
+    ranks = torch.tensor(bool(generator.nonfinite), dtype=torch.int64, device=generator.device)
+    dist.all_reduce(ranks, group=together)
+    if first and int(ranks):
+        which = f", the first being {generator.nonfinite}" if generator.nonfinite else ""
+        say(f"shardwise: warning: weights in {generator.job.weights} are NaN or infinite{which}: answers mean nothing")
 
 
 def serve(generator: TokenGenerator, way: EngineChannel | None, signs: pulse.Pulse) -> None:

@@ -7,7 +7,6 @@ transposed or fused there is cut the same way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.dtypes import bits
+from shardwise.checkpoint.folder import new_folder
 from shardwise.checkpoint.foreign.detect import open_foreign
 from shardwise.checkpoint.foreign.state import SETTINGS, ForeignState, ForeignTensor, distinct, dtype_name, quoted
 from shardwise.checkpoint.geometry import Piece, full
@@ -64,8 +64,13 @@ def import_checkpoint(
     folder, out = Path(folder), Path(out)
     if reason := model.why_not_runnable():
         raise UserError(f"{model.name}: {reason}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not empty; nothing was overwritten: choose another folder")
+    with new_folder(out):
+        return _imported(folder, out, model, format, weights_only, run)
+
+
+def _imported(
+    folder: Path, out: Path, model: ModelConfig, format: str, weights_only: bool, run: ResumeSettings | None
+) -> Manifest:
     state = open_foreign(folder, format, weights_only=weights_only)
     held = bool(state.tensors.get("first")) and not weights_only
     if held and state.steps is None:
@@ -77,16 +82,9 @@ def import_checkpoint(
     steps = (state.steps or 0) if held else 0
     batch = about["workload"]["batch"] if run is not None else state.batch
     samples = state.samples if state.samples is not None else steps * (batch or 0)
-    new = not out.exists()
-    try:
-        record = _write(out, model, found)
-        manifest = Manifest.of([record], step=steps, samples=samples, seed=0, optimizer_steps=steps, about=about)
-        commit(out, manifest)
-    except BaseException:
-        if new:
-            with suppress(OSError):
-                out.rmdir()
-        raise
+    record = _write(out, model, found)
+    manifest = Manifest.of([record], step=steps, samples=samples, seed=0, optimizer_steps=steps, about=about)
+    commit(out, manifest)
     return manifest
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.checkpoint.foreign import dcp, deepspeed
 from shardwise.checkpoint.foreign.state import ForeignState
+from shardwise.checkpoint.names import unwrapped_names
 from shardwise.errors import UserError
 
 _READERS = {"dcp": dcp.read, "deepspeed": deepspeed.read}
@@ -27,7 +29,8 @@ def open_foreign(folder: Path | str, format: str = "auto", *, weights_only: bool
         raise UserError(f"unknown format {format!r}; choose auto or one of {', '.join(FORMATS)}")
     _refuse_megatron(folder)
     read = _READERS[_detect(folder) if format == "auto" else format]
-    return read(folder, weights_only)
+    state = read(folder, weights_only)
+    return replace(state, tensors={kind: unwrapped_names(tensors) for kind, tensors in state.tensors.items()})
 
 
 def _detect(folder: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.checkpoint.dtypes import numpy_dtype
+from shardwise.checkpoint.dtypes import finite, numpy_dtype
 from shardwise.checkpoint.foreign.convert import LIVE_HEAD, MOMENTS
 from shardwise.checkpoint.foreign.dcp_writing import write_dcp
 from shardwise.checkpoint.foreign.state import SETTINGS
@@ -42,11 +42,13 @@ NAMES = ("huggingface", "shardwise")
 
 @dataclass(frozen=True)
 class ForeignExport:
-    """Result of an export: the folder, tensors in it, and the bytes of all tensors."""
+    """Result of an export: the folder, tensors in it, and the bytes of all tensors. nonfinite: tensors with an element
+    that is not finite."""
 
     folder: Path
     tensors: int
     nbytes: int
+    nonfinite: tuple[str, ...] = ()
 
 
 def export_foreign(
@@ -77,7 +79,7 @@ def export_foreign(
             raise UserError(f"cannot write to {folder}: {error.strerror}") from None
         raise
     sizes = [tensor.spec.nbytes for kind in state.kinds for tensor in state.tensors[kind]]
-    return ForeignExport(folder, len(sizes), sum(sizes))
+    return ForeignExport(folder, len(sizes), sum(sizes), tuple(state.nonfinite))
 
 
 def _clear(folder: Path, new: bool) -> None:
@@ -103,18 +105,19 @@ def written_state(checkpoint: Checkpoint, names: str, weights_only: bool) -> Wri
         )
     tensors = _huggingface(model) if names == "huggingface" else _ours(model)
     kinds = ("model", *moments)
-    written = {kind: [_written(checkpoint, kind, tensor) for tensor in tensors] for kind in kinds}
+    bad: dict[str, None] = {}
+    written = {kind: [_written(checkpoint, kind, tensor, bad) for tensor in tensors] for kind in kinds}
     decays = {p.name: p.decay for p in parameters(model)}
     manifest = checkpoint.manifest
     return WrittenState(
         kinds, written, {LIVE_HEAD: _table(tensors, model)} if model.tied and names == "huggingface" else {},
         {tensor.name: decays[tensor.parts[0][0]] for tensor in tensors},
         _settings(checkpoint) if moments else {}, manifest.optimizer_steps, manifest.step, manifest.samples,
-        _batch(manifest.about),
+        _batch(manifest.about), bad,
     )  # fmt: skip
 
 
-def _written(checkpoint: Checkpoint, kind: str, tensor: ExportTensor) -> WrittenTensor:
+def _written(checkpoint: Checkpoint, kind: str, tensor: ExportTensor, bad: dict[str, None]) -> WrittenTensor:
     dtype = checkpoint.tensors[f"{kind}/{tensor.parts[0][0]}"].dtype
     tensor = replace(tensor, spec=TensorSpec(tensor.spec.shape, dtype))
 
@@ -124,6 +127,8 @@ def _written(checkpoint: Checkpoint, kind: str, tensor: ExportTensor) -> Written
         for band in bands(checkpoint, tensor, kind):
             values[at : at + band.size] = band.reshape(-1)
             at += band.size
+        if not finite(values, dtype):
+            bad[f"{kind}/{tensor.name}"] = None
         return values
 
     return WrittenTensor(tensor.name, tensor.spec, read)

@@ -49,6 +49,8 @@ class WrittenState:
     """Sequences that the run has seen."""
     batch: int | None
     """Sequences of a step, where the checkpoint says it."""
+    nonfinite: dict[str, None]
+    """Tensors that have been read and have an element which is not finite."""
 
     def groups(self) -> list[dict[str, Any]]:
         """AdamW's parameter groups with names as `params`: weights that decay, then all others. Other keys are those of

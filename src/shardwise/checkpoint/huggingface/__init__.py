@@ -5,7 +5,7 @@ weights of experts are one tensor per expert in these files, or one for all expe
 transformers 5.23, which the tests read and write with.
 """
 
-from shardwise.checkpoint.huggingface.exporting import export
+from shardwise.checkpoint.huggingface.exporting import dtype_of, export
 from shardwise.checkpoint.huggingface.merging import merge, merge_checkpoint
 from shardwise.checkpoint.huggingface.output import Exported
 from shardwise.checkpoint.huggingface.peft import PeftAdapters, export_adapters
@@ -15,6 +15,7 @@ __all__ = [
     "Exported",
     "HuggingFaceWeights",
     "PeftAdapters",
+    "dtype_of",
     "export",
     "export_adapters",
     "merge",

@@ -1,27 +1,28 @@
 """Writing a checkpoint's weights as a Hugging Face folder that `transformers` loads, one band of a tensor at a time.
 
-The run's tokenizer comes along where it is still where the run had it, and its end-of-text token as the one that ends
-answers.
+The tokenizer comes along, and what the weights that training started from had beside it: chat template, special tokens,
+generation settings. Of a tokenizer that the run has trained, the end of text ends answers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwise.checkpoint.dtypes import raw
+from shardwise.checkpoint.dtypes import finite, raw
 from shardwise.checkpoint.huggingface.bands import ExportTensor, ReadsWeights, bands, export_tensors
+from shardwise.checkpoint.huggingface.companions import GENERATION, TOKENIZER, Companions, base_dtype, companions_of
 from shardwise.checkpoint.huggingface.output import Exported, OutputFolder
 from shardwise.checkpoint.huggingface.weights import INDEX, SINGLE
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.resharding import model_of
 from shardwise.checkpoint.writer import safetensors_header
-from shardwise.data.tokenizer import KNOWN_ENDS
 from shardwise.errors import UserError
 from shardwise.model.config import ModelConfig
 from shardwise.model.huggingface import to_huggingface
 
+DTYPES = ("bfloat16", "float32", "float16")
+"""dtypes of exported weights."""
 MAX_SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one file, as transformers writes them."""
 
@@ -29,20 +30,23 @@ MAX_SHARD_BYTES = 5_000_000_000
 def export(
     checkpoint: Checkpoint,
     folder: Path | str,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Exported:
     """Write a checkpoint's weights to a new folder: config.json, generation_config.json, and one safetensors file or
     several with an index.
 
-    dtype: "bfloat16" or "float32", of every tensor but routers' biases. max_shard_bytes: of tensors in one file; a
+    dtype: one of `DTYPES`, of every tensor but routers' biases; None for that of the weights that the run started from,
+    else "bfloat16". max_shard_bytes: of tensors in one file; a
     larger tensor has one of its own. Raises `UserError` when no family of Hugging Face computes the model, the folder
     is in use or cannot be written, or the checkpoint is damaged; nothing of it is left.
     """
     model = model_of(checkpoint)
     if model.lora:
         raise UserError(f"{checkpoint.folder} has adapters alone: merge them into their weights (checkpoint merge)")
-    return export_weights(checkpoint, model, Path(folder), dtype, _tokenizer(checkpoint), max_shard_bytes)
+    return export_weights(
+        checkpoint, model, Path(folder), dtype_of(checkpoint, dtype), _companions(checkpoint), max_shard_bytes
+    )
 
 
 def export_weights(
@@ -50,52 +54,46 @@ def export_weights(
     model: ModelConfig,
     folder: Path,
     dtype: str,
-    tokenizer: Path | None,
+    companions: Companions | None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Exported:
-    """`export` of the weights of `model` from any source. tokenizer: its tokenizer.json. Raises as `export`: a
-    `UserError`."""
-    if dtype not in ("bfloat16", "float32"):
-        raise UserError(f"dtype must be bfloat16 or float32, not {dtype!r}")
+    """`export` of the weights of `model` from any source. companions: what is written beside them. Raises `UserError`
+    as `export`."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes must be a positive integer, not {max_shard_bytes}")
-    end, number = _end_of_text(tokenizer) if tokenizer else (None, None)
     # Left out, they are the family's own in transformers: other tokens of this tokenizer.
-    ends = {"bos_token_id": None, "eos_token_id": number}
-    config = to_huggingface(model) | {"torch_dtype": dtype} | ends
+    ids = companions.ids() if companions else {"bos_token_id": None, "eos_token_id": None}
+    config = to_huggingface(model) | {"torch_dtype": dtype} | ids
     shards = _shards(export_tensors(model, dtype), max_shard_bytes)
     with OutputFolder.new(folder) as output:
-        _write_shards(output, source, shards)
-        if tokenizer:
-            output.write("tokenizer.json", [tokenizer.read_bytes()])
-            # Without it transformers takes the family's own class, which splits text in the family's own way.
-            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-            output.write_json("tokenizer_config.json", settings)
-        output.write_json("generation_config.json", ends)
+        nonfinite = _write_shards(output, source, shards)
+        files = companions.files() if companions else {}
+        for name, contents in files.items():
+            output.write(name, [contents])
+        if GENERATION not in files:
+            output.write_json(GENERATION, ids)
         output.write_json("config.json", config)
-    return Exported(folder, tuple(output.files), sum(map(len, shards)), _nbytes(shards))
+    return Exported(folder, tuple(output.files), sum(map(len, shards)), _nbytes(shards), nonfinite, dtype)
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Path | None:
-    """The tokenizer with which the run's text was made into tokens, if it is still there."""
+def dtype_of(checkpoint: Checkpoint, dtype: str | None) -> str:
+    """dtype of an export: the requested one, else that of the weights that the run started from, else bfloat16."""
+    started = isinstance(checkpoint.manifest.about.get("weights"), str)
+    return dtype or (base_dtype(companions_of(checkpoint), DTYPES) if started else None) or DTYPES[0]
+
+
+def _companions(checkpoint: Checkpoint) -> Companions | None:
+    """The tokenizer with which the run's text was made into tokens, if it is still there, and what was beside it."""
+    if (folder := companions_of(checkpoint)) is not None:
+        return Companions(folder / TOKENIZER, folder)
     corpus = checkpoint.manifest.about.get("corpus")
     path = Path(corpus, "tokenizer.json") if isinstance(corpus, str) and corpus else None
     try:
-        return path if path and path.is_file() else None
+        return Companions(path) if path and path.is_file() else None
     except (OSError, ValueError):
         return None
-
-
-def _end_of_text(tokenizer: Path) -> tuple[str, int] | tuple[None, None]:
-    """The token that ends a document, as `data.tokenizer.end_of_text` finds it, and its id, without the library."""
-    try:
-        content = json.loads(tokenizer.read_bytes())
-        found = {added["content"]: added["id"] for added in content.get("added_tokens") or []}
-        vocab = content["model"]["vocab"]
-        found |= vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
-        return next(((token, int(found[token])) for token in KNOWN_ENDS if token in found), (None, None))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None, None
 
 
 def _shards(tensors: list[ExportTensor], limit: int) -> list[list[ExportTensor]]:
@@ -114,13 +112,17 @@ def _nbytes(shards: list[list[ExportTensor]]) -> int:
     return sum(tensor.spec.nbytes for shard in shards for tensor in shard)
 
 
-def _write_shards(output: OutputFolder, source: ReadsWeights, shards: list[list[ExportTensor]]) -> None:
-    count = len(shards)
+def _write_shards(output: OutputFolder, source: ReadsWeights, shards: list[list[ExportTensor]]) -> tuple[str, ...]:
+    """Returns the tensors that are not finite."""
+    count, nonfinite = len(shards), dict[str, None]()
 
     def contents(tensors: list[ExportTensor]) -> Iterator[bytes | memoryview]:
         yield safetensors_header({"format": "pt"}, [(tensor.name, tensor.spec) for tensor in tensors])
         for tensor in tensors:
-            yield from map(raw, bands(source, tensor))
+            for band in bands(source, tensor):
+                if not finite(band, tensor.spec.dtype):
+                    nonfinite[tensor.name] = None
+                yield raw(band)
 
     owners: dict[str, str] = {}
     for i, tensors in enumerate(shards):
@@ -130,3 +132,4 @@ def _write_shards(output: OutputFolder, source: ReadsWeights, shards: list[list[
     if count > 1:
         content = {"metadata": {"total_size": _nbytes(shards)}, "weight_map": dict(sorted(owners.items()))}
         output.write_json(INDEX, content)
+    return tuple(nonfinite)

@@ -9,7 +9,8 @@ import numpy as np
 
 from shardwise.checkpoint.dtypes import convert
 from shardwise.checkpoint.geometry import Piece
-from shardwise.checkpoint.huggingface.exporting import export_weights
+from shardwise.checkpoint.huggingface.companions import TOKENIZER, Companions, base_dtype, companions_of
+from shardwise.checkpoint.huggingface.exporting import DTYPES, export_weights
 from shardwise.checkpoint.huggingface.output import Exported
 from shardwise.checkpoint.huggingface.peft import CONFIG, PeftAdapters
 from shardwise.checkpoint.huggingface.weights import HuggingFaceWeights, open_weights
@@ -51,11 +52,12 @@ class MergedWeights:
         return convert(weight, "float32", dtype)
 
 
-def merge(adapters: Path, folder: Path, base: Path | None = None, dtype: str = "bfloat16") -> Exported:
+def merge(adapters: Path, folder: Path, base: Path | None = None, dtype: str | None = None) -> Exported:
     """Write the weights with adapters merged to a new Hugging Face folder.
 
     adapters: `peft`'s folder. base: the Hugging Face folder that they were trained beside; None for the one that they
-    name. Raises `UserError` when base and adapters do not suit each other, or a folder cannot be read or written.
+    name. dtype: as of `export`. Raises `UserError` when base and adapters do not suit each other, or a folder cannot be
+    read or written.
     """
     if not (adapters / CONFIG).is_file():
         raise UserError(f"{adapters} has no {CONFIG}")
@@ -67,7 +69,7 @@ def merge(adapters: Path, folder: Path, base: Path | None = None, dtype: str = "
 
 
 def merge_checkpoint(
-    checkpoint: Checkpoint, folder: Path, base: Path | None = None, dtype: str = "bfloat16"
+    checkpoint: Checkpoint, folder: Path, base: Path | None = None, dtype: str | None = None
 ) -> Exported:
     """`merge` of the adapters of a checkpoint. base: None for the weights that its run started from. Raises `UserError`
     as `merge`, and for a run without adapters."""
@@ -78,7 +80,8 @@ def merge_checkpoint(
         raise UserError(
             f"{checkpoint.folder}: its run started from random weights, which are in no folder: give --base"
         )
-    return _merged(open_weights(base or Path(str(named)), model), model, checkpoint, folder, dtype)
+    weights = open_weights(base or Path(str(named)), model)
+    return _merged(weights, model, checkpoint, folder, dtype, companions_of(checkpoint))
 
 
 def _named_base(adapters: Path) -> Path:
@@ -90,7 +93,13 @@ def _named_base(adapters: Path) -> Path:
     return Path(name)
 
 
-def _merged(base: HuggingFaceWeights, model: ModelConfig, adapters: ReadsFactors, folder: Path, dtype: str) -> Exported:
-    tokenizer = base.folder / "tokenizer.json"
+def _merged(
+    base: HuggingFaceWeights, model: ModelConfig, adapters: ReadsFactors, folder: Path, dtype: str | None,
+    kept: Path | None = None,
+) -> Exported:  # fmt: skip
+    """kept: where the run of the adapters keeps what was beside its tokenizer."""
+    beside = kept or (base.folder if (base.folder / TOKENIZER).is_file() else None)
+    companions = Companions(beside / TOKENIZER, beside) if beside else None
     source = MergedWeights(base, model, adapters)
-    return export_weights(source, base.model, folder, dtype, tokenizer if tokenizer.is_file() else None)
+    dtype = dtype or base_dtype(base.folder, DTYPES) or DTYPES[0]
+    return export_weights(source, base.model, folder, dtype, companions)

@@ -16,12 +16,15 @@ from shardwise.errors import UserError
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: the folder, its files, tensors, and the bytes of all tensors."""
+    """Result of an export: the folder, its files, tensors, and the bytes of all tensors. nonfinite: tensors with an
+    element that is not finite."""
 
     folder: Path
     files: tuple[str, ...]
     tensors: int
     nbytes: int
+    nonfinite: tuple[str, ...] = ()
+    dtype: str = "float32"
 
 
 class OutputFolder:
@@ -50,7 +53,9 @@ class OutputFolder:
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Make a file, complete on the disk when this returns. One that is there already is an `OSError`."""
-        with (self.folder / name).open("xb") as file:
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        with path.open("xb") as file:
             self.files.append(name)
             for chunk in chunks:
                 file.write(chunk)
@@ -66,5 +71,8 @@ class OutputFolder:
         for name in self.files:
             with suppress(OSError):
                 (self.folder / name).unlink()
+        for folder in {(self.folder / name).parent for name in self.files} - {self.folder}:
+            with suppress(OSError):
+                folder.rmdir()
         with suppress(OSError):
             self.folder.rmdir()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.checkpoint.dtypes import numpy_dtype, raw
+from shardwise.checkpoint.dtypes import finite, numpy_dtype, raw
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.huggingface.output import Exported, OutputFolder
 from shardwise.checkpoint.huggingface.tensor_file import FileTensor, tensors_of
@@ -138,16 +138,21 @@ def export_adapters(checkpoint: Checkpoint, folder: Path | str) -> Exported:
         raise UserError(f"{checkpoint.folder} has no adapters: its run trained all weights")
     tensors = [(f"model/{p.name}", place.tensor, TensorSpec(p.shape, "float32")) for p, place in _places(model)]
 
+    nonfinite: list[str] = []
+
     def contents() -> Iterator[bytes | memoryview]:
         yield safetensors_header({"format": "pt"}, [(theirs, spec) for _, theirs, spec in tensors])
-        for ours, _, spec in tensors:
-            yield raw(checkpoint.read(ours, None, spec.dtype))
+        for ours, theirs, spec in tensors:
+            values = checkpoint.read(ours, None, spec.dtype)
+            nonfinite.extend([] if finite(values, spec.dtype) else [theirs])
+            yield raw(values)
 
     base = checkpoint.manifest.about.get("weights")
     with OutputFolder.new(Path(folder)) as output:
         output.write(WEIGHTS, contents())
         output.write_json(CONFIG, _config_of(model, model.lora, base if isinstance(base, str) else None))
-    return Exported(output.folder, tuple(output.files), len(tensors), sum(spec.nbytes for *_, spec in tensors))
+    nbytes = sum(spec.nbytes for *_, spec in tensors)
+    return Exported(output.folder, tuple(output.files), len(tensors), nbytes, tuple(nonfinite))
 
 
 def _config_of(model: ModelConfig, lora: Lora, base: str | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from shardwise.checkpoint.dtypes import bits, convert, numpy_dtype
 from shardwise.checkpoint.geometry import Piece, copy, full, shared
 from shardwise.checkpoint.huggingface.tensor_file import FileTensor, tensors_of
 from shardwise.checkpoint.manifest import TensorSpec
+from shardwise.checkpoint.names import unwrapped_names
 from shardwise.errors import UserError, os_errors
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import ForeignSlice
@@ -74,7 +75,7 @@ class HuggingFaceWeights:
             raise UserError(f"{folder}: {reason}")
         names = family_of(model).names
         assert names
-        found = _with_trunk(_tensors(folder), names)
+        found = _with_trunk(unwrapped_names(_tensors(folder)), names)
         if model.layers > len(found):  # of which nobody could even list the parameters
             raise UserError(
                 f"{_where(folder)} has {len(found):,} tensors, too few for the {model.layers:,} layers of the model of "

@@ -64,7 +64,7 @@ class ExpertLoads:
         for part, summed in zip(self.mixtures, sums.cpu(), strict=True):
             tokens, (dropped, loss) = summed[:-2], summed[-2:].tolist()
             self.latest[part] = ExpertLoad(tuple(map(int, tokens.tolist())), int(dropped), loss)
-            if part in self.forms and (e := self.forms[part].e).bias_rate:
+            if part in self.forms and (e := self.forms[part].e).bias_rate and not optimizer.skipped:
                 optimizer.shift(part, f"{part}.mlp.router.bias", bias_step(tokens, e))
 
     def event(self) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ The command line, `api.train`, run.json and the ranks share it; each field says 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -52,6 +53,15 @@ class OptimizerConfig:
             raise UserError(f"betas must be at least 0 and less than 1, not {self.betas}")
 
 
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Learning rate of `step` (from 0): linear warm-up over `warmup` steps, then a cosine down to `final_share`."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, steps - config.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (config.final_share + (1 - config.final_share) * cosine)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """One training run."""
@@ -68,6 +78,14 @@ class TrainConfig:
     former_corpus: str | None = None
     """The corpus that a resumed run had before it was given other text."""
     steps: int = option(100, "optimizer steps", metavar="N", least=1)
+    schedule: str = option(
+        "extend",
+        "learning rate of a resumed run with other --steps: that of a run of so many steps, or its former schedule, "
+        "which ends where it would have",
+        choices=("extend", "keep"),
+    )  # fmt: skip
+    schedule_steps: int = 0
+    """Steps of the learning rate's schedule, 0 for `steps`."""
     tokenizer: str | None = option(None, "a tokenizer.json (default: one is trained on the text)", metavar="FILE")
     text_field: str = option("text", "name of the text field in JSONL, Parquet or a dataset", metavar="NAME", shown="")
     max_bytes: int | None = option(None, "use at most the first N bytes of text", metavar="N", least=1)
@@ -78,6 +96,10 @@ class TrainConfig:
     report: bool = option(False, "measure one step, to compare it with its prediction")
     save_every: int = option(0, "steps between checkpoints", metavar="N", least=0, shown="0: at the end")
     keep_last: int = option(3, "checkpoints to keep, 0 for all", metavar="N", least=0)
+    on_nonfinite: str = option(
+        "stop", "end the run, or skip the update, at a step whose loss or gradient norm is not finite",
+        choices=("stop", "skip"),
+    )  # fmt: skip
     save_async: bool = option(False, "continue training while a checkpoint is written")
     offload_dir: str | None = option(
         None, "folder for state that is offloaded to disk", metavar="DIR", shown="OUT/offload"
@@ -124,6 +146,10 @@ class TrainConfig:
                 "an asynchronous save keeps a copy of all state in memory, which state on disk may be too large for: "
                 "leave out --save-async"
             )
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of `step` (from 0) of the run."""
+        return learning_rate(self.optimizer, step, self.schedule_steps or self.steps)
 
     @property
     def stragglers(self) -> Stragglers:

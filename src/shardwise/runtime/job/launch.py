@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from shardwise.errors import UserError
+from shardwise.errors import DivergedError, UserError
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.hosts import PORT, HostFile, Placement
 from shardwise.runtime.job.locks import temporary_folder
@@ -46,6 +46,7 @@ _LOOK = 0.25
 
 USER_MISTAKE = 2
 RANK_FAILED = 1
+DIVERGED = 3
 INTERRUPTED = 128 + signal.SIGINT
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -56,12 +57,13 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's reason for its failure. kind: a user's mistake, a consequence of another rank's end, or anything else.
+    """A rank's reason for its failure. kind: a user's mistake, training that diverged, a consequence of another rank's
+    end, or anything else.
 
     step: the training step, if it had begun one. time: seconds since the epoch.
     """
 
-    kind: Literal["user", "peer", "error"]
+    kind: Literal["user", "diverged", "peer", "error"]
     rank: int
     step: int | None
     message: str
@@ -110,9 +112,10 @@ def die_with_parent() -> None:
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a launch. code: 0 when all ranks ended with 0; 2 when one reports a user's mistake, 1 when one dies or
-    is stuck, 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP. line: why, on one line, empty when all is well. lost:
-    ranks that were killed from outside. stuck, stack: the rank that made no progress, and where its threads stood.
+    """End of a launch. code: 0 when all ranks ended with 0; 2 when one reports a user's mistake, 3 when training has
+    diverged, 1 when a rank dies or is stuck, 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP. line: why, on one line,
+    empty when all is well. lost: ranks that were killed from outside. stuck, stack: the rank that made no progress, and
+    where its threads stood.
     """
 
     code: int
@@ -121,9 +124,9 @@ class Ending:
     stuck: int | None = None
     stack: str = ""
 
-    def error(self) -> UserError | KeyboardInterrupt | RunFailed | None:
+    def error(self) -> UserError | DivergedError | KeyboardInterrupt | RunFailed | None:
         """The exception that a bad end is to the caller; None where all is well."""
-        kinds = {0: None, USER_MISTAKE: UserError, INTERRUPTED: KeyboardInterrupt}
+        kinds = {0: None, USER_MISTAKE: UserError, DIVERGED: DivergedError, INTERRUPTED: KeyboardInterrupt}
         kind = kinds.get(self.code, RunFailed)
         return kind(self.line) if kind else None
 
@@ -326,7 +329,7 @@ class _Crew:
             time.sleep(_POLL)
         if self._broke_off():
             failed = self._failed()
-            if failed.code == USER_MISTAKE:
+            if failed.code in (USER_MISTAKE, DIVERGED):
                 return failed
             return replace(failed, code=128 + number, line=f"stopped, without saving: {failed.line}")
         self.stop()
@@ -397,8 +400,8 @@ class _Crew:
         lost = tuple(item.rank for item in self.ranks if item.code is not None and item.code < 0)
         signs = {item.rank: pulse.signs_in(item.pulse) for item in self.ranks}
         self.stop()
-        if report and report.kind == "user":
-            return Ending(USER_MISTAKE, report.message)
+        if report and report.kind in ("user", "diverged"):
+            return Ending(USER_MISTAKE if report.kind == "user" else DIVERGED, report.message)
         sign = signs[rank.rank][pulse.TRAINING]
         if report:
             step = "" if report.step is None else f" at step {report.step}"

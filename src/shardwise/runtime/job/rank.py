@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from shardwise.errors import UserError, os_errors
+from shardwise.errors import DivergedError, UserError, os_errors
 from shardwise.runtime.job import launch
 from shardwise.runtime.job.output import say
 
@@ -126,6 +126,9 @@ def guarded(work: Callable[[], object], keep: Callable[[], object] = lambda: Non
     except UserError as error:
         _report(launch.Failure("user", number(), None, str(error)))
         return launch.USER_MISTAKE
+    except DivergedError as error:
+        _report(launch.Failure("diverged", number(), None, str(error)))
+        return launch.DIVERGED
     except BaseException as error:
         kind: Literal["peer", "error"] = "peer" if launch.lost_a_peer(error) else "error"
         _report(launch.Failure(kind, number(), getattr(error, "step", None), _one_line(error)))
@@ -164,8 +167,10 @@ def _report(failure: launch.Failure) -> None:
     """To the launcher; under torchrun, which has its own, to standard error."""
     if path := os.environ.get("SHARDWISE_ERROR_FILE"):
         failure.write(Path(path))
-    elif failure.kind == "user":
+    elif failure.kind == "user" or (failure.kind == "diverged" and not failure.rank):
         say(f"shardwise: error: {failure.message}")
+    elif failure.kind == "diverged":
+        pass  # rank 0 says it for all
     else:
         at = "" if failure.step is None else f" at step {failure.step}"
         say(f"shardwise: error: rank {failure.rank} failed{at}: {failure.message}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -12,11 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint import Checkpoint
+from shardwise.checkpoint.huggingface.companions import companions_of, keep_companions
 from shardwise.errors import UserError
 from shardwise.model.flops import MFU
 from shardwise.report.exposure import Exposure, exposures
 from shardwise.report.files import write_whole
-from shardwise.report.run_directory import RunDirectory
+from shardwise.report.run_directory import COMPANIONS, RunDirectory
 from shardwise.report.step_report import StepReport
 from shardwise.report.strict_json import strict
 from shardwise.report.trace import write_trace
@@ -25,6 +26,17 @@ from shardwise.report.waiting import RankWaiting, waiting_lines
 from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.run_file import NAME, run_file
+
+
+def _keep_companions(config: TrainConfig) -> None:
+    """Copy what is beside the tokenizer and the weights that a run starts from, or is beside those of the run that it
+    resumes. Without the copies exports would lack them; training does not."""
+    sources = [Path(each) for each in (config.tokenizer, config.weights) if each is not None]
+    sources = [each if each.is_dir() else each.parent for each in sources]
+    kept = companions_of(Checkpoint.open(config.resume)) if config.resume else None
+    if config.tokenizer is not None:
+        with suppress(OSError):
+            keep_companions([*([kept] if kept else []), *sources], Path(config.out) / COMPANIONS)
 
 
 class RunRecorder:
@@ -42,6 +54,7 @@ class RunRecorder:
         self.directory = RunDirectory.create(config.out, about, resume=here)
         if not here:
             write_whole(self.directory.path / NAME, run_file(config), "run file")
+            _keep_companions(config)
         self.loss = self._last_loss(done) if here else float("nan")
         if config.resume or config.restart:
             other = {"corpus": config.corpus, "former_corpus": config.former_corpus} if config.former_corpus else {}
@@ -53,32 +66,38 @@ class RunRecorder:
         self._shown = 0.0
         self._first = True
         self._explained = False
-        self._diverged = False
+        self._skipped = False
 
     def _tensorboard(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(str(Path(self.config.out) / "tensorboard"))  # type: ignore[no-untyped-call]
 
-    def step(self, recorded: bool = False, experts: Mapping[str, Any] | None = None, **event: Any) -> None:
-        """One training step: numbers by name, `step` and `loss` among them.
+    def step(
+        self, recorded: bool = False, experts: Mapping[str, Any] | None = None, skipped: bool = False, **event: Any
+    ) -> None:
+        """Record one training step: numbers by name, `step` and `loss` among them.
 
-        recorded: every storage was followed for the report, so that its time says nothing about speed. experts: load of
-        the model's experts, `{"tokens": {block: [tokens of each expert]}, "imbalance", "dropped", "balance_loss"}`.
+        skipped: its update was not made. recorded: every storage was followed for the report, so that its time says
+        nothing about speed. experts: load of the model's experts, `{"tokens": {block: [tokens of each expert]},
+        "imbalance", "dropped", "balance_loss"}`.
         """
-        more = {"recorded": True} if recorded else {}
+        more = ({"recorded": True} if recorded else {}) | ({"skipped": True} if skipped else {})
         self.directory.append({"time": time.time(), **event, **more, **({"experts": experts} if experts else {})})
         names = ("loss", "outer_loss", "grad_norm", "lr", *(() if recorded else ("tokens_per_s", "mfu")))
         scalars = {f"train/{name}": event[name] for name in names if name in event}
         scalars |= {f"experts/{name}": experts[name] for name in ("imbalance", "dropped")} if experts else {}
         self._draw(event["step"], scalars)
-        if not (self._diverged or math.isfinite(event["loss"] + event.get("outer_loss", 0.0))):
-            self._diverged = True
+        if skipped and not self._skipped and self.config.on_nonfinite == "skip":
+            self._skipped = True
             self.warn(
-                f"the loss of step {event['step']} is {event['loss']}: training has diverged; start again with a "
-                "smaller --lr",
+                f"step {event['step']}: the loss is {event['loss']}, the gradient norm {event['grad_norm']}; its "
+                'update was not made (further ones: "skipped" in events.jsonl)',
                 event["step"],
             )
+
+    def show(self, event: Mapping[str, Any], recorded: bool = False, whose: str = "") -> None:
+        """Show a training step. whose: words after its loss."""
         last = event["step"] == self.config.steps
         # On a terminal one line is rewritten; elsewhere a line every few seconds.
         if self._live or last or self._first or time.monotonic() - self._shown > 5:
@@ -88,7 +107,7 @@ class RunRecorder:
             elif not self._explained:
                 self._show(MFU)
                 self._explained = True
-            line = f"step {event['step']:>4}/{self.config.steps}  loss {event['loss']:.4f}  {speed}"
+            line = f"step {event['step']:>4}/{self.config.steps}  loss {event['loss']:.4f}{whose}  {speed}"
             self._show(line, stays=last or not self._live)
             self._shown, self._first = time.monotonic(), False
 
@@ -156,14 +175,19 @@ class RunRecorder:
                 step,
             )
 
-    def finish(self, result: dict[str, Any]) -> None:
+    def end(self, status: str) -> None:
+        """The run has ended, for the reason that `status` has in a word."""
+        self.directory.update(status=status, finished=time.time())
+        if self._board:
+            with suppress(OSError):
+                self._board.close()
+        self.directory.close()
+
+    def finish(self, result: dict[str, Any], status: str) -> None:
+        """The run has made its last step."""
         text = json.dumps(strict(result), indent=1, allow_nan=False)
         try:
             write_whole(self.directory.path / "result.json", f"{text}\n")
         except UserError as error:
             raise UserError(f"{error}; its checkpoints are whole") from None
-        self.directory.update(status="finished", finished=time.time())
-        if self._board:
-            with suppress(OSError):
-                self._board.close()
-        self.directory.close()
+        self.end(status)

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import DivergedError, UserError
 from shardwise.layout import fewer_ranks
 from shardwise.report.run_directory import ERRORS, RunDirectory, occupied
 from shardwise.runtime.job.config import LaunchConfig, TrainConfig
-from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Ending, supervise
+from shardwise.runtime.job.launch import DIVERGED, RANK_FAILED, USER_MISTAKE, Ending, supervise
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.runtime.job.output import clear_line
 
@@ -52,7 +52,7 @@ def until_done(config: TrainConfig, launch: LaunchConfig) -> tuple[Ending, Train
         ending = replace(ending, line=f"{ending.line}. The run had finished before")
     elif ending.code:
         _close(out, ending)
-        if ending.code != USER_MISTAKE:
+        if ending.code not in (USER_MISTAKE, DIVERGED):
             ending = replace(ending, line=f"{ending.line}. {way_on(out)}")
     return ending, config
 
@@ -143,6 +143,12 @@ def begun_by_this_job(config: TrainConfig) -> bool:
     return isinstance(before, dict) and all(before.get(key) == now[key] for key in now if key not in changes)
 
 
+def check_not_diverged(config: TrainConfig) -> None:
+    """Raise `DivergedError` when the run has diverged: it would again."""
+    if RunDirectory.open(config.out).run.get("status") == "diverged":
+        raise DivergedError(f"{config.out} has diverged: it is not started again")
+
+
 def _tell_fallback(again: TrainConfig, damaged: str, progress: Callable[[str], None]) -> None:
     """Say from where a run resumes whose newest checkpoint is damaged, and note it in the run's events."""
     where = f"from {again.resume}" if again.resume else "from the beginning"
@@ -207,4 +213,5 @@ def _close(out: Path, ending: Ending) -> None:
     """Let the run's directory say how a run ended that did not finish."""
     # What cannot be written here could not be written before, and that has been said.
     with suppress(UserError):
-        RunDirectory.open(out).update(status="failed" if ending.code <= USER_MISTAKE else "stopped")
+        known = {RANK_FAILED: "failed", USER_MISTAKE: "failed", DIVERGED: "diverged"}
+        RunDirectory.open(out).update(status=known.get(ending.code, "stopped"))

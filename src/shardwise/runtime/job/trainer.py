@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from shardwise.checkpoint.huggingface import HuggingFaceWeights, PeftAdapters, o
 from shardwise.data import Corpus, Sampler
 from shardwise.decoder import Batch, random
 from shardwise.decoder.initial import initial_values
-from shardwise.errors import UserError
+from shardwise.errors import DivergedError, NotFiniteError, UserError
 from shardwise.layout import Layout, Mesh, check_runnable, unit_plan
 from shardwise.layout.axes import DP, REPLICA
 from shardwise.layout.sync import SERVED
@@ -55,7 +56,6 @@ from shardwise.runtime.offload.recovery import Kept, newest_kept
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.sync.rounds import Rounds
 from shardwise.runtime.zero.flat_unit import torch_dtype
-from shardwise.runtime.zero.optimizer import learning_rate
 
 MEASURED_STEP = 2
 """The step whose report is taken: the first two fill caches. Its timeline is the next step's; where replicas train
@@ -146,6 +146,9 @@ def _give_up(line: str) -> None:
 class TrainingRun:
     """A rank's part in a run whose ranks make every step together."""
 
+    trains = True
+    """Whether this rank computes losses."""
+
     def __init__(self, config: TrainConfig, device: torch.device, memory: pulse.Memory) -> None:
         self.pulse = pulse.Pulse(memory)
         self.pulse.work("its preparation")
@@ -193,8 +196,16 @@ class TrainingRun:
         )  # fmt: skip
         self.rounds = Rounds.of(layout, config.steps)
         self.stop = StopRequest(self.rounds)
+        self.diverged = ""
+        """Where and how the run has diverged, the same on all ranks; empty while it has not."""
+        self.skips = 0
+        """Steps whose update was skipped."""
+        self.in_a_row = 0
+        """The last steps, if their updates were skipped on all ranks."""
         self.clock, self.slow = TrainingClock(self.pulse), self._injected()
         self.first_step = self.at.step
+        self._round: list[dict[str, Any]] = []
+        """Steps that are not recorded yet."""
         self.times: list[float] = []
         """Seconds of steps; where replicas train apart from each other, of those with an outer step."""
         self.inner_times: list[float] = []
@@ -271,26 +282,52 @@ class TrainingRun:
         start, loss = self.at.step, self.record.loss if self.record else float("nan")
         measured = self.rounds.measured(start, MEASURED_STEP) if config.report and start < config.steps else -1
         first, stopped = self._validate(start), False
+        if self.record and not math.isfinite(first):
+            self.record.warn(f"the validation loss is {first} before the first step: look at the weights", start)
         for boundary in self._boundaries(start, measured):
             with self.clock.running():
                 loss, stopped = self._train_to(boundary, measured, loss)
-            if stopped or boundary == config.steps:
+            if stopped or self.diverged or boundary == config.steps:
                 break
             if self._due(config.validate_every, boundary):
                 self._validate(boundary)
             if self._due(config.save_every, boundary):
                 self._save(last=False)
+            if self.diverged:
+                break
         if self.role is not None:  # no step was left after the measured one
             self.roles, self.role = self._gather(self.role, None), None
         self._save(last=True)
-        if stopped:
-            if self.record:
-                self.record.end_line()
-            self._end()
-            self.pulse.idle()
-            self.program.close(remove=True)
-            raise Stopped(self.at.step, config.out)
+        if stopped or self.diverged:
+            self._break_off()
         return self._finish(first, self._validate(config.steps), loss)
+
+    def _break_off(self) -> NoReturn:
+        """End before the last step, with everything saved that is finite."""
+        if self.record:
+            self.record.end_line()
+        self._end()
+        self.program.close(remove=True)
+        if not self.diverged:
+            self.pulse.idle()
+            raise Stopped(self.at.step, self.config.out)
+        if self.record:
+            self.record.end("diverged")
+        self._meet_last()
+        raise DivergedError(self._how_it_diverged())
+
+    def _meet_last(self) -> None:
+        self.pulse.collective("the last barrier")
+        self.pulse.wait()
+        dist.barrier()
+        self.pulse.idle()
+
+    def _how_it_diverged(self) -> str:
+        """Where the run has diverged, what is saved of it, and what to do."""
+        kept = self.saver.saved or self.config.resume
+        where = f"its last finite state is in {kept}" if kept else "nothing was saved"
+        skip = " --on-nonfinite skip leaves out a bad batch." if self.config.on_nonfinite == "stop" else ""
+        return f"training diverged {self.diverged}; {where}. Start again with a smaller --lr.{skip}".removesuffix(".")
 
     def _boundaries(self, start: int, measured: int) -> Iterator[int]:
         """The steps after which there is something to do beside the next one, the last of all included. measured: the
@@ -310,6 +347,8 @@ class TrainingRun:
             if self.stop.agreed(step):
                 return loss, True
             loss = self._observed(step, measure=step == measured)
+            if self.diverged:
+                return loss, True
         return loss, False
 
     def _observed(self, step: int, measure: bool) -> float:
@@ -332,18 +371,29 @@ class TrainingRun:
             self._measured(role, timeline.recorded())
         if self.record:
             rate = self._rate(elapsed)
-            self.record.step(
-                step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate, mfu=self._mfu(rate),
-                lr=learning_rate(self.config.optimizer, step, self.config.steps), recorded=measure,
-                waiting_s=self.pulse.waited - waited, experts=self.program.expert_loads.event(), **self._agreed(step),
-                **self.slow.event(),
-            )  # fmt: skip
+            self._record(step, dict(
+                time=time.time(), step=step + 1, loss=loss, grad_norm=norm, seconds=elapsed, tokens_per_s=rate,
+                mfu=self._mfu(rate), lr=self.config.learning_rate(step), recorded=measure,
+                waiting_s=self.pulse.waited - waited, experts=self.program.expert_loads.event(),
+                skipped=self.program.optimizer.skipped, **self.slow.event(),
+            ))  # fmt: skip
         return loss
 
-    def _agreed(self, step: int) -> dict[str, float]:
-        """The mean loss of all replicas since the last outer step, where a step ends with one."""
-        outer = self.program.outer
-        return {"outer_loss": outer.loss} if outer is not None and self.rounds.ends(step) else {}
+    def _record(self, step: int, event: dict[str, Any]) -> None:
+        """Record and show a step. Where replicas train apart from each other, the mean loss over all of them is known
+        after the next outer step, and steps are recorded then."""
+        assert self.record
+        outer, ends = self.program.outer, self.rounds.ends(step)
+        self._round.append(event)
+        if ends and outer is not None:
+            for each, loss in zip(self._round, outer.losses, strict=True):
+                each |= {"loss": loss, "skipped": not math.isfinite(loss)}
+            event["outer_loss"] = outer.loss
+        if ends:
+            for each in self._round:
+                self.record.step(**each)
+            self._round.clear()
+        self.record.show(event, recorded=event["recorded"], whose="" if ends else " (rank 0's replica)")
 
     def _seconds(self, typical: Callable[[list[float]], float] = statistics.median) -> float | None:
         """The median step's; where replicas train apart from each other, the mean over a round of the median step with
@@ -371,17 +421,33 @@ class TrainingRun:
         return training_flops_per_token(self.config.model, self.config.workload.seq) * tokens_per_s / self.peak
 
     def _save(self, last: bool) -> None:
-        """Report a checkpoint that cannot be written; only the last one ends the run."""
+        """Report a checkpoint that cannot be written; only the last one ends the run, and one that is not finite."""
         self._tried(self.saver.finish)  # the one before may still be under way
+        if self.diverged and self.at.step in (self.first_step, self.saver.step):
+            return
+        if not last and self.saver.saved and self.in_a_row >= self.at.step - self.saver.step:
+            return  # no update since
+        # What a run has when it diverges may be of no use: it pushes out no earlier checkpoint.
+        self.saver.keep = 0 if self.diverged or self.in_a_row else self.config.keep_last
         if last:
-            self.saver.save(self.at)
-            self.saver.finish()
+            with self._told_nonfinite():
+                self.saver.save(self.at)
+                self.saver.finish()
         else:
             self._tried(lambda: self.saver.save(self.at))
 
+    @contextmanager
+    def _told_nonfinite(self) -> Iterator[None]:
+        """Around a save, which all ranks make together: the run has diverged where its state is not finite."""
+        try:
+            yield
+        except NotFiniteError as error:
+            self.diverged = self.diverged or f"up to step {self.at.step}: {error}"
+
     def _tried(self, saving: Callable[[], None]) -> None:
         try:
-            saving()
+            with self._told_nonfinite():
+                saving()
         except UserError as error:
             if self.record:
                 self.record.warn(str(error), self.at.step)
@@ -408,17 +474,19 @@ class TrainingRun:
             "matmul_flops_per_s": self.peak,
             "compile_s": self.program.compile_seconds,
             "communication": seen.to_json() if seen else None,
+            "skipped_steps": self.skips,
             **self._waiting(),
             **self._writing(),
         }
+        if self.trains and not math.isfinite(last):
+            self.diverged = f"up to step {self.at.step}: the validation loss is {last}"
         if self.record:
-            self.record.finish(result)
+            self.record.finish(result, "diverged" if self.diverged else "finished")
         self._end()
         self.program.close(remove=True)
-        self.pulse.collective("the last barrier")
-        self.pulse.wait()
-        dist.barrier()
-        self.pulse.idle()
+        self._meet_last()
+        if self.diverged:
+            raise DivergedError(self._how_it_diverged())
         return result
 
     def _step(self, step: int, around: AbstractContextManager[Any]) -> tuple[float, float]:
@@ -430,12 +498,31 @@ class TrainingRun:
             micro_batches = self._micro_batches(step, key)
             with around:
                 self.slow.begin(self._number(step), recorded=isinstance(around, StepMeasurement))
-                lr = learning_rate(config.optimizer, step, config.steps)
+                lr = config.learning_rate(step)
                 loss, norm, _ = self.program.step(micro_batches, lr, self.rounds.ends(step))
         except RuntimeError as error:
             raise self._named(error, step) from error
-        self.at = Position(step + 1, self.at.samples + batch, self.program.optimizer.steps)
+        if not self._stops_at(step, loss, norm):
+            self.at = Position(step + 1, self.at.samples + batch, self.program.optimizer.steps)
         return loss, norm
+
+    def _stops_at(self, step: int, loss: float, norm: float) -> bool:
+        """Whether the run ends before a step that was made, because it was not finite. Where replicas train apart from
+        each other, they learn of it when they agree, and all end after that step."""
+        stops, outer = self.config.on_nonfinite == "stop", self.program.outer
+        if outer is not None:
+            skips = sum(not math.isfinite(each) for each in outer.losses) if self.rounds.ends(step) else 0
+            self.skips += skips
+            if stops and skips:
+                self.diverged = f"in the round up to step {step + 1}: the loss or the gradient norm of a replica is not"
+                self.diverged += " finite, and its update was not made"
+            return False
+        self.skips += self.program.optimizer.skipped
+        self.in_a_row = self.in_a_row + 1 if self.program.optimizer.skipped else 0
+        if stops and self.program.optimizer.skipped:
+            what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}, the loss {loss}"
+            self.diverged = f"at step {step + 1}: {what}, and the update was not made"
+        return bool(self.diverged)
 
     def _number(self, step: int) -> int:
         """Number of a step by which slow ranks draw."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.dtypes import CODES
+from shardwise.checkpoint.names import unwrapped
 from shardwise.errors import UserError
 from shardwise.layout.axes import PP, STAGE
 from shardwise.runtime.module.program import ModuleProgram
@@ -27,7 +28,11 @@ def persistent(module: nn.Module) -> dict[str, Tensor]:
 
 def stored_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Stored name -> shape of every buffer."""
-    return {f"{KIND}/{name}": tuple(stored(name, buffer).shape) for name, buffer in persistent(module).items()}
+    return {_key(name): tuple(stored(name, buffer).shape) for name, buffer in persistent(module).items()}
+
+
+def _key(name: str) -> str:
+    return f"{KIND}/{unwrapped(name)}"
 
 
 def stored(name: str, buffer: Tensor) -> Tensor:
@@ -51,13 +56,13 @@ def written(program: ModuleProgram) -> dict[str, Tensor]:
         return home in program.plan.parts if home else comms.index(PP) == 0
 
     buffers = persistent(program.module).items()
-    return {f"{KIND}/{name}": stored(name, buffer) for name, buffer in buffers if here(name)}
+    return {_key(name): stored(name, buffer) for name, buffer in buffers if here(name)}
 
 
 def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Set all buffers that a checkpoint has."""
     for name, buffer in persistent(module).items():
-        if (key := f"{KIND}/{name}") not in checkpoint.tensors:
+        if (key := _key(name)) not in checkpoint.tensors:
             continue
         dtype = "float32" if checkpoint.tensors[key].dtype == "bfloat16" else checkpoint.tensors[key].dtype
         values = torch.from_numpy(np.ascontiguousarray(checkpoint.read(key, dtype=dtype)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -39,6 +40,11 @@ class StepOutcome(NamedTuple):
     """L2, over the whole module, before clipping."""
     tokens: int
     """Tokens that count in the loss, over all ranks; as many as micro-batches where a loss came as a mean."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether no update was made, because the loss or the gradients are not finite."""
+        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
 
 class ModuleProgram(PartRunner):
@@ -96,13 +102,14 @@ class ModuleProgram(PartRunner):
                 "many, or split with accumulate="
             )
         total, tokens = self.gradients(loss_fn, micro_batches)
-        norm = self.optimizer.step(lr)
-        self.optimizer.commit()
-        self.engine.all_gather_params()
         if self.messages is None:
             with self.comms.in_phase("loss"):
                 self.comms.all_reduce(total, DATA, "loss")
-        return StepOutcome(self.comms.read(total) / max(1, tokens), norm, tokens)
+        self.optimizer.tell(summed := self.comms.read(total), tokens)
+        loss, norm = summed / max(1, tokens), self.optimizer.step(lr)
+        self.optimizer.commit()
+        self.engine.all_gather_params()
+        return StepOutcome(loss, norm, tokens)
 
     def gradients(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> tuple[Tensor, int]:
         """Compute the gradients of the mean loss over all ranks' tokens. Returns (this rank's summed loss, tokens of

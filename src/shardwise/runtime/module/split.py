@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.checkpoint import find
-from shardwise.errors import UserError
+from shardwise.errors import DivergedError, UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.lora import Lora
@@ -53,6 +53,7 @@ def split(
     accumulate: int = 1,
     lora: Lora | str | None = None,
     optimizer: OptimizerConfig | None = None,
+    on_nonfinite: str = "stop",
     device: torch.device | str | None = None,
     transport: str = "auto",
     offload_dir: Path | str | None = None,
@@ -73,11 +74,15 @@ def split(
     accumulate: micro-batches per step. lora: low-rank adapters beside its linear maps, all else being frozen, such as
     "rank=16,targets=q_proj+v_proj"; with "base=int8" the linear maps of its blocks are kept in 8 bits. optimizer:
     AdamW's settings; `lr` is constant but for `train_step(lr=)`.
+    on_nonfinite: a step whose loss or gradient norm is not finite changes nothing; "stop": and raises `DivergedError`,
+    "skip": its outcome says `skipped`.
     transport: as of `make_comms`. offload_dir: folder for the ranks' files of offload=nvme. Without a process group one
     is made, with torchrun's ranks or for this process alone.
     Raises `UserError` for a module, a plan or a layout that cannot be split.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    if on_nonfinite not in ("stop", "skip"):
+        raise UserError(f"on_nonfinite must be stop or skip, not {on_nonfinite!r}")
     check_module_layout(layout)
     folder = _folder(layout, offload_dir)
     _meet()
@@ -100,7 +105,7 @@ def split(
     comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
     settings = optimizer or OptimizerConfig()
-    return SplitModule(ModuleProgram(module, described, units, comms, settings, values, at, folder))
+    return SplitModule(ModuleProgram(module, described, units, comms, settings, values, at, folder), on_nonfinite)
 
 
 def _folder(layout: Layout, folder: Path | str | None) -> Path | None:
@@ -166,8 +171,9 @@ class SplitModule(nn.Module):
     rows of its own along dp and equal ones along tp. Other attributes are the module's own.
     """
 
-    def __init__(self, program: ModuleProgram) -> None:
+    def __init__(self, program: ModuleProgram, on_nonfinite: str = "stop") -> None:
         super().__init__()
+        self._stops = on_nonfinite == "stop"
         self.module = program.module
         self.program = program
         self._failures = Failures(program.comms)
@@ -198,9 +204,16 @@ class SplitModule(nn.Module):
         batch: this rank's rows, handed to `loss_fn` as they are; a list has `accumulate` micro-batches. Every rank of a
         pipeline has the same, and `loss_fn` computes the loss on the last stage alone.
         measure: whether `report` will be this step's, which follows every tensor and takes longer.
+        Raises `DivergedError` on all ranks as `on_nonfinite` says; the split is as it was before the step.
         """
         with self._failures.shared():
-            return self._train_step(loss_fn, batch if isinstance(batch, list) else [batch], lr, measure)
+            outcome = self._train_step(loss_fn, batch if isinstance(batch, list) else [batch], lr, measure)
+        if outcome.skipped and self._stops:
+            raise DivergedError(
+                f"step {self.program.optimizer.steps + 1}: the loss is {outcome.loss}, the gradient norm "
+                f"{outcome.grad_norm}; no update was made: use a smaller lr, or on_nonfinite='skip' to leave it out"
+            )
+        return outcome
 
     def _train_step(
         self, loss_fn: Callable[[Any, Any], Any], micro_batches: list[Any], lr: float | None, measure: bool

@@ -5,6 +5,7 @@ Without a pipeline micro-batches come one after the other; with one, `pipeline.p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -103,19 +104,18 @@ class TrainProgram(StageRunner):
                 total += self._train(batch.fresh(), targets, tokens)
         self.computed()
         self.engine.finish_step()
-        self.optimizer.tell(total, tokens)
-        norm = self.optimizer.step(lr)
+        if self.plan.schedule is None:
+            with self.comms.in_phase("loss"):
+                self.comms.all_reduce(total, DATA, "loss")
+        self.optimizer.tell(summed := self.comms.read(total), tokens)
+        loss, norm = summed / max(1, tokens), self.optimizer.step(lr)
         self.expert_loads.finish_step(self.optimizer)
         if self.outer is not None and agrees:
             self.outer.step()
         self.optimizer.commit()
         self.engine.all_gather_params()
-        if self.plan.schedule is None:
-            with self.comms.in_phase("loss"):
-                self.comms.all_reduce(total, DATA, "loss")
-        loss = self.comms.read(total) / max(1, tokens)
         if self.outer is not None:
-            self.outer.count_loss(loss, tokens, agrees)
+            self.outer.count_loss(math.nan if self.optimizer.skipped else loss, tokens, agrees)
         return loss, norm, tokens
 
     @property

@@ -36,7 +36,7 @@ class Header(NamedTuple):
     x: float = 0.0
     y: float = 0.0
     z: float = 0.0
-    """Of a gradient: seconds since its worker began to compute it."""
+    """Of a gradient: seconds since its worker began to compute it. Of an answer: updates that were left out."""
 
     def packed(self) -> Tensor:
         figures = struct.unpack("3q", struct.pack("3d", *self[5:]))

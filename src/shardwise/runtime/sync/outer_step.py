@@ -7,6 +7,7 @@ this for the interval of each unit that its optimizer owns, with the ranks of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -106,9 +107,13 @@ class OuterStep:
         self.units = {state.flat.unit.name: OuterUnit(state, comms) for state in optimizer.states}
         self.replicas = comms.size(REPLICA)
         self.averaged = averaged_moments(self._plan)
-        self.loss = float("nan")
-        """Mean over the tokens of all replicas, from the outer step before the last one to the last one."""
-        self._loss, self._tokens = 0.0, 0
+        self.losses: list[float] = []
+        """Mean over the tokens of all replicas, of each step from the outer step before the last one to the last one;
+        NaN of a step whose update a replica has skipped."""
+        self.loss = math.nan
+        """Mean over all tokens of those steps, but for skipped ones."""
+        self._sums: list[tuple[float, float]] = []
+        """(summed loss, tokens) of this replica, of each step since the last outer one."""
         for tensor in self.on_host():
             optimizer.engine.host.add("optimizer", tensor.nbytes)
 
@@ -155,19 +160,28 @@ class OuterStep:
                 self._comms.copied(op, name, kind, elements)
 
     def count_loss(self, loss: float, tokens: int, agrees: bool) -> None:
-        """Note the loss of this replica's step; with the outer step the mean over all replicas is known."""
-        self._loss, self._tokens = self._loss + loss * tokens, self._tokens + tokens
-        if agrees:
-            self.loss = self.mean(self._loss, self._tokens)
-            self._loss, self._tokens = 0.0, 0
+        """Note the loss of this replica's step; with the outer step the means over all replicas are known."""
+        self._sums.append((loss * tokens, float(tokens)))
+        if not agrees:
+            return
+        sums = self._over_replicas(self._sums, self._plan.layout.every)
+        self.losses = [total / max(1.0, count) for total, count in sums]
+        finite = [both for both in sums if math.isfinite(both[0])]
+        self.loss = sum(total for total, _ in finite) / sum(count for _, count in finite) if finite else math.nan
+        self._sums = []
 
     def mean(self, total: float, count: int) -> float:
         """A replica's total over its count, over those of all replicas."""
+        ((total, tokens),) = self._over_replicas([(total, float(count))], 1)
+        return total / max(1.0, tokens)
+
+    def _over_replicas(self, sums: list[tuple[float, float]], room: int) -> list[tuple[float, float]]:
+        """Sums of pairs of numbers over all replicas. room: pairs that are sent, whose number is the same each time."""
         device = next(iter(self.units.values())).state.flat.whole.device
-        sums = torch.tensor([total, count], dtype=torch.float64, device=device)
+        both = torch.tensor(sums + [(0.0, 0.0)] * (room - len(sums)), dtype=torch.float64, device=device)
         with self._comms.in_phase("loss"):
-            self._comms.all_reduce(sums, REPLICA, "loss")
-        return self._comms.read(sums[0]) / max(1.0, self._comms.read(sums[1]))
+            self._comms.all_reduce(both.view(-1), REPLICA, "loss")
+        return [(total, count) for total, count in both[: len(sums)].tolist()]
 
     def rebase(self) -> None:
         """Weights were set from elsewhere: all replicas have them."""

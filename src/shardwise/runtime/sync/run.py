@@ -42,8 +42,10 @@ REPORTED = 3
 """Steps from the one that is measured to where its report is gathered: a worker measures its first, times another."""
 
 
-def make_server(plan: UnitPlan, mail: ServerMail, values: Values, config: OptimizerConfig, steps: int) -> Server | None:
-    """The server in this process, if there is one; all ranks call this together. steps: of the whole run."""
+def make_server(
+    plan: UnitPlan, mail: ServerMail, values: Values, config: OptimizerConfig, steps: int, stops: bool = True
+) -> Server | None:
+    """The server in this process, if there is one; all ranks call this together. steps, stops: as of `Server`."""
     layout = plan.layout
     servers = [server_rank(plan, server) for server in range(layout.parameter_servers.count)]
     peers = dist.new_group(servers, backend="gloo") if len(servers) > 1 and layout.sync != "async" else None
@@ -51,7 +53,7 @@ def make_server(plan: UnitPlan, mail: ServerMail, values: Values, config: Optimi
     if place is None:
         return None
     plans = [unit_plan(plan.model, layout, plan.workload, rank=rank, backend=plan.backend) for rank in range(layout.tp)]
-    server = Server(plans, place, policy_of(layout), mail, values, config, steps, peers)
+    server = Server(plans, place, policy_of(layout), mail, values, config, steps, peers, stops)
     server.start()
     return server
 
@@ -61,6 +63,17 @@ class ServedRun(TrainingRun):
 
     mail: ServerMail
     server: Server | None
+
+    def _make_server(self, plan: UnitPlan) -> Server | None:
+        config = self.config
+        stops = config.on_nonfinite == "stop"
+        steps = config.schedule_steps or config.steps
+        return make_server(plan, self.mail, self._initial_values, config.optimizer, steps, stops)
+
+    def _stops_at(self, step: int, loss: float, norm: float) -> bool:
+        """Workers end where the servers say."""
+        self.skips = self.program.optimizer.skips
+        return False
 
     @property
     def _shares(self) -> int:
@@ -74,6 +87,12 @@ class ServedRun(TrainingRun):
 
     def _measured(self, role: Role, recorded: Recorded | None) -> None:
         self._ready = (role, recorded)
+
+    def _judge(self, skips: int) -> None:
+        """Whether the run has diverged. skips: updates that the servers have left out."""
+        if skips and self.config.on_nonfinite == "stop":
+            what = "an update that was not finite" if skips == 1 else f"{skips} updates that were not finite"
+            self.diverged = f"up to step {self.at.step}: the servers left out {what}"
 
     def _meet(self, boundary: int, measured: int, stopped: bool) -> None:
         """Gather, where all ranks are, the servers' records, and what has been measured."""
@@ -107,7 +126,7 @@ class WorkerRun(ServedRun):
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
         self.mail = ServerMail(self.config.hang + pulse.MARGIN)
-        self.server = make_server(plan, self.mail, self._initial_values, self.config.optimizer, self.config.steps)
+        self.server = self._make_server(plan)
         make = partial(RemoteOptimizer, config=self.config.optimizer, mail=self.mail, server=self.server)
         return TrainProgram(plan, self.comms, make, self._initial_values, self.device, folder, kept)
 
@@ -136,6 +155,7 @@ class WorkerRun(ServedRun):
         optimizer.fence(end * self._shares, end=stopped or end == self.config.steps)
         self.at = self._position(end)
         self._meet(boundary, measured, stopped)
+        self._judge(optimizer.skips)
         return loss, stopped
 
     def _position(self, step: int) -> Position:
@@ -192,7 +212,7 @@ class ServerRun(ServedRun):
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
         self.mail = ServerMail(self.config.hang + pulse.MARGIN)
-        self.server = make_server(plan, self.mail, self._initial_values, self.config.optimizer, self.config.steps)
+        self.server = self._make_server(plan)
         return _NoProgram(plan, self.comms)  # type: ignore[return-value]
 
     def _open_corpus(self, plan: UnitPlan) -> None:
@@ -212,6 +232,8 @@ class ServerRun(ServedRun):
         dist.barrier()
         self.pulse.work()
 
+    trains = False
+
     def _validate(self, step: int) -> float:
         return math.nan
 
@@ -225,6 +247,7 @@ class ServerRun(ServedRun):
         stopped = end < version
         self._measured(self._role(), None)
         self._meet(boundary, measured, stopped)
+        self._judge(self.server.skips)
         return loss, stopped
 
     def _role(self) -> Role:

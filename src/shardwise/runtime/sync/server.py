@@ -72,16 +72,17 @@ class KeyRange:
 class Server:
     """Server `place` of a job whose workers' ranks have the plans `plans`, one for each rank of a worker.
 
-    steps: of the whole run, for the learning rate. peers: the group of all servers' ranks, which add up the gradient's
-    norm; None where there is one server, and where no update waits for all gradients of a step.
+    steps: of the learning rate's schedule. stops: whether an update that is not finite ends the run. peers: the
+    group of all servers' ranks, which add up the gradient's norm; None where there is one server, and where no update
+    waits for all gradients of a step.
     """
 
     def __init__(
         self, plans: list[UnitPlan], place: int, policy: Policy, mail: ServerMail, values: Values,
-        config: OptimizerConfig, steps: int, peers: dist.ProcessGroup | None,
+        config: OptimizerConfig, steps: int, peers: dist.ProcessGroup | None, stops: bool = True,
     ) -> None:  # fmt: skip
         plan, self.mail, self.policy, self.config, self.steps = plans[0], mail, policy, config, steps
-        self._peers, self._layout = peers, plan.layout
+        self._peers, self._layout, self._stops = peers, plan.layout, stops
         self.workers, self.parts = plan.layout.dp, len(plans)
         self.ranges = [KeyRange(each, key_ranges(each)[place], values) for each in plans]
         self._at_once = isinstance(policy, AtOnce)
@@ -109,6 +110,8 @@ class Server:
         self._loss, self._norm = math.nan, math.nan
         self.updates = 0
         """Updates of the optimizer, those of earlier runs included."""
+        self.skips = 0
+        """Updates that were left out in this run, because their loss or their norm was not finite."""
         self.stop_before = 0
         """Step before which all workers end, because one was told to; 0: none."""
         self.end: int | None = None
@@ -217,9 +220,8 @@ class Server:
         step = head.a
         pushed = self._pushed.setdefault((worker, step), {})
         pushed[part] = head, gradient
-        if head.y and not self.stop_before:
-            now = self.policy.version // self.workers if self._at_once else max(step, self.policy.version)
-            self.stop_before = now + 2 + self._layout.staleness
+        if head.y:
+            self._end_after(step)
         if len(pushed) < self.parts:
             return
         outcome = self.policy.push(worker, step, head.b)
@@ -237,6 +239,11 @@ class Server:
             for part in range(self.parts):
                 self._send(answer.worker * self.parts + part, answer.next)
 
+    def _end_after(self, step: int) -> None:
+        """Have all workers end before a step that none of them has begun. step: the last one that was pushed."""
+        now = self.policy.version // self.workers if self._at_once else max(step, self.policy.version)
+        self.stop_before = self.stop_before or now + 2 + self._layout.staleness
+
     def _release(self, worker: int, step: int) -> None:
         with self._lock:
             for part, (_, gradient) in self._pushed.pop((worker, step)).items():
@@ -244,7 +251,7 @@ class Server:
 
     def _update(self, made: Update) -> None:
         """The mean of gradients over all their tokens, clipped by its norm over all servers where these make the same
-        updates, and one step of the optimizer."""
+        updates, and one step of the optimizer, unless the loss or the norm is not finite."""
         step = made.version // self.workers if self._at_once else made.version
         lr = learning_rate(self.config, step, self.steps)
         if self._layout.damped:
@@ -253,13 +260,18 @@ class Server:
         heads = {worker: self._pushed[worker, made.step][0][0] for worker in workers}
         tokens = sum(head.c for head in heads.values())
         self._loss = sum(head.x for head in heads.values()) / max(1, tokens)
-        self.updates += 1
         sums = [self._mean(part, workers, made.step, heads, tokens) for part in range(self.parts)]
         coefficient = 1.0 if self._at_once else self._clipping(sums)
-        for own, gradient in zip(self.ranges, sums, strict=True):
-            if coefficient < 1.0:
-                gradient.mul_(coefficient)
-            own.update(gradient, self.updates, self.config, lr)
+        if math.isfinite(self._loss if self._at_once else self._norm):
+            self.updates += 1
+            for own, gradient in zip(self.ranges, sums, strict=True):
+                if coefficient < 1.0:
+                    gradient.mul_(coefficient)
+                own.update(gradient, self.updates, self.config, lr)
+        else:
+            self.skips += 1
+            if self._stops:
+                self._end_after(made.step)
         self.record.update(made, self._now())
         for worker in workers:
             self._release(worker, made.step)
@@ -276,11 +288,13 @@ class Server:
     def _clipping(self, sums: list[Tensor]) -> float:
         """Coefficient of the gradient, as `torch.nn.utils.clip_grad_norm_` has it."""
         every = [own.square(each) for own, each in zip(self.ranges, sums, strict=True)]
-        square = torch.tensor(sum(every), dtype=torch.float64)
+        # A loss that is not finite makes the norm so too: servers must agree, whichever gradients each of them has.
+        square = torch.tensor(sum(every) if math.isfinite(self._loss) else math.nan, dtype=torch.float64)
         if self._peers is not None:
             dist.all_reduce(square, group=self._peers)
         self._norm = math.sqrt(float(square))
-        return min(1.0, self.config.clip / (self._norm + 1e-6)) if self.config.clip else 1.0
+        clips = self.config.clip and math.isfinite(self._norm)
+        return min(1.0, self.config.clip / (self._norm + 1e-6)) if clips else 1.0
 
     # -- what goes out
 
@@ -294,5 +308,6 @@ class Server:
             work.wait()
         weights = self._out[rank]
         weights.copy_(self.ranges[rank % self.parts].state[MASTER])
-        head = Header(0, self.policy.version, following, self.stop_before, len(weights), self._loss, self._norm)
+        state = self._loss, self._norm, float(self.skips)
+        head = Header(0, self.policy.version, following, self.stop_before, len(weights), *state)
         self._leaving[rank] = self.mail.reply(rank, head, weights)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint import Checkpoint, needs
+from shardwise.checkpoint.names import unwrapped
 from shardwise.layout.outer import keeps_momentum, outer_residuals
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.residual_state import average_residuals
@@ -65,5 +66,5 @@ def restore_outer(program: Trainable, checkpoint: Checkpoint, stored: set[str]) 
             if (target := tensors.get(held.unit)) is not None:
                 start = program.engine.units[held.unit].start
                 dtype = outer_kinds(program.plan)[kind]
-                values = checkpoint.read(f"{kind}/{held.name}", held.local, dtype)
+                values = checkpoint.read(f"{kind}/{unwrapped(held.name)}", held.local, dtype)
                 target[held.start - start : held.stop - start].copy_(torch.from_numpy(values))

@@ -74,6 +74,10 @@ class RemoteOptimizer:
         self._wide = torch_dtype(plan.master_dtype)
         self._clips = plan.layout.sync == "async"
         self.looks_at_norm = True
+        self.skipped = False
+        """Whether the servers left out an update since this rank last heard of them."""
+        self.skips = 0
+        """Updates that they have left out in this run, because a loss or a gradient was not finite."""
         self.about: dict[str, Any] = {}
         self.steps = 0
         """Updates that are in the weights here, those of earlier runs included."""
@@ -92,26 +96,30 @@ class RemoteOptimizer:
         """The next gradient is begun. number: of its step, under async of its share."""
         self.step_number, self._began = number, time.perf_counter()
 
-    def tell(self, total: Tensor, tokens: int) -> None:
+    def tell(self, total: float, tokens: int) -> None:
         """Summed loss and valid tokens of the step's batch."""
-        self._seen = float(total), tokens
-        self.loss = float(total) / max(1, tokens)
+        self._seen = total, tokens
+        self.loss = total / max(1, tokens)
 
     def step(self, lr: float) -> float:
         """Push the gradient and take new weights; returns the gradient's norm: over all workers where they wait for
-        each other, else this one's. lr: has no effect, the servers know the step."""
+        each other, else this one's. lr: has no effect, the servers know the step. Servers leave out an update whose
+        loss or norm is not finite."""
         self.comms.pulse.work("the optimizer")
-        norm, coefficient = math.nan, 1.0
+        norm, coefficient, before = math.nan, 1.0, self.skips
         with self.comms.in_phase("optimizer"):
             if self._clips:
                 norm = gradient_norm(self.engine, self.comms, self.states)
-                if self.config.clip:
+                if not math.isfinite(norm):
+                    self._seen = math.nan, self._seen[1]
+                elif self.config.clip:
                     coefficient = min(1.0, self.config.clip / (norm + 1e-6))
             head = self._pull(self._push(coefficient))
         self.stop_before = head.c
+        self.skipped = self.skips > before
         if not self._clips:
             norm = head.y
-            self.loss = self.loss if math.isnan(head.x) else head.x
+            self.loss = self.loss if math.isnan(head.x) and not self.skipped else head.x
         return norm
 
     def _push(self, coefficient: float) -> list[list[Any]]:
@@ -149,7 +157,8 @@ class RemoteOptimizer:
                 part = arriving[segment.at : segment.at + segment.stop - segment.start]
                 self.engine.units[segment.unit].put(segment.start, part)
         self._reads = [head.a for head in heads]
-        self.steps = self._before + self._reads[0]
+        self.skips = int(heads[0].z)
+        self.steps = self._before + self._reads[0] - self.skips
         # Where servers drop different gradients, the first step that one of them still waits for: a later one would be
         # computed with weights of its range that are too old. Under async the first server hands out the text.
         self.next = heads[0].b if self._clips else min(head.b for head in heads)

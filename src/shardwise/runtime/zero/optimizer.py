@@ -27,6 +27,7 @@ from shardwise.layout.homes import (
 from shardwise.layout.units import Span
 from shardwise.ops.limits import optimizer_chunk
 from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.job.config import learning_rate as learning_rate
 from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.offload.state import MASTER, FileState, MemoryState, OptimizerState
 from shardwise.runtime.transport.comms import Comms
@@ -34,15 +35,6 @@ from shardwise.runtime.zero.engine import Engine
 from shardwise.runtime.zero.flat_unit import HOST, FlatUnit, Values, torch_dtype
 from shardwise.runtime.zero.int8_values import Int8Values
 from shardwise.runtime.zero.update import divides, update
-
-
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of `step` (from 0): linear warm-up over `warmup` steps, then a cosine down to `final_share`."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    progress = (step - config.warmup) / max(1, steps - config.warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return config.lr * (config.final_share + (1 - config.final_share) * cosine)
 
 
 class UnitState:
@@ -115,6 +107,9 @@ class Optimizer:
         self.about: dict[str, Any] = {}
         """What a later run must know of the step under way, beside the number of updates."""
         self.looks_at_norm = True
+        self._loss = 0.0
+        self.skipped = False
+        """Whether the last step left everything as it was, because its loss or its gradients were not finite."""
         self.steps = 0
         self._device = engine.device
         self._steps = {device.type: torch.zeros((), device=device) for device in {self._device, HOST}}
@@ -130,17 +125,25 @@ class Optimizer:
             engine.host.add("optimizer", tensor.nbytes)
         engine.host.add("comm", self._gradient.nbytes)
 
-    def tell(self, total: Tensor, tokens: int) -> None:
-        """No-op: the loss and the valid tokens of the step's batch change nothing here."""
+    def tell(self, total: float, tokens: int) -> None:
+        """Summed loss and valid tokens of the step's batch, the same on all ranks of a replica."""
+        self._loss = total
 
     def step(self, lr: float) -> float:
         """Clip, update, and release the gradients; returns their global norm before clipping (L2, over the model), NaN
-        where it is not needed."""
+        where it is not needed. Where it or the step's loss is not finite, nothing is updated, on any rank of a
+        replica: all of them see the same numbers."""
         self.comms.pulse.work("the optimizer")
-        norm, coefficient = math.nan, 1.0
+        norm, coefficient, finite = math.nan, 1.0, math.isfinite(self._loss)
         if self.config.clip or self.looks_at_norm:
             with self.comms.in_phase("optimizer"):
                 norm = gradient_norm(self.engine, self.comms, self.states)
+            finite = finite and math.isfinite(norm)
+        # Collectives that move no data leave memory as it was, which may hold anything.
+        self.skipped = self.comms.moves_data and not finite
+        if self.skipped:
+            self._release()
+            return norm
         if self.config.clip:
             # torch.nn.utils.clip_grad_norm_'s own coefficient
             coefficient = min(1.0, self.config.clip / (norm + 1e-6))
@@ -157,6 +160,13 @@ class Optimizer:
             state.flat.grads.free()
         self._enter_copies()
         return norm
+
+    def _release(self) -> None:
+        """Release gradients that update nothing, and the errors of packing them."""
+        for state in self.states:
+            state.flat.grads.free()
+            if state.flat.residuals is not None:
+                state.flat.residuals.drop()
 
     def _update_load(self, load: Load, arrays: list[Tensor], lr: float, coefficient: float) -> None:
         """Update what has been read from the file."""
@@ -183,7 +193,7 @@ class Optimizer:
 
     def commit(self) -> None:
         """The step is over: its state on disk is what counts from here on."""
-        if self.engine.file is not None and self.engine.file.buffers:
+        if self.engine.file is not None and self.engine.file.buffers and not self.skipped:
             self.engine.file.commit({**self.about, "updates": self.steps})
 
     def _update(

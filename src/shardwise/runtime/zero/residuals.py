@@ -44,9 +44,13 @@ class Residuals:
     def restore(self, comms: Comms) -> Tensor | None:
         """Drop all residuals; the memory for those of this rank's interval [shard_numel], None where another rank feeds
         them back."""
+        self.drop()
+        return self.first[self._own(comms)] if comms.index(self._unit.replicate) == 0 else None
+
+    def drop(self) -> None:
+        """Drop all residuals on this rank."""
         self.first.zero_()
         self.second.zero_()
-        return self.first[self._own(comms)] if comms.index(self._unit.replicate) == 0 else None
 
     def _own(self, comms: Comms) -> slice:
         start = comms.index(self._unit.shard) * self._unit.shard_numel
