@@ -36,7 +36,8 @@ def unusual(frame: LayoutColumns, cluster: Cluster, seq: int, layers: int) -> An
 
 
 def _cut(row: BatchChoice, tp: int, seq: int) -> float:
-    return float(max(0.0, np.log2(row.cp) - max(0.0, np.log2(seq / WHOLE)))) + 1.0 * (tp > 1 and not row.sp)
+    further = max(0.0, float(np.log2(row.cp)) - max(0.0, float(np.log2(seq / WHOLE))))
+    return further + max(0.0, further - 1) + 1.0 * (tp > 1 and not row.sp)
 
 
 def _sharded(sharding: ZeroChoice, frame: LayoutColumns) -> float:

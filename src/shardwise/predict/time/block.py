@@ -51,6 +51,8 @@ class Shape:
     """Ranks that share the width of one expert."""
     routes: Num | None = None
     """Tokens that this rank routes to experts; None where those are its tokens of the residual stream."""
+    ring: Num = 1
+    """Pieces in which a ring brings the keys: each is a kernel of its own."""
     weight_bytes: Num = 2.0
     """Bytes moved per weight by the product that makes its gradient (`gradients.product_bytes`)."""
 
@@ -383,11 +385,20 @@ def _fused_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: E
     )
     # Context parallelism balances the causal mask over the ranks (zigzag): each has half of its rectangle.
     window = core.window * (core.window < np.asarray(shape.keys))
-    forward = slower * kernels.attention(
-        shape.micro, shape.seq, shape.keys, heads, kv, width, dtype=shape.wide,
+    of_heads = (heads, kv, width)
+    whole = kernels.attention(
+        shape.micro, shape.seq, shape.keys, *of_heads, dtype=shape.wide,
         attended=np.where(window > 0, _attended(core, shape), 0.5), window=window,
     )  # fmt: skip
-    tally.add("attention", forward, kernels.attention_ratio(width, shape.keys, shape.wide) * forward, (1, 3))
+    pieces = np.where(window > 0, 1, np.asarray(shape.ring))
+    if np.any(pieces > 1):
+        # Of its own keys a rank attends to the triangle, of each other rank's to half, in zigzag order.
+        own = kernels.attention(shape.micro, shape.seq, shape.seq, *of_heads, dtype=shape.wide)
+        half = kernels.attention(shape.micro, shape.seq, shape.seq / 2, *of_heads, causal=False, dtype=shape.wide)
+        whole = np.where(pieces > 1, own + (pieces - 1) * half, whole)
+    forward, keys = slower * whole, np.where(pieces > 1, shape.seq, shape.keys)
+    backward = kernels.attention_ratio(width, keys, shape.wide) * forward
+    tally.add("attention", forward, backward, (1 * pieces, 3 * pieces))
 
 
 def _attended(core: AttentionCore, shape: Shape) -> Num:

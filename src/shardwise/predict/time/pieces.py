@@ -132,6 +132,7 @@ def _pieces(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         dtype=split.dtype,
         expert_tp=split.expert_tp,
         routes=split.micro * split.seq / split.cp / np.where(split.expert_tp > 1, 1, split.tp),
+        ring=split.cp if split.cpkind == "ring" else 1,
         weight_bytes=product_bytes(split, engine),
     )
     embedding, *_, head = blueprint(model).parts
