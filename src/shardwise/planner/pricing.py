@@ -8,7 +8,7 @@ the traffic of the data ranks computed once a mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
@@ -263,4 +263,4 @@ class Prices:
             return one
         # Gradients of several micro-batches are wider.
         more = traffic(self.model, replace(mesh, micro_batches=2), engine, self.pricing)
-        return Traffic(*(np.where(several, *both) for both in zip(astuple(more), astuple(one), strict=True)))
+        return more.where(several, one)

@@ -107,6 +107,10 @@ class EngineProfile:
     accumulate_bytes: tuple[float, float] | Literal["plan"] = (0.0, 0.0)
     """Bytes that kernels of their own move per parameter to add a gradient to the accumulator below stage 2: of a
     step's first micro-batch, and of each later one."""
+    gather_copies: tuple[float, float] = (0.0, 0.0)
+    """Bytes that copies beside a gather of stage 3 move per gathered parameter, and per parameter of the shard."""
+    reduce_copies: float = 0.0
+    """Bytes that copies beside a reduction of stage 3 move per gradient."""
     vocab_multiple: int = 1
     """The vocabulary is padded to a multiple of this, times tp."""
     attention_kernel: str = "measured"

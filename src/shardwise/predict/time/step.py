@@ -300,7 +300,8 @@ def _sharded(model: Model, split: StepShape, engine: EngineProfile, pricing: Pri
     beside = gathers * engine.gather_overlap + reduce * engine.grad_overlap
     alone = gathers * (not engine.gather_overlap) + reduce * (not engine.grad_overlap)
     ends = (gathers / 2 * engine.gather_overlap + reduce * engine.grad_overlap) / model.layers
-    exposed = alone + np.maximum(beside - busy, 0.0) + ends
+    copies = count * sent.unit_copies[0] + sent.unit_copies[1]
+    exposed = copies + alone + np.maximum(beside - busy, 0.0) + ends
     return exposed + pricing.constants.value("contention") * np.minimum(beside, busy)
 
 

@@ -29,6 +29,7 @@ class Traffic:
     groups that hold the same shards (HSDP). unit_gather, unit_reduce: of one block, at stage 3; table_gather,
     table_reduce: of a vocabulary's table there; unit_again, table_again: a later gather of the step, which under hpz is
     over fewer ranks. tied: the sum of a tied table's gradients over the ends of a pipeline.
+    unit_copies: of a block at stage 3, copies on the device beside a gather and beside a reduction.
     hop: one message between stages.
     """
 
@@ -42,7 +43,16 @@ class Traffic:
     table_reduce: Num
     table_again: Num
     tied: Num
+    unit_copies: tuple[Num, Num]
     hop: Num
+
+    def where(self, here: Num, other: Traffic) -> Traffic:
+        """This traffic's seconds where `here` is true, else the other's."""
+
+        def chosen(mine: Num, its: Num) -> Num:
+            return tuple(map(chosen, mine, its)) if isinstance(mine, tuple) else np.where(here, mine, its)
+
+        return Traffic(*(chosen(getattr(self, name), getattr(other, name)) for name in vars(self)))
 
 
 def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Traffic:
@@ -64,6 +74,7 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
     unit = trained if isinstance(model, Blueprint) else _block_parameters(model) / model.layers / split.tp
     unit_gather = _gathered(unit, split_up, split.tp, split, pricing)
     unit_reduce = _reduced(trained, grad_bytes, split_up, split, pricing)
+    unit_routed = _parameters(model)[1] / model.layers / split.expert_apart
     copied = np.asarray(split.hpz) > 0
 
     def again(elements: Num, first: Num) -> Num:
@@ -90,8 +101,16 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         _reduced(table * trains_tables(model), grad_bytes, split_up, split, pricing),
         again(table, table_gather),
         _tied(model, split, engine, pricing),
+        _copies(unit + unit_routed, trained + unit_routed, split_up, engine, pricing),
         _hop(model, split, engine, pricing),
     )
+
+
+def _copies(gathered: Num, reduced: Num, ranks: Num, engine: EngineProfile, pricing: Pricing) -> tuple[Num, Num]:
+    """Seconds of a block's copies on the device (beside a gather, beside a reduction). ranks: that shard it."""
+    whole, shard = engine.gather_copies
+    beside = gathered * (whole + shard / ranks), reduced * engine.reduce_copies + 0.0 * ranks
+    return tuple(np.where((ranks > 1) & (n > 0), pricing.kernels.pass_over(n), 0.0) for n in beside)  # type: ignore[return-value]
 
 
 def _expert_traffic(
