@@ -10,13 +10,31 @@ from shardwise.errors import UserError
 from shardwise.predict.time.constants import constants, known_devices
 from shardwise.predict.time.kernels import Kernels
 
-# ai-dynamo/aiconfigurator 095f58a51c4c, gemm_perf.parquet, bfloat16: device, m, n, k, milliseconds
+# ai-dynamo/aiconfigurator 095f58a51c4c (A100, H100), aiconfigurator-core 0.12.0, gemm_perf.parquet, bfloat16: device,
+# m, n, k, milliseconds
 MEASURED = [
     ("A100", 8192, 65536, 4096, 15.287540),
     ("A100", 8192, 65536, 5120, 18.933968),
     ("A100", 8192, 65536, 6144, 22.679799),
     ("H100", 32768, 65536, 12288, 60.324042),
     ("H100", 32768, 65536, 16384, 80.850132),
+    ("H200", 16384, 8192, 8192, 3.313),
+    ("B200", 16384, 8192, 8192, 1.532),
+    ("GB200", 8192, 4096, 4096, 0.197),
+    ("B300", 4096, 8192, 8192, 0.2952),
+    ("GB300", 16384, 8192, 8192, 1.131),
+    ("L40S", 8192, 4096, 4096, 1.426),
+    ("RTX-PRO-6000", 4096, 8192, 8192, 1.382),
+]
+# context_attention_perf.parquet, heads of 128, 8 of keys and values: device, batch, tokens, heads, milliseconds
+ATTENTION = [
+    ("H200", 1, 8192, 32, 0.9383),
+    ("B200", 1, 8192, 32, 0.5140),
+    ("GB200", 4, 4096, 32, 0.5241),
+    ("B300", 1, 16384, 64, 2.803),
+    ("GB300", 1, 8192, 32, 0.3859),
+    ("L40S", 1, 16384, 64, 24.40),
+    ("RTX-PRO-6000", 1, 8192, 32, 1.961),
 ]
 DEVICES = sorted(known_devices())
 SIZES = st.integers(1, 1 << 17)
@@ -30,6 +48,19 @@ def kernels(name: str) -> Kernels:
 def test_measured_products(device, m, n, k, milliseconds):
     alone = kernels(device)._isolated(m, n, k, "bfloat16", 1.0)
     assert float(alone) * 1e3 == pytest.approx(milliseconds, rel=0.02)
+
+
+@pytest.mark.parametrize(("device", "batch", "tokens", "heads", "milliseconds"), ATTENTION)
+def test_measured_attention(device, batch, tokens, heads, milliseconds):
+    found = kernels(device).attention(batch, tokens, tokens, heads, 8, 128)
+    assert float(found) * 1e3 == pytest.approx(milliseconds, rel=0.07)
+
+
+@pytest.mark.parametrize("device", dict.fromkeys(row[0] for row in MEASURED))
+def test_own_kernels_are_not_corrected_as_a_relatives(device):
+    known = constants(lookup(device).device)
+    assert known.plateau("bfloat16") == known.value("clock") == 1.0
+    assert not any("not measured here" in note for note in known.notes)
 
 
 @pytest.mark.parametrize("name", DEVICES)

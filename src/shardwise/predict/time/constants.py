@@ -139,7 +139,7 @@ def constants(device: Device) -> Constants:
     for level in (_values(entry["family"]), entry.get("values", {})):
         for name, told in level.items():
             values[name], sources[name] = told["value"], told["source"]
-    kernels = family[entry["family"]]
+    kernels = {**family[entry["family"]], **entry.get("kernels", {})}
     if device.memory_bandwidth is None:
         raise UserError(f"{device.name}: the memory bandwidth is not known")
     return Constants(
