@@ -49,6 +49,10 @@ class Constants:
     nccl: str = ""
     sustained: Mapping[str, float] = field(default_factory=dict)
     """Measured FLOP/s of matrix products over seconds, under the power limit, by dtype."""
+    uncertain: float = 0.0
+    """Relative uncertainty of all times of this device, beside what every device has."""
+    fitted_on: tuple[str, ...] = ()
+    """Sources of published steps on which rates of this device were fitted: no evidence for them."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of a dtype, or of the wider one that it is widened to where the device lacks it. Raises `UserError`
@@ -157,6 +161,8 @@ def constants(device: Device) -> Constants:
         notes=tuple(entry.get("notes", ())),
         nccl=kernels["nccl"],
         sustained={dtype: told["value"] for dtype, told in entry.get("sustained_flops", {}).items()},
+        uncertain=entry.get("uncertain", 0.0),
+        fitted_on=tuple(entry.get("fitted_on", ())),
     )
 
 

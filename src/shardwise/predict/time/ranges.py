@@ -77,7 +77,7 @@ def time_range(
         kind = KIND[name.split(" ")[-1]]
         of_kind[kind] = of_kind.get(kind, 0.0) + part
     squared = sigma["common"] ** 2 + assumed * sigma["assumed"] ** 2
-    squared = squared + (sigma["borrowed"] ** 2 if known.notes else 0.0)
+    squared = squared + (sigma["borrowed"] ** 2 if known.notes else 0.0) + known.uncertain**2
     squared = squared + (sigma["routed"] ** 2 if routed else 0.0)
     squared = squared + (sigma["software"] ** 2 if unknown else 0.0)
     for kind, part in of_kind.items():

@@ -43,6 +43,9 @@ RATE = re.compile(r"(?:(\d+)\s*[xX]\s*)?(\d+(?:\.\d+)?)\s*([GT])(b|B)(?:it)?(?:/
 """Bandwidth in a network's text: a count, a number, its unit; "b" are bits and "B" bytes."""
 OTHERS = ("RoCE", "EFA", "Ethernet", "Slingshot")
 """Networks that are not InfiniBand, and whose share of the bandwidth was not measured."""
+CARDS = (("pytorch/ao", {"H100-80GB-SXM": "H100-96GB-HBM2e"}),)
+"""Words of a source -> device as its rows name it -> the card that it had. torchao's rows run torchtitan, whose own
+pages name the card (500 W, HBM2e) and measure as many tokens per second on it."""
 LIMITED = "power limited"
 """Words in a row's notes that its devices draw less power than usual."""
 PORTS = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
@@ -52,7 +55,10 @@ PORTS = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 def cluster_of(row: Row, assumed: list[str]) -> Cluster:
     """The devices, and the network that the row names, else the usual one. Raises `UserError` for devices that are
     not in the catalog nor near one of it, or have no constants."""
-    entry = _device(str(row.get("gpu")), assumed)
+    text, near = str(row.get("gpu")), next((one for words, one in CARDS if words in str(row.get("source")).lower()), {})
+    if text in near:
+        assumed.append(f"{text}: the card of {near[text]}, which the source does not name")
+    entry = _device(near.get(text, text), assumed)
     if entry.device.name not in known_devices():
         raise UserError(f"device {row.get('gpu')} has no constants of time")
     gpus = whole(row, "gpus")

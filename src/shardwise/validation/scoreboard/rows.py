@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
+from shardwise.predict.time.constants import constants
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.profiles import EngineProfile, engine
 from shardwise.predict.time.serving import ServingLayout
@@ -116,9 +117,14 @@ def cases(rows: Sequence[Row]) -> tuple[list[PublishedCase], list[Skipped]]:
     skipped: list[Skipped] = []
     for row in rows:
         try:
-            made.append(case(row))
+            one = case(row)
         except UserError as error:
             skipped.append(Skipped(row, row["source_id"], str(error)))
+            continue
+        if one.source in constants(one.cluster.device).fitted_on:
+            skipped.append(Skipped(row, one.source, f"rates of {one.cluster.device.name} are fitted on it"))
+        else:
+            made.append(one)
     merged: dict[tuple[Any, ...], list[PublishedCase]] = {}
     for one in made:
         merged.setdefault(_identity(one), []).append(one)
