@@ -101,15 +101,18 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
         _reduced(table * trains_tables(model), grad_bytes, split_up, split, pricing),
         again(table, table_gather),
         _tied(model, split, engine, pricing),
-        _copies(unit + unit_routed, trained + unit_routed, split_up, engine, pricing),
+        _copies(unit + unit_routed, trained + unit_routed, split_up, split, engine, pricing),
         _hop(model, split, engine, pricing),
     )
 
 
-def _copies(gathered: Num, reduced: Num, ranks: Num, engine: EngineProfile, pricing: Pricing) -> tuple[Num, Num]:
-    """Seconds of a block's copies on the device (beside a gather, beside a reduction). ranks: that shard it."""
+def _copies(
+    gathered: Num, reduced: Num, ranks: Num, split: StepShape, engine: EngineProfile, pricing: Pricing
+) -> tuple[Num, Num]:
+    """Seconds of a block's copies on the device (beside a gather, beside a reduction). ranks: that shard it. Shards of
+    wide types need no conversion."""
     whole, shard = engine.gather_copies
-    beside = gathered * (whole + shard / ranks), reduced * engine.reduce_copies + 0.0 * ranks
+    beside = gathered * (whole + shard * (split.width < 4) / ranks), reduced * engine.reduce_copies + 0.0 * ranks
     return tuple(np.where((ranks > 1) & (n > 0), pricing.kernels.pass_over(n), 0.0) for n in beside)  # type: ignore[return-value]
 
 
