@@ -133,7 +133,9 @@ def blocks(
     if bound is None and isinstance(space.model, ModelConfig):
         bounds = MemoryBound(space.model, space.workload, space.attention, exact.backend)
     prices = pricing and Prices(space.model, space.workload, space.attention, pricing, space.frames)
-    for frame in space.frames if frames is None else frames:
+    frames = space.frames if frames is None else tuple(frames)
+    bounds.add(frames)
+    for frame in frames:
         possible = np.array(frame.possible)[:, None, :]
         nbytes = np.where(possible & _fits_host(space, frame), bounds.total(frame), np.inf)
         variants = list(distinct(frame, space.engine)) if overlaps else [(space.engine, frame.shardings)]
