@@ -19,6 +19,7 @@ PACKAGE = Path(shardwise.__file__).parent
 FLOORS = {
     "errors": 0,
     "small_files": 0,
+    "lazy": 0,
     "options": 0.5,
     "model": 1,
     "cluster": 1,

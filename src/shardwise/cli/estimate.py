@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import estimate_measure
 from shardwise.cli.clusters import add_cluster, cluster_of, usual_cluster
@@ -37,11 +37,12 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
-from shardwise.report import StepReport, tables
-from shardwise.report.predictions import prediction_tables, predictions_json
-from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_count
 from shardwise.runtime.job.config import TrainConfig
+
+if TYPE_CHECKING:
+    from shardwise.report import StepReport
+    from shardwise.report.terminal import Renderable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +84,8 @@ def _step(args: argparse.Namespace) -> int:
         return _measure(args, model, layout, workload, cluster, assumed)
     estimate_measure.check_unused(args)
     if args.compare is not None:
+        from shardwise.report.predictions import prediction_tables, predictions_json
+
         check_alone(args, "compare", "dry_run", "breakdown", "links", "verbose")
         a, b = (estimate(model, each, workload, cluster, **slowed) for each in (layout, other))
         notes = (f"assumed: {note}" for note in assumed)
@@ -216,7 +219,7 @@ def _lines(
     from shardwise.predict.memory.capacity import capacity_of, explained
     from shardwise.predict.node_bytes import node_bytes
     from shardwise.predict.tables import balance_lines, kinds_table, node_line, timing_lines
-    from shardwise.predict.tensor_kinds import tensor_kinds
+    from shardwise.report import tables
 
     yield _title(model, layout, workload, cluster)
     yield f"{report.conclusion(capacity_of(cluster))}\n"
@@ -229,9 +232,11 @@ def _lines(
         yield tables.communication_table(report)
         yield "--verbose has the ledger: every collective of the step\n"
     yield from balance_lines(report)
-    gathered = layout.inner_ranks != layout.tp
-    if gathered and isinstance(model, ModelConfig) and (kinds := tensor_kinds(model, layout, workload, cluster)):
-        yield kinds_table(kinds)
+    if layout.inner_ranks != layout.tp and isinstance(model, ModelConfig):
+        from shardwise.predict.tensor_kinds import tensor_kinds
+
+        if kinds := tensor_kinds(model, layout, workload, cluster):
+            yield kinds_table(kinds)
     if not observed:
         yield from timing_lines(report, cluster, workload.batch * workload.seq)
     yield from report.notes
@@ -252,6 +257,7 @@ def _zero_table(args: argparse.Namespace) -> int:
 
     from shardwise.predict import zero_table
     from shardwise.predict.memory.states import zero_sent
+    from shardwise.report import tables
 
     params = parameters_of(args.params) if args.params is not None else float(count(model_of(args)))
     table = zero_table(params, gpus_of(args.zero_table))

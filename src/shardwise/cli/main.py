@@ -13,7 +13,6 @@ import argparse
 import errno
 import os
 import sys
-import traceback
 from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
@@ -113,6 +112,8 @@ def _unexpected(argv: list[str], error: Exception) -> int:
     if isinstance(error, RunFailed):
         return _fail(argv, str(error), 1)
     if "--traceback" in argv:
+        import traceback
+
         traceback.print_exc()
     return _fail(argv, f"{type(error).__name__}: {error}; this is a bug in shardwise, --traceback shows where", 1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -44,6 +43,8 @@ def working(doing: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
+    import threading
+
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

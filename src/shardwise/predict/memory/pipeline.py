@@ -19,10 +19,10 @@ from shardwise.predict.memory.outer import outer_transient
 from shardwise.predict.memory.peak import optimizer
 from shardwise.predict.memory.pipeline_action import Change, Effect, RankStages
 from shardwise.predict.memory.traced import trace_of
-from shardwise.predict.memory.traced_stages import TracedRankStages
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
+    from shardwise.predict.memory.traced_stages import TracedRankStages
     from shardwise.schedule.pipeline import Action
 
 
@@ -394,8 +394,11 @@ class _CountingRank(_Rank):
 
 def stages_of(plan: UnitPlan) -> RankStages | TracedRankStages:
     """Bytes of a rank's stages."""
-    traced = trace_of(plan)
-    return TracedRankStages(plan, *traced) if traced else RankStages(plan)
+    if not (traced := trace_of(plan)):
+        return RankStages(plan)
+    from shardwise.predict.memory.traced_stages import TracedRankStages
+
+    return TracedRankStages(plan, *traced)
 
 
 def _like(plan: UnitPlan) -> dict[int, int]:

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.cluster import KINDS, Cluster, Link
 from shardwise.cluster.catalog import lookup
@@ -28,6 +27,9 @@ from shardwise.schedule.algorithms import Algorithm
 from shardwise.schedule.choose import Pricer, pricer
 from shardwise.schedule.network import Network
 from shardwise.schedule.price import Price, profile
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Num = Any
 
