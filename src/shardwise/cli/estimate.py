@@ -38,7 +38,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
 from shardwise.report.units import format_count
-from shardwise.runtime.job.config import TrainConfig
+from shardwise.runtime.job.slow_ranks import SlowRanks
 
 if TYPE_CHECKING:
     from shardwise.report import StepReport
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser)
     add_flags(parser, Workload, "seq", "batch", "isolate_documents", "optimizer")
     add_lora(parser)
-    add_flags(parser, TrainConfig, "slow", "emulate")
+    add_flags(parser, SlowRanks, "slow", "emulate")
     parser.add_argument("--dry-run", action="store_true", help="run the training step on fake tensors; needs torch")
     parser.add_argument("--verbose", action="store_true", help="list every collective of the step instead of sums")
     parser.add_argument("--breakdown", action="store_true", help="show the terms behind the totals")
@@ -110,7 +110,7 @@ def _step(args: argparse.Namespace) -> int:
         report = estimate(model, layout, workload, cluster, **slowed)
     report = noted(report, assumed)
     return print_result(
-        args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
+        args, report.to_json, _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
     )
 
 

@@ -23,9 +23,9 @@ def print_json(data: Any) -> None:
 
 
 def print_result(args: Namespace, data: Any, lines: Iterable[Renderable]) -> int:
-    """Print `data` with --json, else the texts and tables of `lines`. Returns the exit code 0."""
+    """Print `data`, or what it returns, with --json, else the texts and tables of `lines`. Returns the exit code 0."""
     if args.json:
-        print_json(data)
+        print_json(data() if callable(data) else data)
     else:
         show(*lines)
     return 0
