@@ -17,13 +17,14 @@ from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.units import Backend, Unit
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.parameters import Model
+from shardwise.model.parameters import Model, count, count_trained
 from shardwise.planner.lanes import by_path, with_lanes
-from shardwise.planner.rank_bound import MicroBatchBytes, Num, RankBound
-from shardwise.planner.space import BatchChoice, LayoutColumns
+from shardwise.planner.rank_bound import WEIGHT, MicroBatchBytes, Num, RankBound
+from shardwise.planner.space import ON_DEVICE, BatchChoice, LayoutColumns, Space
 from shardwise.predict.memory import peak
 from shardwise.predict.memory.activations import Sizes, kept_items, saved_items
 from shardwise.predict.memory.latent_tensors import block_tensors
+from shardwise.predict.memory.step import state_bytes
 
 _RowKey = tuple[int, int, Any]
 """tp, ep, and what of a row changes its memory."""
@@ -48,6 +49,18 @@ def places(model: Model, pp: int, schedule: str = "") -> list[int]:
         starts = (1, rest - every, rest, last - every)
         found |= {min(max(start + offset, 0), last) for start in starts for offset in range(every)}
     return sorted(found)
+
+
+def state_floor(space: Space) -> float:
+    """Bytes below which no candidate's fullest device is, without a search: weights, gradients and optimizer state of
+    all parameters, spread evenly over all devices. Of frozen parameters weights alone; 0 where state may be off the
+    devices."""
+    model, homes = space.model, space.homes
+    if homes != ON_DEVICE or not isinstance(model, ModelConfig):
+        return 0.0
+    trained = count_trained(model)[0]
+    frozen = (count(model) - trained) * (1 if model.lora and model.lora.base else WEIGHT)
+    return (trained * (state_bytes("bf16", space.workload.optimizer) + WEIGHT) + frozen) / space.cluster.devices
 
 
 class ExactBound:

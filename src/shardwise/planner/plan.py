@@ -172,6 +172,8 @@ def plan(
         raise UserError(f"--top must be a positive integer, not {top}")
     usable = usable_bytes(cluster, reserved)
     space, none_runs = space_for(model, cluster, workload, engine, fixed or {})
+    if explain and (rejected := shortfall.why_no_state_fits(space, usable, reserved)):
+        raise rejected
     result = winners(space, by, top, usable, explain, refuses)
     if not result.best and refuses and (others := winners(space, by, 1, usable, explain).best):
         raise UserError(f"no layout that fits will do; the best, {others[0].layout}: {refuses(others[0].layout)}")

@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from shardwise.layout import Layout
+from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
-from shardwise.planner.bounds import ExactBound, MemoryBound
+from shardwise.planner.bounds import ExactBound, MemoryBound, state_floor
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.host_bound import host_bound
 from shardwise.planner.overlaps import distinct
@@ -100,17 +101,20 @@ def search(
     overlaps: bool = False,
     unlimited: bool = False,
     exact: ExactMemory | None = None,
+    bound: MemoryBound | None = None,
 ) -> Found:
     """The best candidates of a space whose fullest device needs no more than `usable` bytes.
 
     by: "throughput", the `top` with the shortest step (equals: fewest bytes first); "memory", the `top` with the fewest
     bytes (equals: shortest step first); "pareto", all that no other one beats in both. overlaps: search over the
     engine's overlaps, too. unlimited: price what does not fit, too. exact: kept between searches of one model, workload
-    and cluster.
+    and cluster. bound: of one model and workload, also on several clusters.
     """
+    if state_floor(space) > usable and not (overlaps or unlimited):
+        return Found((), space.size, 0)
     exact = exact or ExactMemory(space.model, space.workload, space.cluster)
     every, considered, fitting = [], 0, 0
-    for shardings, block in blocks(space, exact, pricing, usable, overlaps, unlimited):
+    for shardings, block in blocks(space, exact, pricing, usable, overlaps, unlimited, bound=bound):
         every.append(block)
         considered += shardings * sum(sum(of) for of in block.frame.possible)
         fitting += int(np.count_nonzero(np.isfinite(block.nbytes) & (block.nbytes <= usable)))
@@ -129,9 +133,9 @@ def blocks(
 ) -> Iterator[tuple[int, Block]]:  # fmt: skip
     """(how many shardings count, the block) for all blocks of a space. pricing: None for bytes alone. frames: those of
     the space, or some of them. bound: kept between clusters."""
-    bounds: MemoryBound | ExactBound = bound or ExactBound(exact.total)
-    if bound is None and isinstance(space.model, ModelConfig):
-        bounds = MemoryBound(space.model, space.workload, space.attention, exact.backend)
+    if bound is None or bound.backend != exact.backend:  # CPUs of one node have another one than those of several
+        bound = bound_of(space)
+    bounds = bound or ExactBound(exact.total)
     prices = pricing and Prices(space.model, space.workload, space.attention, pricing, space.frames)
     frames = space.frames if frames is None else tuple(frames)
     bounds.add(frames)
@@ -146,6 +150,13 @@ def blocks(
                 seconds = np.where(np.isfinite(block.nbytes), prices.seconds(frame, engine), np.inf)
                 block = replace(block, seconds=seconds)
             yield len(shardings), block
+
+
+def bound_of(space: Space) -> MemoryBound | None:
+    """The lower bounds of a space's bytes; None for a traced module."""
+    if not isinstance(space.model, ModelConfig):
+        return None
+    return MemoryBound(space.model, space.workload, space.attention, usual_backend(space.cluster))
 
 
 def _fits_host(space: Space, frame: LayoutColumns) -> Any:

@@ -9,9 +9,10 @@ import numpy as np
 
 from shardwise.layout import Layout
 from shardwise.planner.alternatives import Alternative, against, having, neighbours
+from shardwise.planner.bounds import MemoryBound
 from shardwise.planner.exact import ExactMemory, Refuses
 from shardwise.planner.pricing import Priced
-from shardwise.planner.ranking import CandidateIndex, Found, best_of, price_places, search
+from shardwise.planner.ranking import CandidateIndex, Found, best_of, bound_of, price_places, search
 from shardwise.planner.space import Space, powers
 from shardwise.predict.time.pricing import Pricing
 
@@ -86,16 +87,18 @@ def _searched(
     top: int,
     explain: bool,
     refuses: Refuses | None,
+    bound: MemoryBound | None = None,
 ) -> Winners:
     pricing, exact = Pricing(space.cluster), ExactMemory(space.model, space.workload, space.cluster, refuses)
-    found = search(space, pricing, by, top, usable, unlimited=explain, exact=exact)
+    found = search(space, pricing, by, top, usable, unlimited=explain, exact=exact, bound=bound)
     return Winners(found.best, found.considered, found.fitting, space, pricing, exact, found)
 
 
 def _cheapest(space: Space, usable: float, top: int, refuses: Refuses | None) -> Winners:
     """The candidates of least device-seconds over clusters of 1, 2, 4, ... and all nodes."""
+    bound = bound_of(space)
     parts = (replace(space, cluster=replace(space.cluster, nodes=count)) for count in powers(space.cluster.nodes))
-    searches = [_searched(part, "throughput", usable, top, True, refuses) for part in parts]
+    searches = [_searched(part, "throughput", usable, top, True, refuses, bound) for part in parts]
     rows = [(one.layout.ranks * one.seconds, i, one, each) for each in searches for i, one in enumerate(each.best)]
     rows.sort(key=lambda row: row[:2])
     return replace(
