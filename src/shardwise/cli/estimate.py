@@ -104,8 +104,8 @@ def _step(args: argparse.Namespace) -> int:
         require("--dry-run", "torch")
         from shardwise.runtime.dryrun import dry_run
 
-        with working(f"running a step of {model.name} on fake tensors"):
-            report = dry_run(model, layout, workload, cluster)
+        with working(f"dry run of {model.name}") as progress:
+            report = dry_run(model, layout, workload, cluster, progress)
     else:
         report = estimate(model, layout, workload, cluster, **slowed)
     report = noted(report, assumed)

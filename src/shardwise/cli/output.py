@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,10 +38,11 @@ def progress(line: str = "") -> None:
 
 
 @contextmanager
-def working(doing: str) -> Iterator[None]:
-    """On a terminal, say what is being done and for how long, from `PATIENCE` seconds on; nothing of it stays."""
+def working(doing: str) -> Iterator[Callable[[str], None]]:
+    """On a terminal, say what is being done and for how long, from `PATIENCE` seconds on; nothing of it stays. Gives a
+    function that says how far it is; elsewhere that prints a line on standard error."""
     if not sys.stderr.isatty():
-        yield
+        yield lambda line: print(f"{doing}: {line}", file=sys.stderr, flush=True)
         return
     import threading
 
@@ -50,12 +51,12 @@ def working(doing: str) -> Iterator[None]:
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     display = Progress(*columns, console=Console(stderr=True), transient=True)
-    display.add_task(doing, total=None)
+    task = display.add_task(doing, total=None)
     timer = threading.Timer(PATIENCE, display.start)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield lambda line: display.update(task, description=f"{doing}: {line}")
     finally:
         timer.cancel()
         timer.join()

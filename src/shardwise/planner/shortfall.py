@@ -65,9 +65,9 @@ def why_no_state_fits(space: Space, usable: float, reserved: float | None) -> Us
         return why_no_layout(space)
     needed, there = format_apart(floor, usable)
     wanted = (
-        f"{space.model.name} does not fit {space.cluster}: its weights, gradients and optimizer state alone, spread "
+        f"{space.model.name} does not fit {space.cluster}: weights, gradients and optimizer state alone need {needed} "
     )
-    wanted += f"over all {space.cluster.devices:,} devices, need {needed} per device, but {there} are usable"
+    wanted += f"per device, spread over all {space.cluster.devices:,}, but {there} are usable"
     return _with_changes(f"{wanted}{_less(space.cluster, reserved)}", space, usable, reserved)
 
 
