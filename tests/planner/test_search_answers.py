@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from importlib import import_module
 from math import sqrt
 
 import numpy as np
@@ -105,10 +106,10 @@ def test_what_cannot_fit_at_all_is_rejected_before_a_search(monkeypatch):
     def searched(*_):
         raise AssertionError("a search")
 
-    for name in ("planner.plan.winners", "planner.ranking.blocks", "planner.shortfall.blocks"):
-        monkeypatch.setattr(f"shardwise.{name}", searched)
+    for module, name in (("plan", "winners"), ("ranking", "blocks"), ("shortfall", "blocks")):
+        monkeypatch.setattr(import_module(f"shardwise.planner.{module}"), name, searched)
     monkeypatch.setattr("shardwise.planner.shortfall.changes", lambda *_: iter(["take more"]))
-    with pytest.raises(UserError, match="alone need 710 GB per device, spread over all 8, .* usable .*; take more$"):
+    with pytest.raises(UserError, match=r"alone need 710 GB per device, spread over all 8, .* usable .*; take more$"):
         plan(get("llama-3-405b"), Cluster.parse("8xH100"), Workload(8192, 16))
     small = space("llama-3-405b", "8xH100", 8192, 16)
     found = search(small, Pricing(small.cluster), usable=usable_bytes(small.cluster))

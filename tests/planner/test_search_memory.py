@@ -104,7 +104,8 @@ def test_the_bound_of_models_that_estimate_does_not_support(name):
     draw = random.Random(name)
     for space, layout, bound in candidates(draw, 20, [get(name)]):
         held = ExactMemory(space.model, space.workload, space.cluster).total(layout)
-        assert state_floor(space) <= held and 0.5 * held < bound <= held, (str(space.cluster), space.workload, str(layout))
+        where = str(space.cluster), space.workload, str(layout)
+        assert state_floor(space) <= held and 0.5 * held < bound <= held, where
 
 
 @pytest.mark.parametrize(
