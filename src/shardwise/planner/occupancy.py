@@ -76,6 +76,7 @@ def _moments(order: list[Action], last: int, more: int) -> dict[tuple[int, int],
     moment. more: micro-batches that are there besides those of the order."""
     saved, kept, accumulated = [0] * 4, [0] * 4, [0] * 4
     seen: set[int] = set()
+    several = len({action.stage for action in order}) > 1
     held, most = more, dict[tuple[int, int], tuple[int, Moment]]()
     for index, (does, stage, *_) in enumerate(order):
         kind = FIRST if stage == 0 else LAST if stage == last else MIDDLE
@@ -87,7 +88,7 @@ def _moments(order: list[Action], last: int, more: int) -> dict[tuple[int, int],
             key = kind, len(seen)
             if key not in most or held > most[key][0]:
                 there = [count + (more if each == kind else 0) for each, count in enumerate(saved)]
-                after = _next_kind(order, index, last)
+                after = _next_kind(order, index, last) if several else -1
                 most[key] = held, Moment(kind, after, tuple(there), tuple(kept), tuple(accumulated))  # type: ignore[arg-type]
             saved[kind] -= 1
             held -= 1
