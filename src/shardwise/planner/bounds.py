@@ -18,7 +18,7 @@ from shardwise.layout.units import Backend, Unit
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count, count_trained
-from shardwise.planner.lanes import by_path, with_lanes
+from shardwise.planner.lanes import LiveLanes, by_path, with_lanes
 from shardwise.planner.rank_bound import WEIGHT, MicroBatchBytes, Num, RankBound
 from shardwise.planner.space import ON_DEVICE, BatchChoice, LayoutColumns, Space
 from shardwise.predict.memory import peak
@@ -166,7 +166,7 @@ class MemoryBound:
         plan = with_lanes(plan, {"tp": tp, "cp": cp, "micro": micro, "recompute": recompute, **spread})
         s, parts = Sizes.of(plan), ["embedding", "blocks.0", "head"]
         embedding, block, head = (sum(saved_items(plan, s, part).values()) for part in parts)
-        in_block, in_block_apart = (block_tensors(plan, s, parts[1], apart).backward(False) for apart in (False, True))
+        in_block, in_block_apart = (_backward(plan, s, parts[1], apart) for apart in (False, True))
         in_embedding, in_embedding_apart = (
             peak.backwards(plan, s, parts[:1], apart)["backward", "embedding"] for apart in (False, True)
         )
@@ -198,3 +198,10 @@ class MemoryBound:
     def _of_tp(self, tp: int) -> dict[str, Unit]:
         one_block = self.model.replace(layers=1, experts=None)
         return unit_plan(one_block, Layout(tp=tp), self.workload, backend=self.backend).by_name
+
+
+def _backward(plan: UnitPlan, s: Sizes, part: str, apart: bool) -> Num:
+    """Transients of a block's backward pass."""
+    block = block_tensors(plan, s, part, apart)
+    block.live = LiveLanes()
+    return block.backward(False)

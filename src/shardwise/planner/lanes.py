@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.layout import UnitPlan
+from shardwise.predict.memory.transients import LiveBytes
 
 SHARED = ("schedules", "fused", "windows", "micro_batches")
 """Fields of a plan that are equal in all lanes."""
@@ -84,6 +85,27 @@ class Lanes:
 
     def __hash__(self) -> int:
         return hash(int(self))
+
+
+def _larger(a: Any, b: Any) -> Any:
+    """The larger number in each lane."""
+    if not (isinstance(a, Lanes) or isinstance(b, Lanes)):
+        return max(a, b)
+    return Lanes(np.maximum(*(each.values if isinstance(each, Lanes) else each for each in (a, b))))
+
+
+class LiveLanes(LiveBytes):
+    """The most bytes at one time of each lane, whichever moment that is."""
+
+    __slots__ = ()
+
+    def allocate(self, nbytes: Any) -> None:
+        self.now += nbytes
+        self.most = _larger(self.most, self.now)
+
+    def transient(self, nbytes: Any) -> None:
+        """As of `LiveBytes`."""
+        self.most = _larger(self.most, self.now + nbytes)
 
 
 def by_path(formula: Callable[..., Sequence[Any]], columns: Sequence[Any]) -> list[Any]:
