@@ -19,6 +19,7 @@ PACKAGE = Path(shardwise.__file__).parent
 FLOORS = {
     "errors": 0,
     "small_files": 0,
+    "lazy": 0,
     "options": 0.5,
     "model": 1,
     "cluster": 1,
@@ -160,8 +161,8 @@ def test_the_decoder_has_no_word_about_parallelism():
         assert PARALLELISM.search(word)
 
 
-def loaded_by(code: str) -> set[str]:
-    """The heavy packages that a fresh interpreter has loaded after `code`."""
+def modules_of(code: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after `code`."""
     source = f"import sys\n{code}\nimport json\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-c", source],
@@ -169,8 +170,14 @@ def loaded_by(code: str) -> set[str]:
         text=True,
         check=True,
         env={"PYTHONPATH": str(PACKAGE.parent), "PATH": ""},
+        timeout=120,
     )
-    return {name.partition(".")[0] for name in json.loads(done.stderr.splitlines()[-1])} & HEAVY
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def loaded_by(code: str) -> set[str]:
+    """The heavy packages among them."""
+    return {name.partition(".")[0] for name in modules_of(code)} & HEAVY
 
 
 COMMAND = "from shardwise.cli.main import main\nassert main({argv!r}) == 0"
@@ -201,6 +208,38 @@ def test_nothing_heavy_is_loaded(code):
 
 def test_a_time_needs_arrays_and_no_more():
     assert loaded_by(COMMAND.format(argv=ESTIMATE)) == {"numpy"}
+
+
+PLAN = ["plan", "llama-3-8b", "--cluster", "2xH100", "--seq", "1024", "--batch", "8", "--top", "1"]
+UNUSED = (
+    "interop.reading", "interop.writing", "serving", "emulate", "validation", "studio", "checkpoint", "data",
+    "runtime.job.config", "report.compare", "report.run_directory", "model.trace", "predict.time.serving",
+    "predict.time.stragglers", "cli.calibrate_device", "cli.plan_file", "cli.plan_models",
+)  # fmt: skip
+"""What neither an estimate nor a plan uses."""
+
+
+@pytest.mark.parametrize(("argv", "most"), [(ESTIMATE[:-1], 190), (PLAN, 215)], ids=["estimate", "plan"])
+def test_a_command_loads_what_it_uses(argv, most):
+    """Each module of ours takes about a millisecond: as long as a hundredth of `import numpy`."""
+    loaded = modules_of(COMMAND.format(argv=argv))
+    ours = {name.removeprefix("shardwise.") for name in loaded if name.startswith("shardwise.")}
+    assert not {name for name in ours for unused in UNUSED if f"{name}.".startswith(f"{unused}.")}
+    assert not {"numpy.ma", "numpy.typing", "difflib", "tempfile", "hashlib"} & loaded
+    assert len(ours) <= most and ("planner.plan" in ours) == (argv is PLAN)
+
+
+def test_a_lazy_package_has_its_names():
+    """A name that a module has as well stays the name, whichever is imported first."""
+    import shardwise.report
+    import shardwise.report.compare as module
+
+    assert shardwise.report.compare is module  # `import a.b as c` takes the attribute of a
+    from shardwise.report import compare
+
+    assert callable(compare) and "StepReport" in dir(shardwise.report)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = shardwise.report.nothing
 
 
 def test_loaded_packages_are_seen():

@@ -7,8 +7,9 @@ Importing this package imports nothing else: each name below comes from its room
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
     from shardwise.api import TrainResult, train
@@ -51,33 +52,26 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
-    "Blueprint": "model.blueprint",
-    "Cluster": "cluster",
-    "Layout": "layout",
-    "Lora": "model.lora",
-    "ModelConfig": "model",
-    "StepReport": "report",
-    "TrainResult": "api",
-    "UserError": "errors",
-    "Workload": "layout",
-    "compare": "report",
-    "estimate": "predict",
-    "plan": "planner",
-    "plan_serving": "planner.serving",
-    "split": "runtime.module.split",
-    "suggest": "runtime.module.suggest",
-    "trace": "runtime.module.trace",
-    "train": "api",
-    "verify": "runtime.module.verify",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+lazily(
+    __name__,
+    {
+        "Blueprint": "model.blueprint",
+        "Cluster": "cluster",
+        "Layout": "layout",
+        "Lora": "model.lora",
+        "ModelConfig": "model",
+        "StepReport": "report",
+        "TrainResult": "api",
+        "UserError": "errors",
+        "Workload": "layout",
+        "compare": "report",
+        "estimate": "predict",
+        "plan": "planner",
+        "plan_serving": "planner.serving",
+        "split": "runtime.module.split",
+        "suggest": "runtime.module.suggest",
+        "trace": "runtime.module.trace",
+        "train": "api",
+        "verify": "runtime.module.verify",
+    },
+)

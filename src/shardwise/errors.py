@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
@@ -34,5 +33,7 @@ def os_errors(doing: str, instead: str = "") -> Iterator[None]:
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str) -> str:
     """The hint of a message about an unknown name: the nearest known one, or after `otherwise` all of them."""
+    import difflib
+
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"{otherwise} {', '.join(known)}"

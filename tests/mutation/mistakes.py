@@ -44,6 +44,8 @@ TESTS = (
     "tests/runtime/test_lora_traps.py",
     "tests/runtime/test_module_frozen.py",
     "tests/cli/test_lora_commands.py",
+    "tests/predict/test_gradient_price.py",
+    "tests/predict/test_price_floors.py",
 )
 
 ENGINE, UNITS, STEP, LOSS = (
@@ -67,6 +69,7 @@ SERVER, POLICY = "runtime/sync/server.py", "schedule/staleness.py"
 SERVED_WORKER = "runtime/sync/worker.py"
 ADAPTERS = "model/adapters.py"
 SLOW, STRAGGLERS, PULSE = "runtime/job/slow.py", "schedule/stragglers.py", "runtime/job/pulse.py"
+PRICES = "predict/time/gradients.py"
 FILE, STAGES = "runtime/offload/file.py", "runtime/pipeline/stages.py"
 CACHE, ROWS = "runtime/context/cache.py", "serving/rows.py"
 RING, VIEW, BLOCKWISE = "runtime/context/ring.py", "runtime/context/view.py", "ops/blockwise.py"
@@ -635,4 +638,21 @@ MISTAKES = (
     Mistake(36, "the first stage saves the buffers of all", "runtime/module/buffers.py",
             "return home in program.plan.parts if home else comms.index(PP) == 0", "return comms.index(PP) == 0",
             "trap_36_buffers"),
+    Mistake(37, "adding up gradients of micro-batches is free", PRICES,
+            "return copied, np.where((wide > narrow) | late, narrow + 2 * wide, 0.0)", "return 0.0, 0.0",
+            "adding_up_gradients or (below_its_floor and not engine and not serving)"),
+    Mistake(37, "gradients of micro-batches are priced at the width of one", PRICES,
+            'return split.wire_width if engine.grad_bytes == "plan"',
+            'return split.width if engine.grad_bytes == "plan"', "over_the_wire_in_fp32"),
+    Mistake(37, "a product does not read its accumulator", "predict/time/kernels.py",
+            "        if not np.any(out):\n", "        if True:\n", "that_adds_takes_as_long"),
+    Mistake(37, "a pipeline gathers each stage once a step", "predict/time/step.py",
+            "        times = gathers_of_a_stage(", "        times = 1.0 or gathers_of_a_stage(",
+            "below_its_floor and not engine and not serving"),
+    Mistake(37, "gradients of keys and values go around a ring in 16 bits", "predict/time/pieces.py",
+            "ranks * hop(nbytes * 4.0 / split.width)", "ranks * hop(nbytes)",
+            "below_its_floor and not engine and not serving"),
+    Mistake(37, "a message between nodes is as fast as one inside", "predict/time/network.py",
+            "away = (np.asarray(ranks) - 1) * stride >= self.per_node", "away = np.asarray(stride) >= self.per_node",
+            "ring_over_nodes"),
 )  # fmt: skip

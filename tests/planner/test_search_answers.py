@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from importlib import import_module
 from math import sqrt
 
 import numpy as np
@@ -97,6 +98,22 @@ def test_where_nothing_fits_a_line_says_what_would():
     for nodes, fits in ((16, True), (8, False)):
         on = space("llama-3-405b", f"{nodes}x8xH100", 8192, 16)
         assert (least(on).nbytes <= usable_bytes(on.cluster)) == fits
+
+
+def test_what_cannot_fit_at_all_is_rejected_before_a_search(monkeypatch):
+    """Its state alone exceeds the memory of all devices: no candidate is followed or priced."""
+
+    def searched(*_):
+        raise AssertionError("a search")
+
+    for module, name in (("plan", "winners"), ("ranking", "blocks"), ("shortfall", "blocks")):
+        monkeypatch.setattr(import_module(f"shardwise.planner.{module}"), name, searched)
+    monkeypatch.setattr("shardwise.planner.shortfall.changes", lambda *_: iter(["take more"]))
+    with pytest.raises(UserError, match=r"alone need 710 GB per device, spread over all 8, .* usable .*; take more$"):
+        plan(get("llama-3-405b"), Cluster.parse("8xH100"), Workload(8192, 16))
+    small = space("llama-3-405b", "8xH100", 8192, 16)
+    found = search(small, Pricing(small.cluster), usable=usable_bytes(small.cluster))
+    assert not found.best and found.considered == small.size
 
 
 def test_a_fixed_key_that_is_to_blame_is_named():

@@ -16,7 +16,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, get
 from shardwise.model.lora import Lora
 from shardwise.planner import Space, price_one
-from shardwise.planner.bounds import MemoryBound
+from shardwise.planner.bounds import MemoryBound, state_floor
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.occupancy import moments
 from shardwise.planner.runnable import widened
@@ -72,7 +72,7 @@ def test_a_plan_has_the_bytes_of_estimate(batch):
         where = model.name, str(cluster), workload, str(layout)
         assert report.roles[place].bytes == held, where
         assert held.total == max(role.bytes.total for role in report.roles), where
-        assert bound <= held.total, where
+        assert state_floor(space) <= bound <= held.total, where
 
 
 def test_the_bound_of_adapters():
@@ -83,6 +83,7 @@ def test_the_bound_of_adapters():
     ratios = []
     for space, layout, bound in candidates(draw, 200 if EVERYTHING else 40, models):
         held = ExactMemory(space.model, space.workload, space.cluster).total(layout)
+        assert state_floor(space) <= held, (space.model.name, str(space.cluster), space.workload, str(layout))
         assert bound <= held, (space.model.name, str(space.cluster), space.workload, str(layout))
         ratios.append(bound / held)
     assert sorted(ratios)[len(ratios) // 2] > 0.8
@@ -103,7 +104,8 @@ def test_the_bound_of_models_that_estimate_does_not_support(name):
     draw = random.Random(name)
     for space, layout, bound in candidates(draw, 20, [get(name)]):
         held = ExactMemory(space.model, space.workload, space.cluster).total(layout)
-        assert 0.5 * held < bound <= held, (str(space.cluster), space.workload, str(layout))
+        where = str(space.cluster), space.workload, str(layout)
+        assert state_floor(space) <= held and 0.5 * held < bound <= held, where
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,10 @@ def test_what_is_the_same_is_observed_once(
 
     monkeypatch.setattr(dryrun, "_observe_all", watched)
     asked = get("tiny-llama"), Layout.parse(layout), Workload(seq=64, batch=batch)
-    observed, predicted = dry_run(*asked), estimate(*asked)
+    said: list[str] = []
+    observed, predicted = dry_run(*asked, progress=said.append), estimate(*asked)
     assert seen == run
+    assert said[-1] == f"{len(run)} of {len(run)} kinds of ranks observed" and len(said) == len(run) + 1
     assert [(role.role, role.ranks) for role in observed.roles] == [(role.role, role.ranks) for role in predicted.roles]
     comparison = compare(predicted, observed)
     assert comparison.equal_ledger and comparison.exact_classes_equal

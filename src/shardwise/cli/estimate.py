@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import estimate_measure
 from shardwise.cli.clusters import add_cluster, cluster_of, usual_cluster
@@ -37,11 +37,12 @@ from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
-from shardwise.report import StepReport, tables
-from shardwise.report.predictions import prediction_tables, predictions_json
-from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_count
-from shardwise.runtime.job.config import TrainConfig
+from shardwise.runtime.job.slow_ranks import SlowRanks
+
+if TYPE_CHECKING:
+    from shardwise.report import StepReport
+    from shardwise.report.terminal import Renderable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster(parser)
     add_flags(parser, Workload, "seq", "batch", "isolate_documents", "optimizer")
     add_lora(parser)
-    add_flags(parser, TrainConfig, "slow", "emulate")
+    add_flags(parser, SlowRanks, "slow", "emulate")
     add_engine(parser)
     parser.add_argument("--dry-run", action="store_true", help="run the training step on fake tensors; needs torch")
     parser.add_argument("--verbose", action="store_true", help="list every collective of the step instead of sums")
@@ -112,6 +113,8 @@ def _step(args: argparse.Namespace) -> int:
         return _measure(args, model, layout, workload, cluster, assumed)
     estimate_measure.check_unused(args)
     if args.compare is not None:
+        from shardwise.report.predictions import prediction_tables, predictions_json
+
         check_alone(args, "compare", "dry_run", "breakdown", "links", "verbose")
         slowed |= engine_of(args)
         a, b = (estimate(model, each, workload, cluster, **slowed) for each in (layout, other))
@@ -132,13 +135,13 @@ def _step(args: argparse.Namespace) -> int:
         require("--dry-run", "torch")
         from shardwise.runtime.dryrun import dry_run
 
-        with working(f"running a step of {model.name} on fake tensors"):
-            report = dry_run(model, layout, workload, cluster)
+        with working(f"dry run of {model.name}") as progress:
+            report = dry_run(model, layout, workload, cluster, progress)
     else:
         report = estimate(model, layout, workload, cluster, **slowed, **engine_of(args))
     report = noted(report, assumed)
     return print_result(
-        args, report.to_json(), _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
+        args, report.to_json, _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
     )
 
 
@@ -247,7 +250,7 @@ def _lines(
     from shardwise.predict.memory.capacity import explained, try_room
     from shardwise.predict.node_bytes import node_bytes
     from shardwise.predict.tables import balance_lines, kinds_table, node_line, timing_lines
-    from shardwise.predict.tensor_kinds import tensor_kinds
+    from shardwise.report import tables
 
     yield _title(model, layout, workload, cluster)
     room = try_room(cluster, routed=bool(model.experts))
@@ -261,9 +264,11 @@ def _lines(
         yield tables.communication_table(report)
         yield "--verbose has the ledger: every collective of the step\n"
     yield from balance_lines(report)
-    gathered = layout.inner_ranks != layout.tp
-    if gathered and isinstance(model, ModelConfig) and (kinds := tensor_kinds(model, layout, workload, cluster)):
-        yield kinds_table(kinds)
+    if layout.inner_ranks != layout.tp and isinstance(model, ModelConfig):
+        from shardwise.predict.tensor_kinds import tensor_kinds
+
+        if kinds := tensor_kinds(model, layout, workload, cluster):
+            yield kinds_table(kinds)
     if not observed:
         yield from timing_lines(report, cluster, workload.batch * workload.seq)
     yield from report.notes
@@ -294,6 +299,7 @@ def _zero_table(args: argparse.Namespace) -> int:
 
     from shardwise.predict import zero_table
     from shardwise.predict.memory.states import zero_sent
+    from shardwise.report import tables
 
     params = parameters_of(args.params) if args.params is not None else float(count(model_of(args)))
     table = zero_table(params, gpus_of(args.zero_table))

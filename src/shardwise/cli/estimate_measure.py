@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.cli.calibrate_device import cpu_name
 from shardwise.cli.output import progress
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -63,6 +62,7 @@ def measured_report(
     if not isinstance(model, ModelConfig):
         raise UserError("--measure needs a model with a configuration, which a traced module has not: leave it out")
     require("--measure", "torch")
+    from shardwise.cli.calibrate_device import cpu_name
     from shardwise.emulate.measured_step import REPEATS, ShareSettings, measure_step
     from shardwise.predict import estimate
 

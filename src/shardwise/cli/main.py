@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import os
 import sys
-import traceback
 from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
@@ -21,6 +21,9 @@ from typing import NoReturn
 from shardwise.cli.actions import FLAGS, Run
 from shardwise.cli.commands import COMMANDS, overview
 from shardwise.errors import DivergedError, UserError, did_you_mean
+
+NEW_OBJECTS = 20_000
+"""New objects after which the interpreter looks for garbage: modules that are loaded have many, and none is garbage."""
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -45,6 +48,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run one command line. Returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    gc.set_threshold(NEW_OBJECTS)
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a bar should show a question mark, not an exception.
         with suppress(AttributeError):
@@ -115,6 +119,8 @@ def _unexpected(argv: list[str], error: Exception) -> int:
     if isinstance(error, RunFailed):
         return _fail(argv, str(error), 1)
     if "--traceback" in argv:
+        import traceback
+
         traceback.print_exc()
     return _fail(argv, f"{type(error).__name__}: {error}; this is a bug in shardwise, --traceback shows where", 1)
 

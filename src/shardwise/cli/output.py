@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +23,9 @@ def print_json(data: Any) -> None:
 
 
 def print_result(args: Namespace, data: Any, lines: Iterable[Renderable]) -> int:
-    """Print `data` with --json, else the texts and tables of `lines`. Returns the exit code 0."""
+    """Print `data`, or what it returns, with --json, else the texts and tables of `lines`. Returns the exit code 0."""
     if args.json:
-        print_json(data)
+        print_json(data() if callable(data) else data)
     else:
         show(*lines)
     return 0
@@ -39,22 +38,25 @@ def progress(line: str = "") -> None:
 
 
 @contextmanager
-def working(doing: str) -> Iterator[None]:
-    """On a terminal, say what is being done and for how long, from `PATIENCE` seconds on; nothing of it stays."""
+def working(doing: str) -> Iterator[Callable[[str], None]]:
+    """On a terminal, say what is being done and for how long, from `PATIENCE` seconds on; nothing of it stays. Gives a
+    function that says how far it is; elsewhere that prints a line on standard error."""
     if not sys.stderr.isatty():
-        yield
+        yield lambda line: print(f"{doing}: {line}", file=sys.stderr, flush=True)
         return
+    import threading
+
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     display = Progress(*columns, console=Console(stderr=True), transient=True)
-    display.add_task(doing, total=None)
+    task = display.add_task(doing, total=None)
     timer = threading.Timer(PATIENCE, display.start)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield lambda line: display.update(task, description=f"{doing}: {line}")
     finally:
         timer.cancel()
         timer.join()

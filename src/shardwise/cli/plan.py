@@ -27,14 +27,11 @@ from shardwise.cli.flags import add_flags
 from shardwise.cli.models import add_lora, add_model, subject_of
 from shardwise.cli.output import print_result, progress, working
 from shardwise.cli.plan_emit import check_emit, emitted, profile_of, refusals
-from shardwise.cli.plan_file import write_plan
-from shardwise.cli.plan_models import several
 from shardwise.cli.quantities import bytes_of, length_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.cluster.prices import price_of
 from shardwise.errors import UserError
-from shardwise.interop import WriteRequest
 from shardwise.layout import Layout, Workload
 from shardwise.layout.usual_workload import odd_part
 from shardwise.model import ModelConfig
@@ -111,12 +108,14 @@ def run(args: argparse.Namespace) -> int:
     usual_cluster(args)
     _check_kind(args)
     _check_numbers(args)
-    if args.precision is not None and (args.cluster is None or several(args.model)):
+    if args.precision is not None and (args.cluster is None or "," in args.model):
         raise UserError("--precision is for one MODEL on one cluster: give --cluster, or leave it out")
-    if names := several(args.model):
+    if "," in args.model:
         from shardwise.cli.plan_models import run as side_by_side
+        from shardwise.cli.plan_models import several
 
-        return side_by_side(args, names)
+        if names := several(args.model):
+            return side_by_side(args, names)
     if args.cluster is None:
         from shardwise.cli.plan_devices import run as which_devices
 
@@ -192,7 +191,6 @@ def _check_find(args: argparse.Namespace) -> None:
 def _plan(
     args: argparse.Namespace, model: Model, cluster: Cluster, workload: Workload, assumed: tuple[str, ...]
 ) -> int:
-    from shardwise.cli.show.link_table import link_tables
     from shardwise.planner import plan
     from shardwise.planner.tables import campaign_lines, plan_tables
 
@@ -216,9 +214,17 @@ def _plan(
         | ({"links": [use.to_json() for use in uses]} if args.links else {})
     )
     notes, priced_lines = (f"assumed: {note}" for note in assumed), campaign_lines(campaign)
-    shown = chain(notes, plan_tables(best), priced_lines, link_tables(uses, best.winner.seconds), lines)
-    written = write_plan(args.out, best) if args.out and not args.emit else ()
-    return print_result(args, data, chain(shown, written))
+    shown = chain(notes, plan_tables(best), priced_lines)
+    if args.links:
+        from shardwise.cli.show.link_table import link_tables
+
+        shown = chain(shown, link_tables(uses, best.winner.seconds))
+    shown = chain(shown, lines)
+    if args.out and not args.emit:
+        from shardwise.cli.plan_file import write_plan
+
+        shown = chain(shown, write_plan(args.out, best))
+    return print_result(args, data, shown)
 
 
 def _written(args: argparse.Namespace, best: Plan) -> tuple[dict[str, Any], Iterator[Renderable]]:
@@ -228,6 +234,7 @@ def _written(args: argparse.Namespace, best: Plan) -> tuple[dict[str, Any], Iter
     if not isinstance(model := best.model, ModelConfig):
         raise UserError("--emit writes configurations of models that have one; a traced module has split: leave it out")
     from shardwise.cli.show.software_table import software_json, software_steps, software_tables
+    from shardwise.interop import WriteRequest
     from shardwise.planner.exact import ExactMemory
 
     memory = ExactMemory(model, best.workload, best.cluster, engine=best.engine, settings=best.settings)

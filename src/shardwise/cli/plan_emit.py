@@ -8,16 +8,16 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError, os_errors
-from shardwise.interop import EngineFile, WriteRequest, write
-from shardwise.interop.writing.writer import WRITERS, why_not_written, writer_for
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog
 from shardwise.model.parameters import Model
-from shardwise.predict.time.profiles import ENGINES
+
+if TYPE_CHECKING:
+    from shardwise.interop import EngineFile, WriteRequest
 
 
 def check_emit(args: argparse.Namespace) -> None:
@@ -27,6 +27,8 @@ def check_emit(args: argparse.Namespace) -> None:
         if args.out is not None and (args.serve or getattr(args, "find", None)):
             raise UserError("--out writes a training plan, or the file of --emit: leave it out")
         return
+    from shardwise.interop.writing.writer import writer_for
+
     writer = writer_for(args.emit)
     if getattr(args, "find", None):
         raise UserError("--emit writes the best layout: leave it out with --find")
@@ -42,17 +44,26 @@ def check_emit(args: argparse.Namespace) -> None:
 def profile_of(args: argparse.Namespace) -> str | None:
     """The profile that prices a plan: of --engine, which may name an engine that `emit` writes for, else of --emit;
     None for the usual one."""
+    if args.engine is None and not args.emit:
+        return None
+    from shardwise.interop.writing.writer import WRITERS
+    from shardwise.predict.time.profiles import ENGINES
+
     if args.engine is None:
-        return WRITERS[args.emit].profile if args.emit else None
+        return WRITERS[args.emit].profile
     return WRITERS[args.engine].profile if args.engine in WRITERS and args.engine not in ENGINES else str(args.engine)
 
 
 def refusals(args: argparse.Namespace, model: Model) -> Callable[[Layout], str] | None:
     """What the engine of --emit cannot express of a layout, for the search; None where nothing is to be written, or the
     engine does not take the model at all."""
-    if not args.emit or not isinstance(model, ModelConfig) or writer_for(args.emit).objection(model):
+    if not args.emit or not isinstance(model, ModelConfig):
         return None
+    from shardwise.interop.writing.writer import why_not_written, writer_for
+
     writer = writer_for(args.emit)
+    if writer.objection(model):
+        return None
     return cache(lambda layout: why_not_written(writer, replace(layout, **writer.fixed), model))
 
 
@@ -67,6 +78,9 @@ def best_file(
     """The file of the first request that the engine expresses, if need be with its own values of keys that plans do not
     search, where that `fits`; and why it does not express the very first, "" where it does. Raises `UserError` with
     that reason where none is expressed."""
+    from shardwise.interop import write
+    from shardwise.interop.writing.writer import writer_for
+
     own, reason = writer_for(engine).fixed, ""
     for request in requests:
         try:

@@ -6,7 +6,6 @@ because the driver keeps some for itself.
 
 from __future__ import annotations
 
-import difflib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +31,8 @@ def lookup(name: str) -> Accelerator:
     by_lower = {known.lower(): known for known in names()}
     found = by_lower.get(name.strip().lower())
     if found is None:
+        import difflib
+
         near = difflib.get_close_matches(name.strip().lower(), by_lower, n=2, cutoff=0.4)
         nearest = " or ".join(by_lower[n] for n in near)
         hint = f"did you mean {nearest}?" if near else f"known are {', '.join(names())}"

@@ -7,12 +7,33 @@ reading.layout, reading.facts, reading.notes
 write("deepspeed", WriteRequest(model, layout, workload)).text
 """
 
-from shardwise.interop.reading.reader import ENGINES, read
-from shardwise.interop.reading.settings import Reading, ServerSettings
-from shardwise.interop.writing.request import EngineFile, EngineWriter, WriteRequest
-from shardwise.interop.writing.writer import WRITERS, nearest_layout, write
+from typing import TYPE_CHECKING
+
+from shardwise.lazy import lazily
+
+if TYPE_CHECKING:
+    from shardwise.interop.reading.reader import ENGINES, read
+    from shardwise.interop.reading.settings import Reading, ServerSettings
+    from shardwise.interop.writing.request import EngineFile, EngineWriter, WriteRequest
+    from shardwise.interop.writing.writer import WRITERS, nearest_layout, write
 
 __all__ = [
     "ENGINES", "WRITERS", "EngineFile", "EngineWriter", "Reading", "ServerSettings", "WriteRequest", "nearest_layout",
     "read", "write",
 ]  # fmt: skip
+
+lazily(
+    __name__,
+    {
+        "ENGINES": "reading.reader",
+        "EngineFile": "writing.request",
+        "EngineWriter": "writing.request",
+        "Reading": "reading.settings",
+        "ServerSettings": "reading.settings",
+        "WRITERS": "writing.writer",
+        "WriteRequest": "writing.request",
+        "nearest_layout": "writing.writer",
+        "read": "reading.reader",
+        "write": "writing.writer",
+    },
+)

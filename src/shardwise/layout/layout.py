@@ -7,7 +7,6 @@ itself fails here; whether it suits a model is `legality.py`'s question.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields
@@ -339,6 +338,13 @@ def _meant(word: str, known: Collection[str]) -> str:
     return did_you_mean(key, known, "known keys:")
 
 
+def _near(value: str, choices: Collection[str]) -> list[str]:
+    """The nearest choice, if one is near."""
+    import difflib
+
+    return difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
+
+
 def _value(text: str, key: str, value: str | None) -> Any:
     if key in FLAGS:
         if value in (None, "true", "1"):
@@ -351,12 +357,12 @@ def _value(text: str, key: str, value: str | None) -> Any:
     if key in CHOICES:
         if value not in CHOICES[key]:
             meant = [_SYNONYMS[value]] if _SYNONYMS.get(value) in CHOICES[key] else None
-            near = meant or difflib.get_close_matches(value, CHOICES[key], n=1, cutoff=0.5)
+            near = meant or _near(value, CHOICES[key])
             hint = f"did you mean {near[0]}? " if near else ""
             raise LayoutError(f"layout {text!r}: {key}={value} is unknown; {hint}choices: {', '.join(CHOICES[key])}")
         return value
     if key == "offload" and value.partition(":")[0] not in OFFLOADS:
-        near = difflib.get_close_matches(value, OFFLOADS, n=1, cutoff=0.5)
+        near = _near(value, OFFLOADS)
         hint = f"did you mean {near[0]}? " if near else ""
         raise LayoutError(f"layout {text!r}: offload={value} is unknown; {hint}choices: {', '.join(OFFLOADS)}")
     if key in ("order", "algorithm", "offload", "servers"):

@@ -51,6 +51,13 @@ class Placed:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def of(self, parameter: Parameter) -> Placed:
+        """Another parameter of the same shape and cut."""
+        return Placed(
+            parameter, self.kind, self.shape, self.box, self.dims, self.replicas, self.sum_over, self.boxes,
+            self.module_shape,
+        )  # fmt: skip
+
     @property
     def pieces(self) -> tuple[tuple[int, tuple[int, ...], Box], ...]:
         """(start, local shape, box) of the boxes that follow each other in the local tensor."""

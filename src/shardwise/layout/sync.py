@@ -8,7 +8,6 @@ master weights and the optimizer state of a key range each. Sources: Li et al. 2
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,6 +74,8 @@ def check_sync(layout: Layout) -> None:
     """Raise `LayoutError` when the keys of `sync` contradict each other or the others; make `servers` and `replicas`
     canonical."""
     if layout.sync not in SYNCS:
+        import difflib
+
         near = difflib.get_close_matches(layout.sync, SYNCS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise LayoutError(f"layout: sync={layout.sync} is unknown; {hint}choices: {', '.join(SYNCS)}")

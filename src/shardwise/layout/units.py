@@ -323,7 +323,7 @@ class UnitPlan:
     def _units_in(self, part: str) -> list[Unit]:
         """The units of the parameters that a part holds, or has a copy of."""
         found = []
-        placed = [place(p, self.layout, self.tp_rank, self.ep_rank) for p in self.blueprint.parameters_of(part)]
+        placed = self._placed_in(part)
         shared = self.blueprint.shared
         tied = [p for p in placed if p.name in shared]
         experts = [p for p in placed if p.kind == "expert"]
@@ -341,6 +341,20 @@ class UnitPlan:
         if experts:
             found.append(self._experts_unit(part, experts))
         return found
+
+    def _placed_in(self, part: str) -> list[Placed]:
+        """Its share of a part's parameters: of equal parts all but the names is the same."""
+        parameters, of = self.blueprint.parameters_of(part), id(self.blueprint.part(part))
+        if of not in self._first_placed:
+            placed = [place(p, self.layout, self.tp_rank, self.ep_rank) for p in parameters]
+            self._first_placed[of] = placed
+            return placed
+        return [first.of(p) for first, p in zip(self._first_placed[of], parameters, strict=True)]
+
+    @cached_property
+    def _first_placed(self) -> dict[int, list[Placed]]:
+        """Parts of the blueprint -> parameters of the first single part of each."""
+        return {}
 
     def _slot(self, part: str) -> str:
         if self.layout.pp > 1 or self.kind(part) == "root":
@@ -591,8 +605,10 @@ class UnitPlan:
     @cached_property
     def windows(self) -> frozenset[int]:
         """Windows of its blocks' attention; 0 for blocks that attend to all tokens."""
-        blocks = {self.blueprint.part(part) for part in self.of_kind("block")}
-        return frozenset(op.window for part in blocks for op in part.operations if isinstance(op, AttentionCore))
+        blocks = {id(part): part for part in map(self.blueprint.part, self.of_kind("block"))}
+        return frozenset(
+            op.window for part in blocks.values() for op in part.operations if isinstance(op, AttentionCore)
+        )
 
     def blocks(self, stage: int) -> list[str]:
         """The blocks of one of its stages."""

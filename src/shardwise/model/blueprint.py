@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.model.operations import Elementwise, Operation, operation_from_json
-from shardwise.model.trace import Trace
 
 if TYPE_CHECKING:
     from shardwise.model.config import Experts
     from shardwise.model.lora import Lora
+    from shardwise.model.trace import Trace
 
 Cut = Literal["column", "kv heads", "row", "vocab", "expert", "replicated"]
 """Cut of a parameter under tensor parallelism. column: its rows, which are outputs; kv heads: its rows, by key/value
@@ -237,6 +237,8 @@ class Blueprint:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Blueprint:
         """The inverse of `to_json`. Raises `UserError` for what is no blueprint."""
+        from shardwise.model.trace import Trace
+
         try:
             trace = None if data.get("trace") is None else Trace.from_json(data["trace"])
             return cls(**data | {"parts": tuple(Part.from_json(part) for part in data["parts"]), "trace": trace})

@@ -6,7 +6,6 @@ integer in `published_params` is exact, a float is a rounded figure.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -74,6 +73,8 @@ def _of_hub(text: str) -> ModelConfig | None:
 
 def _nearest(name: str) -> str:
     # A name from a model hub, owner/name, is most often meant by its second half.
+    import difflib
+
     near = difflib.get_close_matches(name.strip().lower().rsplit("/", 1)[-1], _catalog(), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_catalog())}"
 

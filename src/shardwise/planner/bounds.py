@@ -5,9 +5,9 @@ What may fit by the bound is followed event by event (`exact.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property, partial, reduce
 from itertools import product
 from typing import Any
 
@@ -17,12 +17,18 @@ from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.units import Backend, Unit
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.parameters import Model
-from shardwise.planner.rank_bound import MicroBatchBytes, Num, RankBound
-from shardwise.planner.space import BatchChoice, LayoutColumns
+from shardwise.model.parameters import Model, count, count_trained
+from shardwise.planner.lanes import LiveLanes, by_path, with_lanes
+from shardwise.planner.rank_bound import WEIGHT, MicroBatchBytes, Num, RankBound
+from shardwise.planner.space import ON_DEVICE, BatchChoice, LayoutColumns, Space
 from shardwise.predict.memory import peak
 from shardwise.predict.memory.activations import Sizes, kept_items, saved_items
+from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.latent_tensors import block_tensors
+from shardwise.predict.memory.step import state_bytes
+
+_RowKey = tuple[int, int, Any]
+"""tp, ep, and what of a row changes its memory."""
 
 
 def places(model: Model, pp: int, schedule: str = "") -> list[int]:
@@ -46,11 +52,26 @@ def places(model: Model, pp: int, schedule: str = "") -> list[int]:
     return sorted(found)
 
 
+def state_floor(space: Space) -> float:
+    """Bytes below which no candidate's fullest device is, without a search: weights, gradients and optimizer state of
+    all parameters, spread evenly over all devices. Of frozen parameters weights alone; 0 where state may be off the
+    devices, and for other engines, whose state differs."""
+    model, homes = space.model, space.homes
+    if homes != ON_DEVICE or not isinstance(model, ModelConfig) or space.engine.name not in OWN:
+        return 0.0
+    trained = count_trained(model)[0]
+    frozen = (count(model) - trained) * (1 if model.lora and model.lora.base else WEIGHT)
+    return (trained * (state_bytes("bf16", space.workload.optimizer) + WEIGHT) + frozen) / space.cluster.devices
+
+
 class ExactBound:
     """Bytes of candidates of a traced module, followed one by one: there are few."""
 
     def __init__(self, total: Callable[[Layout], float]) -> None:
         self._total = total
+
+    def add(self, frames: Iterable[LayoutColumns]) -> None:
+        """No-op: as of `MemoryBound`."""
 
     def total(self, frame: LayoutColumns) -> Num:
         """As of `MemoryBound`."""
@@ -64,22 +85,31 @@ class MemoryBound:
     def __init__(self, model: ModelConfig, workload: Workload, attention: str, backend: Backend) -> None:
         self.model, self.workload, self.attention, self.backend = model, workload, attention, backend
         self._units = cache(self._of_tp)
-        self._rows: dict[Any, MicroBatchBytes] = {}
+        self._places: dict[_RowKey, int] = {}
+        """Columns of the table, by row."""
+        self._table = np.empty((len(MicroBatchBytes._fields), 0))
+
+    def add(self, frames: Iterable[LayoutColumns]) -> None:
+        """Compute the micro-batches of all candidates at once: many together take little longer than one."""
+        rows = {self._key(frame, row): (frame.tp, frame.ep, row) for frame in frames for row in frame.rows}
+        new = {key: row for key, row in rows.items() if key not in self._places}
+        if not new:
+            return
+        self._places |= {key: len(self._places) + at for at, key in enumerate(new)}
+        self._table = np.concatenate([self._table, self._micro_batches(list(new.values()))], axis=1)
 
     def total(self, frame: LayoutColumns) -> Num:
         """At least the bytes of each candidate's fullest rank, an array of the frame's shape."""
+        self.add([frame])
         few, row = self._distinct(frame)
-        schedules = {order.schedule for order in frame.orders}
-        ranks = places(self.model, frame.pp, "zb-h1" if "zb-h1" in schedules else "1f1b")
-        most = reduce(np.maximum, (self.of_rank(few, place) for place in ranks))
-        return np.broadcast_to(most, few.shape)[row]
-
-    def of_rank(self, frame: LayoutColumns, place: int) -> Num:
-        """At least the bytes of the rank at one place of each candidate's pipeline."""
-        rows = [self._row(frame.tp, frame.ep, row) for row in frame.rows]
-        columns = (np.array(column, dtype=float)[:, None, None] for column in zip(*rows, strict=True))
-        units, optimizer = self._units(frame.tp), self.workload.optimizer
-        return RankBound(self.model, frame, place, units, MicroBatchBytes(*columns), self.backend, optimizer).total()
+        at = [self._places[self._key(few, each)] for each in few.rows]
+        micro = MicroBatchBytes(*self._table[:, at, None, None])
+        schedules, units = {order.schedule for order in few.orders}, self._units(few.tp)
+        ranks = (
+            RankBound(self.model, few, place, units, micro, self.backend, self.workload.optimizer).total()
+            for place in places(self.model, few.pp, "zb-h1" if "zb-h1" in schedules else "1f1b")
+        )
+        return np.broadcast_to(reduce(np.maximum, ranks), few.shape)[row]
 
     def _distinct(self, frame: LayoutColumns) -> tuple[LayoutColumns, list[int]]:
         """The frame with those rows only that differ in memory, and which of them stands for each row."""
@@ -88,6 +118,9 @@ class MemoryBound:
         rows = tuple(frame.rows[where.index(at)] for at in range(len(first)))
         return replace(frame, rows=rows), where
 
+    def _key(self, frame: LayoutColumns, row: BatchChoice) -> _RowKey:
+        return frame.tp, frame.ep, self._alike(row)
+
     def _alike(self, row: BatchChoice) -> Any:
         """Equal for rows of the same bytes: on CUDA, without explicit attention or masks, they depend on the tokens of
         a micro-batch and not on the length of its sequences; but of a single one, pieces are cut without a copy."""
@@ -95,13 +128,26 @@ class MemoryBound:
             return row
         return row.cp, row.sp, row.recompute, row.micro == 1, row.micro * self.workload.seq
 
-    def _row(self, tp: int, ep: int, row: BatchChoice) -> MicroBatchBytes:
-        key = tp, ep, self._alike(row)
-        if key not in self._rows:
-            # Of blocks with experts and without them, the least of each number.
-            sorts = (self._micro_batch(model, tp, ep, *row) for model in self._one_block)
-            self._rows[key] = MicroBatchBytes(*map(min, zip(*sorts, strict=True)))
-        return self._rows[key]
+    def _micro_batches(self, rows: list[tuple[int, int, BatchChoice]]) -> Num:
+        """Bytes of micro-batches, an array of fields x rows: of blocks with experts and without them, the least of each
+        number. rows: tp, ep and row of each."""
+        return reduce(np.minimum, (self._of_blocks(model, rows) for model in self._one_block))
+
+    def _of_blocks(self, model: ModelConfig, rows: list[tuple[int, int, BatchChoice]]) -> Num:
+        """The same of one sort of blocks."""
+        groups: dict[Any, tuple[UnitPlan, list[int]]] = {}
+        plan_of = cache(partial(self._alone, model))
+        for at, (tp, ep, row) in enumerate(rows):
+            plan = plan_of(tp, ep if model.experts else 1, row.sp)
+            # Formulas take other paths where a degree is 1: what diverges for certain is evaluated apart.
+            paths = plan.fused, row.sp, row.recompute, tp > 1, ep > 1, row.cp > 1, row.micro > 1
+            groups.setdefault(paths, (plan, []))[1].append(at)
+        table = np.empty((len(MicroBatchBytes._fields), len(rows)))
+        for plan, group in groups.values():
+            columns = zip(*((tp, ep, row.cp, row.micro) for tp, ep, row in (rows[at] for at in group)), strict=True)
+            recompute = rows[group[0]][2].recompute
+            table[:, group] = by_path(partial(self._micro_batch, plan, recompute), list(columns))
+        return table
 
     @cached_property
     def _one_block(self) -> list[ModelConfig]:
@@ -110,19 +156,18 @@ class MemoryBound:
         mixed = [one.replace(experts=replace(e, dense_layers=0))] if e and e.dense_layers < self.model.layers else []
         return mixed + ([one.replace(experts=None)] if not e or e.dense_layers else [])
 
-    def _plan(self, model: ModelConfig, **layout: Any) -> UnitPlan:
-        made = Layout(attention=self.attention, **layout)
-        workload = replace(self.workload, batch=made.micro * made.dp)
-        return unit_plan(model, made, workload, backend=self.backend)
+    def _alone(self, model: ModelConfig, tp: int, ep: int, sp: bool) -> UnitPlan:
+        """The plan of one micro-batch of one sequence per rank."""
+        layout = Layout(dp=ep, tp=tp, ep=ep, sp=sp, attention=self.attention)
+        return unit_plan(model, layout, replace(self.workload, batch=ep), backend=self.backend)
 
-    def _micro_batch(
-        self, model: ModelConfig, tp: int, ep: int, cp: int, sp: bool, recompute: str, micro: int
-    ) -> MicroBatchBytes:
-        spread = {"ep": ep, "dp": ep} if model.experts else {}
-        plan = self._plan(model, tp=tp, cp=cp, sp=sp, recompute=recompute, micro=micro, **spread)
+    def _micro_batch(self, plan: UnitPlan, recompute: str, tp: Num, ep: Num, cp: Num, micro: Num) -> MicroBatchBytes:
+        """plan: of one block's model, whose layout has these keys in place of its own: integers or `Lanes`."""
+        spread = {"ep": ep, "dp": ep} if plan.model.experts else {}
+        plan = with_lanes(plan, {"tp": tp, "cp": cp, "micro": micro, "recompute": recompute, **spread})
         s, parts = Sizes.of(plan), ["embedding", "blocks.0", "head"]
         embedding, block, head = (sum(saved_items(plan, s, part).values()) for part in parts)
-        in_block, in_block_apart = (block_tensors(plan, s, parts[1], apart).backward(False) for apart in (False, True))
+        in_block, in_block_apart = (_backward(plan, s, parts[1], apart) for apart in (False, True))
         in_embedding, in_embedding_apart = (
             peak.backwards(plan, s, parts[:1], apart)["backward", "embedding"] for apart in (False, True)
         )
@@ -148,10 +193,16 @@ class MemoryBound:
         """Bytes that the blocks of a rank share at least: where some blocks have windows, a rank may have others."""
         if not self.model.full_attention_every:
             return peak.tables(plan, s)
-        everywhere = self.model.replace(layers=1, window=0, full_attention_every=0)
-        plain = unit_plan(everywhere, plan.layout, plan.workload, backend=self.backend)
+        plain = replace(plan, subject=self.model.replace(layers=1, window=0, full_attention_every=0))
         return min(peak.tables(plan, s), peak.tables(plain, Sizes.of(plain)))
 
     def _of_tp(self, tp: int) -> dict[str, Unit]:
         one_block = self.model.replace(layers=1, experts=None)
         return unit_plan(one_block, Layout(tp=tp), self.workload, backend=self.backend).by_name
+
+
+def _backward(plan: UnitPlan, s: Sizes, part: str, apart: bool) -> Num:
+    """Transients of a block's backward pass."""
+    block = block_tensors(plan, s, part, apart)
+    block.live = LiveLanes()
+    return block.backward(False)

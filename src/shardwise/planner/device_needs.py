@@ -188,7 +188,7 @@ class _TrainingSizes:
         some = next(iter(accelerators().devices.values()))
         self.space, _ = space_for(model, cluster_of_size(some, 1), workload, engine, {})
         self.exact = exact_memory(self.space)
-        self.bound = bound_of(self.space, self.exact)
+        self.bound = bound_of(self.space)
         self.blocks = cache(self._blocks)
 
     def least(self, kind: Accelerator) -> int:

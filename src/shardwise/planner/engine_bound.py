@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,9 @@ class EngineBound:
         experts = model.experts and replace(model.experts, dense_layers=0)
         self._one_block = model.replace(layers=1, experts=experts)
         self._rows: dict[Any, MicroBatchNumbers] = {}
+
+    def add(self, frames: Iterable[LayoutColumns]) -> None:
+        """No-op: each row is counted once anyway."""
 
     def total(self, frame: LayoutColumns) -> Num:
         """Bytes of each candidate's fullest rank, an array of the frame's shape."""

@@ -19,7 +19,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.catalog import catalog
 from shardwise.model.parameters import count
 from shardwise.planner.pricing import Priced
-from shardwise.planner.ranking import search
+from shardwise.planner.ranking import Bound, bound_of, search
 from shardwise.planner.shortfall import SmallestCandidate, fits, why_no_layout
 from shardwise.planner.space import LayoutColumns, Space, why_not_fixed
 from shardwise.predict.supported import MOST_DEVICES, why_not_planned
@@ -105,9 +105,10 @@ def scaling(space: Space, usable: float, progress: Progress = lambda line: None)
     tokens = space.workload.batch * space.workload.seq
     fastest: list[tuple[Cluster, Priced | None]] = []
     ideal, on = 0.0, space.cluster
+    bound = bound_of(space)
     for part in _sizes(space, space.cluster.nodes):
         progress(_searched(part))
-        found = search(part, Pricing(part.cluster), top=1, usable=usable, unlimited=True)
+        found = search(part, Pricing(part.cluster), top=1, usable=usable, unlimited=True, bound=bound)
         fastest.append((part.cluster, found.best[0] if found.best else None))
         limit = min((float(block.seconds.min()) for block in found.blocks), default=float("inf"))
         if (rate := tokens / limit / part.cluster.devices) > ideal:
@@ -136,13 +137,14 @@ def cheapest_cluster(
     Raises `UserError` where none does, with the fastest.
     """
     runs: list[Run] = []
+    bound = bound_of(space)
     most = max(1, MOST_DEVICES // space.cluster.devices_per_node)
     for part in _sizes(space, most, halves=True):
         # More devices than 64 a sequence have too little to do.
         if part.cluster.devices > space.workload.batch * 64:
             break
         progress(_searched(part))
-        if best := _fastest(part, usable):
+        if best := _fastest(part, usable, bound):
             runs.append(run_of(best, part.cluster, space.workload, tokens, price, power))
             cheapest = min(run.device_hours for run in runs)
             if runs[-1].seconds <= deadline and runs[-1].device_hours > 1.2 * cheapest:
@@ -260,8 +262,8 @@ def _searched(space: Space) -> str:
     return f"{space.cluster}: {space.size:,} layouts"
 
 
-def _fastest(space: Space, usable: float) -> Priced | None:
-    found = search(space, Pricing(space.cluster), top=1, usable=usable)
+def _fastest(space: Space, usable: float, bound: Bound | None) -> Priced | None:
+    found = search(space, Pricing(space.cluster), top=1, usable=usable, bound=bound)
     return found.best[0] if found.best else None
 
 

@@ -6,7 +6,6 @@ Counts, not bytes: one order serves every size of model and micro-batch.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 from shardwise.schedule.pipeline import Action
@@ -55,11 +54,7 @@ def moments(schedule: str, p: int, m: int, v: int, place: int) -> tuple[Moment, 
 def _fullest(schedule: str, p: int, m: int, v: int, place: int, more: int) -> tuple[Moment, ...]:
     generator = find(schedule)
     order = generator.order(p, m, v, place, **with_defaults(generator, {}, p))
-    most: dict[tuple[int, int], tuple[int, Moment]] = {}
-    for moment in _moments(order, p * v - 1, more):
-        key, size = (moment.kind, sum(moment.accumulated)), sum(moment.saved) + sum(moment.kept)
-        if key not in most or size > most[key][0]:
-            most[key] = size, moment
+    most = _moments(order, p * v - 1, more)
     found: dict[int, list[Moment]] = {kind: [] for kind in range(4)}
     fullest = dict.fromkeys(found, -1)
     for (kind, _), (size, moment) in sorted(most.items(), reverse=True, key=lambda item: item[0]):
@@ -76,27 +71,41 @@ def _some(rows: list[Moment]) -> list[Moment]:
     return [rows[index * (len(rows) - 1) // (MOST - 1)] for index in range(MOST)]
 
 
-def _moments(order: list[Action], last: int, more: int) -> list[Moment]:
-    """Every moment. more: micro-batches that are there besides those of the order."""
-    kinds = {a.stage: FIRST if a.stage == 0 else LAST if a.stage == last else MIDDLE for a in order}
-    after, following = [-1] * len(order), -1
-    for index, (one, other) in reversed(list(enumerate(pairwise(order)))):
-        following = kinds[other.stage] if other.stage != one.stage else following
-        after[index] = following
+def _moments(order: list[Action], last: int, more: int) -> dict[tuple[int, int], tuple[int, Moment]]:
+    """(kind of stage, number of accumulated stages) -> micro-batches at the first moment with most of them, and that
+    moment. more: micro-batches that are there besides those of the order."""
     saved, kept, accumulated = [0] * 4, [0] * 4, [0] * 4
     seen: set[int] = set()
-    found = []
+    several = len({action.stage for action in order}) > 1
+    held, most = more, dict[tuple[int, int], tuple[int, Moment]]()
     for index, (does, stage, *_) in enumerate(order):
-        kind = kinds[stage]
+        kind = FIRST if stage == 0 else LAST if stage == last else MIDDLE
         if does == "F":
             saved[kind] += 1
+            held += 1
             continue
         if does != "W":
-            there = [count + (more if each == kind else 0) for each, count in enumerate(saved)]
-            found.append(Moment(kind, after[index], tuple(there), tuple(kept), tuple(accumulated)))  # type: ignore[arg-type]
+            key = kind, len(seen)
+            if key not in most or held > most[key][0]:
+                there = [count + (more if each == kind else 0) for each, count in enumerate(saved)]
+                after = _next_kind(order, index, last) if several else -1
+                most[key] = held, Moment(kind, after, tuple(there), tuple(kept), tuple(accumulated))  # type: ignore[arg-type]
             saved[kind] -= 1
-        kept[kind] += {"I": 1, "W": -1}.get(does, 0)
+            held -= 1
+        if does != "B":
+            change = 1 if does == "I" else -1
+            kept[kind] += change
+            held += change
         if does != "I" and stage not in seen:
             seen.add(stage)
             accumulated[kind] += 1
-    return found
+    return most
+
+
+def _next_kind(order: list[Action], index: int, last: int) -> int:
+    """Kind of the next other stage after an action; -1 where there is none."""
+    stages = (action.stage for action in order[index:])
+    following = next((stage for stage in stages if stage != order[index].stage), None)
+    if following is None:
+        return -1
+    return FIRST if following == 0 else LAST if following == last else MIDDLE

@@ -201,6 +201,8 @@ def plan(
         raise UserError(f"--top must be a positive integer, not {top}")
     space, none_runs = space_for(model, cluster, workload, engine, fixed or {}, settings)
     room = room_of(cluster, space.engine.name, bool(model.experts), reserved)
+    if explain and (rejected := shortfall.why_no_state_fits(space, room.usable, reserved)):
+        raise rejected
     usable = room.safe
     result = winners(space, by, top, usable, explain, refuses)
     if not result.best and room.margin:

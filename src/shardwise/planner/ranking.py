@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from shardwise.layout import Layout
+from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
-from shardwise.planner.bounds import ExactBound, MemoryBound
+from shardwise.planner.bounds import ExactBound, MemoryBound, state_floor
 from shardwise.planner.engine_bound import EngineBound
 from shardwise.planner.exact import ExactMemory, Refuses
 from shardwise.planner.host_bound import host_bound
@@ -28,7 +29,7 @@ from shardwise.predict.memory.engine_rows import engine_memory
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 
-Bound = MemoryBound | EngineBound | ExactBound
+Bound = MemoryBound | EngineBound
 By = Literal["throughput", "memory", "pareto"]
 UNLIMITED = float("inf")
 
@@ -104,17 +105,20 @@ def search(
     overlaps: bool = False,
     unlimited: bool = False,
     exact: ExactMemory | None = None,
+    bound: Bound | None = None,
 ) -> Found:
     """The best candidates of a space whose fullest device needs no more than `usable` bytes.
 
     by: "throughput", the `top` with the shortest step (equals: fewest bytes first); "memory", the `top` with the fewest
     bytes (equals: shortest step first); "pareto", all that no other one beats in both. overlaps: search over the
     engine's overlaps, too. unlimited: price what does not fit, too. exact: kept between searches of one model, workload
-    and cluster.
+    and cluster. bound: of one model and workload, also on several clusters.
     """
+    if state_floor(space) > usable and not (overlaps or unlimited):
+        return Found((), space.size, 0)
     exact = exact or exact_memory(space)
     every, considered, fitting = [], 0, 0
-    for shardings, block in blocks(space, exact, pricing, usable, overlaps, unlimited):
+    for shardings, block in blocks(space, exact, pricing, usable, overlaps, unlimited, bound=bound):
         every.append(block)
         considered += shardings * sum(sum(of) for of in block.frame.possible)
         fitting += int(np.count_nonzero(np.isfinite(block.nbytes) & (block.nbytes <= usable)))
@@ -133,11 +137,15 @@ def blocks(
 ) -> Iterator[tuple[int, Block]]:  # fmt: skip
     """(how many shardings count, the block) for all blocks of a space. pricing: None for bytes alone. frames: those of
     the space, or some of them. bound: kept between clusters."""
-    bounds: Bound = bound or bound_of(space, exact)
+    if bound is None or bound.backend != exact.backend:  # CPUs of one node have another one than those of several
+        bound = bound_of(space)
+    bounds: Bound | ExactBound = bound or ExactBound(exact.total)
     prices = pricing and Prices(
         space.model, space.workload, space.attention, pricing, space.frames, space.settings.dtype
     )
-    for frame in space.frames if frames is None else frames:
+    frames = space.frames if frames is None else tuple(frames)
+    bounds.add(frames)
+    for frame in frames:
         possible = np.array(frame.possible)[:, None, :]
         nbytes = np.where(possible & _fits_host(space, frame), bounds.total(frame), np.inf)
         variants = list(distinct(frame, space.engine)) if overlaps else [(space.engine, frame.shardings)]
@@ -155,14 +163,14 @@ def exact_memory(space: Space, refuses: Refuses | None = None) -> ExactMemory:
     return ExactMemory(space.model, space.workload, space.cluster, refuses, space.engine.name, space.settings)
 
 
-def bound_of(space: Space, exact: ExactMemory) -> Bound:
-    """Bytes of candidates by the software of the space's engine: exactly, or at least."""
+def bound_of(space: Space) -> Bound | None:
+    """Bytes of candidates by the software of the space's engine: exactly, or at least; None for a traced module."""
     if not isinstance(space.model, ModelConfig):
-        return ExactBound(exact.total)
-    common = space.model, space.workload, space.attention, exact.backend
+        return None
+    common = space.model, space.workload, space.attention, usual_backend(space.cluster)
     homes = replace(space.homes.layout, attention=space.attention)
     if counts_engine(space.engine.name, space.model, homes) and (memory := engine_memory(space.engine.name)):
-        return EngineBound(*common, memory, exact.settings)
+        return EngineBound(*common, memory, space.settings)
     return MemoryBound(*common)
 
 

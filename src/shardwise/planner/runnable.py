@@ -78,7 +78,11 @@ def space_for(
 def training_engine(name: str) -> EngineProfile:
     """The profile of that name. Raises `UserError` for one that there is not, and for one that only serves."""
     profile = engine_of(name)
-    training = [e.name for e in ENGINES.values() if not e.facts["optimizer_bytes"].startswith("not used")]
-    if name not in training:
+    if not _trains(profile):
+        training = [each.name for each in ENGINES.values() if _trains(each)]
         raise UserError(f"{name} does not train; profiles that do are {', '.join(training)}")
     return profile
+
+
+def _trains(profile: EngineProfile) -> bool:
+    return not profile.facts["optimizer_bytes"].startswith("not used")

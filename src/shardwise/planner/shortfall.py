@@ -10,6 +10,7 @@ from shardwise.cluster import Cluster, catalog
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
+from shardwise.planner.bounds import state_floor
 from shardwise.planner.host_bound import host_bound
 from shardwise.planner.ranking import UNLIMITED, best_of, blocks, exact_memory
 from shardwise.planner.space import LayoutColumns, Space
@@ -48,8 +49,25 @@ def least(space: Space, frames: Iterable[LayoutColumns] | None = None) -> Smalle
 
 def fits(space: Space, usable: float, frames: Iterable[LayoutColumns] | None = None) -> SmallestCandidate | None:
     """Result of `least`, where it needs no more than `usable` bytes."""
+    if state_floor(space) > usable:
+        return None
     found = least(space, frames)
     return found if found and found.nbytes <= usable else None
+
+
+def why_no_state_fits(space: Space, usable: float, reserved: float | None) -> UserError | None:
+    """One line where weights, gradients and optimizer state alone need more than all devices have, found without a
+    search; None where they do not."""
+    if (floor := state_floor(space)) <= usable:
+        return None
+    if not space.frames:
+        return why_no_layout(space)
+    needed, there = format_apart(floor, usable)
+    wanted = (
+        f"{space.model.name} does not fit {space.cluster}: weights, gradients and optimizer state alone need {needed} "
+    )
+    wanted += f"per device, spread over all {space.cluster.devices:,}, but {there} are usable"
+    return _with_changes(f"{wanted}{_less(space.cluster, reserved)}", space, usable, reserved)
 
 
 def why_nothing_fits(space: Space, usable: float, found: SmallestCandidate, reserved: float | None) -> UserError:
@@ -60,6 +78,10 @@ def why_nothing_fits(space: Space, usable: float, found: SmallestCandidate, rese
     wanted = f"{space.model.name} does not fit {space.cluster} with {space.workload.batch} sequences of "
     wanted += f"{space.workload.seq} tokens: the leanest layout{_with(space)} ({found.layout}) needs "
     wanted += f"{needed} per device, but {there} are usable{_less(space.cluster, reserved)}"
+    return _with_changes(wanted, space, usable, reserved)
+
+
+def _with_changes(wanted: str, space: Space, usable: float, reserved: float | None) -> UserError:
     ways = list(changes(space, usable, reserved))
     return UserError(f"{wanted}; {' or '.join(ways) if ways else 'no single change would do'}")
 

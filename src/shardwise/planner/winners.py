@@ -14,10 +14,12 @@ from shardwise.planner.common import as_fast
 from shardwise.planner.exact import ExactMemory, Refuses
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import (
+    Bound,
     Candidate,
     CandidateIndex,
     Found,
     best_of,
+    bound_of,
     exact_memory,
     price_places,
     search,
@@ -115,18 +117,20 @@ def _searched(
     top: int,
     explain: bool,
     refuses: Refuses | None,
+    bound: Bound | None = None,
 ) -> Winners:
     pricing = Pricing(space.cluster)
     exact = exact_memory(space, refuses)
-    found = search(space, pricing, by, top, usable, unlimited=explain, exact=exact)
+    found = search(space, pricing, by, top, usable, unlimited=explain, exact=exact, bound=bound)
     fastest = min(found.best, key=lambda one: one.seconds, default=None)
     return Winners(found.best, found.considered, found.fitting, space, pricing, exact, found, fastest)
 
 
 def _cheapest(space: Space, usable: float, top: int, refuses: Refuses | None) -> Winners:
     """The candidates of least device-seconds over clusters of 1, 2, 4, ... and all nodes."""
+    bound = bound_of(space)
     parts = (replace(space, cluster=replace(space.cluster, nodes=count)) for count in powers(space.cluster.nodes))
-    searches = [_searched(part, "throughput", usable, top, True, refuses) for part in parts]
+    searches = [_searched(part, "throughput", usable, top, True, refuses, bound) for part in parts]
     rows = [(one.layout.ranks * one.seconds, i, one, each) for each in searches for i, one in enumerate(each.best)]
     rows.sort(key=lambda row: row[:2])
     return replace(

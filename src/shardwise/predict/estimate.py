@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -16,12 +16,10 @@ from shardwise.layout.units import Backend, UnitPlan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
-from shardwise.predict.context_balance import context_balance
 from shardwise.predict.memory.capacity import try_room
 from shardwise.predict.memory.engine_bytes import OWN, counts_engine, engine_bytes, why_not_counted
 from shardwise.predict.memory.engine_settings import USUAL, EngineSettings, check_optimizer
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
-from shardwise.predict.memory.servers import with_servers
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, predict_bytes, state_bytes
 from shardwise.predict.step_seconds import StepTiming, try_step_seconds
 from shardwise.predict.traced_layout import check_traced
@@ -75,7 +73,7 @@ def estimate(
     roles = _roles(model, layout, workload, backend, recorded, counted, settings)
     unscheduled = as_under_auto(roles)
     timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
-    balance = context_balance(model, layout, workload) if layout.cp > 1 and isinstance(model, ModelConfig) else None
+    balance = _balance(model, layout, workload)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
         *([warning] if room and (warning := room.warning(peak)) else []),
@@ -93,9 +91,18 @@ def estimate(
         time=timing.seconds if timing else None,
         timing=timing.to_json() if timing else None,
         notes=tuple(notes),
-        balance=balance.to_json() if balance else None,
+        balance=balance,
         room=room.to_json(peak) if room else None,
     )
+
+
+def _balance(model: Model, layout: Layout, workload: Workload) -> dict[str, Any] | None:
+    """The balance of attention over context-parallel ranks."""
+    if layout.cp == 1 or not isinstance(model, ModelConfig):
+        return None
+    from shardwise.predict.context_balance import context_balance
+
+    return context_balance(model, layout, workload).to_json()
 
 
 def _timed(
@@ -178,6 +185,8 @@ def _role(
 
 def _served(model: Model, layout: Layout, workload: Workload, backend: Backend) -> list[Role]:
     """Workers and parameter servers: ranks differ in the server that they share a process with."""
+    from shardwise.predict.memory.servers import with_servers
+
     roles = {}
     for rank in range(layout.ranks):
         plan = unit_plan(model, layout, workload, rank=rank, backend=backend)

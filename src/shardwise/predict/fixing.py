@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,5 +103,7 @@ def _value(text: str, key: str, value: str | None) -> Any:
 
 
 def _nearest(key: str) -> str:
+    import difflib
+
     near = difflib.get_close_matches(key, KEYS, n=1)
     return f"did you mean {near[0]}?" if near else f"keys: {', '.join(KEYS)}"

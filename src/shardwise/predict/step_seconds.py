@@ -72,12 +72,9 @@ def step_seconds(
     from shardwise.predict.supported import MOST_DEVICES, in_closed_form
     from shardwise.predict.time import Pricing, StepShape, time_range, training_step
     from shardwise.predict.time import engine as engine_of
-    from shardwise.predict.time.outer import outer_seconds
     from shardwise.predict.time.profiles import attending
     from shardwise.predict.time.ranges import large_run
-    from shardwise.predict.time.servers import served_parts
     from shardwise.predict.time.step import link_seconds
-    from shardwise.predict.time.stragglers import with_stragglers
 
     usual = Layout()
     for key in UNPRICED:
@@ -99,13 +96,21 @@ def step_seconds(
     parts = {part: float(seconds) for part, seconds in step.parts.items()}
     outer: tuple[str, ...] = ()
     if layout.sync == "local":
+        from shardwise.predict.time.outer import outer_seconds
+
         whole = outer_seconds(model, layout, split, engine_of(name), pricing)
         outer = (_rounds(layout, sum(parts.values()), whole),)
         parts["outer"] = whole / layout.every
     if layout.sync in SERVED:
+        from shardwise.predict.time.servers import served_parts
+
         cuda = cluster.device.kind == "cuda"
         parts = served_parts(parts, model, layout, split, engine_of(name), pricing, cuda)
-    parts, slowed = with_stragglers(parts, model, layout, slow, emulated)
+    slowed = ""
+    if slow is not None or emulated is not None:
+        from shardwise.predict.time.stragglers import with_stragglers
+
+        parts, slowed = with_stragglers(parts, model, layout, slow, emulated)
     busy = {name: float(seconds) for name, seconds in step.busy.items()}
     sent = link_seconds(model, split, attending(engine_of(name), layout.attention), pricing)
     links = {part: float(seconds) for part, seconds in sent.items()}

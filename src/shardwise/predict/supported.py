@@ -12,8 +12,6 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.predict.time.split import SCHEDULES
 from shardwise.predict.traced_layout import check_row_length
-from shardwise.schedule.pipeline import find
-from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
 
 MOST_DEVICES = 65536
 """Devices of a cluster that is searched."""
@@ -55,6 +53,9 @@ def in_closed_form(schedule: str, virtual: int, p: int, m: int) -> bool:
         return (schedule, virtual) == ("1f1b", 1)
     if schedule not in SCHEDULES:
         return False
+    from shardwise.schedule.pipeline import find
+    from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
+
     return not find(schedule).objection(p, m, virtual) and FORMS[schedule].exact(
         PipelineShape(p, m, virtual, 1.0, 1.0, 1.0)
     )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, pipeline
 from shardwise.layout.legality import check_ranks, valid_tp
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
-from shardwise.model.trace import Trace
+
+if TYPE_CHECKING:
+    from shardwise.model.trace import Trace
 
 UNTRACED = ("cp", "ep", "etp", "tpkind", "attention", "offload_activations", "sync", "compile")
 """Keys of a layout that traced steps say nothing about."""

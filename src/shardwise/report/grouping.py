@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from shardwise.report.compare import ComparedRow, ReportComparison
 from shardwise.report.step_report import LedgerRow, StepReport
 from shardwise.report.units import format_spans
+
+if TYPE_CHECKING:
+    from shardwise.report.compare import ComparedRow, ReportComparison
 
 Row = TypeVar("Row")
 

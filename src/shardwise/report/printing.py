@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 from abc import abstractmethod
 from collections.abc import Iterable
 
@@ -34,6 +33,8 @@ class Printable:
         return f"<{type(self).__name__}: {self.conclusion()}>"
 
     def __str__(self) -> str:
+        import shutil
+
         return as_text(self.tables(), shutil.get_terminal_size((_WIDTH, 1)).columns)
 
     def _repr_html_(self) -> str:

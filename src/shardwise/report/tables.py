@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.report import time_parts
-from shardwise.report.compare import PEAK_TOLERANCE, ComparedBytes, ComparedRow, ReportComparison
-from shardwise.report.exposure import Exposure
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
 from shardwise.report.palette import KINDS, classes_of
 from shardwise.report.room import DeviceRoom
@@ -24,6 +22,9 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
     from rich.text import Text
+
+    from shardwise.report.compare import ComparedBytes, ComparedRow, ReportComparison
+    from shardwise.report.exposure import Exposure
 
 _BAR = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -215,6 +216,8 @@ def _compared_ledger(comparison: ReportComparison, ranks: tuple[int, ...], rows:
 def verdict(comparison: ReportComparison) -> Text:
     """One line: are all ledger rows equal, the exact classes equal, and how far apart the peaks."""
     from rich.text import Text
+
+    from shardwise.report.compare import PEAK_TOLERANCE
 
     rows = f"ledger: {sum(row.equal for row in comparison.rows)} of {len(comparison.rows)} rows equal"
     error = comparison.peak_error

@@ -29,8 +29,14 @@ MOST_PROCESSES = 8
 """Concurrent processes; each imports torch."""
 
 
-def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None = None) -> StepReport:
-    """Observe one step of each role of ranks.
+def dry_run(
+    model: ModelConfig,
+    layout: Layout,
+    workload: Workload,
+    cluster: Cluster | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> StepReport:
+    """Observe one step of each role of ranks. progress: gets a line at the start and after each kind of ranks.
 
     Raises `LayoutError` for what the runtime cannot run, `UserError` when a process fails.
     """
@@ -42,11 +48,16 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
     mesh, eager = Mesh.of(layout, model), replace(layout, compile="off")
     ranks = [mesh.rank(pp=place) for place in range(layout.pp)]
     plans = [unit_plan(model, eager, workload, rank=rank, backend=usual_backend(cluster)) for rank in ranks]
+    progress(f"a step of {_micro_batches(plans[0])} on one rank of each kind")
     firsts: dict[str, int] = {}
     """Kind of work of a rank -> the first place of the pipeline where ranks do it."""
     like = [firsts.setdefault(kind_of_work(plan), place) for place, plan in enumerate(plans)]
-    observed = _observe_all([(plans[place], ranks[place]) for place in firsts.values()])
-    seen = dict(zip(firsts.values(), observed, strict=True))
+    seen: dict[int, Role] = {}
+    for place, role in zip(
+        firsts.values(), _observe_all([(plans[at], ranks[at]) for at in firsts.values()]), strict=True
+    ):
+        seen[place] = role
+        progress(f"{len(seen)} of {len(firsts)} kinds of ranks observed")
     roles = []
     for place, plan in zip(like, plans, strict=True):
         roles.append(replace(_renamed(seen[place], plans[place], plan), role=plan.role, ranks=mesh.stage(plan.pp_rank)))
@@ -59,6 +70,12 @@ def dry_run(model: ModelConfig, layout: Layout, workload: Workload, cluster: Clu
         roles=tuple(roles),
         notes=_notes(layout),
     )
+
+
+def _micro_batches(plan: UnitPlan) -> str:
+    """Micro-batches that are run of a step, in words."""
+    count, whole = _run(plan).micro_batches, plan.micro_batches
+    return f"{count} micro-batch{'es' * (count > 1)}" + f", which stand for {whole:,}," * (count < whole)
 
 
 def kind_of_work(plan: UnitPlan) -> str:
@@ -92,8 +109,8 @@ def _notes(layout: Layout) -> tuple[str, ...]:
     return *notes, f"compile={layout.compile}: nothing is computed here, and the blocks ran without being compiled"
 
 
-def _observe_all(asked: Sequence[tuple[UnitPlan, int]]) -> list[Role]:
-    """The roles of (plan, rank), from as many processes as there are cores."""
+def _observe_all(asked: Sequence[tuple[UnitPlan, int]]) -> Iterator[Role]:
+    """The roles of (plan, rank), in order, from as many processes as there are cores."""
     context = multiprocessing.get_context("spawn")
     count = min(len(asked), len(os.sched_getaffinity(0)), MOST_PROCESSES)
     processes, pipes = [], []
@@ -106,7 +123,7 @@ def _observe_all(asked: Sequence[tuple[UnitPlan, int]]) -> list[Role]:
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        return [_receive(pipes[index % count]) for index in range(len(asked))]
+        yield from (_receive(pipes[index % count]) for index in range(len(asked)))
     finally:
         for process in processes:
             process.kill()

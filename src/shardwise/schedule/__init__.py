@@ -4,8 +4,13 @@ The same description is verified (`verify`), priced on a cluster (`price`, `choo
 lowered to what a rank does (`lower`). `docs/collectives.md` explains it.
 """
 
-from shardwise.schedule.algorithms import Algorithm, algorithms, build, collective_name, find
-from shardwise.schedule.comm import CommSchedule, Draft, RepeatedRounds, Round
+from typing import TYPE_CHECKING
+
+from shardwise.lazy import lazily
+
+if TYPE_CHECKING:
+    from shardwise.schedule.algorithms import Algorithm, algorithms, build, collective_name, find
+    from shardwise.schedule.comm import CommSchedule, Draft, RepeatedRounds, Round
 
 __all__ = [
     "Algorithm",
@@ -18,3 +23,18 @@ __all__ = [
     "collective_name",
     "find",
 ]
+
+lazily(
+    __name__,
+    {
+        "Algorithm": "algorithms",
+        "CommSchedule": "comm",
+        "Draft": "comm",
+        "RepeatedRounds": "comm",
+        "Round": "comm",
+        "algorithms": "algorithms",
+        "build": "algorithms",
+        "collective_name": "algorithms",
+        "find": "algorithms",
+    },
+)

@@ -11,11 +11,14 @@ In terms of a schedule's data chunks, with p ranks; chunk i belongs to rank i wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.schedule.comm import CommSchedule, Ints
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SUM = -1
 """In `ChunkGoal.of_rank`: the sum over all ranks."""

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-Ints = NDArray[np.int64]
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+Ints: TypeAlias = "NDArray[np.int64]"
 Span = tuple[int, int]
 """Elements [start, stop) of a rank's memory."""
 Region = Literal["data", "out", "scratch", "spare"]

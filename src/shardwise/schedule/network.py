@@ -90,7 +90,7 @@ class Network:
         Raises `UserError` for ranks that the cluster lacks, and where a link that is needed has no α or bandwidth.
         """
         devices = np.arange(ranks) if isinstance(ranks, int) else np.asarray(ranks, dtype=np.int64)
-        if not len(devices) or devices.min() < 0 or len(np.unique(devices)) < len(devices):
+        if not len(devices) or devices.min() < 0 or len({*devices.tolist()}) < len(devices):
             raise UserError(f"a group needs one rank or more, each of them once, not {ranks!r}")
         if devices.max() >= cluster.devices:
             raise UserError(f"{devices.max() + 1} ranks do not fit {cluster}, which has {cluster.devices} devices")
@@ -98,8 +98,8 @@ class Network:
             raise UserError(f"a node needs at least one NIC, not {nics}")
         node = devices // cluster.devices_per_node
         notes: list[str] = []
-        spread = len(np.unique(node)) > 1
-        inside = len(np.unique(node)) < len(node)
+        used = len({*node.tolist()})
+        spread, inside = used > 1, used < len(node)
         inter = _tier(cluster, cluster.inter, "between nodes", "inter", notes) if spread else None
         intra = _tier(cluster, cluster.intra, "inside a node", "intra", notes) if inside else inter or Tier(0.0, 0.0)
         links = [cluster.inter] * spread + [cluster.intra] * inside
@@ -148,14 +148,14 @@ class Network:
 
     @cached_property
     def nodes(self) -> int:
-        return len(np.unique(self.node))
+        return len({*self.node.tolist()})
 
     @cached_property
     def per_node(self) -> int | None:
         """Ranks of a node where every node has equally many that follow each other in the group; else None."""
         g, rest = divmod(self.ranks, self.nodes)
         filled = not rest and bool((self.node.reshape(self.nodes, g) == self.node[::g, None]).all())
-        return g if filled and len(np.unique(self.node[::g])) == self.nodes else None
+        return g if filled and len({*self.node[::g].tolist()}) == self.nodes else None
 
 
 def _tier(cluster: Cluster, link: Link, where: str, field: str, notes: list[str]) -> Tier:

@@ -18,15 +18,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.schedule.comm import CommSchedule, Round
 from shardwise.schedule.network import Network
 
-_Floats = NDArray[np.float64]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_Floats: TypeAlias = "NDArray[np.float64]"
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,12 @@ class RingTensors(AttentionTensors):
         """Ends with the output, and what is saved beside queries, keys and values."""
         start = live.now
         self._arrive(live)
-        live.transient(self._block(1.0))
+        live.transient(self._block(1))
         merged = self.out * self.wide
         live.allocate(merged + self.statistics)
         shares = 4 * self.statistics
         block = self.kernel_out + self.statistics
-        live.transient(max(self._block(0.5), block + shares + merged))
+        live.transient(max(self._block(2), block + shares + merged))
         live.free(live.now - start - merged - self.statistics)
         if self.wide > 1:
             live.allocate(self.out)
@@ -56,9 +56,9 @@ class RingTensors(AttentionTensors):
         else:
             live.allocate(2 * kv)
 
-    def _block(self, share: float) -> int:
-        """Transients of one block's forward pass. share: of the pairs of queries and keys of two ranks."""
-        pairs = int(self.s.tokens * self.s.seq * share)
+    def _block(self, part: int) -> int:
+        """Transients of one block's forward pass. part: 2 for half the pairs of queries and keys of two ranks."""
+        pairs = self.s.tokens * self.s.seq // part
         mask = pairs * (self.s.element + 1) if self.documents else 0
         out = self.kernel_out + self.statistics
         if not self.explicit:

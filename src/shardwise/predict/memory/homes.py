@@ -8,7 +8,6 @@ from shardwise.layout.homes import BUFFERS, accumulates_on_host, gradient_chunk,
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import stored_activations
 from shardwise.predict.memory.outer import outer_state_bytes
-from shardwise.predict.memory.pipeline import held_by_actions
 from shardwise.predict.traffic.schedules import staged_bytes
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
 
@@ -27,7 +26,7 @@ def offloaded_bytes(plan: UnitPlan) -> Bytes:
     if not plan.trains:
         return Bytes()
     if layout.offload_activations != "none":
-        saved = held_by_actions(plan).stored if layout.pp > 1 else stored_activations(plan)
+        saved = _stored_by_actions(plan) if layout.pp > 1 else stored_activations(plan)
     if layout.offload_home == "none":
         return Bytes(saved=saved)
     wide, elements = DTYPE_BYTES[plan.master_dtype], sum(map(plan.offloaded, plan.units))
@@ -43,6 +42,13 @@ def offloaded_bytes(plan: UnitPlan) -> Bytes:
         + sum(parameter_buffers(plan).values())
         + gradient_chunk(plan) * wide,
     )
+
+
+def _stored_by_actions(plan: UnitPlan) -> int:
+    """The most saved activations of a pipeline's rank."""
+    from shardwise.predict.memory.pipeline import held_by_actions
+
+    return held_by_actions(plan).stored
 
 
 def disk_bytes(plan: UnitPlan) -> Bytes:

@@ -8,8 +8,9 @@ situation in which it comes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.layout.units import Residency, Unit, UnitPlan
@@ -19,10 +20,10 @@ from shardwise.predict.memory.outer import outer_transient
 from shardwise.predict.memory.peak import optimizer
 from shardwise.predict.memory.pipeline_action import Change, Effect, RankStages
 from shardwise.predict.memory.traced import trace_of
-from shardwise.predict.memory.traced_stages import TracedRankStages
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
+    from shardwise.predict.memory.traced_stages import TracedRankStages
     from shardwise.schedule.pipeline import Action
 
 
@@ -182,7 +183,7 @@ class _Rank:
         self.rest = self.sizes.inputs if lasting is None else lasting
         self.gradients_of = dict.fromkeys(plan.by_name, 0)
         self.reducing: Unit | None = None
-        self.residency = Residency(plan)
+        self.residency, self.uneven = Residency(plan), plan.uneven
         self.lends = plan.backend == "shared"
         """Whether messages are read where they are, so that none is kept while it leaves."""
         self.leaving: dict[tuple[int, str], int] = {}
@@ -193,6 +194,8 @@ class _Rank:
         self.names = {
             stage: tuple(unit.name for unit in units if not unit.frozen) for stage, units in plan.stage_units.items()
         }
+        self.there = {stage: _values_of(names) for stage, names in self.names.items()}
+        """Gradients of a stage's units, from those of all."""
         self.like = _like(plan)
         self.bytes_of: dict[int, Any] = {stage: self.sizes.of(stage) for stage in set(self.like.values())}
         self.outcomes: dict[Any, _Outcome] = {}
@@ -210,12 +213,10 @@ class _Rank:
     def do(self, action: Action) -> None:
         kind, stage, micro, peer, parts = action
         if kind in _COMPUTE:
-            saved, stored = self._routed(kind, stage, micro)
-            self.saved += saved
-            self.stored += stored
-            self.rest += saved if kind == "F" else 0
-            self._on_stage(kind, stage, self._moves(kind, stage, micro))
-            self.rest += saved if kind != "F" else 0
+            if self.uneven:
+                self._compute_uneven(kind, stage, micro)
+            else:
+                self._on_stage(kind, stage, self._moves(kind, stage, micro))
         elif kind in _RECEIVE:
             self.rest += self.sizes.message(stage - (kind == "RECV_F"))
         elif kind in _SEND:
@@ -237,6 +238,15 @@ class _Rank:
             self._on_stage("land", -1, moves=False)
             theirs = self.plan.by_name["tied"].shard_numel * DTYPE_BYTES[self.plan.grad_dtype]
             self._note(self.gradients, self.comm, self.rest + theirs)
+
+    def _compute_uneven(self, kind: str, stage: int, micro: int) -> None:
+        """An action that computes where micro-batches have exchanged different numbers of rows."""
+        saved, stored = self._routed(kind, stage, micro)
+        self.saved += saved
+        self.stored += stored
+        self.rest += saved if kind == "F" else 0
+        self._on_stage(kind, stage, self._moves(kind, stage, micro))
+        self.rest += saved if kind != "F" else 0
 
     def end(self) -> MemoryPeak:
         self.rest -= sum(self.leaving.values())
@@ -261,8 +271,6 @@ class _Rank:
     def _routed(self, kind: str, stage: int, micro: int) -> tuple[int, int]:
         """Bytes that an action saves, or lets go of, beyond those of the micro-batch whose experts have most rows; on
         the device, and in the host's memory."""
-        if not self.plan.uneven:
-            return 0, 0
         saved, kept, stored = self._beyond(stage, micro)
         here = {"F": saved, "B": -saved, "I": kept - saved, "W": -kept}[kind]
         return here, {"F": stored, "W": 0}.get(kind, -stored)
@@ -289,9 +297,12 @@ class _Rank:
 
     def _on_stage(self, kind: str, stage: int, moves: bool) -> None:
         """An action that computes, or that starts or ends a reduction."""
-        names = self.names.get(stage, ()) if kind != "F" else ()
-        there = tuple([self.gradients_of[name] for name in names])
-        key = kind, self.like.get(stage), moves, there, self._under_way(names)
+        names: tuple[str, ...] = ()
+        there: tuple[int, ...] = ()
+        if kind != "F" and stage in self.names:
+            names, there = self.names[stage], self.there[stage](self.gradients_of)
+        reducing = _NONE if self.reducing is None else self._under_way(names)
+        key = kind, self.like.get(stage), moves, there, reducing
         outcome = self.outcomes.get(key)
         if outcome is None:
             outcome = self.outcomes[key] = self._follow(kind, stage, moves, names)
@@ -306,8 +317,7 @@ class _Rank:
     def _under_way(self, names: tuple[str, ...]) -> Any:
         """The reduction under way, as far as an action on a stage with these units depends on it."""
         unit = self.reducing
-        if unit is None:
-            return _NONE
+        assert unit
         if unit.name in names:
             return names.index(unit.name)
         return unit.padded, unit.shard_numel, self.gradients_of[unit.name]
@@ -346,19 +356,21 @@ class _Rank:
 
     def _apply(self, effect: Effect) -> None:
         """Bytes that an action brings and leaves."""
-        gradients, comm, rest = self.gradients, self.comm, self.rest
-        most = self.most
-        if effect.fullest:
-            self._note(gradients + effect.fullest[0], comm + effect.fullest[1], rest + effect.fullest[2])
-            most.gradients = max(most.gradients, gradients + effect.gradients)
-            most.comm = max(most.comm, comm + effect.comm)
-        self.gradients = gradients + effect.after[0]
-        self.comm = comm + effect.after[1]
-        self.rest = rest + effect.after[2]
-        self.saved += effect.saved
-        most.saved = max(most.saved, self.saved)
-        self.stored += effect.stored
-        most.stored = max(most.stored, self.stored)
+        most_gradients, most_comm, fullest, after, saved, stored = effect
+        gradients, comm, rest, most = self.gradients, self.comm, self.rest, self.most
+        if fullest:
+            self._note(gradients + fullest[0], comm + fullest[1], rest + fullest[2])
+            if gradients + most_gradients > most.gradients:
+                most.gradients = gradients + most_gradients
+            if comm + most_comm > most.comm:
+                most.comm = comm + most_comm
+        self.gradients, self.comm, self.rest = gradients + after[0], comm + after[1], rest + after[2]
+        self.saved += saved
+        if self.saved > most.saved:
+            most.saved = self.saved
+        self.stored += stored
+        if self.stored > most.stored:
+            most.stored = self.stored
 
     def _note(self, gradients: int, comm: int, rest: int) -> None:
         most = self.most
@@ -392,10 +404,20 @@ class _CountingRank(_Rank):
             self.best = UnderWay(self.under_way.copy(), self.kept.copy(), attending)
 
 
+def _values_of(names: tuple[str, ...]) -> Callable[[dict[str, int]], tuple[int, ...]]:
+    """The values of some keys of a dictionary."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda values: tuple(values[name] for name in names)
+
+
 def stages_of(plan: UnitPlan) -> RankStages | TracedRankStages:
     """Bytes of a rank's stages."""
-    traced = trace_of(plan)
-    return TracedRankStages(plan, *traced) if traced else RankStages(plan)
+    if not (traced := trace_of(plan)):
+        return RankStages(plan)
+    from shardwise.predict.memory.traced_stages import TracedRankStages
+
+    return TracedRankStages(plan, *traced)
 
 
 def _like(plan: UnitPlan) -> dict[int, int]:

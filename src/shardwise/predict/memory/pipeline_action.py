@@ -153,16 +153,20 @@ class FollowedAction(ABC):
 class ActionMemory(FollowedAction):
     """An action of a model with a configuration."""
 
-    def __init__(self, plan: UnitPlan, s: Sizes, of: StageBytes | None, walk: MemoryTrace, moves: bool) -> None:
+    def __init__(
+        self, plan: UnitPlan, s: Sizes, of: StageBytes | None, walk: MemoryTrace, moves: bool, masks: tuple[int, int]
+    ) -> None:
         """of: the stage; None for an action on no stage. moves: whether its micro-batch is on no other stage of the
-        rank, so that its masks and tables come or go."""
+        rank, so that its masks and tables come or go. masks: bytes of a micro-batch's saved masks, and of its
+        tables."""
         super().__init__(walk, of.parts if of else [])
         self.plan, self.s = plan, s
         self.message = s.stream * s.hidden * s.element
-        self.mask = saved_mask(plan, s) if moves else 0
-        self.shared = self.mask + tables(plan, s) if moves else 0
+        self.mask, shared = masks if moves else (0, 0)
+        self.shared = self.mask + shared
         # The gradient that a message brings is one that linear maps keep, unless it is gathered or dropped out first.
         self.keeps_messages = not (plan.layout.sp or plan.model.dropout)
+        self.masks = masks[0]
         if of:
             self.of = of
 
@@ -181,7 +185,7 @@ class ActionMemory(FollowedAction):
         kept = 0
         if of.last:
             self.note(self.walk.now("loss"), loss(self.plan, self.s))
-        own = saved_mask(self.plan, self.s) if of.attends else 0  # counted in the moments and in what is there beside
+        own = self.masks if of.attends else 0  # counted in the moments and in what is there beside
         for part in reversed(of.parts):
             # The first one's output gradient is the message, which stays until the stage's backward is over.
             twice = self.message if part == of.parts[-1] and not of.last else 0
@@ -219,6 +223,7 @@ class RankStages:
 
     def __init__(self, plan: UnitPlan) -> None:
         self.plan, self.s = plan, Sizes.of(plan)
+        self.masks = saved_mask(plan, self.s), tables(plan, self.s)
 
     @property
     def inputs(self) -> int:
@@ -240,4 +245,4 @@ class RankStages:
 
     def action(self, of: StageBytes | None, walk: MemoryTrace, moves: bool) -> FollowedAction:
         """As of `ActionMemory`."""
-        return ActionMemory(self.plan, self.s, of, walk, moves)
+        return ActionMemory(self.plan, self.s, of, walk, moves, self.masks)

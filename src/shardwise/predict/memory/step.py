@@ -17,7 +17,6 @@ from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import saved_bytes
 from shardwise.predict.memory.outer import outer_state_bytes
 from shardwise.predict.memory.peak import moments
-from shardwise.predict.memory.pipeline import held_by_actions
 from shardwise.predict.traffic.schedules import workspace_bytes
 from shardwise.report.step_report import DTYPE_BYTES, Bytes
 
@@ -46,6 +45,8 @@ def _without_workspace(plan: UnitPlan) -> Bytes:
     units = plan.short if plan.layout.pp > 1 else plan
     lasting = {"parameters": parameter_bytes(units), "optimizer": optimizer_bytes(units)}
     if plan.layout.pp > 1:
+        from shardwise.predict.memory.pipeline import held_by_actions
+
         held, packed = held_by_actions(plan), kept_pieces(units)
         return Bytes.of(
             sum(lasting.values()) + packed + held.peak,

@@ -6,12 +6,15 @@ Parameters, gradients, optimizer state and communication buffers follow from the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from shardwise.errors import UserError
 from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.trace import Trace, TracedStep
 from shardwise.predict.memory.buffers import MemoryByClass, held_through_step
+
+if TYPE_CHECKING:
+    from shardwise.model.trace import Trace, TracedStep
 
 
 def trace_of(plan: UnitPlan) -> tuple[Trace, TracedStep] | None:

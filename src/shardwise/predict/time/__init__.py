@@ -1,13 +1,18 @@
 """The time of a step, of a prefill and of a decode step, from measured kernels up. `docs/prediction.md` explains it."""
 
-from shardwise.predict.time.constants import Constants, constants, known_devices
-from shardwise.predict.time.kernels import Kernels
-from shardwise.predict.time.pricing import Pricing
-from shardwise.predict.time.profiles import ENGINES, EngineProfile, engine
-from shardwise.predict.time.ranges import Range, time_range
-from shardwise.predict.time.serving import ServedSeconds, ServingLayout, capacity, decode_step, prefill, throughput
-from shardwise.predict.time.split import StepShape
-from shardwise.predict.time.step import StepSeconds, training_step
+from typing import TYPE_CHECKING
+
+from shardwise.lazy import lazily
+
+if TYPE_CHECKING:
+    from shardwise.predict.time.constants import Constants, constants, known_devices
+    from shardwise.predict.time.kernels import Kernels
+    from shardwise.predict.time.pricing import Pricing
+    from shardwise.predict.time.profiles import ENGINES, EngineProfile, engine
+    from shardwise.predict.time.ranges import Range, time_range
+    from shardwise.predict.time.serving import ServedSeconds, ServingLayout, capacity, decode_step, prefill, throughput
+    from shardwise.predict.time.split import StepShape
+    from shardwise.predict.time.step import StepSeconds, training_step
 
 __all__ = [
     "ENGINES",
@@ -30,3 +35,28 @@ __all__ = [
     "time_range",
     "training_step",
 ]
+
+lazily(
+    __name__,
+    {
+        "Constants": "constants",
+        "ENGINES": "profiles",
+        "EngineProfile": "profiles",
+        "Kernels": "kernels",
+        "Pricing": "pricing",
+        "Range": "ranges",
+        "ServedSeconds": "serving",
+        "ServingLayout": "serving",
+        "StepSeconds": "step",
+        "StepShape": "split",
+        "capacity": "serving",
+        "constants": "constants",
+        "decode_step": "serving",
+        "engine": "profiles",
+        "known_devices": "constants",
+        "prefill": "serving",
+        "throughput": "serving",
+        "time_range": "ranges",
+        "training_step": "step",
+    },
+)

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import Device
@@ -106,8 +106,8 @@ _FALLBACK = {
 
 @lru_cache
 def _file() -> dict[str, Any]:
-    home = resources.files("shardwise.predict.time")
-    files = (json.loads((home / name).read_text(encoding="utf-8")) for name in ("kernels.json", "devices.json"))
+    home = Path(__file__)
+    files = (json.loads(home.with_name(name).read_text(encoding="utf-8")) for name in ("kernels.json", "devices.json"))
     return {key: value for file in files for key, value in file.items()}
 
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import resources
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.errors import UserError
 from shardwise.predict.time.constants import Constants
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Num = Any
 """A number, or an array of numbers."""
@@ -178,7 +180,6 @@ def surface_of(form: Mapping[str, Any]) -> Surface:
 
 @lru_cache
 def _surface(name: str) -> Surface:
-    path = resources.files("shardwise.predict.time") / "surfaces.npz"
-    with path.open("rb") as file, np.load(file) as stored:
+    with np.load(Path(__file__).with_name("surfaces.npz")) as stored:
         axes = [stored[f"{name}.{axis}"].astype(float) for axis in "mnk"]
         return Surface(axes, stored[f"{name}.residual"].astype(np.float32) / 100)

@@ -8,10 +8,9 @@ form) and, where ranks measured together, `collectives` (sizes, and seconds by c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.cluster import Device
 from shardwise.model import ModelConfig
@@ -21,6 +20,9 @@ from shardwise.predict.time.constants import catalog_form, constants
 from shardwise.predict.time.kernels import WIDTH, Kernels
 from shardwise.predict.time.profiles import engine
 from shardwise.predict.time.traffic import ADDING, PACKING
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 COUNTED = {
     "": 3.0, "norm": 11.0, "activation": 13.0, "rotation": 12.0, "softmax": 32.0, "loss": 4.0,

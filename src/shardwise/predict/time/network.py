@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.cluster import KINDS, Cluster, Link
 from shardwise.cluster.catalog import lookup
@@ -28,6 +27,9 @@ from shardwise.schedule.algorithms import Algorithm
 from shardwise.schedule.choose import Pricer, pricer
 from shardwise.schedule.network import Network
 from shardwise.schedule.price import Price, profile
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Num = Any
 
@@ -200,8 +202,8 @@ class _Curve:
         """A price is the least of lines in the size: straight between the samples but where the least changes."""
         above = np.clip(np.searchsorted(_SIZES, nbytes), 1, len(_SIZES) - 1)
         if np.isnan(self._seconds[above] + self._seconds[above - 1]).any():
-            asked = set(np.unique(above).tolist())
-            for i in asked | {i - 1 for i in asked}:
+            asked = np.bincount(np.ravel(above), minlength=len(_SIZES)) > 0
+            for i in np.flatnonzero(asked | np.append(asked[1:], False)).tolist():
                 if np.isnan(self._seconds[i]):
                     cheapest = min(self._prices.pick(float(_SIZES[i]), name)[1].seconds for name in self._names)
                     self._seconds[i] = cheapest * self._over[i] + self._more

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import UserError
@@ -163,28 +163,49 @@ def _listed(rows: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, st
     return values, {name: source for name, (_, source) in rows.items()}
 
 
-def _read() -> dict[str, EngineProfile]:
-    text = (resources.files("shardwise.predict.time") / "engines.toml").read_text(encoding="utf-8")
-    fields = [name for name in EngineProfile.__dataclass_fields__ if name not in ("name", "features", "facts")]
-    found: dict[str, EngineProfile] = {}
-    for name, rows in tomllib.loads(text).items():
+class _Profiles(Mapping[str, EngineProfile]):
+    """All profiles. Only those that are used are parsed: the whole file takes as long as the rest of an estimate."""
+
+    def __init__(self) -> None:
+        text = Path(__file__).with_name("engines.toml").read_text(encoding="utf-8")
+        starts = re.finditer(r"^\[([\w-]+)\]$", text, re.MULTILINE)
+        names, places = zip(*((start[1], start.start()) for start in starts), strict=True)
+        cuts = zip(places, (*places[1:], len(text)), strict=True)
+        self._texts = {name: text[first:last] for name, (first, last) in zip(names, cuts, strict=True)}
+        self._parsed: dict[str, EngineProfile] = {}
+
+    def __getitem__(self, name: str) -> EngineProfile:
+        if name not in self._parsed:
+            self._parsed[name] = self._parse(name)
+        return self._parsed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def _parse(self, name: str) -> EngineProfile:
+        rows = tomllib.loads(self._texts[name])[name]
         if "base" in rows:
-            base = found[rows.pop("base")]
+            base = self[rows.pop("base")]
         else:
+            fields = [each for each in EngineProfile.__dataclass_fields__ if each not in ("name", "features", "facts")]
             base = EngineProfile(name, facts=dict.fromkeys(fields, rows.pop("unlisted")))
         features, sources = _listed(rows.pop("features", {}))
         values, facts = _listed(rows)
         can = replace(base.features, **features, sources={**base.features.sources, **sources})
-        found[name] = replace(base, name=name, features=can, facts={**base.facts, **facts}, **values)
-    return found
+        return replace(base, name=name, features=can, facts={**base.facts, **facts}, **values)
 
 
-ENGINES = _read()
+ENGINES: Mapping[str, EngineProfile] = _Profiles()
 
 
 def engine(name: str) -> EngineProfile:
     """The profile of that name. Raises `UserError` with the nearest one."""
     if name not in ENGINES:
+        import difflib
+
         near = difflib.get_close_matches(name, ENGINES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(ENGINES)}"
         raise UserError(f"no engine profile {name!r}; {hint}")

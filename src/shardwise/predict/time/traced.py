@@ -6,18 +6,20 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardwise.layout import Layout
 from shardwise.layout.placement import place
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.trace import Trace, TracedOp, TracedStep
 from shardwise.predict.time.kernels import Kernels
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.traced_layout import traced
 from shardwise.report.step_report import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from shardwise.model.trace import Trace, TracedOp, TracedStep
 
 Num = Any
 PRECISION = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}

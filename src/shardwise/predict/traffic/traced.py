@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.layout.axes import DATA, PP, TP
 from shardwise.layout.units import UnitPlan
-from shardwise.model.trace import Trace, TracedStep
+
+if TYPE_CHECKING:
+    from shardwise.model.trace import Trace, TracedStep
 
 
 def traced_rows(plan: UnitPlan, trace: Trace, step: TracedStep) -> Counter[tuple[Any, ...]]:

@@ -19,6 +19,7 @@ from shardwise.model import ModelConfig
 from shardwise.options import check_fields, option
 from shardwise.runtime import DEVICES, MOST_THREADS, TRANSPORTS
 from shardwise.runtime.job.output import say
+from shardwise.runtime.job.slow_ranks import emulate_option, slow_option
 
 if TYPE_CHECKING:
     from shardwise.schedule.stragglers import Stragglers
@@ -123,18 +124,8 @@ class TrainConfig:
         "transport between CPU ranks: shared memory on one host, or gloo; auto prefers shared memory",
         choices=TRANSPORTS,
     )
-    slow: tuple[str, ...] = option(
-        (),
-        "slow ranks, such as rank=1,factor=3, rank=all,factor=3,probability=0.25 or rank=all,spread=0.3 (log-normal); "
-        "repeatable",
-        metavar="TEXT", shown="",
-    )  # fmt: skip
-    emulate: str | None = option(
-        None,
-        "make a step's arithmetic last TIME, by sleeping after it, as if each rank had cores of its own; the "
-        "arithmetic itself must be shorter",
-        metavar="TIME",
-    )
+    slow: tuple[str, ...] = slow_option()
+    emulate: str | None = emulate_option()
     hang: float = option(600.0, "end the run after S seconds without progress", metavar="S", positive=True)
 
     def __post_init__(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.schedule.algorithms import patterns
 from shardwise.schedule.algorithms.registry import PAIRS, algorithm
 from shardwise.schedule.comm import Draft, RepeatedRounds, Round
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _THAKUR = "Thakur, Rabenseifner, Gropp 2005"
 

@@ -5,11 +5,15 @@ Each is a list of `RepeatedRounds`s. `v` is the vector of all ranks that take pa
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from shardwise.errors import UserError
 from shardwise.schedule.comm import Ints, RepeatedRounds, Round
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
 
 
 def power_below(p: int) -> int:

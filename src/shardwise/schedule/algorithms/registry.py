@@ -7,7 +7,6 @@ package are in modules that the environment names, and every process imports: SH
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
@@ -150,5 +149,7 @@ def build(collective: str, algorithm: str, ranks: int, **options: int) -> CommSc
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Names near a misspelt one, in words that follow on an error."""
+    import difflib
+
     near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

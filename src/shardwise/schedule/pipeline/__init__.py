@@ -5,11 +5,15 @@ takes and what it holds; `to_text` and `to_csv` write it, the latter as torch.di
 what an executor does for each action. `docs/pipelines.md` explains it.
 """
 
-from shardwise.schedule.pipeline import inference, training  # noqa: F401  (they register their generators)
-from shardwise.schedule.pipeline.action import Action, parse_action
-from shardwise.schedule.pipeline.completion import complete
-from shardwise.schedule.pipeline.plan import PipelineSchedule
-from shardwise.schedule.pipeline.registry import ScheduleGenerator, build, find, generators
+from typing import TYPE_CHECKING
+
+from shardwise.lazy import lazily
+
+if TYPE_CHECKING:
+    from shardwise.schedule.pipeline.action import Action, parse_action
+    from shardwise.schedule.pipeline.completion import complete
+    from shardwise.schedule.pipeline.plan import PipelineSchedule
+    from shardwise.schedule.pipeline.registry import ScheduleGenerator, build, find, generators
 
 __all__ = [
     "Action",
@@ -21,3 +25,17 @@ __all__ = [
     "generators",
     "parse_action",
 ]
+
+lazily(
+    __name__,
+    {
+        "Action": "action",
+        "PipelineSchedule": "plan",
+        "ScheduleGenerator": "registry",
+        "build": "registry",
+        "complete": "completion",
+        "find": "registry",
+        "generators": "registry",
+        "parse_action": "action",
+    },
+)

@@ -98,18 +98,25 @@ def generator(name: str, summary: str = "", **fields: Any) -> Callable[[Callable
     return register
 
 
+def _known() -> dict[str, ScheduleGenerator]:
+    """All generators by name: this package's are registered on first use."""
+    from shardwise.schedule.pipeline import inference, training  # noqa: F401
+
+    return _KNOWN
+
+
 def generators() -> list[ScheduleGenerator]:
     """All of them, in the order in which they are listed."""
-    return list(_KNOWN.values())
+    return list(_known().values())
 
 
 def find(name: str) -> ScheduleGenerator:
     """One generator. Raises `UserError` with the nearest names when there is none."""
     wanted = name.strip().lower().replace("_", "-")
     wanted = _ALIASES.get(wanted, wanted)
-    if wanted not in _KNOWN:
-        raise UserError(f"no pipeline schedule {name!r}; {nearest(wanted, _KNOWN)}")
-    return _KNOWN[wanted]
+    if wanted not in (known := _known()):
+        raise UserError(f"no pipeline schedule {name!r}; {nearest(wanted, known)}")
+    return known[wanted]
 
 
 def build(

@@ -1,0 +1,37 @@
+"""Packages that import a name's module when the name is first used, so that a command loads what it needs alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+class LazyPackage(ModuleType):
+    """A package with names from its modules. A name that a module has as well stays the name from inside."""
+
+    __homes__: Mapping[str, str]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.__homes__:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{self.__name__}.{self.__homes__[name]}"), name)
+        vars(self)[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Importing a module sets it as the package's attribute, in place of the function of that name.
+        if not (isinstance(value, ModuleType) and name in self.__homes__):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *self.__homes__})
+
+
+def lazily(package: str, homes: Mapping[str, str]) -> None:
+    """Make a package lazy. homes: name -> its module inside the package."""
+    module = sys.modules[package]
+    vars(module)["__homes__"] = homes
+    module.__class__ = LazyPackage
