@@ -18,7 +18,7 @@ from shardwise.model.parameters import Model
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.context_balance import context_balance
 from shardwise.predict.memory.engine_bytes import OWN, counts_engine, engine_bytes, why_not_counted
-from shardwise.predict.memory.engine_settings import USUAL, EngineSettings, check_optimizer
+from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings, check_optimizer
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.servers import with_servers
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, predict_bytes, state_bytes
@@ -109,9 +109,9 @@ def _memory_notes(
 ) -> list[str]:
     """Origin of the bytes, and assumptions behind them. counted: the engine whose memory it is."""
     if counted:
-        muon = ["the time of an update is AdamW's: Muon's orthogonalization is not in it"]
+        muon = [MUON] if workload.optimizer == "muon" else []
         return [
-            *(muon if workload.optimizer == "muon" else []),
+            *muon,
             f"memory is that of {engine}, from what its code saves for backward; communication is this runtime's",
         ]
     other = engine not in ("", *OWN)
