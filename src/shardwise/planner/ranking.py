@@ -134,9 +134,7 @@ def blocks(
     """(how many shardings count, the block) for all blocks of a space. pricing: None for bytes alone. frames: those of
     the space, or some of them. bound: kept between clusters."""
     bounds: Bound = bound or bound_of(space, exact)
-    prices = pricing and Prices(
-        space.model, space.workload, space.attention, pricing, space.frames, space.settings.dtype
-    )
+    prices = pricing and Prices(space.model, space.workload, space.attention, pricing, space.frames, space.settings)
     for frame in space.frames if frames is None else frames:
         possible = np.array(frame.possible)[:, None, :]
         nbytes = np.where(possible & _fits_host(space, frame), bounds.total(frame), np.inf)
