@@ -65,8 +65,7 @@ def estimate(
     model, layout, workload = as_model(model), as_layout(layout), as_workload(workload, seq, batch)
     cluster = None if cluster is None else as_cluster(cluster)
     _check(model, layout, workload, cluster)
-    (settings := settings or USUAL).check(engine or "")
-    settings.check_layout(layout)
+    (settings := settings or USUAL).check(engine or "", layout)
     check_optimizer(engine or "", workload.optimizer)
     if slow is not None:
         slow.check(layout.training_ranks)

@@ -40,8 +40,9 @@ class EngineSettings:
         """Share of a model's blocks that are recomputed. chunks: of the whole pipeline."""
         return min(1.0, self.layers * chunks / blocks)
 
-    def check(self, engine: str) -> None:
-        """Raise `UserError` for what an engine has not; "" is this project's runtime."""
+    def check(self, engine: str, layout: Layout | None = None) -> None:
+        """Raise `UserError` for what an engine has not, and beside what a layout recomputes; "" is this project's
+        runtime."""
         if self == EngineSettings():
             return
         memory = engine_memory(engine)
@@ -57,13 +58,10 @@ class EngineSettings:
             raise UserError(f"{engine} does not recompute a part of a chunk's layers: leave recompute-layers out")
         if self.layers < 0:
             raise UserError(f"recomputed layers must be a positive integer, not {self.layers}")
+        if self.layers and layout and layout.recompute != "none":
+            raise UserError(f"recompute={layout.recompute} and recomputed layers are two ways to recompute: give one")
         if self.layers and self.modules:
             raise UserError("recomputed layers and recomputed modules are two ways to recompute: give one of them")
-
-    def check_layout(self, layout: Layout) -> None:
-        """Raise `UserError` for a layout that recomputes beside the settings."""
-        if self.layers and layout.recompute != "none":
-            raise UserError(f"recompute={layout.recompute} and recomputed layers are two ways to recompute: give one")
 
     def _check_precision(self, memory: EngineMemory) -> None:
         if self.precision and self.precision not in NARROW:
