@@ -62,16 +62,19 @@ def test_the_rank_that_writes_the_log_holds_what_was_measured():
     assert last == pytest.approx(58.8e9, rel=0.05)
 
 
+@pytest.mark.parametrize("settings", [EngineSettings(), EngineSettings("fp8", layers=2)], ids=("usual", "fp8"))
 @pytest.mark.parametrize(
     ("name", "text", "engine"),
     [("llama-3-8b", "8xH100", "torchtitan"), ("mixtral-8x7b", "4x8xH100", "megatron-bridge"),
      ("deepseek-v3", "64x8xH100", "megatron-core"), ("llama-3-70b", "8x8xH100", "unknown")],
 )  # fmt: skip
-def test_columns_of_a_search_have_the_bytes_of_single_layouts(name, text, engine):
+def test_columns_of_a_search_have_the_bytes_of_single_layouts(name, text, engine, settings):
+    if engine == "torchtitan" and settings.layers:
+        settings = EngineSettings("fp8")
     model, cluster, draw = get(name), Cluster.parse(text), random.Random(f"{name} {seed()}")
     workload = Workload(4096, 1024 if name == "deepseek-v3" else 128)
-    space, _ = space_for(model, cluster, workload, engine, {})
-    exact = ExactMemory(model, workload, cluster, engine=engine)
+    space, _ = space_for(model, cluster, workload, engine, {}, settings)
+    exact = ExactMemory(model, workload, cluster, engine=engine, settings=settings)
     bound = bound_of(space, exact)
     for frame in draw.sample(space.frames, min(6, len(space.frames))):
         found = bound.total(frame)
@@ -86,6 +89,23 @@ def test_a_plan_shows_the_bytes_of_estimate():
     best = plan("llama-3-8b", "8xH100", Workload(8192, 64), engine="torchtitan", top=1, explain=False).winner
     report = estimate("llama-3-8b", best.layout, Workload(8192, 64), "8xH100", engine="torchtitan")
     assert best.held == max((role.bytes for role in report.roles), key=lambda held: held.total)
+
+
+def test_a_plan_that_recomputes_some_layers_is_that_of_estimate():
+    some, workload = EngineSettings(layers=2), Workload(8192, 64)
+    best = plan("llama-3-8b", "8xH100", workload, engine="megatron-core", top=1, explain=False, settings=some).winner
+    report = estimate("llama-3-8b", best.layout, workload, "8xH100", engine="megatron-core", settings=some)
+    assert best.layout.recompute == "none"
+    assert best.held == max((role.bytes for role in report.roles), key=lambda held: held.total)
+    assert report.time == pytest.approx(best.seconds)
+    seconds = [
+        estimate(
+            "llama-3-8b", best.layout, workload, "8xH100", engine="megatron-core", settings=EngineSettings(layers=n)
+        ).time
+        for n in (0, 2, 32)
+    ]
+    full = estimate("llama-3-8b", f"{best.layout},recompute=full", workload, "8xH100", engine="megatron-core").time
+    assert seconds == sorted(seconds) and seconds[0] < seconds[1] and seconds[2] == pytest.approx(full)
 
 
 def test_optimizers_of_other_engines():
@@ -188,6 +208,7 @@ def test_recomputing_more_holds_less():
             "recomputed module 'mpl' is unknown to megatron-core: did you mean mlp",
         ),
         ("torchtitan", {"modules": ("mlp",)}, "recomputed module 'mlp' is unknown to torchtitan: it has no modules"),
+        ("torchtitan", {"layers": 2}, "torchtitan does not recompute a part of a chunk's layers"),
         ("megatron-core", {"modules": ("mlp",), "layers": 2}, "two ways to recompute: give one of them"),
     ],
 )

@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", metavar="PROFILE", help="software whose features and speed are assumed "
                         "(shardwise; tensorrt-llm with --serve)")  # fmt: skip
     parser.add_argument("--precision", metavar="TYPE", help="products of that software: fp8 or mxfp8")
+    parser.add_argument("--recompute-layers", metavar="N", type=int, help="blocks of a chunk that it recomputes")
     parser.add_argument("--reserve", metavar="SIZE", help="device memory that training cannot use (2GB)")
     parser.add_argument(
         "--tokens", metavar="N", help="tokens of a whole run, such as 15T; adds days, device-hours and cost"
@@ -108,8 +109,10 @@ def run(args: argparse.Namespace) -> int:
     usual_cluster(args)
     _check_kind(args)
     _check_numbers(args)
-    if args.precision is not None and (args.cluster is None or "," in args.model):
-        raise UserError("--precision is for one MODEL on one cluster: give --cluster, or leave it out")
+    for name in ("precision", "recompute_layers"):
+        if getattr(args, name) is not None and (args.cluster is None or "," in args.model):
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is for one MODEL on one cluster: give --cluster, or leave it out")
     if "," in args.model:
         from shardwise.cli.plan_models import run as side_by_side
         from shardwise.cli.plan_models import several
@@ -162,7 +165,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 TRAINING = (
     "seq", "batch", "fix", "reserve", "tokens", "pue", "host_watts", "mtbf", "save", "restart", "find",
-    "deadline", "host_memory", "optimizer", "lora", "links", "precision",
+    "deadline", "host_memory", "optimizer", "lora", "links", "precision", "recompute_layers",
 )  # fmt: skip
 SERVING = ("prompt", "output", "concurrency")
 
@@ -258,7 +261,7 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
     """Settings of the engine beside its layouts."""
     from shardwise.predict.memory.engine_settings import EngineSettings
 
-    return EngineSettings(args.precision or "")
+    return EngineSettings(args.precision or "", layers=args.recompute_layers or 0)
 
 
 def fixed_keys(args: argparse.Namespace) -> dict[str, Any]:

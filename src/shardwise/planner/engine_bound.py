@@ -22,6 +22,7 @@ from shardwise.predict.memory.engine_bytes import (
     in_flight,
     micro_batch,
     rank_numbers,
+    remade_in_all,
 )
 from shardwise.predict.memory.engine_rows import EngineMemory
 from shardwise.predict.memory.engine_settings import EngineSettings
@@ -80,13 +81,15 @@ class EngineBound:
         def table(of: Any) -> Num:
             return np.array([[of(*each) for each in zip(numbers, row, strict=True)] for row in flying])[:, None, :]
 
+        layers = self.settings.layers
+        again = tuple(table(lambda n, f, of=of: remade_in_all(n, f, layers)[of]) for of in (0, 1)) if layers else (0, 0)
         stage = np.array([sharding.stage for sharding in frame.shardings])[None, :, None]
         shard = np.array([sharding.ranks if sharding.stage else 1 for sharding in frame.shardings])[None, :, None]
         replicas = np.where(stage > 0, max(1, frame.expert_replicas), 1)
         return EngineRank(
             self.memory, numbers[0], micro, stage, shard, replicas, table(lambda n, f: in_all(n.dense, f)),
             table(lambda n, f: in_all(n.routed, f)), table(lambda n, f: f[0]), frame.pp, self.workload.optimizer,
-            narrow=self.settings.narrow, maximum=np.maximum,
+            narrow=self.settings.narrow, remade=again, maximum=np.maximum,
         )  # fmt: skip
 
     def _row(self, tp: int, ep: int, row: BatchChoice) -> MicroBatchNumbers:

@@ -19,7 +19,9 @@ from shardwise.layout import Layout, Workload
 from shardwise.model.parameters import Model
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.space import RECOMPUTE, BatchChoice, Homes, LayoutColumns, ScheduleChoice, ZeroChoice
+from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
 from shardwise.predict.node_bytes import NOTHING, NodeBytes
+from shardwise.predict.step_seconds import partly
 from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time.pieces import Pieces, pieces
 from shardwise.predict.time.pricing import Pricing
@@ -94,7 +96,7 @@ def price_all(
     parts = _each(
         chosen,
         lambda of: (of[1], of[0].schedule, of[0].attention, *_homes(of[0])),
-        partial(_parts, model, workload, pricing, exact.settings.dtype if exact else None),
+        partial(_parts, model, workload, pricing, exact.settings if exact else USUAL),
     )
     names = {engine.name for _, engine in chosen}
     exacts = {name: exact or ExactMemory(model, workload, pricing.cluster, engine=name) for name in names}
@@ -136,10 +138,17 @@ def _each(things: Sequence[T], alike: Callable[[T], Any], answer: Callable[[list
 
 
 def _parts(
-    model: Model, workload: Workload, pricing: Pricing, dtype: str | None, chosen: list[tuple[Layout, EngineProfile]]
-) -> list[dict[str, float]]:
-    """Seconds by part of layouts with one schedule and one engine. dtype: of products; None for the layout's."""
-    splits = [StepShape.of(layout, workload, dtype) for layout, _ in chosen]
+    model: Model, workload: Workload, pricing: Pricing, settings: EngineSettings,
+    chosen: list[tuple[Layout, EngineProfile]],
+) -> list[dict[str, float]]:  # fmt: skip
+    """Seconds by part of layouts with one schedule and one engine. settings: of the engine, beside them."""
+    if settings.layers:
+        whole = replace(settings, layers=0)
+        full = [(replace(layout, recompute="full"), engine) for layout, engine in chosen]
+        pairs = (_parts(model, workload, pricing, whole, each) for each in (chosen, full))
+        return [partly(settings.recomputed(model.layers, layout.pp * layout.virtual), *both)
+                for (layout, _), *both in zip(chosen, *pairs, strict=True)]  # fmt: skip
+    splits = [StepShape.of(layout, workload, settings.dtype) for layout, _ in chosen]
     columns: dict[str, Any] = {name: np.array([getattr(split, name) for split in splits]) for name in _COLUMNS}
     software = attending(chosen[0][1], chosen[0][0].attention)
     step = training_step(model, replace(splits[0], **columns), software, pricing)
@@ -193,11 +202,17 @@ class Prices:
 
     def __init__(
         self, model: Model, workload: Workload, attention: str, pricing: Pricing, frames: Iterable[LayoutColumns],
-        dtype: str | None = None,
+        settings: EngineSettings = USUAL,
     ) -> None:  # fmt: skip
         self.model, self.workload, self.attention, self.pricing = model, workload, attention, pricing
-        self._dtype = dtype or StepShape.dtype
-        rows = dict.fromkeys((f.tp, f.ep, *row) for f in frames for row in f.rows)
+        self._dtype, self._settings = settings.dtype or StepShape.dtype, settings
+        modes = (None, "full") if settings.layers else (None,)
+        rows = dict.fromkeys(
+            (f.tp, f.ep, *row._replace(recompute=mode or row.recompute))
+            for mode in modes
+            for f in frames
+            for row in f.rows
+        )
         self._row = {row: index for index, row in enumerate(rows)}
         self._numbers = [np.array(column) for column in zip(*rows, strict=True)]
         self._table = cache(self._pieces)
@@ -207,6 +222,15 @@ class Prices:
     def seconds(self, frame: LayoutColumns, engine: EngineProfile) -> Num:
         """Seconds of a step for each candidate, an array of the frame's shape; values of
         candidates that are not `possible` have no meaning."""
+        without = self._seconds(frame, engine)
+        if not self._settings.layers:
+            return without
+        chunks = (frame.pp * order.virtual for order in frame.orders)
+        share = np.array([self._settings.recomputed(self.model.layers, count) for count in chunks])
+        full = replace(frame, rows=tuple(row._replace(recompute="full") for row in frame.rows))
+        return without + (self._seconds(full, engine) - without) * share
+
+    def _seconds(self, frame: LayoutColumns, engine: EngineProfile) -> Num:
         software = attending(engine, self.attention)
         rows = np.array([self._row[frame.tp, frame.ep, *row] for row in frame.rows])
         inside = _inside(software)

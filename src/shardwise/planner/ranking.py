@@ -140,9 +140,7 @@ def blocks(
     if bound is None or bound.backend != exact.backend:  # CPUs of one node have another one than those of several
         bound = bound_of(space)
     bounds: Bound | ExactBound = bound or ExactBound(exact.total)
-    prices = pricing and Prices(
-        space.model, space.workload, space.attention, pricing, space.frames, space.settings.dtype
-    )
+    prices = pricing and Prices(space.model, space.workload, space.attention, pricing, space.frames, space.settings)
     frames = space.frames if frames is None else tuple(frames)
     bounds.add(frames)
     for frame in frames:

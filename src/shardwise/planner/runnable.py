@@ -65,8 +65,10 @@ def space_for(
     profile = training_engine(engine or own_engine(cluster))
     settings.check(engine or "")
     check_optimizer(engine or "", workload.optimizer)
-    if settings.modules or settings.layers:
-        raise UserError("no search has the time of recomputed modules or layers: estimate has the memory")
+    if settings.layers:
+        profile = replace(profile, features=replace(profile.features, recompute=("none",)))
+    if settings.modules:
+        raise UserError("no search has the time of recomputed modules: leave them out; estimate has their memory")
     if isinstance(model, Blueprint):
         check_piped(fixed.get("pp", 1), model)
         features = TRACED if piped(model) else replace(TRACED, schedules=())

@@ -18,10 +18,10 @@ from shardwise.model.parameters import Model
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.memory.capacity import try_room
 from shardwise.predict.memory.engine_bytes import OWN, counts_engine, engine_bytes, why_not_counted
-from shardwise.predict.memory.engine_settings import USUAL, EngineSettings, check_optimizer
+from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings, check_optimizer
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, predict_bytes, state_bytes
-from shardwise.predict.step_seconds import StepTiming, try_step_seconds
+from shardwise.predict.step_seconds import StepTiming, partly_recomputed, try_step_seconds
 from shardwise.predict.traced_layout import check_traced
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.schedules import as_under_auto, predict_transport
@@ -64,7 +64,7 @@ def estimate(
     model, layout, workload = as_model(model), as_layout(layout), as_workload(workload, seq, batch)
     cluster = None if cluster is None else as_cluster(cluster)
     _check(model, layout, workload, cluster)
-    (settings := settings or USUAL).check(engine or "")
+    (settings := settings or USUAL).check(engine or "", layout)
     check_optimizer(engine or "", workload.optimizer)
     if slow is not None:
         slow.check(layout.training_ranks)
@@ -110,9 +110,15 @@ def _timed(
     slow: Stragglers | None, emulated: float | None, settings: EngineSettings,
 ) -> tuple[StepTiming | None, str]:  # fmt: skip
     """As `try_step_seconds`, with an engine's settings."""
-    if cluster is not None and (settings.modules or settings.layers):
-        return None, "no time of a step: that of recomputed modules or layers is not modelled"
-    return try_step_seconds(model, layout, workload, cluster, engine, slow, emulated, settings.dtype)
+    if cluster is not None and settings.modules:
+        return None, "no time of a step: that of recomputed modules is not modelled"
+    timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated, settings.dtype)
+    if timing is None or not settings.layers or not isinstance(model, ModelConfig):
+        return timing, why
+    whole = replace(layout, recompute="full")
+    full, why = try_step_seconds(model, whole, workload, cluster, engine, slow, emulated, settings.dtype)
+    share = settings.recomputed(model.layers, layout.pp * layout.virtual)
+    return full and partly_recomputed(share, timing, full), why
 
 
 def _memory_notes(
@@ -120,9 +126,9 @@ def _memory_notes(
 ) -> list[str]:
     """Origin of the bytes, and assumptions behind them. counted: the engine whose memory it is."""
     if counted:
-        muon = ["the time of an update is AdamW's: Muon's orthogonalization is not in it"]
+        muon = [MUON] if workload.optimizer == "muon" else []
         return [
-            *(muon if workload.optimizer == "muon" else []),
+            *muon,
             f"memory is that of {engine}, from what its code saves for backward; communication is this runtime's",
         ]
     other = engine not in ("", *OWN)

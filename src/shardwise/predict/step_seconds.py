@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,18 @@ def _saved_by_a_block(model: Model, layout: Layout, workload: Workload, cluster:
     plan = plan.as_micro_batch(0) if plan.uneven else plan
     blocks, sizes = plan.of_kind("block"), Sizes.of(plan)
     return float(sum(stored_bytes(plan, sizes, part) for part in blocks)) / max(1, len(blocks))
+
+
+def partly(share: float, without: Mapping[str, float], full: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by part where a share of the blocks is recomputed, from those where none is and where all are."""
+    return {part: seconds + (full[part] - seconds) * share for part, seconds in without.items()}
+
+
+def partly_recomputed(share: float, without: StepTiming, full: StepTiming) -> StepTiming:
+    """Time of a step in which a share of the blocks is recomputed."""
+    numbers = {name: getattr(without, name) + (getattr(full, name) - getattr(without, name)) * share
+               for name in ("seconds", "low", "high")}  # fmt: skip
+    return replace(without, **numbers, parts=partly(share, without.parts, full.parts))
 
 
 def try_step_seconds(

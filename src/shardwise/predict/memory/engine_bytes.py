@@ -308,7 +308,7 @@ class EngineRank:
         saved = blocks + ends
         states = parameters + optimizer
         lasting = states + gathered + gradients * m.lasting_gradients
-        again = [bool(count) * (saved - micro.input)
+        again = [(count > 0) * (saved - micro.input)
                  for count, saved in zip(self.remade, (micro.saved, micro.saved_routed), strict=True)]  # fmt: skip
         inside = (micro.remade + again[0] + micro.backward) * (sum(e.dense) > 0)
         inside = most(inside, (micro.remade_routed + again[1] + micro.backward_routed) * (sum(e.routed) > 0))
@@ -364,13 +364,13 @@ def engine_ranks(
             memory, elements, micro, layout.stage, layout.shard_ranks if layout.stage else 1,
             expert_replicas(layout) if layout.stage else 1, in_all(elements.dense, flying),
             in_all(elements.routed, flying), flying[0], layout.pp, plan.workload.optimizer, settings.narrow,
-            layout.offload_activations != "none", _remade(elements, flying, settings.layers),
+            layout.offload_activations != "none", remade_in_all(elements, flying, settings.layers),
         )  # fmt: skip
         found.append(rank.total())
     return found
 
 
-def _remade(elements: RankNumbers, flying: Sequence[int], layers: int) -> tuple[int, int]:
+def remade_in_all(elements: RankNumbers, flying: Sequence[int], layers: int) -> tuple[int, int]:
     """Blocks without and with experts whose input alone is kept, times their micro-batches in flight. layers: of each
     chunk, the first ones."""
     dense = [min(layers, count) for count in elements.dense]

@@ -78,6 +78,8 @@ class EngineMemory:
     """Modules that `recompute=selective` recomputes."""
     modules: tuple[str, ...] = ()
     """Modules that can be recomputed."""
+    partial: bool = False
+    """Some of a chunk's blocks can be recomputed whole."""
     precisions: tuple[str, ...] = ()
     """Products in fewer than 16 bits that it trains with."""
     optimizers: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.errors import UserError, did_you_mean
+from shardwise.layout import Layout
 from shardwise.layout.optimizers import ELSEWHERE, OPTIMIZERS, check_own
 from shardwise.predict.memory.engine_rows import EngineMemory, engine_memory
 
@@ -35,8 +36,13 @@ class EngineSettings:
         """torch's name of the products' type; None for the layout's."""
         return NARROW.get(self.precision)
 
-    def check(self, engine: str) -> None:
-        """Raise `UserError` for what an engine has not; "" is this project's runtime."""
+    def recomputed(self, blocks: int, chunks: int) -> float:
+        """Share of a model's blocks that are recomputed. chunks: of the whole pipeline."""
+        return min(1.0, self.layers * chunks / blocks)
+
+    def check(self, engine: str, layout: Layout | None = None) -> None:
+        """Raise `UserError` for what an engine has not, and beside what a layout recomputes; "" is this project's
+        runtime."""
         if self == EngineSettings():
             return
         memory = engine_memory(engine)
@@ -48,8 +54,12 @@ class EngineSettings:
             if module not in memory.modules:
                 known = did_you_mean(module, memory.modules, "modules:") if memory.modules else "it has no modules"
                 raise UserError(f"recomputed module {module!r} is unknown to {engine}: {known}")
+        if self.layers and not memory.partial:
+            raise UserError(f"{engine} does not recompute a part of a chunk's layers: leave recompute-layers out")
         if self.layers < 0:
             raise UserError(f"recomputed layers must be a positive integer, not {self.layers}")
+        if self.layers and layout and layout.recompute != "none":
+            raise UserError(f"recompute={layout.recompute} and recomputed layers are two ways to recompute: give one")
         if self.layers and self.modules:
             raise UserError("recomputed layers and recomputed modules are two ways to recompute: give one of them")
 
