@@ -47,3 +47,9 @@ def test_a_fast_command_says_nothing() -> None:
 def test_nothing_is_said_in_a_pipe() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM.format(patience=0.0)], capture_output=True, env=ENVIRONMENT)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
+
+
+def test_how_far_it_is_is_a_line_in_a_pipe() -> None:
+    program = "from shardwise.cli import output\nwith output.working('dry run') as say: say('1 of 2')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=ENVIRONMENT, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"dry run: 1 of 2\n")

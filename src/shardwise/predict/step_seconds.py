@@ -70,24 +70,13 @@ def step_seconds(
     torch's name of the products' type; None for the layout's. Raises `UserError` for a device without constants, a link
     whose figures are not known, and what has no closed form.
     """
-    from shardwise.predict.supported import MOST_DEVICES, in_closed_form
     from shardwise.predict.time import Pricing, StepShape, time_range, training_step
     from shardwise.predict.time import engine as engine_of
     from shardwise.predict.time.profiles import attending
     from shardwise.predict.time.ranges import large_run
     from shardwise.predict.time.step import link_seconds
 
-    usual = Layout()
-    for key in UNPRICED:
-        if (value := getattr(layout, key)) != getattr(usual, key):
-            raise UserError(f"the time of {key}={value} is not modelled")
-    if model.lora and layout.offload_params != "none":
-        raise UserError(f"the time of frozen weights with offload_params={layout.offload_params} is not modelled")
-    if layout.ranks > MOST_DEVICES:
-        raise UserError(f"time is predicted for up to {MOST_DEVICES:,} devices")
-    count = workload.micro_batches(layout)
-    if layout.pp > 1 and not in_closed_form(layout.schedule, layout.virtual, layout.pp, count):
-        raise UserError(f"schedule={layout.schedule} with {count} micro-batches has no closed form of its time")
+    _check(model, layout, workload)
     name = engine or own_engine(cluster)
     pricing = Pricing(cluster, layout=layout)
     split = replace(StepShape.of(layout, workload, dtype), schedule=layout.schedule if layout.pp > 1 else "1f1b")
@@ -120,6 +109,23 @@ def step_seconds(
     around = time_range(parts, pricing.constants, assumed=len(host), routed=bool(model.experts), unknown=unknown)
     notes = (*pricing.constants.notes, *host, *outer, *([slowed] if slowed else []), *large_run(layout.ranks))
     return StepTiming(name, sum(parts.values()), float(around.low), float(around.high), parts, notes, busy, links)
+
+
+def _check(model: Model, layout: Layout, workload: Workload) -> None:
+    """Raise `UserError` for what has no modelled time."""
+    from shardwise.predict.supported import MOST_DEVICES, in_closed_form
+
+    usual = Layout()
+    for key in UNPRICED:
+        if (value := getattr(layout, key)) != getattr(usual, key):
+            raise UserError(f"the time of {key}={value} is not modelled")
+    if model.lora and layout.offload_params != "none":
+        raise UserError(f"the time of frozen weights with offload_params={layout.offload_params} is not modelled")
+    if layout.ranks > MOST_DEVICES:
+        raise UserError(f"time is predicted for up to {MOST_DEVICES:,} devices")
+    count = workload.micro_batches(layout)
+    if layout.pp > 1 and not in_closed_form(layout.schedule, layout.virtual, layout.pp, count):
+        raise UserError(f"schedule={layout.schedule} with {count} micro-batches has no closed form of its time")
 
 
 def _rounds(layout: Layout, step: float, outer: float) -> str:
