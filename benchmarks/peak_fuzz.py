@@ -1,8 +1,9 @@
 """How far predicted peaks are from what the dry run observes, over random pairs of a model and a layout.
 
-    python benchmarks/peak_fuzz.py [--seed N] [--pairs N]
+    python benchmarks/peak_fuzz.py [--seed N] [--pairs N] [--features]
 
-About a second a pair. Prints each pair that is more than 3% off, or of which a class of memory differs; then the
+--features draws offloaded state and activations, context and expert parallelism, hpz, qgz and adapters besides. About a
+second a pair. Prints each pair that is more than 3% off, or of which a class of memory differs; then the
 distribution.
 """
 
@@ -25,10 +26,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="number of the first pair (0)")
+    parser.add_argument("--features", action="store_true")
     args = parser.parse_args()
     fake, errors, inexact = FakeTensorMode(), [], 0
-    for index in range(args.pairs):
-        plan, rank = pair(args.seed, index)
+    for index in range(args.first, args.first + args.pairs):
+        plan, rank = pair(args.seed, index, args.features)
         observed, predicted = dryrun._observe(plan, rank, fake).bytes, predict_bytes(plan)
         different = [name for name in EXACT if getattr(predicted, name) != getattr(observed, name)]
         error = predicted.total / observed.total - 1

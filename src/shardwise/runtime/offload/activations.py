@@ -36,9 +36,10 @@ class OffloadedActivations:
         """Memory of the host, as uint8 [nbytes]."""
         if self.stream is not None:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        storage = torch.UntypedStorage(nbytes)
+        empty = torch.empty(0, dtype=torch.uint8)
+        storage = torch.UntypedStorage(nbytes, device=empty.untyped_storage().device)  # a dry run's is on meta
         self.on_host.add(storage._cdata)  # before an operation sees it
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
+        return empty.set_(storage)
 
     def free(self, host: Tensor) -> None:
         """Forget what `allocate` gave."""
@@ -171,7 +172,11 @@ class SavedTensors:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """A tensor's whole storage, as uint8."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    storage, width = tensor.untyped_storage(), tensor.dtype.itemsize
+    if storage.nbytes() % width:
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    # A fake tensor keeps a storage that it was set to for ever.
+    return tensor.detach().as_strided((storage.nbytes() // width,), (1,), 0).view(torch.uint8)
 
 
 def batch_storages(batch: Batch) -> set[int]:
