@@ -460,7 +460,7 @@ def test_a_server_on_two_hosts_answers_and_ends(folder: Path, layout: str) -> No
         asked = [urllib.request.Request(f"{url[1]}/completions", request, headers) for _ in range(2)]
         with ThreadPoolExecutor(2) as clients:
             answers = [*clients.map(lambda one: json.load(urllib.request.urlopen(one, timeout=LIMIT)), asked)]
-        assert {answer["usage"]["completion_tokens"] for answer in answers} == {4}
+        assert len({answer["choices"][0]["text"] for answer in answers} - {""}) == 1, answers
     finally:
         job.send_signal(signal.SIGTERM)
         job.wait(LIMIT)
