@@ -63,6 +63,15 @@ def test_the_file_is_as_recorded(system: str, folder: Path, capsys: pytest.Captu
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=LIMIT)
 
 
+def test_ranks_compute_on_the_cluster_s_devices(folder: Path) -> None:
+    assert main(words("slurm")) == 0 and "train --device cuda llama" in (folder / "shardwise.sbatch").read_text()
+    assert main(words("slurm", train=[*TRAIN, "--device", "cpu"])) == 0
+    assert "--device cuda" not in (folder / "shardwise.sbatch").read_text()
+    serve = ["shardwise", "serve", "folder", "--layout", "tp=8"]
+    assert main(["launch", "--ssh", "a", "--cluster", "8xH100", "--", *serve]) == 0
+    assert "serve --device cuda folder" in (folder / "shardwise.sh").read_text()
+
+
 CPUS = ["--cluster", "2x8xcpu"]
 SMALL = ["train", "tiny-llama", "--layout", "dp=16", "--data", "text.txt", "--seq", "64", "--batch", "16"]
 
