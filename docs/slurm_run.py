@@ -1,4 +1,4 @@
-"""A job of `shardwise launch --slurm` on SLURM itself: two nodes, one is killed, and a job that is cancelled.
+"""Jobs of `shardwise launch --slurm` on SLURM itself: trainings, one of which loses a node, a server, and torchrun.
 
 PYTHONPATH=src python docs/slurm_run.py   prints the table of docs/launch.md
 
@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -93,28 +94,20 @@ def wait_until(what: str, condition: Callable[[], bool]) -> float:
     return time.monotonic() - started
 
 
-def submit(folder: Path, name: str, *more: str, steps: int = STEPS) -> int:
+def launch(folder: Path, name: str, more: Sequence[str], command: Sequence[str]) -> int:
     """Write and submit a job by the command itself, with more options of the job. Returns its number."""
-    words = [
-        *(sys.executable, "-m", "shardwise", "launch", "--slurm", "--cluster", "2x1xcpu", "--head", "127.0.0.1"),
-        *(
-            "--name",
-            name,
-            *more,
-            "--submit",
-            "--json",
-            "--",
-            "train",
-            "tiny-llama",
-            "--set",
-            "layers=2,hidden=128,ffn=192",
-        ),
-        *("--vocab", "300", "--layout", "dp=2,precision=fp32", "--data", "text.txt", "--seq", "32", "--batch", "4"),
-        *("--steps", str(steps), "--save-every", str(SAVE_EVERY), "--no-tensorboard"),
-        *("--transport", "gloo", "--out", f"runs/{name}"),
-    ]
+    words = [sys.executable, "-m", "shardwise", "launch", "--slurm", "--cluster", "2x1xcpu", "--head", "127.0.0.1"]
+    words += ["--name", name, "--logs", f"logs-{name}", *more, "--submit", "--json", "--", *command]
     done = subprocess.run(words, cwd=folder, check=True, capture_output=True, text=True)
     return int(json.loads(done.stdout)["said"].rpartition(" ")[2])
+
+
+def submit(folder: Path, name: str, *more: str, steps: int = STEPS) -> int:
+    """A training's job."""
+    train = ["train", "tiny-llama", "--set", "layers=2,hidden=128,ffn=192", "--vocab", "300"]
+    train += ["--layout", "dp=2,precision=fp32", "--data", "text.txt", "--seq", "32", "--batch", "4"]
+    train += ["--steps", str(steps), "--save-every", str(SAVE_EVERY), "--no-tensorboard", "--transport", "gloo"]
+    return launch(folder, name, more, [*train, "--out", f"runs/{name}"])
 
 
 def events(folder: Path, name: str) -> list[dict[str, object]]:
@@ -175,7 +168,7 @@ def killed_node(folder: Path, daemons: dict[str, subprocess.Popen[bytes]]) -> li
     return [
         f"| undisturbed | {state(plain)} | {STEPS} steps |",
         f"| node n2 killed after step {died} | {state(job)} | back in the queue after {waited:.0f} s, resumed from "
-        f"{resumed_from(folder)}; losses {'equal' if equal else 'DIFFER'}, last checkpoint "
+        f"{resumed_from(folder, 'killed')}; losses {'equal' if equal else 'DIFFER'}, last checkpoint "
         f"{'equal bit by bit' if not diff(ours, theirs) else 'DIFFERS'} |",
     ]
 
@@ -192,20 +185,57 @@ def cancelled(folder: Path) -> str:
 
 def limited(folder: Path) -> str:
     """A job that reaches its time limit, and continues in a new one."""
-    job = submit(folder, "limited", "--time", "1", "--signal", "40", "--requeue", steps=LONG)
+    job = submit(folder, "limited", "--time", "2", "--signal", "60", "--requeue", steps=LONG)
     wait_until("SLURM has put the job back", lambda: "Restarts=1" in shown("scontrol", "show", "job", str(job)))
     reached, saved = max(losses(folder, "limited")), find(folder / "runs" / "limited").manifest.step
     wait_until("the job has continued", lambda: max(losses(folder, "limited")) > reached)
     again = state(job)
     shown("scancel", str(job))
     wait_until("no rank is left", lambda: not processes("n1") + processes("n2"))
-    end = f"stopped after step {reached}, saved at step {saved}; resumed from {resumed_from(folder)}"
-    return f"| `--time 1 --signal 40 --requeue` | {again} | {end} |"
+    end = f"stopped after step {reached}, saved at step {saved}; resumed from {resumed_from(folder, 'limited')}"
+    return f"| `--time 2 --signal 60 --requeue` | {again} | {end} |"
 
 
-def resumed_from(folder: Path) -> str:
+def served(folder: Path) -> str:
+    """A server with a stage on each node: asked once, and ended by `scancel`."""
+    options = ["--layout", "pp=2,precision=fp32", "--transport", "gloo", "--port", "0"]
+    job = launch(folder, "served", [], ["serve", "runs/plain", *options])
+    log = folder / "logs-served" / "rank-0.log"
+    wait_until("the server is ready", lambda: log.exists() and "is served on" in log.read_text())
+    url = re.findall(r"is served on (\S+):", log.read_text())[0]
+    body = json.dumps({"model": "plain", "prompt": "12 is one", "max_tokens": 6, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+    text = json.load(urllib.request.urlopen(request, timeout=LIMIT))["choices"][0]["text"]
+    shown("scancel", "--signal=TERM", str(job))
+    waited = wait_until("no rank is left", lambda: not processes("n1") + processes("n2"))
+    wait_until("the job has ended", lambda: state(job) not in ("RUNNING", "COMPLETING"))
+    end = f"`12 is one` is continued by `{' '.join(text.split())}`; ended {waited:.1f} s after `scancel --signal=TERM`"
+    return f"| `-- serve runs/plain --layout pp=2` | {state(job)} | {end} |"
+
+
+def own(folder: Path) -> str:
+    """torchrun of the user's own, in a folder whose name has blanks, quotes and a command."""
+    odd = folder / "a 'b' \"c\" $(touch x) #d"
+    odd.mkdir()
+    (odd / "train.py").write_text(
+        "import os, sys, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "x = torch.ones(1) * dist.get_rank()\ndist.all_reduce(x)\n"
+        "names = 'SLURM_CPUS_PER_TASK', 'SRUN_CPUS_PER_TASK'\n"
+        "cpus = [os.environ[name] for name in names]\n"
+        "print(f'{x.item():g} of {dist.get_world_size()}', cpus, sys.argv[1:], flush=True)\n"
+    )
+    run = [sys.executable, "-m", "torch.distributed.run", "train.py", "$(touch x)", 'a "b"']
+    job = launch(odd, "own", ["--sbatch=--cpus-per-task=2", "--interface", "lo"], run)
+    wait_until("the job has ended", lambda: state(job) not in ("PENDING", "RUNNING", "COMPLETING"))
+    said = {(odd / "logs-own" / f"node-{node}.log").read_text().splitlines()[-1] for node in range(2)}
+    whole = said == {"1 of 2 ['2', '2'] ['$(touch x)', 'a \"b\"']"} and not [*folder.rglob("x")]
+    end = "both ranks meet, arguments and CPUs per task arrive" if whole else f"NOT as given: {said}"
+    return f"| `-- python -m torch.distributed.run train.py` in a folder named `{odd.name}` | {state(job)} | {end} |"
+
+
+def resumed_from(folder: Path, name: str) -> str:
     """Name of the checkpoint that the last restart resumed."""
-    log = (folder / "logs" / "rank-0.log").read_text()
+    log = (folder / f"logs-{name}" / "rank-0.log").read_text()
     return Path(re.findall(r"^restart from (\S+)", log, re.MULTILINE)[-1]).name
 
 
@@ -214,7 +244,7 @@ def main() -> None:
         folder = Path(text)
         (folder / "text.txt").write_text("".join(f"{n} is one more than {n - 1}\n" for n in range(1, 3000)))
         with slurm(folder) as daemons:
-            rows = [*killed_node(folder, daemons), cancelled(folder), limited(folder)]
+            rows = [*killed_node(folder, daemons), served(folder), own(folder), cancelled(folder), limited(folder)]
             version = shown("sinfo", "--version")
     print(
         f"Two nodes of one rank each, {version}, `SlurmdTimeout=10`:\n",

@@ -29,8 +29,8 @@ SYSTEMS = {
     "k8s": ["--k8s", "--container", "registry/image:1", "--volume", "claim:/data"],
 }
 LIMIT = 60
-REAL = ("train", "torchrun", "serve")
-"""Jobs with torchrun as it is: one of them runs each day."""
+REAL = ("train", "torchrun", "serve", "killed")
+"""Jobs with ranks as they are: one of them runs each day."""
 
 
 def words(system: str, *more: str, out: str = "/data/runs/first", train: list[str] = TRAIN) -> list[str]:
@@ -61,6 +61,15 @@ def test_the_file_is_as_recorded(system: str, folder: Path, capsys: pytest.Captu
         text = job["spec"]["template"]["spec"]["containers"][0]["args"][0]
     assert "{{" not in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=LIMIT)
+
+
+def test_ranks_compute_on_the_cluster_s_devices(folder: Path) -> None:
+    assert main(words("slurm")) == 0 and "train --device cuda llama" in (folder / "shardwise.sbatch").read_text()
+    assert main(words("slurm", train=[*TRAIN, "--device", "cpu"])) == 0
+    assert "--device cuda" not in (folder / "shardwise.sbatch").read_text()
+    serve = ["shardwise", "serve", "folder", "--layout", "tp=8"]
+    assert main(["launch", "--ssh", "a", "--cluster", "8xH100", "--", *serve]) == 0
+    assert "serve --device cuda folder" in (folder / "shardwise.sh").read_text()
 
 
 CPUS = ["--cluster", "2x8xcpu"]
@@ -445,19 +454,7 @@ def test_the_user_s_own_torchrun_starts_its_ranks(
 @pytest.mark.parametrize("layout", some_of(["pp=2", "dp=2"], 1, "served jobs"))
 def test_a_server_on_two_hosts_answers_and_ends(folder: Path, layout: str) -> None:
     program(folder, "ssh", SSH)
-    (folder / "text.txt").write_text("".join(f"{n} is one more than {n - 1}\n" for n in range(1, 1500)))
-    small = [
-        "train",
-        "tiny-llama",
-        "--set",
-        "layers=2,hidden=128,ffn=192",
-        "--vocab",
-        "300",
-        "--layout",
-        "precision=fp32",
-    ]
-    data = ["--data", "text.txt", "--seq", "32", "--batch", "4", "--steps", "1", "--no-tensorboard", "--out", "run"]
-    assert main([*small, *data]) == 0
+    train_small(folder)
     flags = ["--cluster", "2x1xcpu", "--head", "127.0.0.1", "--port", str(free_port()), "--interface", "lo"]
     served = ["serve", "run", "--layout", f"{layout},precision=fp32", "--port", "0"]
     assert main(["launch", "--ssh", "a,b", *flags, "--restarts", "0", "--", *served]) == 0
@@ -467,16 +464,51 @@ def test_a_server_on_two_hosts_answers_and_ends(folder: Path, layout: str) -> No
         while not (url := re.search(r"is served on (\S+):", output(folder))):
             assert time.monotonic() < deadline and job.poll() is None, output(folder)
             time.sleep(0.1)
-        request = json.dumps({"model": "run", "prompt": "12 is one", "max_tokens": 4}).encode()
+        request = json.dumps({"model": "run", "prompt": "12 is one", "max_tokens": 4, "temperature": 0}).encode()
         headers = {"Content-Type": "application/json"}
         asked = [urllib.request.Request(f"{url[1]}/completions", request, headers) for _ in range(2)]
         with ThreadPoolExecutor(2) as clients:
             answers = [*clients.map(lambda one: json.load(urllib.request.urlopen(one, timeout=LIMIT)), asked)]
-        assert {answer["usage"]["completion_tokens"] for answer in answers} == {4}
+        assert len({answer["choices"][0]["text"] for answer in answers} - {""}) == 1, answers
     finally:
         job.send_signal(signal.SIGTERM)
         job.wait(LIMIT)
     assert "stopped" in output(folder) and "failed" not in output(folder)
+
+
+def train_small(folder: Path) -> None:
+    """A run to serve."""
+    (folder / "text.txt").write_text("".join(f"{n} is one more than {n - 1}\n" for n in range(1, 1500)))
+    small = ["train", "tiny-llama", "--set", "layers=2,hidden=128,ffn=192", "--vocab", "300", "--steps", "1"]
+    data = ["--data", "text.txt", "--seq", "32", "--batch", "4", "--no-tensorboard", "--out", "run"]
+    assert main([*small, "--layout", "precision=fp32", *data]) == 0
+
+
+@of_some("killed", REAL, 1)
+@pytest.mark.parametrize(("layout", "line"), some_of(
+    [("dp=2", "replica 1 has ended"), ("pp=2", "rank 0 failed.*(rank 1 has ended|gloo|Connection)")], 1, "killed ranks"
+))  # fmt: skip
+def test_a_server_ends_when_a_rank_of_another_host_is_killed(folder: Path, layout: str, line: str) -> None:
+    train_small(folder)
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    words = [sys.executable, "-m", "shardwise", "serve", "run", "--layout", f"{layout},precision=fp32", "--port", "0"]
+    ranks = []
+    for rank in range(2):
+        variables = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+        with (folder / f"rank-{rank}.log").open("wb") as log:
+            ranks.append(subprocess.Popen(words, env=variables, stdout=log, stderr=log))
+    try:
+        deadline = time.monotonic() + LIMIT
+        while "is served on" not in (said := (folder / "rank-0.log").read_text()):
+            assert time.monotonic() < deadline and ranks[0].poll() is None, said
+            time.sleep(0.1)
+        ranks[1].kill()
+        assert ranks[0].wait(LIMIT) == 1
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert re.search(line, (folder / "rank-0.log").read_text())
 
 
 def output(folder: Path) -> str:

@@ -34,8 +34,7 @@ EXAMPLES = {
     "launch": (
         "shardwise launch --slurm --cluster 2x8xH100 --out job.sbatch -- train llama-3-8b --layout dp=16,zero=3 --data "
         "text.txt --seq 4096 --batch 64 --out runs/big",
-        "shardwise launch --ssh a,b --cluster 2x8xH100 --out job.sh -- train llama-3-8b --layout dp=16,zero=3 "
-        "--data text.txt --seq 4096 --batch 64 --out runs/big",
+        "shardwise launch --ssh a,b --cluster 2x8xH100 --out job.sh -- torchrun train.py",
     ),
     "lab": (
         "shardwise lab --nodes 2 --link 100Mb/s,latency=2ms -- shardwise train --resume runs/first --steps 25",

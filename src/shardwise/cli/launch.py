@@ -28,6 +28,7 @@ from shardwise.errors import UserError, os_errors
 from shardwise.interop.jobs import ClusterJob, JobFile, JobOptions, write_job
 from shardwise.interop.jobs.quoting import comment
 from shardwise.interop.writing.commands import nodes_for
+from shardwise.lab.job import is_shardwise
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig
 
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    words = _shardwise_words(args.command[1:] if args.command[:1] == ["--"] else args.command)
     options, cluster = JobOptions(**given(args, JobOptions)), cluster_of(args)
     described = _described(words, cluster)
     own = words[0] not in (TRAIN, SERVE)
@@ -63,12 +64,19 @@ def run(args: argparse.Namespace) -> int:
     if args.ssh is not None and len(hosts) != described.nodes:
         raise UserError(f"--ssh names {len(hosts)} hosts, and {described.what} fills {described.nodes} of {cluster}")
     job = ClusterJob(
-        f"{comment(described.title)} on {described.nodes} x {described.ranks} {cluster.device.name}", tuple(words),
+        f"{comment(described.title)} on {described.nodes} x {described.ranks} {cluster.device.name}", described.words,
         described.nodes, described.ranks, cluster.device.kind == "cuda", str(Path.cwd()),
         options.python or _python(args, options), options, described.out, hosts, own, own and options.per != "rank",
     )  # fmt: skip
     file = write_job(args.system or "ssh", job)
     return _write(args, job, file)
+
+
+def _shardwise_words(words: list[str]) -> list[str]:
+    """A command of shardwise without its program, any other as it is."""
+    if not words or not is_shardwise(words):
+        return words
+    return words[1 if Path(words[0]).name == "shardwise" else 3 :]
 
 
 def _python(args: argparse.Namespace, options: JobOptions) -> str:
@@ -79,6 +87,7 @@ def _python(args: argparse.Namespace, options: JobOptions) -> str:
 class _Described:
     """A job's command."""
 
+    words: tuple[str, ...]
     title: str
     what: str
     """What fills the nodes, for errors."""
@@ -94,10 +103,14 @@ def _described(words: list[str], cluster: Cluster) -> _Described:
     if words[:1] == [TRAIN]:
         training = _training(words)
         model, layout = _checked(training, cluster)
-        return _Described(f"{model.name}, layout {layout}", f"{layout}", *nodes_for(layout, cluster), training.out)
+        nodes, ranks = nodes_for(layout, cluster)
+        title = f"{model.name}, layout {layout}"
+        return _Described(_on_devices(words, training, cluster), title, f"{layout}", nodes, ranks, training.out)
     if words[:1] == [SERVE]:
-        layout = Layout.parse(_arguments(SERVE, words).layout)
-        return _Described(f"server, layout {layout}", f"{layout}", *nodes_for(layout, cluster))
+        server = _arguments(SERVE, words)
+        layout = Layout.parse(server.layout)
+        nodes, ranks = nodes_for(layout, cluster)
+        return _Described(_on_devices(words, server, cluster), f"server, layout {layout}", f"{layout}", nodes, ranks)
     if not words or not words[0] or words[0].startswith("-") or words[0] in COMMANDS:
         raise UserError(
             "name the command: shardwise launch ... -- train MODEL --layout ... --out DIR, -- serve FOLDER ..., or a "
@@ -106,7 +119,13 @@ def _described(words: list[str], cluster: Cluster) -> _Described:
     nodes, ranks = cluster.nodes, cluster.devices_per_node
     if nodes > 1 and "--standalone" in words:
         raise UserError(f"--standalone trains on each of the {nodes} nodes alone: leave it out")
-    return _Described(words[0], words[0], nodes, ranks)
+    return _Described(tuple(words), words[0], words[0], nodes, ranks)
+
+
+def _on_devices(words: list[str], parsed: argparse.Namespace, cluster: Cluster) -> tuple[str, ...]:
+    """A command's words, and the cluster's kind of device where they name none."""
+    device = ["--device", "cuda"] if cluster.device.kind == "cuda" and parsed.device is None else []
+    return (words[0], *device, *words[1:])
 
 
 def _arguments(name: str, words: list[str]) -> argparse.Namespace:
@@ -174,7 +193,12 @@ def _write(args: argparse.Namespace, job: ClusterJob, file: JobFile) -> int:
         print_json(data | {"nodes": job.nodes, "ranks": job.nodes * job.ranks, "code": code})
         return code
     print(f"{path}: {job.title}")
-    print(f"  {job.shared()}; each rank's output is in {job.options.logs}")
+    output = (
+        "kubectl logs prints the output"
+        if file.system == "k8s" and job.per_node
+        else f"the output is in {job.options.logs}"
+    )
+    print(f"  {job.shared()}; {output}")
     print(f"  {said or 'start it with: ' + start}")
     return code
 

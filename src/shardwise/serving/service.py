@@ -250,8 +250,8 @@ class Service:
             while True:
                 for answer in way.recv():
                     self._take(replica, answer)
-        if self._joined and not self._closing:
-            # Its process is not this one's child: nobody else sees its end.
+        if self._joined and replica and not self._closing:
+            # Its first rank is not this process's child, as rank 0 is: nobody else sees its end.
             self._lost = self._lost or f"replica {replica} has ended"
             self._stop.append(signal.SIGTERM)
 

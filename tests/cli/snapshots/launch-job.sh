@@ -22,7 +22,7 @@ set -m
     --max-restarts 3 \
     --rdzv-backend c10d --rdzv-id "$job" --rdzv-endpoint a:29500 \
     --log-dir logs/"$job-$node" --redirects 3 \
-    -m shardwise train llama-3-8b --layout dp=16,zero=3 --data text.txt --seq 4096 --batch 16 --out /data/runs/first) &
+    -m shardwise train --device cuda llama-3-8b --layout dp=16,zero=3 --data text.txt --seq 4096 --batch 16 --out /data/runs/first) &
 echo "$!" >logs/"$job-$node.pid"
 wait "$!"
 exit
@@ -44,6 +44,7 @@ on() {
 
 # Ranks save and end, then what has started them.
 stop_all() {
+    local index
     for index in "${!hosts[@]}"; do
         on "$index" "$stop" >/dev/null 2>&1 &
     done

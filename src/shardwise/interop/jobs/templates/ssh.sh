@@ -17,6 +17,7 @@ on() {
 
 # Ranks save and end, then what has started them.
 stop_all() {
+    local index
     for index in "${!hosts[@]}"; do
         on "$index" "$stop" >/dev/null 2>&1 &
     done
