@@ -179,6 +179,7 @@ def cancelled(folder: Path) -> str:
     wait_until("it has trained", lambda: len(losses(folder, "cancelled")) > 50)
     shown("scancel", str(job))
     waited = wait_until("no rank is left", lambda: not processes("n1") + processes("n2"))
+    wait_until("the job has ended", lambda: state(job) not in ("RUNNING", "COMPLETING"))
     reached, saved = max(losses(folder, "cancelled")), find(folder / "runs" / "cancelled").manifest.step
     return f"| `scancel` | {state(job)} | ended after {waited:.1f} s at step {reached}, saved at step {saved} |"
 

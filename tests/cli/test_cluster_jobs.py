@@ -103,10 +103,10 @@ SMALL = ["train", "tiny-llama", "--layout", "dp=16", "--data", "text.txt", "--se
         (words("k8s", "--submit"), "start this one with kubectl apply -f shardwise.json"),
         (words("slurm", "--restarts", "-1"), "restarts must be at least 0"),
         (words("slurm", "--per", "rank"), "--per is for a program of your own"),
-        (words("slurm", "--time", "1\x0b--wrap=x"), "give minutes, HH:MM:SS"),
+        (words("slurm", "--time", "1\x0b--wrap=x"), "--time '1.x0b--wrap=x' has a control character"),
         (words("slurm", "--time", "1 --wrap=x"), "give minutes, HH:MM:SS"),
         (words("slurm", "--sbatch=--comment=a\u2028b"), r"has a line separator \('.u2028'\)"),
-        (words("slurm", "--env", "A=a\x85b"), r"--env 'a.x85b' has a control character"),
+        (words("slurm", "--env", "A=a\x85b"), r"--env 'A=a.x85b' has a control character"),
         (words("slurm", "--env", "RANK=3"), "the job sets RANK itself"),
         (words("ssh", "--env", "node=3"), "the job sets node itself"),
         (words("slurm", "--env", "SLURM_JOB_ID=a[$(x)]"), "the job sets SLURM_JOB_ID itself"),
@@ -126,7 +126,6 @@ SMALL = ["train", "tiny-llama", "--layout", "dp=16", "--data", "text.txt", "--se
             words("k8s", train=[*TRAIN[:5], "x", *TRAIN[6:], *["--set", "layers=2" + " " * 30_000] * 5]),
             "too long for a pod",
         ),
-        (words("k8s", "--name", "7b"), "begin with a letter .DNS-1035., such as job-7b"),
         (["launch", "--slurm", *GPUS, "--", "torchrun", "--standalone", "x.py"], "leave it out"),
         (["launch", "--slurm", *GPUS, "--", ""], "name the command"),
         (["launch", "--ssh", "a", *GPUS, "--", "bash", "x.sh"], "--ssh names 1 hosts, and bash fills 2 of 2x8xH100"),
@@ -386,6 +385,15 @@ def test_a_pod_passes_its_signal_on(folder: Path) -> None:
         time.sleep(0.02)
     pod.send_signal(signal.SIGTERM)
     assert pod.wait(LIMIT) == 7 and (folder / "saved").exists()
+
+
+def test_names_of_services_begin_with_a_letter(folder: Path) -> None:
+    for given, name in (("7b-run", "job-7b-run"), ("7" * 47 + "-8", f"job-{'7' * 47}"), ("run-7b", "run-7b")):
+        assert main(words("k8s", "--name", given)) == 0
+        text = (folder / f"{given}.json").read_text()
+        service, job = json.loads(text)["items"]
+        assert service["metadata"]["name"] == job["metadata"]["name"] == name
+        assert service["spec"]["selector"] == {"job-name": name} and f"--rdzv-endpoint {name}-0.{name}:29500" in text
 
 
 def test_kubernetes_reads_dollars_once(folder: Path) -> None:

@@ -68,7 +68,7 @@ class MessageChannel:
         try:
             data = json.loads(self._connection.recv_bytes())
             return data if isinstance(data, int) else [_from_list(item) for item in data]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise EOFError(f"no message: {error}") from None
 
     def close(self) -> None:
@@ -106,11 +106,15 @@ def _to_list(message: object) -> list[Any]:
 
 def _from_list(item: list[Any]) -> object:
     name, fields = item
+    values = {field: _as_tuples(value) for field, value in fields.items()}
     if name == "Request":
-        sampling = fields["sampling"]
-        sampling["stop_tokens"] = tuple(sampling["stop_tokens"])
-        return Request(fields["id"], tuple(fields["prompt"]), Sampling(**sampling))
-    return _KINDS[name](**fields)
+        values["sampling"] = Sampling(**{field: _as_tuples(value) for field, value in values["sampling"].items()})
+    return _KINDS[name](**values)
+
+
+def _as_tuples(value: Any) -> Any:
+    """JSON has lists alone; messages have tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def launched_ranks() -> int | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.jobs.agents import NodeAgent, agent_of
-from shardwise.interop.jobs.quoting import COMMAND, joined
+from shardwise.interop.jobs.quoting import COMMAND, joined, quoted
 from shardwise.options import check_fields, option
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
@@ -59,11 +59,16 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for item in fields(self):
+            held = getattr(self, item.name)
+            for text in held if isinstance(held, tuple) else [held]:
+                if isinstance(text, str):
+                    quoted("code", text, f"--{item.name}")
         if not NAME.fullmatch(self.name):
             raise UserError(f"--name {self.name!r}: give lower-case letters, digits and hyphens, 52 at most")
-        for item in self.env:
-            if not VARIABLE.fullmatch(item):
-                raise UserError(f"--env {item!r}: give NAME=VALUE")
+        for variable in self.env:
+            if not VARIABLE.fullmatch(variable):
+                raise UserError(f"--env {variable!r}: give NAME=VALUE")
         if self.time is not None and not TIME.fullmatch(self.time):
             raise UserError(f"--time {self.time!r}: give minutes, HH:MM:SS or D-HH:MM:SS, such as 2-00:00:00")
         for flag, value in (("head", self.head), ("interface", self.interface)):

@@ -27,8 +27,6 @@ _OF_BASH = re.compile(
 """Variables that bash reads as code, changes its ways by, or does not pass on as they are."""
 _LONGEST_ARGUMENT = 1 << 17
 """Bytes of an argument, with its end: Linux's MAX_ARG_STRLEN."""
-_SERVICE = re.compile(r"[a-z][a-z0-9-]*")
-"""Names of Kubernetes' Services: DNS labels of RFC 1035."""
 
 
 def write_job(system: str, job: ClusterJob) -> JobFile:
@@ -229,17 +227,14 @@ def _ssh(job: ClusterJob) -> JobFile:
 def _k8s(job: ClusterJob) -> JobFile:
     options = job.options
     _reject(options.time or options.requeue or options.sbatch, "--time, --requeue and --sbatch are of SLURM")
-    if not _SERVICE.fullmatch(options.name):
-        raise UserError(
-            f"--name {options.name}: names of Kubernetes' Services begin with a letter (DNS-1035), such as "
-            f"job-{options.name[:48]}"
-        )
     if not options.container:
         raise UserError("Kubernetes needs an image: add --container IMAGE")
     claim, path = _volume(job)
-    head = options.head or f"{options.name}-0.{options.name}"
-    place, launcher = _launcher(job, options.name, _POD, head, _POD)
+    # Names of Services are labels of RFC 1035, which begin with a letter.
+    name = options.name if options.name[0].isalpha() else f"job-{options.name[:48].rstrip('-')}"
+    place, launcher = _launcher(job, name, _POD, options.head or f"{name}-0.{name}", _POD)
     values = _script_values(job) | {
+        "name": name,
         "claim": claim, "path": path, "place": place, "launcher": launcher,
         "image": quoted("json", options.container, "--container"),
     }  # fmt: skip
