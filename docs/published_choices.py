@@ -36,7 +36,7 @@ HEAD = """\
 Layouts that Meta, NVIDIA, DeepSeek and torchtitan chose, beside the layout that `plan --engine` recommends for the same
 model, devices and batch. A search exploits every term that a price leaves out, so a winner far below what experts run
 is first of all a question to the price. `python docs/published_choices.py` makes this page from
-`src/shardwise/validation/scoreboard/published_choices.json`.
+`src/shardwise/planner/published_choices.json`.
 
 Dense models: {near} of {dense} layouts are within {limit:.0%} of the winner. {fit} of {count} layouts fit by the
 predicted memory; all of them ran.

@@ -6,14 +6,23 @@ shard the optimizer under pipelines (stage 1), and hardly ever use the rest (doc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardwise.cluster import Cluster
+from shardwise.layout import Layout
 from shardwise.planner.ranking import Block, Candidate
 from shardwise.planner.space import BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice
+
+PUBLISHED_CHOICES = Path(__file__).with_name("published_choices.json")
+"""Layouts of published runs, with their sources: docs/published_choices.md."""
+ALIKE = 1.5
+"""Ratio of parameters up to which a published run is of a model of the same size."""
 
 SAME = 0.05
 """Share of the fastest time within which candidates count as equally fast. Of two layouts of one model on one cluster,
@@ -69,3 +78,27 @@ def as_fast(blocks: Sequence[Block], fastest: float, usable: float, cluster: Clu
             one = Candidate(float(block.seconds.flat[at]), float(block.nbytes.flat[at]), block.place(at))
             found.append((float(scores.flat[at]), one))
     return [one for _, one in sorted(found, key=lambda each: (round(each[0], 6), each[1].seconds))]
+
+
+@cache
+def _published() -> list[tuple[dict[str, Any], Layout]]:
+    rows = json.loads(PUBLISHED_CHOICES.read_text(encoding="utf-8"))
+    return [(row, Layout.parse(row["layout"])) for row in rows]
+
+
+def resembling(parameters: int, layout: Layout) -> dict[str, str] | None:
+    """The published run of a model of about this size whose layout splits it equally: publisher, model, cluster,
+    layout and source. None where there is none."""
+
+    def kind(of: Layout) -> tuple[Any, ...]:
+        return of.tp, of.pp, of.cp, of.ep, of.stage, of.schedule in ("1f1b", "interleaved")
+
+    near = [
+        row
+        for row, published in _published()
+        if kind(published) == kind(layout) and 1 / ALIKE <= parameters / row["parameters"] <= ALIKE
+    ]
+    if not near:
+        return None
+    best = min(near, key=lambda row: abs(float(np.log(parameters / row["parameters"]))))
+    return {key: best[key] for key in ("publisher", "model", "cluster", "layout", "source")}

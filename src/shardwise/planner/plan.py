@@ -12,10 +12,11 @@ from shardwise.cluster.prices import DevicePrice, price_of
 from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.model.flops import MFU, training_flops_per_sequence
-from shardwise.model.parameters import Model
+from shardwise.model.parameters import Model, count
 from shardwise.planner import shortfall
 from shardwise.planner.alternatives import Alternative
 from shardwise.planner.answer import Answer
+from shardwise.planner.common import resembling
 from shardwise.planner.exact import Refuses
 from shardwise.planner.price_words import priced
 from shardwise.planner.pricing import Priced
@@ -159,6 +160,7 @@ class Plan(Answer[Priced], Printable):
             "pipeline_rank": one.place,
             "parts": one.parts,
             "not_runnable": self.not_runnable(one),
+            "resembles": resembling(count(self.model), one.layout),
         }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.layout import Mesh
 from shardwise.model.parameters import count
 from shardwise.planner.alternatives import Alternative
-from shardwise.planner.common import SAME
+from shardwise.planner.common import SAME, resembling
 from shardwise.planner.price_words import money, price_line
 from shardwise.planner.runnable import OWN
 from shardwise.predict.tables import node_line
@@ -41,12 +41,14 @@ def plan_conclusion(plan: Plan) -> str:
 
 
 def _same(plan: Plan) -> str:
-    """How many layouts are as fast, and which is the fastest."""
+    """The published run that the layout is like; how many layouts are as fast, and which is the fastest."""
+    like = resembling(count(plan.model), plan.winner.layout)
+    run = f"; split as {like['publisher']}'s {like['model']} on {like['cluster']}" if like else ""
     if plan.fastest is None:
-        return ""
+        return run
     faster = format_share(plan.winner.seconds / plan.fastest.seconds - 1)
     return (
-        f"; up to {len(plan.same):,} layouts are as fast within the error of {100 * SAME:.0f}%, and this is the most "
+        f"{run}; up to {len(plan.same):,} layouts are as fast within the error of {100 * SAME:.0f}%, and this is the most "
         f"common one; the fastest, {plan.fastest.layout}, is {faster} faster"
     )
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from shardwise.planner.common import PUBLISHED_CHOICES
 from shardwise.validation.scoreboard.blocks import BlockScore, block_scores, read_blocks
 from shardwise.validation.scoreboard.left_out import LARGE, LeftOutScore, left_out_scores, weighted_coverage
 from shardwise.validation.scoreboard.memory import MemoryRow, MemoryScore, memory_scores
@@ -22,7 +23,7 @@ RUNS = Path(__file__).parent / "published_runs.json"
 SCALING = Path(__file__).parent / "published_scaling.json"
 """The same model and software on more and more devices, which no constant is fitted on."""
 
-CHOICES = Path(__file__).parent / "published_choices.json"
+CHOICES = PUBLISHED_CHOICES
 """Published layouts that a search is compared with: docs/published_choices.md."""
 
 __all__ = [
