@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 SECTIONS = ("saved", "dense", "experts", "backward", "backward_dense", "backward_experts")
@@ -99,7 +99,7 @@ class EngineMemory:
 
 @cache
 def _table() -> dict[str, EngineMemory]:
-    text = (resources.files("shardwise.predict.memory") / "engines.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("engines.toml").read_text(encoding="utf-8")
     found: dict[str, EngineMemory] = {}
     for name, table in tomllib.loads(text).items():
         base = found[table.pop("base")] if "base" in table else EngineMemory(name, rows={key: {} for key in SECTIONS})
