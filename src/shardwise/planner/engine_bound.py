@@ -93,11 +93,12 @@ class EngineBound:
         )  # fmt: skip
 
     def _row(self, tp: int, ep: int, row: BatchChoice) -> MicroBatchNumbers:
-        key = tp, ep, row
+        """Bytes of a micro-batch, which are those of one sequence times its sequences."""
+        one = row._replace(micro=1)
+        key = tp, ep, one
         if key not in self._rows:
             ranks = ep if self.model.experts else 1
-            layout = Layout(tp=tp, ep=ranks, dp=ranks, attention=self.attention, **row._asdict())
-            workload = replace(self.workload, batch=layout.micro * layout.dp)
-            plan = unit_plan(self._one_block, layout, workload, backend=self.backend)
+            layout = Layout(tp=tp, ep=ranks, dp=ranks, attention=self.attention, **one._asdict())
+            plan = unit_plan(self._one_block, layout, replace(self.workload, batch=ranks), backend=self.backend)
             self._rows[key] = micro_batch(self.memory, plan, self.settings)
-        return self._rows[key]
+        return MicroBatchNumbers(*(row.micro * nbytes for nbytes in self._rows[key]))
