@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from shardwise.cli.actions import FLAGS, Run
 from shardwise.cli.commands import COMMANDS, overview
-from shardwise.errors import DivergedError, UserError, did_you_mean
+from shardwise.errors import DivergedError, UserError, did_you_mean, file_limit
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -110,6 +110,8 @@ def _drop_output() -> None:
 def _unexpected(argv: list[str], error: Exception) -> int:
     from shardwise.runtime.job.launch import DIVERGED, RunFailed
 
+    if line := file_limit(error):
+        return _fail(argv, line, 2)
     if isinstance(error, DivergedError):
         return _fail(argv, str(error), DIVERGED)
     if isinstance(error, RunFailed):
