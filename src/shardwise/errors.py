@@ -22,6 +22,17 @@ class NotFiniteError(UserError):
     """Weights or optimizer state that are not finite, and so were not saved."""
 
 
+def file_limit(error: BaseException) -> str:
+    """The line for an error that is a limit on open files, whichever library met it; empty for any other."""
+    text = "Too many open files"
+    if text not in str(error) and text not in str(error.__cause__ or error.__context__ or ""):
+        return ""
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"too many open files: a process may open {most} here (ulimit -n): allow more, such as ulimit -n 1024"
+
+
 @contextmanager
 def os_errors(doing: str, instead: str = "") -> Iterator[None]:
     """Raise the `UserError` "cannot DOING: reason" for an `OSError`. instead: what to do, after the reason."""

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from shardwise.cli.actions import FLAGS, Run
 from shardwise.cli.commands import COMMANDS, overview
-from shardwise.errors import DivergedError, UserError, did_you_mean
+from shardwise.errors import DivergedError, UserError, did_you_mean, file_limit
 
 NEW_OBJECTS = 20_000
 """New objects after which the interpreter looks for garbage: modules that are loaded have many, and none is garbage."""
@@ -114,6 +114,8 @@ def _drop_output() -> None:
 def _unexpected(argv: list[str], error: Exception) -> int:
     from shardwise.runtime.job.launch import DIVERGED, RunFailed
 
+    if line := file_limit(error):
+        return _fail(argv, line, 2)
     if isinstance(error, DivergedError):
         return _fail(argv, str(error), DIVERGED)
     if isinstance(error, RunFailed):

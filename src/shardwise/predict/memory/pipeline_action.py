@@ -52,7 +52,7 @@ class StageBytes:
             {part: sum(kept_items(plan, s, part).values()) for part in parts},
             forward(plan, s, parts),
             sum(saved_inputs(plan, s, part) for part in parts),
-            s.stream * s.hidden * s.element * (stage > 0 and "input" not in made_items(plan, s, parts[0])),
+            s.stream * s.hidden * s.element * (stage > 0 and "input" not in saved_items(plan, s, parts[0])),
             cache(partial(backwards, plan, s, parts)),
             bool(plan.blocks(stage)),
             stage == 0,

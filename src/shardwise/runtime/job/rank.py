@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from shardwise.errors import DivergedError, UserError, os_errors
+from shardwise.errors import DivergedError, UserError, file_limit, os_errors
 from shardwise.runtime.job import launch
 from shardwise.runtime.job.output import say
 
@@ -130,6 +130,9 @@ def guarded(work: Callable[[], object], keep: Callable[[], object] = lambda: Non
         _report(launch.Failure("diverged", number(), None, str(error)))
         return launch.DIVERGED
     except BaseException as error:
+        if line := file_limit(error):
+            _report(launch.Failure("user", number(), None, line))
+            return launch.USER_MISTAKE
         kind: Literal["peer", "error"] = "peer" if launch.lost_a_peer(error) else "error"
         _report(launch.Failure(kind, number(), getattr(error, "step", None), _one_line(error)))
         keep()
