@@ -48,8 +48,8 @@ def _same(plan: Plan) -> str:
         return run
     faster = format_share(plan.winner.seconds / plan.fastest.seconds - 1)
     return (
-        f"{run}; up to {len(plan.same):,} layouts are as fast within the error of {100 * SAME:.0f}%, and this is the most "
-        f"common one; the fastest, {plan.fastest.layout}, is {faster} faster"
+        f"{run}; up to {len(plan.same):,} layouts are as fast within the error of {100 * SAME:.0f}%, and this is the "
+        f"most common one; the fastest, {plan.fastest.layout}, is {faster} faster"
     )
 
 
