@@ -49,7 +49,12 @@ def peaks(name, layout, workload, engine, **settings):
 
 
 @pytest.mark.parametrize(
-    ("layout", "batch", "engine"), [(NVIDIA, 1536, "megatron-bridge"), (META, 2048, "megatron-core")]
+    ("layout", "batch", "engine"),
+    [
+        (NVIDIA, 1536, "megatron-bridge"),
+        (META, 2048, "megatron-core"),
+        (META.replace("zero=2", "zero=1"), 2048, "megatron-bridge"),
+    ],
 )
 def test_layouts_of_published_405b_runs_fit_as_they_did(layout, batch, engine):
     usable = usable_bytes(Cluster.parse("8x8xH100"))
