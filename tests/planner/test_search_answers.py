@@ -111,7 +111,7 @@ def test_what_cannot_fit_at_all_is_rejected_before_a_search(monkeypatch):
     monkeypatch.setattr("shardwise.planner.shortfall.changes", lambda *_: iter(["take more"]))
     with pytest.raises(UserError, match=r"alone need 710 GB per device, spread over all 8, .* usable .*; take more$"):
         plan(get("llama-3-405b"), Cluster.parse("8xH100"), Workload(8192, 16))
-    small = space("llama-3-405b", "8xH100", 8192, 16)
+    small = replace(space("llama-3-405b", "8xH100", 8192, 16), engine=engine("shardwise"))
     found = search(small, Pricing(small.cluster), usable=usable_bytes(small.cluster))
     assert not found.best and found.considered == small.size
 

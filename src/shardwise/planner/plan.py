@@ -27,6 +27,7 @@ from shardwise.planner.winners import By, winners
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
 from shardwise.predict.memory.capacity import explained, room_of
 from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings
+from shardwise.predict.time.constants import constants
 from shardwise.predict.time.ranges import large_run
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
@@ -203,6 +204,7 @@ def plan(
         raise UserError(f"--top must be a positive integer, not {top}")
     space, none_runs = space_for(model, cluster, workload, engine, fixed or {}, settings)
     room = room_of(cluster, space.engine.name, bool(model.experts), reserved)
+    constants(cluster.device)  # raises where the search would, for a device without any
     if explain and (rejected := shortfall.why_no_state_fits(space, room.usable, reserved)):
         raise rejected
     usable = room.safe
