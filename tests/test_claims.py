@@ -202,7 +202,7 @@ def test_the_same_bytes_with_sequence_parallelism():
 
 def test_the_time_of_a_gathered_token():
     said = int(re.search(r"in TIME it is about (\d+)x", claims()["ratio-6400"].why)[1])
-    assert shown("ratio-6400").values["time"] == pytest.approx(said, rel=0.1)
+    assert shown("ratio-6400").values["time"] == pytest.approx(said, rel=0.15)
 
 
 def test_measured_sums_are_in_the_range_that_the_reasons_name():

@@ -41,7 +41,8 @@ def scored():
 def test_every_row_has_a_citation_and_is_scored(scored):
     predictions, found = scored
     assert all(row["source"] for row in ROWS)
-    assert len(predictions) == len(ROWS)
+    fitted = [skipped for score in found for skipped in score.skipped if "are fitted on it" in skipped]
+    assert len(predictions) == len(ROWS) - 2 and len(fitted) == 1, "MI300X's two rows are no evidence"
     assert {score.source for score in found} == set(MOST)
 
 
