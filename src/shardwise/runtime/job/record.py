@@ -184,7 +184,7 @@ class RunRecorder:
         self.directory.close()
 
     def finish(self, result: dict[str, Any], status: str) -> None:
-        """The run has made its last step."""
+        """The run has made its last step. Raises `UserError` when its result cannot be written."""
         text = json.dumps(strict(result), indent=1, allow_nan=False)
         try:
             write_whole(self.directory.path / "result.json", f"{text}\n")

@@ -196,13 +196,17 @@ class TrainingRun:
         )  # fmt: skip
         self.rounds = Rounds.of(layout, config.steps)
         self.stop = StopRequest(self.rounds)
+        self.clock, self.slow = TrainingClock(self.pulse), self._injected()
+        self._clear_records()
+
+    def _clear_records(self) -> None:
+        """No step has been made yet."""
         self.diverged = ""
         """Where and how the run has diverged, the same on all ranks; empty while it has not."""
         self.skips = 0
         """Steps whose update was skipped."""
         self.in_a_row = 0
         """The last steps, if their updates were skipped on all ranks."""
-        self.clock, self.slow = TrainingClock(self.pulse), self._injected()
         self.first_step = self.at.step
         self._round: list[dict[str, Any]] = []
         """Steps that are not recorded yet."""

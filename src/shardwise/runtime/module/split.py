@@ -74,15 +74,12 @@ def split(
     accumulate: micro-batches per step. lora: low-rank adapters beside its linear maps, all else being frozen, such as
     "rank=16,targets=q_proj+v_proj"; with "base=int8" the linear maps of its blocks are kept in 8 bits. optimizer:
     AdamW's settings; `lr` is constant but for `train_step(lr=)`.
-    on_nonfinite: a step whose loss or gradient norm is not finite changes nothing; "stop": and raises `DivergedError`,
-    "skip": its outcome says `skipped`.
-    transport: as of `make_comms`. offload_dir: folder for the ranks' files of offload=nvme. Without a process group one
-    is made, with torchrun's ranks or for this process alone.
+    on_nonfinite: a step that is not finite changes nothing; "stop" raises `DivergedError` after it. transport: as of
+    `make_comms`. offload_dir: folder for the ranks' files of offload=nvme. Without a process group one is made, with
+    torchrun's ranks or for this process alone.
     Raises `UserError` for a module, a plan or a layout that cannot be split.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    if on_nonfinite not in ("stop", "skip"):
-        raise UserError(f"on_nonfinite must be stop or skip, not {on_nonfinite!r}")
     check_module_layout(layout)
     folder = _folder(layout, offload_dir)
     _meet()
@@ -104,8 +101,8 @@ def split(
     _place_buffers(module, layout, values, at)
     comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
-    settings = optimizer or OptimizerConfig()
-    return SplitModule(ModuleProgram(module, described, units, comms, settings, values, at, folder), on_nonfinite)
+    program = ModuleProgram(module, described, units, comms, optimizer or OptimizerConfig(), values, at, folder)
+    return SplitModule(program, on_nonfinite)
 
 
 def _folder(layout: Layout, folder: Path | str | None) -> Path | None:
@@ -173,6 +170,8 @@ class SplitModule(nn.Module):
 
     def __init__(self, program: ModuleProgram, on_nonfinite: str = "stop") -> None:
         super().__init__()
+        if on_nonfinite not in ("stop", "skip"):
+            raise UserError(f"on_nonfinite must be stop or skip, not {on_nonfinite!r}")
         self._stops = on_nonfinite == "stop"
         self.module = program.module
         self.program = program
