@@ -16,7 +16,7 @@ from shardwise.validation.scoreboard.left_out import interval_score, left_out, r
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {
     "llm-foundry", "vtrain-single", "bloom-chronicles", "megatron-bridge", "korthikanti22", "nemo2-longseq",
-    "torchtitan", "gpt-fast", "trtllm-v1.0", "megatron-lm-h100", "torchao", "trtllm-1.2",
+    "torchtitan", "gpt-fast", "trtllm-v1.0", "megatron-lm-h100", "torchao",
 }  # fmt: skip
 NEVER_FITTED = {"megatron-core"}
 MOST = {"torchao": 0.40}
@@ -58,7 +58,7 @@ def test_every_fitted_constant_is_told_by_two_sources_and_inside_its_bounds():
 
 
 def test_every_source_was_left_out_once():
-    assert set(record()["left_out"]) == SOURCES
+    assert set(record()["left_out"]) == SOURCES | {"trtllm-1.2"}  # which is not in the project's own table
     assert set(record()["tables"]) == {"published_training.json", "published_serving.json"}
     everything = record()["values"]
     for without in record()["left_out"].values():

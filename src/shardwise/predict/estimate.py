@@ -54,10 +54,9 @@ def estimate(
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
     (`predict.time.ENGINES`), and whose memory is counted where it is known (`predict/memory/engines.toml`); None means
-    this project's runtime. recorded: roles of a measured step of a model with
-    experts, whose routing the prediction then follows rank by rank. slow: slow ranks, and emulated: seconds of a step's
-    arithmetic, both as `train` has them. settings: of the engine, beside the layout. What a layout asks for that is not
-    priced yet is said in the report's `notes`.
+    this project's runtime. recorded: roles of a measured step of a model with experts, whose routing the prediction then
+    follows rank by rank. slow: slow ranks, and emulated: seconds of a step's arithmetic, both as `train` has them.
+    settings: of the engine, beside the layout. What is not priced yet is said in the report's `notes`.
     Raises `LayoutError` when the layout does not suit the model, the workload or the number of devices, and `UserError`
     for a workload without sequences, and for a slow rank that does not exist.
     """
@@ -71,14 +70,12 @@ def estimate(
     backend = backend or usual_backend(cluster)
     counted = engine if engine and not recorded and counts_engine(engine, model, layout) else ""
     roles = _roles(model, layout, workload, backend, recorded, counted, settings)
-    unscheduled = as_under_auto(roles)
     timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
-    balance = _balance(model, layout, workload)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
         *([warning] if room and (warning := room.warning(peak)) else []),
         *_memory_notes(engine or "", counted, model, layout, workload, backend),
-        *([f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []),
+        *_schedule_notes(layout, roles),
         *(timing.notes if timing else ()), *([why] if why else []),
     ]  # fmt: skip
     return StepReport(
@@ -91,9 +88,15 @@ def estimate(
         time=timing.seconds if timing else None,
         timing=timing.to_json() if timing else None,
         notes=tuple(notes),
-        balance=balance,
+        balance=_balance(model, layout, workload),
         room=room.to_json(peak) if room else None,
     )
+
+
+def _schedule_notes(layout: Layout, roles: Sequence[Role]) -> list[str]:
+    """Collectives that the layout's algorithm has no schedule for."""
+    unscheduled = as_under_auto(roles)
+    return [f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []
 
 
 def _balance(model: Model, layout: Layout, workload: Workload) -> dict[str, Any] | None:
