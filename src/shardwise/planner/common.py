@@ -46,7 +46,8 @@ def unusual(frame: LayoutColumns, cluster: Cluster, seq: int, layers: int) -> An
 
 def _cut(row: BatchChoice, tp: int, seq: int) -> float:
     further = max(0.0, float(np.log2(row.cp)) - max(0.0, float(np.log2(seq / WHOLE))))
-    return further + max(0.0, further - 1) + 1.0 * (tp > 1 and not row.sp)
+    again = {"none": 0.0, "selective": 0.6}.get(row.recompute, 0.8)
+    return further + max(0.0, further - 1) + 1.0 * (tp > 1 and not row.sp) + again
 
 
 def _sharded(sharding: ZeroChoice, frame: LayoutColumns) -> float:

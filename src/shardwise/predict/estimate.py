@@ -54,8 +54,8 @@ def estimate(
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
     (`predict.time.ENGINES`), and whose memory is counted where it is known (`predict/memory/engines.toml`); None means
-    this project's runtime. recorded: roles of a measured step of a model with experts, whose routing the prediction then
-    follows rank by rank. slow: slow ranks, and emulated: seconds of a step's arithmetic, both as `train` has them.
+    this project's runtime. recorded: roles of a measured step of a model with experts, whose routing the prediction
+    then follows rank by rank. slow: slow ranks, and emulated: seconds of a step's arithmetic, as `train` has them.
     settings: of the engine, beside the layout. What is not priced yet is said in the report's `notes`.
     Raises `LayoutError` when the layout does not suit the model, the workload or the number of devices, and `UserError`
     for a workload without sequences, and for a slow rank that does not exist.
