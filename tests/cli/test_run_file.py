@@ -89,6 +89,7 @@ def test_every_option_of_a_run_is_a_key() -> None:
     """A new field of `TrainConfig` has a flag, or is one that a run file leaves out on purpose."""
     flags = {action.dest for action in parser_of("train")._actions}
     own = {"model", "workload", "optimizer", "corpus", "corpus_fingerprint", "former_corpus", "restart", "adapters"}
+    own.add("schedule_steps")
     assert {field.name for field in fields(TrainConfig)} - own <= flags
 
 

@@ -18,8 +18,8 @@ from shardwise.runtime.dryrun import _observe
 SEED, PAIRS = 7, 500
 """Of `benchmarks/peak_fuzz.py --seed 7 --pairs 500`, whose result the README states."""
 PER_DAY = 3
-BOUND, WIDE_BOUND = 0.05, 0.1
-"""Of pairs, and of pairs with more features, among which a few are further off (docs/memory.md)."""
+BOUND, WIDE_BOUND = 0.05, 0.15
+"""Of pairs, and of pairs with more features: offloaded activations beside a pipeline are further off."""
 OFFLOADED = [
     "dp=2,zero=1,offload_activations=cpu",
     "tp=2,offload_activations=cpu,recompute=selective",

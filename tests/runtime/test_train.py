@@ -177,13 +177,15 @@ def test_the_load_of_experts_is_in_the_events_and_on_tensorboard(tmp_path: Path)
     assert [s.step for s in board.Scalars("train/loss")] == [1, 2]
 
 
-def test_a_run_that_diverges_says_so_and_its_results_are_json(text: Path, tmp_path: Path) -> None:
+def test_a_run_that_diverges_says_so_in_json_too(text: Path, tmp_path: Path) -> None:
     far = ("--lr", "1e30", "--clip", "0", "--json")
     done = shardwise(*command(text, tmp_path / "run", *far, layout="dp=1,precision=fp32", steps=4))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("is nan: training has diverged") == 1
-    for found in (done.stdout, (tmp_path / "run/result.json").read_text()):
-        assert json.loads(found, parse_constant=pytest.fail)["loss"] == "NaN"
+    assert done.returncode == 3 and done.stderr.count("training diverged at step 2: the gradient norm is nan") == 1, (
+        done.stderr
+    )
+    assert json.loads(done.stdout, parse_constant=pytest.fail)["exit_code"] == 3
+    events = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "run/events.jsonl").open()]
+    assert events[-1]["grad_norm"] == "NaN" and events[-1]["skipped"]
 
 
 @of_some("two agents", TORCHRUN, 2)

@@ -78,9 +78,10 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[None]:
+def new_folder(folder: Path, clear: bool = False) -> Iterator[None]:
     """A folder for a new checkpoint, which no other process writes meanwhile. What a writer that was killed left there
-    is removed. Raises `UserError` when the folder holds anything else, or is in use."""
+    is removed. clear: remove the folder on an error if it was made here. Raises `UserError` when it holds anything
+    else, or is in use."""
     used = f"{folder} is not empty; nothing was overwritten: choose another folder"
     if folder.exists() and not folder.is_dir():
         raise UserError(used)
@@ -96,7 +97,7 @@ def new_folder(folder: Path) -> Iterator[None]:
                 path.unlink()
             yield
     except BaseException as error:
-        if new:
+        if new and clear:
             with suppress(OSError):
                 folder.rmdir()
         if isinstance(error, BlockingIOError):

@@ -64,7 +64,7 @@ def import_checkpoint(
     folder, out = Path(folder), Path(out)
     if reason := model.why_not_runnable():
         raise UserError(f"{model.name}: {reason}")
-    with new_folder(out):
+    with new_folder(out, clear=True):
         return _imported(folder, out, model, format, weights_only, run)
 
 

@@ -74,13 +74,14 @@ class RunRecorder:
         return SummaryWriter(str(Path(self.config.out) / "tensorboard"))  # type: ignore[no-untyped-call]
 
     def step(
-        self, recorded: bool = False, experts: Mapping[str, Any] | None = None, skipped: bool = False, **event: Any
-    ) -> None:
+        self, recorded: bool = False, experts: Mapping[str, Any] | None = None, skipped: bool = False,
+        shown: bool = True, **event: Any,
+    ) -> None:  # fmt: skip
         """Record one training step: numbers by name, `step` and `loss` among them.
 
-        skipped: its update was not made. recorded: every storage was followed for the report, so that its time says
-        nothing about speed. experts: load of the model's experts, `{"tokens": {block: [tokens of each expert]},
-        "imbalance", "dropped", "balance_loss"}`.
+        shown: show it, too. skipped: its update was not made. recorded: every storage was followed for the report, so
+        that its time says nothing about speed. experts: load of the model's experts, `{"tokens": {block: [tokens of
+        each expert]}, "imbalance", "dropped", "balance_loss"}`.
         """
         more = ({"recorded": True} if recorded else {}) | ({"skipped": True} if skipped else {})
         self.directory.append({"time": time.time(), **event, **more, **({"experts": experts} if experts else {})})
@@ -95,6 +96,8 @@ class RunRecorder:
                 'update was not made (further ones: "skipped" in events.jsonl)',
                 event["step"],
             )
+        if shown:
+            self.show(event, recorded)
 
     def show(self, event: Mapping[str, Any], recorded: bool = False, whose: str = "") -> None:
         """Show a training step. whose: words after its loss."""
@@ -183,7 +186,7 @@ class RunRecorder:
                 self._board.close()
         self.directory.close()
 
-    def finish(self, result: dict[str, Any], status: str) -> None:
+    def finish(self, result: dict[str, Any], status: str = "finished") -> None:
         """The run has made its last step. Raises `UserError` when its result cannot be written."""
         text = json.dumps(strict(result), indent=1, allow_nan=False)
         try:

@@ -395,7 +395,7 @@ class TrainingRun:
             event["outer_loss"] = outer.loss
         if ends:
             for each in self._round:
-                self.record.step(**each)
+                self.record.step(**each, shown=False)
             self._round.clear()
         self.record.show(event, recorded=event["recorded"], whose="" if ends else " (rank 0's replica)")
 

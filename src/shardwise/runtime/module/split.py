@@ -74,9 +74,10 @@ def split(
     accumulate: micro-batches per step. lora: low-rank adapters beside its linear maps, all else being frozen, such as
     "rank=16,targets=q_proj+v_proj"; with "base=int8" the linear maps of its blocks are kept in 8 bits. optimizer:
     AdamW's settings; `lr` is constant but for `train_step(lr=)`.
-    on_nonfinite: a step that is not finite changes nothing; "stop" raises `DivergedError` after it. transport: as of
-    `make_comms`. offload_dir: folder for files of offload=nvme. Without a process group one is made, with torchrun's
-    ranks or for this process alone. Raises `UserError` for a module, a plan or a layout that cannot be split."""
+    on_nonfinite: "stop" raises `DivergedError` after a step that is not finite, which changes nothing. transport: as of
+    `make_comms`. offload_dir: for the ranks' files of offload=nvme. Without a process group one is made.
+    Raises `UserError` for a module, a plan or a layout that cannot be split.
+    """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_module_layout(layout)
     folder = _folder(layout, offload_dir)
