@@ -99,5 +99,9 @@ def test_a_power_limit_is_among_what_was_assumed():
     row = {"gpu": "B200", "gpus": 8}
     usual: list[str] = []
     limited: list[str] = []
-    assert cluster_of(row, usual) == cluster_of({**row, "notes": "power limited B200"}, limited)
-    assert not usual and limited == ["a lower power limit, not stated: products as fast as without it"]
+    whole, less = cluster_of(row, usual), cluster_of({**row, "notes": "power limited B200"}, limited)
+    assert less.device.peak("bfloat16") == pytest.approx(whole.device.peak("bfloat16") * (5 / 7) ** 0.5)
+    assert less.device.memory_bandwidth == whole.device.memory_bandwidth
+    assert not usual and limited == [
+        "a lower power limit, not stated: 5/7 of the usual power, as the H100 of the same source"
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import sqrt
 
 from shardwise.cluster import Cluster, Link, catalog
 from shardwise.cluster.catalog import Accelerator
@@ -68,10 +69,13 @@ def cluster_of(row: Row, assumed: list[str]) -> Cluster:
         # Jobs on NVL72 racks use 64 of the 72 GPUs, where degrees are powers of two.
         per_node = 64
     nodes = -(-gpus // per_node)
+    device = entry.device
     if LIMITED in str(row.get("notes", "")).lower():
-        assumed.append("a lower power limit, not stated: products as fast as without it")
+        assumed.append("a lower power limit, not stated: 5/7 of the usual power, as the H100 of the same source")
+        # Power grows about as the clock's square near the limit.
+        device = replace(device, peak_flops={dtype: rate * sqrt(5 / 7) for dtype, rate in device.peak_flops.items()})
     network = network_of(str(row.get("inter_node") or ""), entry.inter, per_node, nodes, assumed)
-    return Cluster(nodes, per_node, entry.device, entry.intra, network)
+    return Cluster(nodes, per_node, device, entry.intra, network)
 
 
 def _device(text: str, assumed: list[str]) -> Accelerator:
