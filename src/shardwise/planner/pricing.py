@@ -281,10 +281,12 @@ class Prices:
         # To the data ranks' traffic, a sequence cut over cp is shorter sequences on as many ranks more: one mesh.
         split = self._split(frame)
         mesh = replace(split, micro=split.micro / split.cp, dp=frame.data, cp=1)
-        one = traffic(self.model, replace(mesh, micro_batches=1), engine, self.pricing)
         several = split.micro_batches > 1
         if engine.grad_bytes != "plan" or not np.any(several):
-            return one
+            return traffic(self.model, replace(mesh, micro_batches=1), engine, self.pricing)
         # Gradients of several micro-batches are wider.
         more = traffic(self.model, replace(mesh, micro_batches=2), engine, self.pricing)
+        if np.all(several):
+            return more
+        one = traffic(self.model, replace(mesh, micro_batches=1), engine, self.pricing)
         return more.where(several, one)
