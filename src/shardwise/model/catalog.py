@@ -49,9 +49,9 @@ def resolve(text: str) -> ModelConfig:
             f"no model {text!r}: neither in the catalog, nor a config.json or a folder with one, nor in the cache of "
             f"Hugging Face's hub; {_nearest(text)}"
         )
-    from shardwise.model.huggingface import from_huggingface
+    from shardwise.model.huggingface import read_model
 
-    return from_huggingface(path)
+    return read_model(path, None if path == text else text)
 
 
 def _cached(text: str) -> Path | None:
