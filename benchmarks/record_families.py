@@ -28,7 +28,7 @@ from shardwise.model.shapes import recording
 from shardwise.model.shapes.formulas import Scope, evaluate, holds
 
 DATA = Path(__file__).parents[1] / "src/shardwise/model/shapes/families.json"
-BUILDS, CHECKS, SECONDS = 56, 12, 150
+BUILDS, CHECKS, SECONDS = 40, 8, 60
 """Builds that formulas are fitted to and checked on, and the processor's time for a family."""
 IGNORED = re.compile(
     r"token_id|token_index|^max_length|_length$|num_labels|num_beams|^top_|return|^id2|label|initializer|version|dtype|"
@@ -121,7 +121,7 @@ def probe(family: Family) -> tuple[dict[str, list[Any]], dict[str, list[Any]], d
         if type(value) is bool:
             tries = [not value]
         elif type(value) is int:
-            tries = [2 * value or 2, value + 1, *([0] if value else []), None]
+            tries = [2 * value or 2, *([0, None] if value else [])]
         elif name.endswith("/layers"):
             continue
         elif value is None and (name in family.legacy or re.search("int|bool|None", family.annotations.get(name, "int"))):
@@ -299,9 +299,25 @@ def plausible(family: Family, attributes: dict[str, Any]) -> bool:
     return all(type(a) is not int or type(b) is not int or (b and not a % b) for a, b in pairs)
 
 
+KEPT: list[Scope] = []
+SCOPES: dict[tuple[int, int], Scope] = {}
+TRUTH: dict[int, dict[str, bool]] = {}
+"""Scopes of builds' layers, and what holds in each, by its id: both are asked for again and again."""
+
+
 def scope_of(build: Build, layer: int | None) -> Scope:
-    attributes = build[1]
-    return Scope(attributes, layer or 0)
+    key = id(build[1]), layer or 0
+    if key not in SCOPES:
+        SCOPES[key] = Scope(build[1], layer or 0)
+    return SCOPES[key]
+
+
+def true(word: str, scope: Scope) -> bool:
+    """Whether a literal holds."""
+    known = TRUTH.setdefault(id(scope), {})
+    if word not in known:
+        known[word] = holds([word], scope)
+    return known[word]
 
 
 def literals(builds: list[Build], layered: bool, fields: set[str]) -> list[str]:
@@ -339,7 +355,7 @@ def split_rows(rows: list[tuple[Scope, Any]], words: list[str]) -> Iterator[tupl
     for word in words:
         sides: tuple[list, list] = ([], [])
         for row in rows:
-            sides[holds([word], row[0])].append(row)
+            sides[true(word, row[0])].append(row)
         if sides[0] and sides[1]:
             yield word, sides[1], sides[0]
 
@@ -349,11 +365,11 @@ def presence(there: list[Scope], absent: list[Scope], words: list[str], depth: i
     if not absent:
         return [[]]
     both = [w for word in words for w in (word, f"!{word}")]
-    always = [w for w in both if all(holds([w], s) for s in there)]
+    always = [w for w in both if all(true(w, s) for s in there)]
     chosen, left = [], absent
     while left and always:
-        best = min(always, key=lambda w: sum(holds([w], s) for s in left))
-        rest = [s for s in left if holds([best], s)]
+        best = min(always, key=lambda w: sum(true(w, s) for s in left))
+        rest = [s for s in left if true(best, s)]
         if len(rest) == len(left):
             break
         chosen.append(best)
@@ -363,8 +379,8 @@ def presence(there: list[Scope], absent: list[Scope], words: list[str], depth: i
     if not depth:
         return None
     for word in words:  # one of two conditions
-        first = [s for s in there if holds([word], s)]
-        second = [s for s in there if not holds([word], s)]
+        first = [s for s in there if true(word, s)]
+        second = [s for s in there if not true(word, s)]
         if first and second:
             one = presence(first, absent, words, 0)
             two = one and presence(second, absent, words, depth - 1)
@@ -408,8 +424,10 @@ def fit(rows: list[tuple[Scope, int]], names: list[str]) -> str | None:
             column.append(value)
         if all(v.denominator == 1 for v in column) and all(v <= 64 * t + 64 for v, t in zip(column, target, strict=True)):
             table.append((up, down, [int(v) for v in column]))
+    simple = [t for t in table if not t[1] and len(t[0]) < 3]
+    pairs = simple[:40] + [t for t in table if t[1]][:40]
     for size in (1, 2, 3):
-        for terms in itertools.combinations(table if size < 3 else table[:60], size):
+        for terms in itertools.combinations(table if size < 2 else pairs if size < 3 else simple[:22], size):
             if coefficients := solve([t[2] for t in terms], target):
                 formula = "+".join(_term(c, *t[:2]) for c, t in zip(coefficients, terms, strict=True))
                 if all(_value(formula, s) == n for s, n in every):
@@ -509,7 +527,10 @@ def tensors_of(family: Family, builds: list[Build]) -> dict[str, Any]:
             if sibling and isinstance(sibling[0], str) and all(_value(sibling[0], s) == n for s, n in some):
                 dims.append(sibling[0])
                 continue
-            formula = fit_rows(some, [*sorted(names), *[n for n in relevant(some, builds)[:3] if n not in names]], words)
+            formula = fit_rows(some, sorted(names), words, 1) if names else None
+            if formula is None:
+                more = [n for n in relevant(some, builds)[:4] if n not in names]
+                formula = fit_rows(some, [*sorted(names)[:5], *more], words)
             if formula is None:
                 raise ValueError(f"no formula for dim {dim} of {name}")
             dims.append(formula[0][1] if len(formula) == 1 else formula)
@@ -544,6 +565,7 @@ def default_of(family: Family, name: str, free: list[Build]) -> Any:
     if all(isinstance(v, list) for v in values):
         return list_rule(family, name, free, widened)
     rows = [(Scope({k: v for k, v in w.items() if k != name}), v) for w, v in zip(widened, values, strict=True)]
+    KEPT.extend(s for s, _ in rows)
     again = [(w.attributes, dict(w.attributes), [], {}) for w, _ in rows]
     names = sorted(family.follows[name] - {name})
     names += [n for n in relevant([(w, v) for w, v in rows if type(v) is int and v], again)[:4] if n not in names]
@@ -578,6 +600,7 @@ def index_rule(family: Family, name: str, free: list[Build], widened: list[dict[
     for build, attributes in zip(free, widened, strict=True):
         others = {k: v for k, v in attributes.items() if k != name}
         rows += [(Scope(others, i), i in build[1][name]) for i in range(build[1][family.layers])]
+        KEPT.extend(s for s, _ in rows)
     again = [({}, dict(s.attributes), [], {}) for s, _ in rows[:: max(1, len(rows) // 60)]]
     words = literals(again, True, family.fields | set(family.legacy))
     when = presence([s for s, there in rows if there], [s for s, there in rows if not there], words)
@@ -593,6 +616,7 @@ def list_rule(family: Family, name: str, free: list[Build], widened: list[dict[s
         others = {k: v for k, v in attributes.items() if k != name}
         again.append((build[0], others, [], {}))
         rows += [(Scope(others, i), v) for i, v in enumerate(build[1][name])]
+        KEPT.extend(s for s, _ in rows)
     words = literals(again, True, family.fields | set(family.legacy))
     if name.endswith("/layers"):
         names = sorted(family.fields | set(family.legacy))
@@ -613,15 +637,31 @@ def used(data: Any) -> set[str]:
 
 def record(model_type: str) -> dict[str, Any]:
     """The family's data. Raises `ValueError` where none was found that fits."""
+    for memo in (SCOPES, TRUTH, KEPT):
+        memo.clear()
     family = Family(model_type)
     sizes, flags, lists = probe(family)
     builds = sample(family, BUILDS, sizes, flags, lists)
-    builds.insert(0, family.build(family.base))
+    if plausible(family, (base := family.build(family.base))[1]):
+        builds.insert(0, base)
+    overridden = sorted(
+        n for n in {n for b in builds for n in b[0]}
+        if type(family.default.get(n)) is int and n != family.layers
+        and sum(n in b[0] for b in builds) > 1 and all(b[0][n] != b[1].get(n) for b in builds if n in b[0])
+    )  # fmt: skip
+    for given, made, *_ in builds:
+        for name in overridden:
+            given.pop(name, None)
+        for name in {n for b in builds for n in b[1] if n.endswith("/layers")}:
+            plain = made.get(name.removesuffix("/layers"))
+            made.setdefault(name, [plain] * made[family.layers])
     tensors = tensors_of(family, builds)
     counts = {}
     for stack in {s for b in builds for s in b[3]}:
         rows = [(scope_of(b, None), b[3][stack]) for b in builds if stack in b[3]]
         names = [n for n in builds[0][1] if "layer" in n and type(builds[0][1][n]) is int]
+        if family.layers not in family.kind().to_dict():  # it follows from a list
+            names = []
         names += [f"#{n}" for n, v in builds[0][1].items() if isinstance(v, list)]
         formula = fit(rows, names)
         if formula is None:
@@ -642,7 +682,7 @@ def record(model_type: str) -> dict[str, Any]:
     words = {f"{n}@{a}": c for given, made, *_ in builds for n, v in given.items()
              if isinstance(v, list) and isinstance(made.get(n), list) and len(v) == len(made[n])
              for a, c in zip(v, made[n], strict=True) if a != c}  # fmt: skip
-    data = {"class": family.head, "words": words, "names": family.names, "stacks": counts, "tensors": tensors, "defaults": rules,
+    data = {"class": family.head, "words": words, "overridden": overridden, "names": family.names, "stacks": counts, "tensors": tensors, "defaults": rules,
             "others": shown, "cuts": family.cuts, "windowed": family.windowed,
             "known": sorted({*family.legacy, *recording.attributes_of(family.kind())})}  # fmt: skip
     check(family, data, sample(family, CHECKS, sizes, flags, lists))
@@ -654,6 +694,7 @@ def check(family: Family, data: dict[str, Any], builds: list[Build]) -> None:
     from shardwise.model.shapes.reading import tensors_of as evaluated
 
     for given, attributes, tensors, _ in builds:
+        given = {n: v for n, v in given.items() if n not in data["overridden"]}
         if any(isinstance(r, dict) and r.get("unknown") and n not in given for n, r in data["defaults"].items()):
             continue
         made = sorted((n, layer, s) for n, layer, s in evaluated(data, given))
@@ -693,7 +734,7 @@ def model_types() -> list[str]:
 def main() -> None:
     wanted = sys.argv[1:] or model_types()
     families = json.loads(DATA.read_text()) if DATA.exists() and sys.argv[1:] else {}
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
         for model_type, data in pool.imap_unordered(task, wanted):
             if isinstance(data, str):
                 print(f"{model_type}: left out: {data[:1500]}", flush=True)

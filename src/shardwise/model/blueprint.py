@@ -201,6 +201,17 @@ class Part:
         """Elements of the parameters of one of them."""
         return sum(p.numel for p in self.parameters)
 
+    @property
+    def routes(self) -> bool:
+        """Whether it has experts."""
+        return any(p.cut == "expert" for p in self.parameters)
+
+    @property
+    def without_experts(self) -> Part:
+        """Its parameters and operations without those of experts."""
+        kept = tuple(p for p in self.parameters if p.cut != "expert")
+        return replace(self, parameters=kept, operations=tuple(o for o in self.operations if getattr(o, "rows", "") != "routed"))
+
     def trains(self, module: str = "") -> bool:
         """Whether any parameter of a module inside, or of the part, is trained."""
         prefix = f"{module}." if module else ""

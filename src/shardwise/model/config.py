@@ -356,7 +356,11 @@ class ModelConfig:
 
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed; derived fields (`kv_heads`, `head_dim`) are kept unless named."""
-        return replace(self, **changes)
+        made = replace(self, **changes)
+        if self.counted is None or not changes.keys() & {"layers", "experts"} or "counted" in changes:
+            return made
+        mixed = made.experts is not None and not made.experts.dense_layers
+        return replace(made, counted=self.counted.cut(made.layers, mixed, made.experts is not None))
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that `from_json` reads back, also in versions without the mechanisms that are not used."""

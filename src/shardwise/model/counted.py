@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -71,6 +71,22 @@ class Counted:
     def cache_numbers(self, tokens: float, tp: int = 1, first: int = 0, stop: int | None = None) -> float:
         """Numbers in the cache of a sequence of so many tokens, of some layers, on one of `tp` ranks."""
         return sum(cache.numbers_of(tokens, tp) for cache in self.caches[first:stop])
+
+    def cut(self, layers: int, mixed: bool, routed: bool) -> Counted:
+        """The model with its first layers alone; one layer is the first with experts (`mixed`), else without. routed:
+        whether there are experts at all."""
+        ends = [part for part in self.parts if part.kind != "block"]
+        blocks = [part for part in self.parts if part.kind == "block"]
+        if layers == 1:
+            blocks = sorted(blocks, key=lambda part: part.routes != mixed)[:1]
+        if not routed:
+            blocks = [part.without_experts for part in blocks]
+        kept: list[Part] = []
+        for part in blocks:
+            first = sum(p.count for p in kept)
+            if first < layers:
+                kept.append(replace(part, first=first, count=min(part.count, layers - first)))
+        return replace(self, parts=(ends[0], *kept, *ends[1:]), caches=self.caches[:layers], digest="")
 
     @classmethod
     def from_json(cls, **data: Any) -> Counted:

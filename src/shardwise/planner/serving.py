@@ -35,7 +35,7 @@ from shardwise.layout.context import PageCut
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
-from shardwise.model.precision import computing_type
+from shardwise.model.precision import computing_type, stored_bytes
 from shardwise.planner.answer import Answer
 from shardwise.planner.space import powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
@@ -453,7 +453,8 @@ class _Space:
 
     def gathered(self) -> Iterator[Deployment]:
         """Deployments whose data ranks gather weights, in 16 bits; each tp with as many data ranks as there are."""
-        for tp in self.tps:
+        stored = self.model.counted.stored if self.model.counted else ""
+        for tp in () if stored else self.tps:  # quantized weights are not gathered
             if (dp := self.cluster.devices // tp) > 1:
                 layout = Layout(dp=dp, tp=tp, zero=3)
                 plan = plan_of(self.model, layout)

@@ -105,7 +105,7 @@ def _check(model: Model, layout: Layout, workload: Workload, cluster: Cluster | 
         check_traced(layout, model, workload, ranks)
         return
     check(layout, model, workload, ranks)
-    if reason := model.why_not_runnable():
+    if (reason := model.why_not_runnable()) and not model.counted:
         raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, layout, workload, cluster)}")
 
 

@@ -36,7 +36,7 @@ def attributes_of(family: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
     given = flat(given)
     words = family["words"]
     given = {n: [words.get(f"{n}@{e}", e) for e in v] if isinstance(v, list) else v for n, v in
-             ((names.get(k, k), v) for k, v in given.items())}  # fmt: skip
+             ((names.get(k, k), v) for k, v in given.items()) if n not in family["overridden"]}  # fmt: skip
     result = {**family["others"], **given}
     rules, null = family["defaults"], family["defaults"]["null"]
     todo = {n: null.get(n) if n in given else r for n, r in rules.items() if n != "null" and result.get(n) is None}
