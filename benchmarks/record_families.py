@@ -8,6 +8,7 @@ a build contradicts the formulas is left out, and said.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import inspect
 import itertools
 import json
@@ -28,7 +29,7 @@ from shardwise.model.shapes import recording
 from shardwise.model.shapes.formulas import Scope, evaluate, holds
 
 DATA = Path(__file__).parents[1] / "src/shardwise/model/shapes/families.json"
-BUILDS, CHECKS, SECONDS = 40, 8, 60
+BUILDS, CHECKS, SECONDS = 36, 8, 60
 """Builds that formulas are fitted to and checked on, and the processor's time for a family."""
 IGNORED = re.compile(
     r"token_id|token_index|^max_length|_length$|num_labels|num_beams|^top_|return|^id2|label|initializer|version|dtype|"
@@ -85,6 +86,8 @@ class Family:
 
     def build(self, given: dict[str, Any]) -> Build:
         """The tensors of a configuration."""
+        scope = Scope({**self.default, **given})
+        given = {**given, **{n: evaluate(f, scope) for n, f in COMPUTED.get(self.model_type, {}).items()}}
         nested: dict[str, Any] = {}
         for name, value in given.items():
             outer, _, inner = name.rpartition(".")
@@ -176,6 +179,8 @@ def base_of(family: Family) -> dict[str, Any]:
     empty = {n: 8 for n, v in family.default.items() if v is None and "int" in family.annotations.get(n, "")
              and not IGNORED.search(n) and re.search("expert|group|head|size|dim|rank", n)}  # fmt: skip
     seed = SEEDS.get(family.model_type, {})
+    if family.layers not in family.kind().to_dict():  # it follows from a list
+        return seed
     for base in ({family.layers: 4, **seed}, {family.layers: 4}, {family.layers: 4, **empty}, {family.layers: 12}, {}, empty):
         if family.attempt(base):
             return base
@@ -185,7 +190,7 @@ def base_of(family: Family) -> dict[str, Any]:
 
 def probe_variants(family: Family, variants: list[dict[str, Any]], sizes: dict) -> None:
     """See which integers move which dims where a flag is set, or tensors are there that the defaults lack."""
-    for variant in variants[:10]:
+    for variant in variants[:7]:
         first = family.attempt({**family.base, **variant})
         for name, value in {**family.default, **dict.fromkeys(sizes)}.items():
             if first is None or name in variant or IGNORED.search(name) or name == family.layers:
@@ -222,7 +227,8 @@ def note_moves(family: Family, name: str, first: Build, made: Build) -> None:
 def draw(family: Family, sizes: dict, flags: dict, lists: dict, tries: int = 0) -> dict[str, Any]:
     """Fields of a random configuration. Heads stay multiples of key/value heads, and hidden sizes of heads."""
     rand, layers = family.random, family.random.choice((4, 5, 6, 7, 11, 14))
-    given: dict[str, Any] = {**family.base, family.layers: layers} if family.base.get(family.layers) == 4 else dict(family.base)
+    settable = family.base.get(family.layers) == 4
+    given: dict[str, Any] = {**family.base, family.layers: layers} if settable else dict(family.base)
     layers = given.get(family.layers, family.default.get(family.layers) or 0)
     common = rand.choice((1, 1, 2, 3))
     for name, values in sizes.items():
@@ -251,9 +257,6 @@ def draw(family: Family, sizes: dict, flags: dict, lists: dict, tries: int = 0) 
             given[name] = [value[0] * rand.choice((1, 2, 3)) if value[0] > 1 else rand.choice((0, 1)) for _ in range(layers)]
         elif rand.random() < 0.5 and re.search("only|idx|ids|indices|moe_layers", name):
             given[name] = sorted(rand.sample(range(layers), rand.randint(0, 3)))
-    scope = Scope({**family.default, **given})
-    for name, formula in COMPUTED.get(family.model_type, {}).items():
-        given[name] = evaluate(formula, scope)
     return given
 
 
@@ -405,12 +408,13 @@ def fit(rows: list[tuple[Scope, int]], names: list[str]) -> str | None:
         return str(rows[0][1])
     unique: dict[Any, tuple[Scope, int]] = {}
     for scope, number in rows:
-        values = tuple(str(scope.value(n)) for n in names)
+        values = tuple(str(_named(n, scope)) for n in names)
         if unique.setdefault(values, (scope, number))[1] != number:
             return None
     every = list(unique.values())
     rows = every[:: max(1, len(every) // 24)][:24]
-    names = [n for n in names if all(type(s.value(n)) in (int, float) and s.value(n) == int(s.value(n)) and s.value(n) > 0 for s, _ in rows)]
+    found = {n: [_named(n, s) for s, _ in rows] for n in names}
+    names = [n for n in names if all(type(v) in (int, float) and v == int(v) and v > 0 for v in found[n])]
     target = [n for _, n in rows]
     table = []
     for up, down in monomials(names):
@@ -418,9 +422,9 @@ def fit(rows: list[tuple[Scope, int]], names: list[str]) -> str | None:
         for scope, _ in rows:
             value = Fraction(1)
             for n in up:
-                value *= int(scope.value(n))
+                value *= int(_named(n, scope))
             for n in down:
-                value /= int(scope.value(n))
+                value /= int(_named(n, scope))
             column.append(value)
         if all(v.denominator == 1 for v in column) and all(v <= 64 * t + 64 for v, t in zip(column, target, strict=True)):
             table.append((up, down, [int(v) for v in column]))
@@ -445,6 +449,10 @@ def _value(formula: str, scope: Scope) -> int | None:
     with contextlib.suppress(Exception):
         return evaluate(formula, scope)
     return None
+
+
+def _named(name: str, scope: Scope) -> Any:
+    return scope.number(name) if name[0] == "#" else scope.value(name)
 
 
 def _term(c: Fraction, up: tuple[str, ...], down: tuple[str, ...]) -> str:
@@ -522,12 +530,12 @@ def tensors_of(family: Family, builds: list[Build]) -> dict[str, Any]:
         dims = []
         for dim in range(max(len(shape) for _, shape in rows)):
             some = [(s, shape[dim]) for s, shape in rows]
-            names = (family.moves.get((name, dim)) or set()) | (end if not layered else set())
+            names = (family.moves.get((name, dim)) or {n for n in core_fields(family)}) | (end if not layered else set())
             sibling = result.get(name.removesuffix("bias") + "weight", ())[1:][dim : dim + 1] if name.endswith("bias") else ()
             if sibling and isinstance(sibling[0], str) and all(_value(sibling[0], s) == n for s, n in some):
                 dims.append(sibling[0])
                 continue
-            formula = fit_rows(some, sorted(names), words, 1) if names else None
+            formula = fit_rows(some, sorted(names), words) if names else None
             if formula is None:
                 more = [n for n in relevant(some, builds)[:4] if n not in names]
                 formula = fit_rows(some, [*sorted(names)[:5], *more], words)
@@ -647,7 +655,7 @@ def record(model_type: str) -> dict[str, Any]:
     overridden = sorted(
         n for n in {n for b in builds for n in b[0]}
         if type(family.default.get(n)) is int and n != family.layers
-        and sum(n in b[0] for b in builds) > 1 and all(b[0][n] != b[1].get(n) for b in builds if n in b[0])
+        and sum(n in b[0] for b in builds) > 1 and 2 * sum(b[0][n] == b[1].get(n) for b in builds if n in b[0]) < sum(n in b[0] for b in builds)
     )  # fmt: skip
     for given, made, *_ in builds:
         for name in overridden:
@@ -733,21 +741,24 @@ def model_types() -> list[str]:
 
 def main() -> None:
     wanted = sys.argv[1:] or model_types()
-    families = json.loads(DATA.read_text()) if DATA.exists() and sys.argv[1:] else {}
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         for model_type, data in pool.imap_unordered(task, wanted):
             if isinstance(data, str):
                 print(f"{model_type}: left out: {data[:1500]}", flush=True)
             else:
-                families[model_type] = data
-                write(families)
+                store(model_type, data)
                 print(f"{model_type}: {len(data['tensors'])} tensors", flush=True)
-    write(families)
 
 
-def write(families: dict[str, Any]) -> None:
-    lines = (f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in sorted(families.items()))
-    DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+def store(model_type: str, data: dict[str, Any]) -> None:
+    """Write a family beside those that are there."""
+    with DATA.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        families = {**(json.loads(DATA.read_text()) if DATA.exists() else {}), model_type: data}
+        lines = (f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in sorted(families.items()))
+        DATA.with_suffix(".new").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        DATA.with_suffix(".new").replace(DATA)
+    DATA.with_suffix(".lock").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

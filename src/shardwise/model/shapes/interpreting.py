@@ -74,7 +74,8 @@ def interpret(
         else:
             ends.append(tensor)
     vocab = read.get("vocab_size")
-    table = next((t for t in ends if len(t[2]) == 3 and t[2][1] == vocab and "lm_head" not in t[0]), None)
+    table = next((t for t in ends if len(t[2]) == 3 and type(vocab) is int and vocab <= t[2][1] < vocab + 1024
+                  and not re.search("lm_head|embed_out", t[0])), None)  # fmt: skip
     if table is None or not layers:
         raise UserError(f"{name}: no language model: {model_type} has no table of tokens or no layers")
     config = _config(name, read, layers, ends, table, _experts(read, layers))

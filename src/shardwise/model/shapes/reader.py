@@ -52,7 +52,7 @@ def language_model(data: Mapping[str, Any], where: str) -> tuple[str, dict[str, 
     key, kind, tied = composites().get(outer, ("", ALIASES.get(outer, outer), None))
     key = next((k for k in (key, *_TEXT) if isinstance(data.get(k), dict)), "")
     if not key:
-        return kind, prepared(kind, dict(data)), []
+        return kind, prepared(outer, dict(data)), []
     text = dict(data[key])
     kind = str(text.get("model_type") or (kind if kind != outer else f"{outer}_text"))
     tied = next((t for t in (data.get("tie_word_embeddings"), tied) if t is not None), text.get("tie_word_embeddings"))

@@ -1,0 +1,78 @@
+"""Models that are counted from their tensors' shapes: published configurations against their classes in transformers."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+from harness.today import EVERYTHING, seed
+
+from shardwise.errors import UserError
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import resolve
+from shardwise.model.huggingface import read_model
+from shardwise.model.parameters import count, count_parts
+from shardwise.model.precision import read_precision, stored_bytes
+from shardwise.model.shapes.reader import language_model, read_shapes
+from shardwise.model.shapes.reading import families
+
+ROWS = [json.loads(line) for line in lzma.open(Path(__file__).with_name("published_models.jsonl.xz"))]
+"""Counts of the classes of transformers 5.24, built on the meta device."""
+COUNTED = [row for row in ROWS if "text_parameters" in row and row["config"]["model_type"] != "vit"]
+
+
+def in_data(row) -> bool:
+    """Whether the packaged data has the family of a configuration."""
+    return language_model(row["config"], "")[0] in families()
+
+
+TODAY = [row for row in COUNTED if in_data(row)]
+SAMPLE = COUNTED if EVERYTHING else [TODAY[(seed() * 20 + i) % len(TODAY)] for i in range(20)]
+
+
+def read(row) -> ModelConfig:
+    return read_shapes(row["config"], row["name"], row["name"], "counted but not runnable here")
+
+
+@pytest.mark.parametrize("row", SAMPLE, ids=lambda row: row["name"])
+def test_published_models_have_the_parameters_and_the_cache_of_their_classes(row):
+    model = read(row)
+    total, _, active = count_parts(model)
+    assert total == row["text_parameters"]
+    assert active == (row["active_text_parameters"] or total)
+    if row["cache"]:
+        assert model.counted is not None
+        caches = model.counted.caches
+        full = [2 * c.numbers for c in caches if c.kind in ("full", "latent")]
+        windowed = [2 * c.numbers for c in caches if c.kind == "window"]
+        assert (sum(full), len(full)) == (row["cache"]["full"], row["cache"]["nf"])
+        assert (sum(windowed), len(windowed)) == (row["cache"]["win"], row["cache"]["nw"])
+        assert {c.window for c in caches if c.kind == "window"} <= {row["cache"]["W"]}
+
+
+def test_most_of_the_published_models_need_no_transformers():
+    assert len(TODAY) >= 100
+
+
+ABSENT = {
+    # Classes that transformers lacks: counts of the published weights, or of the code beside them.
+    "baichuan2_7b": 7_505_973_248,
+    "xverse_7b": 7_299_846_144,
+    "internlm2_reward": 7_737_708_544,
+    "glm4_9b": 9_399_951_360,
+    "phi3_v": 3_821_079_552,
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_models_whose_class_transformers_lacks_are_counted_by_the_table(name):
+    (row,) = [row for row in ROWS if row["name"] == name]
+    assert count(read(row)) == ABSENT[name]
+
+
+def test_a_vision_model_is_no_language_model():
+    (row,) = [row for row in ROWS if row["config"]["model_type"] == "vit"]
+    with pytest.raises(UserError, match="vit"):
+        read(row)
