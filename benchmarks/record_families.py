@@ -18,7 +18,7 @@ import re
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from shardwise.model.shapes import recording
 from shardwise.model.shapes.formulas import Scope, evaluate, holds
 
 DATA = Path(__file__).parents[1] / "src/shardwise/model/shapes/families.json"
-BUILDS, CHECKS, SECONDS = 36, 8, 60
+BUILDS, CHECKS, SECONDS = 36, 8, 90
 """Builds that formulas are fitted to and checked on, and the processor's time for a family."""
 IGNORED = re.compile(
     r"token_id|token_index|^max_length|_length$|num_labels|num_beams|^top_|return|^id2|label|initializer|version|dtype|"
@@ -40,8 +40,19 @@ LEGACY = ("full_attention_interval", "sliding_window_pattern", "first_k_dense_re
           "global_attn_every_n_layers", "num_hash_layers", "global_head_dim", "num_global_key_value_heads",
           "index_topk_freq", "index_skip_topk_offset", "tie_embedding", "block_ff_dim", "head_dim", "mamba_expand",
           "mamba_n_groups", "mamba_d_conv", "no_rope_layer_interval", "decoder_sparse_step")  # fmt: skip
-MEANT = ("layer_types", "layers_block_type", "attention_layers", "sliding_window", "num_key_value_heads", "head_dim",
-         "num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings", "attention_chunk_size")
+MEANT = (
+    "layer_types",
+    "layers_block_type",
+    "attention_layers",
+    "sliding_window",
+    "num_key_value_heads",
+    "head_dim",
+    "num_attention_heads",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "attention_chunk_size",
+)
 """Attributes that caches and operations need, whether shapes depend on them or not."""
 Tensor = tuple[str, int | None, tuple[int, ...]]
 """Name with `{}` for the layer, the layer, shape with the number of equal tensors in front."""
@@ -114,7 +125,7 @@ def probe(family: Family) -> tuple[dict[str, list[Any]], dict[str, list[Any]], d
     lists: dict[str, Any] = {}
     renaming: set[str] = set()
     for name, value in {**family.default, **dict.fromkeys(family.legacy)}.items():
-        if IGNORED.search(name) and name not in family.legacy or name == family.layers:
+        if (IGNORED.search(name) and name not in family.legacy) or name == family.layers:
             continue
         if isinstance(value, list):
             if "/" not in name:
@@ -127,13 +138,21 @@ def probe(family: Family) -> tuple[dict[str, list[Any]], dict[str, list[Any]], d
             tries = [2 * value or 2, *([0, None] if value else [])]
         elif name.endswith("/layers"):
             continue
-        elif value is None and (name in family.legacy or re.search("int|bool|None", family.annotations.get(name, "int"))):
+        elif value is None and (
+            name in family.legacy or re.search("int|bool|None", family.annotations.get(name, "int"))
+        ):
             tries = [True, 2, 96] if "bool" in family.annotations.get(name, "") else [2, 96]
         elif isinstance(value, str) or type(value) is float:
             continue
         for trial in tries:
             made = family.attempt({**base, name: trial})
-            if made is not None and made[2:] == first[2:] and name in core_fields(family) and trial and trial is not True:
+            if (
+                made is not None
+                and made[2:] == first[2:]
+                and name in core_fields(family)
+                and trial
+                and trial is not True
+            ):
                 sizes.setdefault(name, []).append(trial)  # what depends on it may be given, too
                 family.fields.add(name)
             if made is None or made[2:] == first[2:]:
@@ -181,7 +200,14 @@ def base_of(family: Family) -> dict[str, Any]:
     seed = SEEDS.get(family.model_type, {})
     if family.layers not in family.kind().to_dict():  # it follows from a list
         return seed
-    for base in ({family.layers: 4, **seed}, {family.layers: 4}, {family.layers: 4, **empty}, {family.layers: 12}, {}, empty):
+    for base in (
+        {family.layers: 4, **seed},
+        {family.layers: 4},
+        {family.layers: 4, **empty},
+        {family.layers: 12},
+        {},
+        empty,
+    ):
         if family.attempt(base):
             return base
     family.build({})
@@ -235,7 +261,7 @@ def draw(family: Family, sizes: dict, flags: dict, lists: dict, tries: int = 0) 
         if rand.random() < (0.35 if tries < 3 else 0.7):
             continue
         default = family.default.get(name)
-        if default is None or default < 8 and not re.search("head|size|dim|rank|vocab", name):
+        if default is None or (default < 8 and not re.search("head|size|dim|rank|vocab", name)):
             given[name] = rand.choice([*values, 2, 3, 4]) if default is None else rand.randint(1, 6)
             if default is None and re.search("dim|size|rank|width|inner|n_embd", name):
                 given[name] = 32 * rand.choice((1, 2, 3, 5, 7, 11, 13))
@@ -244,7 +270,9 @@ def draw(family: Family, sizes: dict, flags: dict, lists: dict, tries: int = 0) 
         elif re.search("key_value_heads|kv_heads", name) and rand.random() < 0.5:
             given[name] = max(1, default // rand.choice((2, 4)))
         else:
-            many = common * rand.choice((1, 1, 2)) if re.search("num.*head|n_head", name) else rand.choice((1, 2, 3, 5, 7))
+            many = (
+                common * rand.choice((1, 1, 2)) if re.search("num.*head|n_head", name) else rand.choice((1, 2, 3, 5, 7))
+            )
             given[name] = default * (many if not re.search(r"hidden_size$|d_model|n_embd$", name) else 6 * many)
     for name, values in flags.items():
         if rand.random() < (0.3 if tries < 3 else 0.12):
@@ -254,7 +282,9 @@ def draw(family: Family, sizes: dict, flags: dict, lists: dict, tries: int = 0) 
         if words and rand.random() < 0.6:
             given[name] = [*rand.sample(words, len(words)), *rand.choices(words, k=layers)][:layers]
         elif rand.random() < 0.5 and value and all(type(v) is int for v in value) and len(value) > 20:
-            given[name] = [value[0] * rand.choice((1, 2, 3)) if value[0] > 1 else rand.choice((0, 1)) for _ in range(layers)]
+            given[name] = [
+                value[0] * rand.choice((1, 2, 3)) if value[0] > 1 else rand.choice((0, 1)) for _ in range(layers)
+            ]
         elif rand.random() < 0.5 and re.search("only|idx|ids|indices|moe_layers", name):
             given[name] = sorted(rand.sample(range(layers), rand.randint(0, 3)))
     return given
@@ -297,7 +327,7 @@ def plausible(family: Family, attributes: dict[str, Any]) -> bool:
     pairs = [(heads, groups)]
     own = [family.default.get(family.names.get(n, n)) for n in ("hidden_size", "num_attention_heads")]
     whole = all(type(n) is int and n for n in own) and not own[0] % own[1]
-    if whole or "head_dim" in family.legacy and attributes.get("head_dim") is None:
+    if whole or ("head_dim" in family.legacy and attributes.get("head_dim") is None):
         pairs.append((hidden, heads))
     return all(type(a) is not int or type(b) is not int or (b and not a % b) for a, b in pairs)
 
@@ -328,7 +358,7 @@ def literals(builds: list[Build], layered: bool, fields: set[str]) -> list[str]:
     words: set[str] = set()
     for _, attributes, *_ in builds:
         for name, value in attributes.items():
-            if name not in fields and not (layered and isinstance(value, list)) or name.startswith(("rope", "_name")):
+            if (name not in fields and not (layered and isinstance(value, list))) or name.startswith(("rope", "_name")):
                 continue
             if isinstance(value, list) and layered:
                 texts = {v for v in value if isinstance(v, str)}
@@ -339,7 +369,13 @@ def literals(builds: list[Build], layered: bool, fields: set[str]) -> list[str]:
                 words.add(name)
                 if type(value) is int and value < 4:
                     words.add(f"{name}={value}")
-                if layered and type(value) is int and re.search("layer|dense|interval|step|period|pattern|every|freq|index|replace|first|last|shared", name):
+                if (
+                    layered
+                    and type(value) is int
+                    and re.search(
+                        "layer|dense|interval|step|period|pattern|every|freq|index|replace|first|last|shared", name
+                    )
+                ):
                     words |= {f"<{name}", f">{name}", f"%{name}", f"%{name}+1", f"-{name}"}
                     offset = name.replace("period", "offset")
                     if offset != name:
@@ -426,7 +462,9 @@ def fit(rows: list[tuple[Scope, int]], names: list[str]) -> str | None:
             for n in down:
                 value /= int(_named(n, scope))
             column.append(value)
-        if all(v.denominator == 1 for v in column) and all(v <= 64 * t + 64 for v, t in zip(column, target, strict=True)):
+        if all(v.denominator == 1 for v in column) and all(
+            v <= 64 * t + 64 for v, t in zip(column, target, strict=True)
+        ):
             table.append((up, down, [int(v) for v in column]))
     simple = [t for t in table if not t[1] and len(t[0]) < 3]
     pairs = simple[:40] + [t for t in table if t[1]][:40]
@@ -445,9 +483,11 @@ def fit(rows: list[tuple[Scope, int]], names: list[str]) -> str | None:
     return None
 
 
-def _value(formula: str, scope: Scope) -> int | None:
+def _value(formula: Any, scope: Scope) -> int | None:
     with contextlib.suppress(Exception):
-        return evaluate(formula, scope)
+        if isinstance(formula, str):
+            return evaluate(formula, scope)
+        return next(evaluate(one, scope) for when, one in formula if holds(when, scope))
     return None
 
 
@@ -467,6 +507,8 @@ def solve(columns: list[list[int]], target: list[int]) -> list[Fraction] | None:
         return [c] if c.denominator < 9 and all(c * v == t for v, t in zip(columns[0], target, strict=True)) else None
     matrix = np.array(columns, dtype=float).T
     scale = np.array(target, dtype=float)
+    if not scale.all():
+        return None
     found, _, rank, _ = np.linalg.lstsq(matrix / scale[:, None], np.ones(len(target)), rcond=1e-12)
     if rank < len(columns) or np.any(found < 0.4) or np.any(abs(found * 2 - np.round(found * 2)) > 1e-6):
         return None
@@ -494,7 +536,7 @@ def fit_rows(rows: list[tuple[Scope, int]], names: list[str], words: list[str], 
 def relevant(rows: list[tuple[Scope, int]], builds: list[Build]) -> list[str]:
     """Integer attributes in the order of how far the numbers go along with them."""
     names = {n for b in builds for n, v in b[1].items()
-             if type(v) in (int, float) or isinstance(v, list) and v and all(type(e) is int for e in v)}  # fmt: skip
+             if type(v) in (int, float) or (isinstance(v, list) and v and all(type(e) is int for e in v))}  # fmt: skip
     names = {n for n in names if not IGNORED.search(n) and not n.startswith("rope")}
     scores = []
     for name in names:
@@ -530,9 +572,13 @@ def tensors_of(family: Family, builds: list[Build]) -> dict[str, Any]:
         dims = []
         for dim in range(max(len(shape) for _, shape in rows)):
             some = [(s, shape[dim]) for s, shape in rows]
-            names = (family.moves.get((name, dim)) or {n for n in core_fields(family)}) | (end if not layered else set())
-            sibling = result.get(name.removesuffix("bias") + "weight", ())[1:][dim : dim + 1] if name.endswith("bias") else ()
-            if sibling and isinstance(sibling[0], str) and all(_value(sibling[0], s) == n for s, n in some):
+            names = (family.moves.get((name, dim)) or {n for n in core_fields(family)}) | (
+                end if not layered else set()
+            )
+            sibling = (
+                result.get(name.removesuffix("bias") + "weight", ())[1:][dim : dim + 1] if name.endswith("bias") else ()
+            )
+            if sibling and all(_value(sibling[0], s) == n for s, n in some):
                 dims.append(sibling[0])
                 continue
             formula = fit_rows(some, sorted(names), words) if names else None
@@ -565,7 +611,7 @@ def defaults_of(family: Family, builds: list[Build], needed: set[str]) -> dict[s
 def default_of(family: Family, name: str, free: list[Build]) -> Any:
     """The rule of one attribute."""
     values = [b[1][name] for b in free]
-    if not values or all(v == values[0] for v in values) and not (isinstance(values[0], list) and len(values[0]) > 3):
+    if not values or (all(v == values[0] for v in values) and not (isinstance(values[0], list) and len(values[0]) > 3)):
         return values[0] if values else None
     widened = [{**b[1], **{k: v for k, v in b[0].items() if v is not None}} for b in free]
     if all(isinstance(v, list) and v == sorted(set(v)) and all(type(e) is int for e in v) for v in values):
@@ -628,7 +674,9 @@ def list_rule(family: Family, name: str, free: list[Build], widened: list[dict[s
     words = literals(again, True, family.fields | set(family.legacy))
     if name.endswith("/layers"):
         names = sorted(family.fields | set(family.legacy))
-        formulas = fit_rows(rows, [n for n in names if any(type(s.attributes.get(n)) is int for s, _ in rows)][:12], words)
+        formulas = fit_rows(
+            rows, [n for n in names if any(type(s.attributes.get(n)) is int for s, _ in rows)][:12], words
+        )
         if formulas is None:
             raise ValueError(f"no rule for {name}")
         return {"layers": formulas}
@@ -643,13 +691,13 @@ def used(data: Any) -> set[str]:
     return set(re.findall(r"[A-Za-z_][\w.]*", json.dumps(data)))
 
 
-def record(model_type: str) -> dict[str, Any]:
+def record(model_type: str, seed: int = 0) -> dict[str, Any]:
     """The family's data. Raises `ValueError` where none was found that fits."""
     for memo in (SCOPES, TRUTH, KEPT):
         memo.clear()
-    family = Family(model_type)
+    family = Family(model_type, seed)
     sizes, flags, lists = probe(family)
-    builds = sample(family, BUILDS, sizes, flags, lists)
+    builds = sample(family, BUILDS * (1 + seed), sizes, flags, lists)
     if plausible(family, (base := family.build(family.base))[1]):
         builds.insert(0, base)
     overridden = sorted(
@@ -686,7 +734,7 @@ def record(model_type: str) -> dict[str, Any]:
             break
         needed |= more
     shown = {n: v for n, v in family.default.items()
-             if n not in rules and (type(v) in (int, bool, float, str) and not IGNORED.search(n) or v is None)}  # fmt: skip
+             if n not in rules and ((type(v) in (int, bool, float, str) and not IGNORED.search(n)) or v is None)}  # fmt: skip
     words = {f"{n}@{a}": c for given, made, *_ in builds for n, v in given.items()
              if isinstance(v, list) and isinstance(made.get(n), list) and len(v) == len(made[n])
              for a, c in zip(v, made[n], strict=True) if a != c}  # fmt: skip
@@ -716,7 +764,9 @@ def task(model_type: str) -> tuple[str, dict[str, Any] | str]:
     signal.signal(signal.SIGPROF, lambda *_: (_ for _ in ()).throw(TimeoutError("too long")))
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
-        return model_type, record(model_type)
+        with contextlib.suppress(ValueError, np.linalg.LinAlgError):
+            return model_type, record(model_type)
+        return model_type, record(model_type, 1)
     except Exception as error:
         return model_type, f"{type(error).__name__}: {error}"
     finally:

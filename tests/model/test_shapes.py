@@ -7,14 +7,12 @@ import lzma
 from pathlib import Path
 
 import pytest
-from harness.today import EVERYTHING, seed
 
+from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
-from shardwise.model.huggingface import read_model
 from shardwise.model.parameters import count, count_parts
-from shardwise.model.precision import read_precision, stored_bytes
 from shardwise.model.shapes.reader import language_model, read_shapes
 from shardwise.model.shapes.reading import families
 
@@ -76,3 +74,37 @@ def test_a_vision_model_is_no_language_model():
     (row,) = [row for row in ROWS if row["config"]["model_type"] == "vit"]
     with pytest.raises(UserError, match="vit"):
         read(row)
+
+
+HUB = {
+    # Counts of the published weights.
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "Qwen/Qwen3-8B-FP8": 8_190_735_360,
+    "Qwen/Qwen3-14B-FP8": 14_768_307_200,
+    "moonshotai/Kimi-K2-Instruct": 1_026_408_209_408,
+    "moonshotai/Moonlight-16B-A3B": 15_960_108_544,
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
+    "google/gemma-2-9b": 9_241_705_984,
+    "microsoft/phi-4": 14_659_507_200,
+    "mistralai/Mistral-Nemo-Base-2407": 12_247_782_400,
+    "mistralai/Mistral-Large-Instruct-2407": 122_610_069_504,
+    "01-ai/Yi-1.5-9B": 8_829_407_232,
+    "deepseek-ai/deepseek-coder-6.7b-base": 6_740_512_768,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "tiiuae/falcon-7b": 6_921_720_704,
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_popular_models_are_found_by_their_names_without_a_network(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    model = resolve(name)
+    assert count(model) == HUB[name]
+    assert model.name in (name, name.rsplit("/")[-1].lower())  # the catalog goes first
+
+
+def test_an_unknown_name_of_the_hub_names_near_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="did you mean openai/gpt-oss-120b"):
+        resolve("openai/gpt-oss-12b")

@@ -210,7 +210,9 @@ class Part:
     def without_experts(self) -> Part:
         """Its parameters and operations without those of experts."""
         kept = tuple(p for p in self.parameters if p.cut != "expert")
-        return replace(self, parameters=kept, operations=tuple(o for o in self.operations if getattr(o, "rows", "") != "routed"))
+        return replace(
+            self, parameters=kept, operations=tuple(o for o in self.operations if getattr(o, "rows", "") != "routed")
+        )
 
     def trains(self, module: str = "") -> bool:
         """Whether any parameter of a module inside, or of the part, is trained."""

@@ -65,23 +65,27 @@ def read_model(source: str | Path, name: str | None = None) -> ModelConfig:
     Raises `UserError` in one line for what is no language model's configuration.
     """
     data, where, default_name = _load(source)
-    beside = _beside(Path(source))
+    return read_fields(data, name or default_name or "model", where, _beside(Path(source)))
+
+
+def read_fields(
+    data: dict[str, Any], name: str, where: str = "config.json", beside: dict[str, Any] | None = None
+) -> ModelConfig:
+    """`read_model` of a file's contents. beside: those of `hf_quant_config.json`."""
     try:
         if beside is not None:
-            raise UserError(f"{where}: its weights are quantized: dequantize them to 16 bits to train")
-        return from_huggingface(source, name)
+            raise UserError(f"{where}: quantization_config stands in hf_quant_config.json")
+        return from_huggingface(data, name)
     except UserError as error:
-        reason = str(error).removeprefix(f"{where}: ")
+        reason = str(error).removeprefix("config.json: ").removeprefix(f"{where}: ")
         known = data.get("model_type") in FAMILIES and beside is None
         try:
-            return _shapes(data, where, name or default_name, reason, beside)
+            return _shapes(data, where, name, reason, beside)
         except UserError as other:
-            raise (error if known else other) from None
+            raise (UserError(f"{where}: {reason}") if known else other) from None
 
 
-def _shapes(
-    data: dict[str, Any], where: str, name: str | None, reason: str, beside: dict[str, Any] | None
-) -> ModelConfig:
+def _shapes(data: dict[str, Any], where: str, name: str, reason: str, beside: dict[str, Any] | None) -> ModelConfig:
     from shardwise.model.shapes.reader import read_shapes
 
     short = reason if len(reason) <= 160 else f"{reason[:157]}..."
@@ -89,13 +93,13 @@ def _shapes(
         short = "its weights are quantized, which must be dequantized to 16 bits first"
     elif " is not supported; supported are " in reason:
         short = "no decoder here computes it"
-    return read_shapes(data, name or "model", where, f"{short}; it is counted but not runnable here", beside)
+    return read_shapes(data, name, where, f"{short}; it is counted but not runnable here", beside)
 
 
 def _beside(source: Path) -> dict[str, Any] | None:
     """The contents of `hf_quant_config.json` in the folder of a `config.json`."""
     path = (source if source.is_dir() else source.parent) / "hf_quant_config.json"
-    if not path.is_file() or not source.is_dir() and source.name != "config.json":
+    if not path.is_file() or (not source.is_dir() and source.name != "config.json"):
         return None
     try:
         data = json.loads(read_small(path))

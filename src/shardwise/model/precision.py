@@ -62,7 +62,7 @@ class Precision:
         for pattern, words in self.each if len(shape) > 1 else ():
             if _matches(pattern, name):
                 return words
-        if len(shape) < 2 or not self.format or self.only and not re.search(self.only, name):
+        if len(shape) < 2 or not self.format or (self.only and not re.search(self.only, name)):
             return ""
         return "" if any(_matches(pattern, name) for pattern in self.kept) else self.words
 
@@ -156,7 +156,9 @@ def _fp8(given: Mapping[str, Any]) -> Precision:
     block = given.get("weight_block_size")
     kept = _names(given, "modules_to_not_convert", "ignored_layers", "ignore") + _TABLES
     form = str(given.get("expert_dtype") or "fp8")
-    return Precision("mxfp4" if form == "fp4" and not block else "fp8", block=tuple(block) if block else None, kept=kept)
+    return Precision(
+        "mxfp4" if form == "fp4" and not block else "fp8", block=tuple(block) if block else None, kept=kept
+    )
 
 
 _TABLES = ("lm_head", "embed_tokens", "gate", "router")
@@ -222,10 +224,14 @@ def _modelopt(given: Mapping[str, Any]) -> Precision:
     if str(given.get("quant_algo")).upper() == "MIXED_PRECISION":
         form = "nvfp4" if "nvfp4" in str(given).lower() else "fp8"
     if form is None:
-        raise UserError(f"quant_algo {str(given.get('quant_algo'))[:40]!r} is not known; known are FP8, NVFP4, INT4_AWQ")
+        raise UserError(
+            f"quant_algo {str(given.get('quant_algo'))[:40]!r} is not known; known are FP8, NVFP4, INT4_AWQ"
+        )
     kept = _names(given, "exclude_modules", "ignore") + ("embed_tokens", "gate", "router")
     group = given.get("group_size") or _GROUPS.get(form, 128 if form == "int4" else 0)
-    cache = "fp8" if "FP8" in str(given.get("kv_cache_quant_algo") or given.get("kv_cache_scheme") or "").upper() else ""
+    cache = (
+        "fp8" if "FP8" in str(given.get("kv_cache_quant_algo") or given.get("kv_cache_scheme") or "").upper() else ""
+    )
     return Precision(form, 0 if form in ("fp8", "int8") else int(group), kept=kept, cache=cache)
 
 

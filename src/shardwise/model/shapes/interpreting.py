@@ -10,10 +10,10 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.model.blueprint import Cut, Parameter, Part
-from shardwise.model.counted import Counted, LayerCache
 from shardwise.model.config import Experts, LatentAttention, ModelConfig
-from shardwise.model.precision import Precision
+from shardwise.model.counted import Counted, LayerCache
 from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation, Width
+from shardwise.model.precision import Precision
 from shardwise.model.shapes.reading import Shaped
 
 _ACTIVE = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_top_k",
@@ -122,7 +122,11 @@ def _expert_size(routed: Sequence[Shaped]) -> tuple[int, int]:
     """(experts, their width) of a layer."""
     sizes = [(s[1], s[2:]) if s[0] == 1 else (s[0], s[1:]) for n, _, s in routed if len(s) + (s[0] == 1) >= 3]
     matrices = [(count, shape) for count, shape in sizes if len(shape) == 2]
-    down = [(c, min(shape)) for (c, shape), (n, _, _) in zip(sizes, routed, strict=False) if len(shape) == 2 and _DOWN.search(n)]
+    down = [
+        (c, min(shape))
+        for (c, shape), (n, _, _) in zip(sizes, routed, strict=False)
+        if len(shape) == 2 and _DOWN.search(n)
+    ]
     if not matrices:
         return 0, 0
     return down[0] if down else (matrices[0][0], min(matrices[0][1]))
@@ -176,7 +180,11 @@ def _parts(
     config: ModelConfig, read: _Reading, layers: Sequence[Sequence[Shaped]], ends: Sequence[Shaped], table: Shaped
 ) -> tuple[tuple[Part, ...], tuple[LayerCache, ...]]:
     """(embedding, blocks, head), and the cache of each layer."""
-    head = [t for t in ends if _is_head(t, table) or re.search(r"(final|^norm|\.norm|ln_f|lm_head)", t[0]) and t is not table]
+    head = [
+        t
+        for t in ends
+        if _is_head(t, table) or (re.search(r"(final|^norm|\.norm|ln_f|lm_head)", t[0]) and t is not table)
+    ]
     first = [table, *(t for t in ends if t is not table and t not in head)]
     caches = tuple(_cache(config, read, i, layer) for i, layer in enumerate(layers))
     blocks: list[Part] = []
@@ -261,7 +269,9 @@ def _cut(read: _Reading, name: str, module: str) -> Cut:
 
 def _cache(config: ModelConfig, read: _Reading, layer: int, tensors: Sequence[Shaped]) -> LayerCache:
     """The cache of one layer, by its tensors and its entry in the list of layer types."""
-    kind = str(read.at("layer_types", layer) or read.at("layers_block_type", layer) or read.at("attention_layers", layer))
+    kind = str(
+        read.at("layer_types", layer) or read.at("layers_block_type", layer) or read.at("attention_layers", layer)
+    )
     names = " ".join(n for n, *_ in tensors)
     state = _state(read, layer, tensors)
     index = read.integer("index_head_dim") if re.search("indexer", names) else 0
@@ -293,7 +303,11 @@ def _latent_numbers(config: ModelConfig, tensors: Sequence[Shaped]) -> int:
 def _key_numbers(config: ModelConfig, read: _Reading, layer: int, tensors: Sequence[Shaped]) -> tuple[int, int]:
     """(numbers per token of keys and values, key/value heads) of a layer with softmax attention; 0 for others."""
     found = [(n, s) for n, _, s in tensors if n.endswith(".weight") and len(s) == 3]
-    keys = [s[1] for n, s in found if re.search(r"(k_proj|\.key|\.k)\.weight$", n) and "linear_attn" not in n and "indexer" not in n]
+    keys = [
+        s[1]
+        for n, s in found
+        if re.search(r"(k_proj|\.key|\.k)\.weight$", n) and "linear_attn" not in n and "indexer" not in n
+    ]
     values = [s[1] for n, s in found if re.search(r"(v_proj|\.value|\.v)\.weight$", n) and "linear_attn" not in n]
     kind = str(read.at("layer_types", layer) or read.at("layers_block_type", layer) or "")
     if kind in ("linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"):
@@ -302,9 +316,13 @@ def _key_numbers(config: ModelConfig, read: _Reading, layer: int, tensors: Seque
     heads = heads if type(heads) is int else config.kv_heads
     if keys:
         return keys[0] + (values[0] if values else keys[0]), heads
-    fused = any(re.search(r"qkv|query_key_value|c_attn|Wqkv|attn\.att_proj|self_attn|attention|kv_proj", n) for n, _ in found)
+    fused = any(
+        re.search(r"qkv|query_key_value|c_attn|Wqkv|attn\.att_proj|self_attn|attention|kv_proj", n) for n, _ in found
+    )
     multi = read.get("multi_query") and not read.get("new_decoder_architecture")
-    return (2 * (1 if multi else config.kv_heads) * config.head_dim, 1 if multi else config.kv_heads) if fused else (0, 0)
+    return (
+        (2 * (1 if multi else config.kv_heads) * config.head_dim, 1 if multi else config.kv_heads) if fused else (0, 0)
+    )
 
 
 def _window(read: _Reading, kind: str) -> int:
@@ -389,10 +407,14 @@ def _core(
     if cache.kind == "linear":
         keys = read.integer("linear_key_head_dim", "ssm_state_size", "mamba_d_state", "state_size", default=16)
         values = read.integer("linear_value_head_dim", "mamba_head_dim", "mamba_d_head", "head_dim", default=64)
-        heads = read.integer("linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "num_heads", default=config.heads)
+        heads = read.integer(
+            "linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "num_heads", default=config.heads
+        )
         chunk = read.integer("chunk_size", "mamba_chunk_size", default=64)
         # A chunk's own products, and the state that is read and written once for each token.
-        return AttentionCore(heads, heads, keys, values, max(1, chunk // 2 + 2 * keys * values // max(1, keys + values)))
+        return AttentionCore(
+            heads, heads, keys, values, max(1, chunk // 2 + 2 * keys * values // max(1, keys + values))
+        )
     if not cache.numbers and not re.search("attn|attention", " ".join(n for n, *_ in tensors)):
         return AttentionCore(1, 1, 1, 1, 1)
     window = cache.window

@@ -61,7 +61,9 @@ def language_model(data: Mapping[str, Any], where: str) -> tuple[str, dict[str, 
     return inner, fields, [f"of {outer} only the language model, {inner}, is counted", *notes]
 
 
-def _recorded(data: Mapping[str, Any], model_type: str, where: str) -> tuple[dict[str, Any], list[Shaped], dict[str, Any]]:
+def _recorded(
+    data: Mapping[str, Any], model_type: str, where: str
+) -> tuple[dict[str, Any], list[Shaped], dict[str, Any]]:
     """Attributes, tensors and family of a configuration whose class transformers builds here; kept in a cache."""
     path = _cache(data)
     try:
@@ -95,7 +97,9 @@ def _record(data: Mapping[str, Any], model_type: str, where: str) -> dict[str, A
             f"transformers: pip install torch transformers; {known}"
         ) from None
     except KeyError:
-        raise UserError(f"{where}: model_type {model_type[:60]!r} is not known, to transformers neither; {known}") from None
+        raise UserError(
+            f"{where}: model_type {model_type[:60]!r} is not known, to transformers neither; {known}"
+        ) from None
     except Exception as error:
         line = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise UserError(f"{where}: transformers cannot build {model_type[:60]}: {line}") from None

@@ -47,6 +47,9 @@ def attributes_of(family: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
             missing = (n for n in derived if n != name and result.get(n) is None and n in _used(name, family))
             if result.get(name) is None and not any(missing):
                 _derive(result, name, rule, family)
+    hidden, heads = result.get(names.get("hidden_size", "hidden_size")), result.get("num_attention_heads")
+    if result.get("head_dim") is None and type(hidden) is int and type(heads) is int and heads > 0:
+        result["head_dim"] = hidden // heads
     return result
 
 

@@ -139,8 +139,8 @@ def _build(config: Any) -> Any:
 def _own_class(config: Any) -> Any:
     """The class that says that a configuration is its own, best with a head for the next token."""
     module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
-    kinds = [k for k in vars(module).values() if isinstance(k, type) and vars(k).get("config_class") is type(config)
-             or isinstance(k, type) and getattr(k, "config", None) is type(config)]  # fmt: skip
+    kinds = [k for k in vars(module).values() if (isinstance(k, type) and vars(k).get("config_class") is type(config))
+             or (isinstance(k, type) and getattr(k, "config", None) is type(config))]  # fmt: skip
     annotated = [k for k in vars(module).values() if isinstance(k, type)
                  and vars(k).get("__annotations__", {}).get("config") in (type(config), type(config).__name__)]  # fmt: skip
     found = [k for k in (*kinds, *annotated) if k.__module__ == module.__name__ and hasattr(k, "tie_weights")]

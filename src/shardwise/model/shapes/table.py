@@ -43,8 +43,13 @@ def prepared(model_type: str, data: dict[str, Any]) -> dict[str, Any]:
     result = {_RENAMED.get(model_type, {}).get(k, k): v for k, v in data.items()}
     layers = result.get("num_hidden_layers")
     for name, value in list(result.items()):
-        if name in ("no_rope_layers",) and value == [] or name == "moe_layer_end_index" and value == -1:
+        if (name in ("no_rope_layers",) and value == []) or (name == "moe_layer_end_index" and value == -1):
             del result[name]
+    if model_type == "glm_moe_dsa" and not result.get("indexer_types") and type(layers) is int:
+        every, first = result.pop("index_topk_freq", None) or 1, result.pop("index_skip_topk_offset", None) or 2
+        if type(every) is int and type(first) is int:
+            each = ["full" if max(i - first + 1, 0) % every == 0 else "shared" for i in range(layers)]
+            result["indexer_types"] = each
     if isinstance(pattern := result.pop("hybrid_override_pattern", None), str) and model_type == "nemotron_h":
         result["layers_block_type"] = [_BLOCKS.get(letter, letter) for letter in pattern]
     if isinstance(ratios := result.pop("compress_ratios", None), list) and type(layers) is int:
