@@ -1,8 +1,8 @@
 """Record the families of transformers as data: `make families`, or `... record_families.py MODEL_TYPE ...` for some.
 
-Each class is built on the meta device with many sizes, flags and layer patterns drawn at random; formulas and conditions
-(`shardwise.model.shapes.formulas`) are fitted to what the builds show, and checked on further builds. A family of which
-a build contradicts the formulas is left out, and said.
+Each class is built on the meta device with many sizes, flags and layer patterns drawn at random; formulas and
+conditions (`shardwise.model.shapes.formulas`) are fitted to what the builds show, and checked on further builds. A
+family of which a build contradicts the formulas is left out, and said.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ IGNORED = re.compile(
     r"^chunk_size_f|router_aux|_eps|dropout|_cache$|output_|^is_|problem|architectures|^prefix|loss_coef|begin_suppress|"
     r"position_ids|time_step_(min|max|floor|limit)|num_hidden_layers"
 )
-LEGACY = ("full_attention_interval", "sliding_window_pattern", "first_k_dense_replace", "moe_layer_freq", "num_experts", "n_embed",
+LEGACY = ("full_attention_interval", "sliding_window_pattern", "first_k_dense_replace", "moe_layer_freq", "num_experts",
+          "n_embed",
           "global_attn_every_n_layers", "num_hash_layers", "global_head_dim", "num_global_key_value_heads",
           "index_topk_freq", "index_skip_topk_offset", "tie_embedding", "block_ff_dim", "head_dim", "mamba_expand",
           "mamba_n_groups", "mamba_d_conv", "no_rope_layer_interval", "decoder_sparse_step")  # fmt: skip
@@ -255,7 +256,8 @@ def draw(family: Family, sizes: dict, flags: dict, lists: dict, tries: int = 0) 
     rand, layers = family.random, family.random.choice((4, 5, 6, 7, 11, 14))
     settable = family.base.get(family.layers) == 4
     given: dict[str, Any] = {**family.base, family.layers: layers} if settable else dict(family.base)
-    layers = given.get(family.layers, family.default.get(family.layers) or 0)
+    follows = family.layers not in family.kind().to_dict()
+    layers = layers if follows else given.get(family.layers, family.default.get(family.layers) or 0)
     common = rand.choice((1, 1, 2, 3))
     for name, values in sizes.items():
         if rand.random() < (0.35 if tries < 3 else 0.7):
@@ -279,7 +281,7 @@ def draw(family: Family, sizes: dict, flags: dict, lists: dict, tries: int = 0) 
             given[name] = rand.choice(values)
     for name, value in lists.items():
         words = family.words.get(name) or []
-        if words and rand.random() < 0.6:
+        if words and (rand.random() < 0.6 or (follows and not name.startswith("mtp"))):
             given[name] = [*rand.sample(words, len(words)), *rand.choices(words, k=layers)][:layers]
         elif rand.random() < 0.5 and value and all(type(v) is int for v in value) and len(value) > 20:
             given[name] = [
@@ -572,9 +574,7 @@ def tensors_of(family: Family, builds: list[Build]) -> dict[str, Any]:
         dims = []
         for dim in range(max(len(shape) for _, shape in rows)):
             some = [(s, shape[dim]) for s, shape in rows]
-            names = (family.moves.get((name, dim)) or {n for n in core_fields(family)}) | (
-                end if not layered else set()
-            )
+            names = (family.moves.get((name, dim)) or set(core_fields(family))) | (end if not layered else set())
             sibling = (
                 result.get(name.removesuffix("bias") + "weight", ())[1:][dim : dim + 1] if name.endswith("bias") else ()
             )
@@ -623,7 +623,8 @@ def default_of(family: Family, name: str, free: list[Build]) -> Any:
     again = [(w.attributes, dict(w.attributes), [], {}) for w, _ in rows]
     names = sorted(family.follows[name] - {name})
     names += [n for n in relevant([(w, v) for w, v in rows if type(v) is int and v], again)[:4] if n not in names]
-    names += [family.layers] if re.search("layer|index", name) else []
+    names += [family.layers] if re.search("layer|index", name) and name != family.layers else []
+    names += [f"#{n}" for n, v in free[0][1].items() if isinstance(v, list)] if name == family.layers else []
     words = literals(again, False, family.fields)
     formula = fit_rows(rows, names, words) if all(type(v) is int for v in values) else None
     if formula is not None:
@@ -703,7 +704,8 @@ def record(model_type: str, seed: int = 0) -> dict[str, Any]:
     overridden = sorted(
         n for n in {n for b in builds for n in b[0]}
         if type(family.default.get(n)) is int and n != family.layers
-        and sum(n in b[0] for b in builds) > 1 and 2 * sum(b[0][n] == b[1].get(n) for b in builds if n in b[0]) < sum(n in b[0] for b in builds)
+        and (have := [b for b in builds if n in b[0]])[1:]
+        and 2 * sum(b[0][n] == b[1].get(n) for b in have) < len(have)
     )  # fmt: skip
     for given, made, *_ in builds:
         for name in overridden:
@@ -734,11 +736,13 @@ def record(model_type: str, seed: int = 0) -> dict[str, Any]:
             break
         needed |= more
     shown = {n: v for n, v in family.default.items()
-             if n not in rules and ((type(v) in (int, bool, float, str) and not IGNORED.search(n)) or v is None)}  # fmt: skip
+             if n not in rules and (v is None or (type(v) in (int, bool, float, str) and not IGNORED.search(n)))
+             }  # fmt: skip
     words = {f"{n}@{a}": c for given, made, *_ in builds for n, v in given.items()
              if isinstance(v, list) and isinstance(made.get(n), list) and len(v) == len(made[n])
              for a, c in zip(v, made[n], strict=True) if a != c}  # fmt: skip
-    data = {"class": family.head, "words": words, "overridden": overridden, "names": family.names, "stacks": counts, "tensors": tensors, "defaults": rules,
+    data = {"class": family.head, "words": words, "overridden": overridden, "names": family.names, "stacks": counts,
+            "tensors": tensors, "defaults": rules,
             "others": shown, "cuts": family.cuts, "windowed": family.windowed,
             "known": sorted({*family.legacy, *recording.attributes_of(family.kind())})}  # fmt: skip
     check(family, data, sample(family, CHECKS, sizes, flags, lists))
@@ -749,7 +753,7 @@ def check(family: Family, data: dict[str, Any], builds: list[Build]) -> None:
     """Raise `ValueError` where a build contradicts the data."""
     from shardwise.model.shapes.reading import tensors_of as evaluated
 
-    for given, attributes, tensors, _ in builds:
+    for given, _attributes, tensors, _ in builds:
         given = {n: v for n, v in given.items() if n not in data["overridden"]}
         if any(isinstance(r, dict) and r.get("unknown") and n not in given for n, r in data["defaults"].items()):
             continue

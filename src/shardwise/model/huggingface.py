@@ -75,7 +75,10 @@ def read_fields(
     try:
         if beside is not None:
             raise UserError(f"{where}: quantization_config stands in hf_quant_config.json")
-        return from_huggingface(data, name)
+        model = from_huggingface(data, name)
+        if reason := model.why_not_runnable():
+            return _shapes(data, where, name, re.sub(" (is|are) counted but not runnable here$", "", reason), None)
+        return model
     except UserError as error:
         reason = str(error).removeprefix("config.json: ").removeprefix(f"{where}: ")
         known = data.get("model_type") in FAMILIES and beside is None
@@ -93,7 +96,7 @@ def _shapes(data: dict[str, Any], where: str, name: str, reason: str, beside: di
         short = "its weights are quantized, which must be dequantized to 16 bits first"
     elif " is not supported; supported are " in reason:
         short = "no decoder here computes it"
-    return read_shapes(data, name, where, f"{short}; it is counted but not runnable here", beside)
+    return read_shapes(data, name, where, short, beside)
 
 
 def _beside(source: Path) -> dict[str, Any] | None:

@@ -197,7 +197,7 @@ def _compressed(given: Mapping[str, Any]) -> Precision:
     first = next((g for g in groups.values() if isinstance(g, dict) and g.get("weights")), None)
     if first is None:
         raise UserError("quantization_config: compressed-tensors without weights in config_groups")
-    kept = _names(given, "ignore") + ("embed_tokens", "gate", "router")
+    kept = (*_names(given, "ignore"), "embed_tokens", "gate", "router")
     cache = given.get("kv_cache_scheme") or {}
     return _weights(first["weights"], kept, "fp8" if cache.get("num_bits") == 8 else "")
 
@@ -227,7 +227,7 @@ def _modelopt(given: Mapping[str, Any]) -> Precision:
         raise UserError(
             f"quant_algo {str(given.get('quant_algo'))[:40]!r} is not known; known are FP8, NVFP4, INT4_AWQ"
         )
-    kept = _names(given, "exclude_modules", "ignore") + ("embed_tokens", "gate", "router")
+    kept = (*_names(given, "exclude_modules", "ignore"), "embed_tokens", "gate", "router")
     group = given.get("group_size") or _GROUPS.get(form, 128 if form == "int4" else 0)
     cache = (
         "fp8" if "FP8" in str(given.get("kv_cache_quant_algo") or given.get("kv_cache_scheme") or "").upper() else ""

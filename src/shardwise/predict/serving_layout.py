@@ -13,7 +13,10 @@ from shardwise.model import ModelConfig
 
 
 def check_generation(layout: Layout, model: ModelConfig, devices: int | None = None) -> None:
-    """Raise `LayoutError` when a model cannot be generated with under a layout, or on so many devices."""
+    """Raise `LayoutError` when a model cannot be generated with under a layout, or on so many devices; `UserError` when
+    no decoder here computes it, unless it is counted from its tensors' shapes."""
+    if not model.counted:
+        check_runs(model)
     check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
     for key in ("offload", "offload_params", "offload_activations"):
         if (home := getattr(layout, key)) != "none":

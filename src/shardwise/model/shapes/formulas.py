@@ -1,13 +1,12 @@
 """Formulas and conditions of a configuration's attributes, in the words of `families.json`.
 
-A formula is a sum of products: `2*hidden_size+num_key_value_heads*head_dim`. `-` subtracts, `/` divides, `^` divides and rounds up. A
-name stands for an integer attribute, or for the layer's entry of a list, `#name` for a list's length.
+A formula is a sum of products: `2*hidden_size+num_key_value_heads*head_dim`. `-` subtracts, `/` divides, `^` divides
+and rounds up. A name stands for an integer attribute, or for the layer's entry of a list, `#name` for a list's length.
 
 A condition is a list of literals that must all hold. `flag` and `!flag`: an attribute is set or not. `name=value`: a
-word. `name@value`: the layer's entry of a list; `name@`: it is set. `name#`: the layer is in the list. `name~other`: both
-are equal. `<name`, `>name`:
-its number is below, or above. `%name+1`: its number plus 1 is a multiple. `^`: it is the last layer. `-name`: among
-the last ones.
+word. `name@value`: the layer's entry of a list; `name@`: it is set. `name#`: the layer is in the list. `name~other`:
+both are equal. `<name`, `>name`: its number is below, or above. `%name+1`: its number plus 1 is a multiple. `^`: it is
+the last layer. `-name`: among the last ones.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ _ROW = re.compile(r"(o_proj|out_proj|down_proj|dense_4h_to_h|wo|w2|fc2|fc_out|c_
                   r"|attention\.dense|self_attention\.dense|attn\.dense|ffn_out|output\.dense|linear_2)$")  # fmt: skip
 """Modules whose inputs tensor parallelism divides, where a class has no plan of its own."""
 _COLUMN = re.compile(r"(q_proj|k_proj|v_proj|qkv_proj|gate_proj|up_proj|gate_up_proj|query_key_value|dense_h_to_4h|fc1"
-                     r"|fc_in|c_fc|c_attn|Wqkv|w1|w3|q_b_proj|kv_b_proj|in_proj\w*|query|key|value|linear_1)$")  # fmt: skip
+                     r"|fc_in|c_fc|c_attn|Wqkv|w1|w3|q_b_proj|kv_b_proj|in_proj\w*|query|key|value"
+                     r"|linear_1)$")  # fmt: skip
 _KEYS = re.compile(r"(k_proj|v_proj|key|value|k|v)$")
 _CONV1D = ("gpt2", "gpt-sw3", "openai-gpt", "imagegpt")
 """Families whose matrices are [inputs, outputs]."""
@@ -162,7 +163,8 @@ def _is_head(tensor: Shaped, table: Shaped) -> bool:
 def _ffn(read: _Reading, layers: Sequence[Sequence[Shaped]], hidden: int) -> int:
     """The widest dense feed-forward part."""
     found = [s[-1] for layer in layers for n, _, s in layer if len(s) == 3 and ".experts." not in n and
-             re.search(r"(down_proj|dense_4h_to_h|w2|fc2|fc_out|c_proj|wo)\.weight$", n) and "attn" not in n]  # fmt: skip
+             re.search(r"(down_proj|dense_4h_to_h|w2|fc2|fc_out|c_proj|wo)\.weight$", n)
+             and "attn" not in n]  # fmt: skip
     width = max(found, default=0) or read.integer("intermediate_size", default=0)
     return width or read.integer("moe_intermediate_size", default=4 * hidden)
 

@@ -24,7 +24,7 @@ Attributes = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedModel:
     """A configuration after its class has read it, and every parameter of the model of that configuration."""
 
     attributes: Attributes
@@ -81,14 +81,14 @@ def config_class(model_type: str) -> Any:
     return CONFIG_MAPPING[model_type]
 
 
-def record(data: Mapping[str, Any]) -> Recorded:
+def record(data: Mapping[str, Any]) -> RecordedModel:
     """Build the class that a `config.json` names. Raises whatever the class does for what it cannot build."""
     given = {k: v for k, v in data.items() if k not in ("model_type", "auto_map", "quantization_config")}
     kind = config_class(data["model_type"])
     return record_config(kind.from_dict(given) if hasattr(kind, "from_dict") else kind(**given))
 
 
-def record_config(config: Any) -> Recorded:
+def record_config(config: Any) -> RecordedModel:
     """Build the model of a configuration."""
     model = _build(config)
     text = config.get_text_config()
@@ -99,7 +99,7 @@ def record_config(config: Any) -> Recorded:
     if not any(name.endswith("lm_head.weight") for name, _ in kept) and not hasattr(model, "lm_head"):
         kept += (("lm_head.weight", (text.vocab_size, text.hidden_size)),) * (not _tied(config))
     windowed = "sliding_window_causal_mask" in inspect.getsource(inspect.getmodule(type(model)))  # type: ignore[arg-type]
-    return Recorded(
+    return RecordedModel(
         attributes_of(text), kept, _cuts(model), type(model).__name__, dict(text.attribute_map or {}), windowed
     )
 
@@ -142,7 +142,8 @@ def _own_class(config: Any) -> Any:
     kinds = [k for k in vars(module).values() if (isinstance(k, type) and vars(k).get("config_class") is type(config))
              or (isinstance(k, type) and getattr(k, "config", None) is type(config))]  # fmt: skip
     annotated = [k for k in vars(module).values() if isinstance(k, type)
-                 and vars(k).get("__annotations__", {}).get("config") in (type(config), type(config).__name__)]  # fmt: skip
+                 and vars(k).get("__annotations__", {}).get("config") in (type(config), type(config).__name__)
+                 ]  # fmt: skip
     found = [k for k in (*kinds, *annotated) if k.__module__ == module.__name__ and hasattr(k, "tie_weights")]
     return min(found, key=lambda k: (not k.__name__.endswith("CausalLM"), not k.__name__.endswith("Model"), k.__name__))
 

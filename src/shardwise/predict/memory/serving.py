@@ -202,8 +202,8 @@ def weight_bytes(plan: UnitPlan, int8: bool = False, *, cpu: bool = False) -> in
     if plan.layout.stage == 3:
         return sum(unit.shard_numel for unit in plan.units) * width
     if not int8 and plan.model.counted and plan.model.counted.stored:
-        placed = (p for unit in plan.units for p in unit.placed)
-        return int(sum(stored_bytes(p.parameter.stored, p.shape) if p.parameter.stored else p.numel * width for p in placed))
+        each = ((p, p.parameter.stored) for unit in plan.units for p in unit.placed)
+        return int(sum(stored_bytes(stored, p.shape) if stored else p.numel * width for p, stored in each))
     if not int8:
         return sum(unit.padded for unit in plan.units) * width
     tiled = cpu and width == 2
