@@ -73,15 +73,15 @@ def read_fields(
 ) -> ModelConfig:
     """`read_model` of a file's contents. beside: those of `hf_quant_config.json`."""
     try:
-        if beside is not None:
-            raise UserError(f"{where}: quantization_config stands in hf_quant_config.json")
+        if beside is not None or data.get("quantization_config") is not None:
+            raise UserError(f"{where}: quantization_config")
         model = from_huggingface(data, name)
         if reason := model.why_not_runnable():
             return _shapes(data, where, name, re.sub(" (is|are) counted but not runnable here$", "", reason), None)
         return model
     except UserError as error:
         reason = str(error).removeprefix("config.json: ").removeprefix(f"{where}: ")
-        known = data.get("model_type") in FAMILIES and beside is None
+        known = data.get("model_type") in FAMILIES and "quantization_config" not in reason
         try:
             return _shapes(data, where, name, reason, beside)
         except UserError as other:
