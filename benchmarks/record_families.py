@@ -793,8 +793,26 @@ def model_types() -> list[str]:
     return sorted(t for t in found if t in CONFIG_MAPPING)
 
 
+def composites() -> dict[str, Any]:
+    """model_type of models that see or hear -> key and family of their language model, and whether its head is tied."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    result: dict[str, Any] = {}
+    for name in sorted(CONFIG_MAPPING.keys()):
+        with contextlib.suppress(Exception):
+            config = CONFIG_MAPPING[name]()
+            text = config.get_text_config()
+            key = next((k for k in config.sub_configs if getattr(config, k, None) is text), "")
+            if text is not config and key:
+                result[name] = [key, text.model_type, getattr(config, "tie_word_embeddings", None)]
+    return result
+
+
 def main() -> None:
     wanted = sys.argv[1:] or model_types()
+    if not sys.argv[1:]:
+        lines = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in composites().items())
+        DATA.with_name("composites.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         for model_type, data in pool.imap_unordered(task, wanted):
             if isinstance(data, str):

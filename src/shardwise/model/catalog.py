@@ -96,9 +96,8 @@ def _listed(text: str) -> ModelConfig | None:
 
 def _nearest(name: str) -> str:
     # A name from a model hub, owner/name, is most often meant by its second half.
-    if "/" in name and (near := difflib.get_close_matches(name.strip(), hub_models(), n=3, cutoff=0.8)):
-        return f"did you mean {' or '.join(near)}?"
-    near = difflib.get_close_matches(name.strip().lower().rsplit("/", 1)[-1], _catalog(), n=3, cutoff=0.5)
+    listed = difflib.get_close_matches(name.strip(), hub_models(), n=2, cutoff=0.8) if "/" in name else []
+    near = listed + difflib.get_close_matches(name.strip().lower().rsplit("/", 1)[-1], _catalog(), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_catalog())}"
 
 

@@ -68,6 +68,15 @@ class Counted:
                 if p.kind == "block"]  # fmt: skip
         return tuple(window for count, window in each for _ in range(count))
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What predictions of a step take for granted, in sentences."""
+        stored = (
+            (f"its files are in {self.stored}: dequantize them first, training counts 16 bits",) if self.stored else ()
+        )
+        near = "parameters are exact; activations, traffic and times are those of the nearest decoder here"
+        return (*self.notes, near, *stored)
+
     def cache_numbers(self, tokens: float, tp: int = 1, first: int = 0, stop: int | None = None) -> float:
         """Numbers in the cache of a sequence of so many tokens, of some layers, on one of `tp` ranks."""
         return sum(cache.numbers_of(tokens, tp) for cache in self.caches[first:stop])

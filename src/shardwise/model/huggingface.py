@@ -71,7 +71,7 @@ def read_model(source: str | Path, name: str | None = None) -> ModelConfig:
 def read_fields(
     data: dict[str, Any], name: str, where: str = "config.json", beside: dict[str, Any] | None = None
 ) -> ModelConfig:
-    """`read_model` of a file's contents. beside: those of `hf_quant_config.json`."""
+    """`read_model` of a file's contents. beside: those of `hf_quant_config.json`. Raises `UserError`."""
     try:
         if beside is not None or data.get("quantization_config") is not None:
             raise UserError(f"{where}: quantization_config")

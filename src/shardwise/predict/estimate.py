@@ -70,6 +70,7 @@ def estimate(
     timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated)
     balance = context_balance(model, layout, workload) if layout.cp > 1 and isinstance(model, ModelConfig) else None
     notes = [
+        *(model.counted.assumptions if isinstance(model, ModelConfig) and model.counted else ()),
         *_notes(model, layout, backend),
         *_optimizer_note(layout, workload),
         *([f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []),

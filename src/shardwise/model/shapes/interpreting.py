@@ -15,6 +15,7 @@ from shardwise.model.counted import Counted, LayerCache
 from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation, Width
 from shardwise.model.precision import Precision
 from shardwise.model.shapes.reading import Shaped
+from shardwise.model.shapes.table import UNWINDOWED
 
 _ACTIVE = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_top_k",
            "num_experts_per_topk", "router_top_k", "ffn_config.moe_top_k", "expert_top_k")  # fmt: skip
@@ -335,6 +336,8 @@ def _window(read: _Reading, kind: str) -> int:
         return read.integer("sliding_window", "window_size")
     types = read.get("layer_types") or read.get("layers_block_type")
     if types or read.get("use_sliding_window") is False or not read.family.get("windowed"):
+        return 0
+    if read.model_type in UNWINDOWED:
         return 0
     return read.integer("sliding_window")
 

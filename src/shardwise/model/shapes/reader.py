@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ def read_shapes(
         else:
             attributes = attributes_of(family, given)
             tensors = list(shaped(family, attributes))
+        if more := attributes.get("num_nextn_predict_layers"):
+            notes.append(f"{more} layers for predicting several tokens are not counted")
         return interpret(name, model_type, family, attributes, tensors, reason, notes, precision)
     except UserError as error:
         raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
@@ -45,7 +47,7 @@ def read_shapes(
 
 
 def language_model(data: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any], list[str]]:
-    """(model_type, fields, notes) of the language model in a configuration."""
+    """(model_type, fields, notes) of the language model in a configuration. Raises `UserError` without a model_type."""
     outer = data.get("model_type")
     if not isinstance(outer, str):
         raise UserError(f"{where}: model_type is missing: give the config.json of a language model")
@@ -106,8 +108,3 @@ def _record(data: Mapping[str, Any], model_type: str, where: str) -> dict[str, A
     tensors = [(name, -1 if layer is None else layer, s) for name, layer, s in recording.layered(made.tensors)[0]]
     family = {"names": made.names, "cuts": dict(made.cuts), "windowed": made.windowed}
     return {"attributes": made.attributes, "tensors": tensors, "family": family}
-
-
-def notes_of(family: Mapping[str, Any], given: Mapping[str, Any]) -> Sequence[str]:
-    """Fields that the class does not read."""
-    return sorted(set(given) - set(family["known"]) - set(family["names"]))

@@ -21,6 +21,8 @@ ALIASES = {
 }
 """model_type -> family with tensors of the same sizes."""
 
+UNWINDOWED = ("phimoe",)
+"""Families with a `sliding_window` in their configuration that keep the keys of all tokens."""
 _RENAMED = {
     "chatglm": {
         "ffn_hidden_size": "intermediate_size",
