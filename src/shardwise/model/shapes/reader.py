@@ -32,6 +32,11 @@ def read_shapes(
     family = families().get(model_type)
     try:
         precision = read_precision(data, beside)
+        if family is None and "vocab_size" not in json.dumps(data, default=str):
+            raise UserError(
+                f"model_type {model_type[:60]!r} is not a language model, which has a vocab_size; vision, speech and "
+                "embedding models alone are out of scope"
+            )
         if family is None:
             attributes, tensors, family = _recorded(data, model_type, where)
         else:
