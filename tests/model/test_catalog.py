@@ -116,4 +116,4 @@ def test_a_name_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
     snapshot.mkdir(parents=True)
     config = get("tiny-gpt").replace(name="abc")
     (snapshot / "config.json").write_text(json.dumps(to_huggingface(config)))
-    assert resolve("Qwen/Qwen2.5-32B") == config
+    assert resolve("Qwen/Qwen2.5-32B") == config.replace(name="Qwen/Qwen2.5-32B")

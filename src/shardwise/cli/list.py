@@ -14,7 +14,7 @@ from shardwise.cluster.accelerators import accelerators
 from shardwise.cluster.device import KINDS
 from shardwise.layout.layout import CHOICES, FLAGS, Layout
 from shardwise.model.catalog import catalog, resolve
-from shardwise.model.parameters import count
+from shardwise.model.parameters import count, count_parts
 from shardwise.report.terminal import Column, FittedTable
 from shardwise.report.units import format_bytes, format_count, format_time
 
@@ -44,8 +44,9 @@ def _models(args: argparse.Namespace) -> int:
     for model in named:
         number, experts = count(model), model.experts.count if model.experts else 0
         weights = {name: number * bits // 8 for name, bits in BITS.items()}
-        data.append({"name": model.name, "parameters": number, "weight_bytes": weights,
-                     "runs": not model.why_not_runnable(), **model.to_json()})  # fmt: skip
+        fields_of = {key: value for key, value in model.to_json().items() if key != "counted"}
+        data.append({"name": model.name, "parameters": number, "active_parameters": count_parts(model)[2],
+                     "weight_bytes": weights, "runs": not model.why_not_runnable(), **fields_of})  # fmt: skip
         plain = (*map(str, (model.layers, model.hidden, model.vocab, model.max_positions)), str(experts or ""))
         table.add_row(
             model.name, format_count(number), *(map(format_bytes, weights.values()) if args.weights else plain)

@@ -134,6 +134,8 @@ class Parameter:
     """Its dtype where that is not the layout's: int8, of a frozen matrix beside a scale per output."""
     sees_shards: bool = False
     """Of a user's module: whether it sees shards of sequences under sequence parallelism."""
+    stored: str = ""
+    """Of a model that is only counted: the precision of its files, by `precision.py`; empty for 16 bits."""
 
     @property
     def numel(self) -> int:
@@ -155,6 +157,7 @@ class Parameter:
         return Parameter(
             name, self.shape, part, self.init, self.std, self.decay, self.cut, self.heads, self.partial, foreign,
             self.transposed, self.absorbed, self.frozen, self.module_shape, self.packed, self.dtype, self.sees_shards,
+            self.stored,
         )  # fmt: skip
 
 
@@ -197,6 +200,19 @@ class Part:
     def numel(self) -> int:
         """Elements of the parameters of one of them."""
         return sum(p.numel for p in self.parameters)
+
+    @property
+    def routes(self) -> bool:
+        """Whether it has experts."""
+        return any(p.cut == "expert" for p in self.parameters)
+
+    @property
+    def without_experts(self) -> Part:
+        """Its parameters and operations without those of experts."""
+        kept = tuple(p for p in self.parameters if p.cut != "expert")
+        return replace(
+            self, parameters=kept, operations=tuple(o for o in self.operations if getattr(o, "rows", "") != "routed")
+        )
 
     def trains(self, module: str = "") -> bool:
         """Whether any parameter of a module inside, or of the part, is trained."""

@@ -6,10 +6,12 @@ integer in `published_params` is exact, a float is a rounded figure.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +36,23 @@ def resolve(text: str) -> ModelConfig:
     """A catalog name, else the path of a `config.json` or of its folder, else a name of Hugging Face's hub.
 
     The catalog goes first; write `./gpt2` for a folder of that name. Of a hub's name, owner/name, the `config.json` in
-    the local cache is read, else the second half is looked up in the catalog: nothing is downloaded. Raises `UserError`
-    when it is none of these.
+    the local cache is read, else the second half is looked up in the catalog, else the list of popular models
+    (`hub.json`) has it: nothing is downloaded. Raises `UserError` when it is none of these.
     """
     if found := _catalog().get(text.strip().lower()):
         return found
     # Path.exists raises for a name that is too long.
     path = text if text.strip() and os.path.exists(text) else _cached(text)  # noqa: PTH110
     if path is None:
-        if found := _of_hub(text):
+        if found := _of_hub(text) or _listed(text):
             return found
         raise UserError(
             f"no model {text!r}: neither in the catalog, nor a config.json or a folder with one, nor in the cache of "
             f"Hugging Face's hub; {_nearest(text)}"
         )
-    from shardwise.model.huggingface import from_huggingface
+    from shardwise.model.huggingface import read_model
 
-    return from_huggingface(path)
+    return read_model(path, None if path == text else text)
 
 
 def _cached(text: str) -> Path | None:
@@ -68,14 +70,36 @@ def _of_hub(text: str) -> ModelConfig | None:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         return None
     name = text.lower().partition("/")[2].removeprefix("meta-")
-    return _catalog().get(name) or _catalog().get(re.sub(r"(-(instruct|chat|base|hf|it|v0\.1))+$", "", name))
+    first = r"|v0\.1" if name.startswith("mixtral") else ""  # of others a later version has another shape
+    return _catalog().get(name) or _catalog().get(re.sub(rf"(-(instruct|chat|base|hf|it{first}))+$", "", name))
+
+
+@cache
+def hub_models() -> dict[str, Any]:
+    """Popular models of the hub, as of the date in `hub.json`: id -> the shapes in its `config.json`, or another id."""
+    found: dict[str, Any] = json.loads(files("shardwise.model").joinpath("hub.json").read_text(encoding="utf-8"))
+    return found["models"]
+
+
+def _listed(text: str) -> ModelConfig | None:
+    """A model of the list, whatever the case of its id."""
+    ids = {name.lower(): name for name in hub_models()}
+    name = ids.get(text.strip().lower())
+    if name is None:
+        return None
+    config = hub_models()[name]
+    from shardwise.model.huggingface import read_fields
+
+    return read_fields(hub_models()[config] if isinstance(config, str) else config, name)
 
 
 def _nearest(name: str) -> str:
     # A name from a model hub, owner/name, is most often meant by its second half.
     import difflib
 
-    near = difflib.get_close_matches(name.strip().lower().rsplit("/", 1)[-1], _catalog(), n=3, cutoff=0.5)
+    others = [other for other in hub_models() if other != name.strip()]
+    listed = difflib.get_close_matches(name.strip(), others, n=2, cutoff=0.8) if "/" in name else []
+    near = listed + difflib.get_close_matches(name.strip().lower().rsplit("/", 1)[-1], _catalog(), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_catalog())}"
 
 

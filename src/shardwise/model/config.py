@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from shardwise.errors import UserError
+from shardwise.model.counted import Counted
 from shardwise.model.lora import Lora
 
 Norm = Literal["rmsnorm", "layernorm"]
@@ -34,6 +35,7 @@ _LATER = frozenset(
         "full_attention_every",
         "scaled_embedding",
         "lora",
+        "counted",
     ]
 )
 """Fields of `ModelConfig` that earlier versions lack."""
@@ -225,6 +227,9 @@ class ModelConfig:
     latent_attention: LatentAttention | None = None
     lora: Lora | None = None
     """Low-rank adapters, beside which all other parameters are frozen; None trains these."""
+    counted: Counted | None = None
+    """Parts and caches of a model that is planned from its tensors' shapes alone; its other fields are then the nearest
+    that there are."""
     published_params: float | None = None
     """The parameter count that the model's authors state, for comparison only."""
 
@@ -320,6 +325,8 @@ class ModelConfig:
 
     def why_not_runnable(self) -> str | None:
         """The reason why no decoder here computes this model, or None when one does."""
+        if self.counted:
+            return self.counted.reason
         if self.experts and not (self.norm == "rmsnorm" and self.norm_placement == "pre" and self.gated):
             return "experts run only in blocks with RMSNorm before a gated feed-forward"
         if self.latent_attention and not self._runs_latent_attention:
@@ -349,7 +356,11 @@ class ModelConfig:
 
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed; derived fields (`kv_heads`, `head_dim`) are kept unless named."""
-        return replace(self, **changes)
+        made = replace(self, **changes)
+        if self.counted is None or not changes.keys() & {"layers", "experts"} or "counted" in changes:
+            return made
+        mixed = made.experts is not None and not made.experts.dense_layers
+        return replace(made, counted=self.counted.cut(made.layers, mixed, made.experts is not None))
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that `from_json` reads back, also in versions without the mechanisms that are not used."""
@@ -363,7 +374,7 @@ class ModelConfig:
         """The inverse of `to_json`. Raises `UserError` on unknown or missing fields."""
         scaling = YarnScaling if "mscale" in (data.get("rope_scaling") or {}) else RopeScaling
         nested: dict[str, Any] = {"rope_scaling": scaling, "experts": Experts, "latent_attention": LatentAttention}
-        nested["lora"] = Lora
+        nested |= {"lora": Lora, "counted": Counted.from_json}
         try:
             given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
             return cls(**given)

@@ -59,6 +59,58 @@ def from_huggingface(source: str | Path | Mapping[str, Any], name: str | None = 
     return ModelConfig(name=name or default_name or family, **config)
 
 
+def read_model(source: str | Path, name: str | None = None) -> ModelConfig:
+    """Read a `config.json` for planning: strictly where a decoder here computes it, else by its tensors' shapes.
+
+    Raises `UserError` in one line for what is no language model's configuration.
+    """
+    data, where, default_name = _load(source)
+    return read_fields(data, name or default_name or "model", where, _beside(Path(source)))
+
+
+def read_fields(
+    data: dict[str, Any], name: str, where: str = "config.json", beside: dict[str, Any] | None = None
+) -> ModelConfig:
+    """`read_model` of a file's contents. beside: those of `hf_quant_config.json`. Raises `UserError`."""
+    try:
+        if beside is not None or data.get("quantization_config") is not None:
+            raise UserError(f"{where}: quantization_config")
+        model = from_huggingface(data, name)
+        if reason := model.why_not_runnable():
+            return _shapes(data, where, name, re.sub(" (is|are) counted but not runnable here$", "", reason), None)
+        return model
+    except UserError as error:
+        reason = str(error).removeprefix("config.json: ").removeprefix(f"{where}: ")
+        known = data.get("model_type") in FAMILIES and "quantization_config" not in reason
+        try:
+            return _shapes(data, where, name, reason, beside)
+        except UserError as other:
+            raise (UserError(f"{where}: {reason}") if known else other) from None
+
+
+def _shapes(data: dict[str, Any], where: str, name: str, reason: str, beside: dict[str, Any] | None) -> ModelConfig:
+    from shardwise.model.shapes.reader import read_shapes
+
+    short = reason if len(reason) <= 160 else f"{reason[:157]}..."
+    if "quantization_config" in reason:
+        short = "its weights are quantized, which must be dequantized to 16 bits first"
+    elif " is not supported; supported are " in reason:
+        short = "no decoder here computes it"
+    return read_shapes(data, name, where, short, beside)
+
+
+def _beside(source: Path) -> dict[str, Any] | None:
+    """The contents of `hf_quant_config.json` in the folder of a `config.json`."""
+    path = (source if source.is_dir() else source.parent) / "hf_quant_config.json"
+    if not path.is_file() or (not source.is_dir() and source.name != "config.json"):
+        return None
+    try:
+        data = json.loads(read_small(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    return data if isinstance(data, dict) else None
+
+
 def to_huggingface(config: ModelConfig) -> dict[str, Any]:
     """The `config.json` of a runnable model, in the spelling that transformers 4 and 5 both read.
 
@@ -96,7 +148,8 @@ def _load(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, 
             raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} is JSON, but not the object that a config.json is")
-    return data, str(path), path.resolve().parent.name or None
+    stem = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return data, str(path), stem or None
 
 
 # Field -> (values under which it changes nothing, what any other value would mean).

@@ -26,6 +26,8 @@ def blueprint(model: Model) -> Blueprint:
 
 @lru_cache(maxsize=64)
 def _blueprint(config: ModelConfig) -> Blueprint:
+    if config.counted:
+        return Blueprint(config.name, config.hidden, config.counted.parts)
     names, module = family_of(config).names, family_of(config).module
 
     def part(

@@ -152,9 +152,9 @@ class MemoryBound:
     @cached_property
     def _one_block(self) -> list[ModelConfig]:
         """Models of one block for each sort of blocks that the model has."""
-        one, e = self.model.replace(layers=1), self.model.experts
-        mixed = [one.replace(experts=replace(e, dense_layers=0))] if e and e.dense_layers < self.model.layers else []
-        return mixed + ([one.replace(experts=None)] if not e or e.dense_layers else [])
+        one, e = partial(self.model.replace, layers=1), self.model.experts
+        mixed = [one(experts=replace(e, dense_layers=0))] if e and e.dense_layers < self.model.layers else []
+        return mixed + ([one(experts=None)] if not e or e.dense_layers else [])
 
     def _alone(self, model: ModelConfig, tp: int, ep: int, sp: bool) -> UnitPlan:
         """The plan of one micro-batch of one sequence per rank."""

@@ -35,6 +35,7 @@ from shardwise.layout.context import PageCut
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
+from shardwise.model.precision import computing_type, stored_bytes
 from shardwise.planner.answer import Answer
 from shardwise.planner.space import powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
@@ -234,7 +235,7 @@ def least_bytes(model: ModelConfig, tokens: int, weights: str) -> float:
     plan = plan_of(model, Layout())
     each = sum(_stored(plan, placed, weights, cpu=False) for unit in plan.units for placed in unit.placed)
     served = ServingSetup(tokens, 1, int8=weights == "int8")
-    page = model.layers * page_bytes_of_block(model, 1, "bfloat16", PAGE)
+    page = model.layers * page_bytes_of_block(model, 1, "bfloat16", PAGE, tokens)
     return each + passing_bytes(plan, served) + served.pages * page
 
 
@@ -321,6 +322,9 @@ class _Space:
                 return False
             return True
 
+        if self.model.counted and (stored := self.model.counted.stored):  # the files say which
+            name = computing_type(stored)
+            return [name if known(name) else "bfloat16"]
         return [name for name in TYPES if name == "bfloat16" or known(name)]
 
     def split(self, weights: str, curve: bool = True) -> tuple[list[Deployment], list[Deployment]]:
@@ -391,7 +395,8 @@ class _Space:
         return _Sizes(max(blocks), sum(blocks), first, last, first + last - tied)
 
     def _page_bytes(self, tp: int, pp: int, cp: int = 1) -> int:
-        return ceil(self.model.layers / pp) * page_bytes_of_block(self.model, tp, "bfloat16", PageCut(PAGE, cp).slots)
+        slots = PageCut(PAGE, cp).slots
+        return ceil(self.model.layers / pp) * page_bytes_of_block(self.model, tp, "bfloat16", slots, self.length)
 
     def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
         """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
@@ -448,7 +453,8 @@ class _Space:
 
     def gathered(self) -> Iterator[Deployment]:
         """Deployments whose data ranks gather weights, in 16 bits; each tp with as many data ranks as there are."""
-        for tp in self.tps:
+        stored = self.model.counted.stored if self.model.counted else ""
+        for tp in () if stored else self.tps:  # quantized weights are not gathered
             if (dp := self.cluster.devices // tp) > 1:
                 layout = Layout(dp=dp, tp=tp, zero=3)
                 plan = plan_of(self.model, layout)
@@ -521,6 +527,9 @@ class _Space:
 
 def _stored(plan: UnitPlan, placed: Placed, weights: str, *, cpu: bool) -> float:
     """Bytes of a parameter: matrices in their type with its scales, the rest in 16 bits."""
+    if plan.model.counted and plan.model.counted.stored:
+        stored = placed.parameter.stored
+        return stored_bytes(stored, placed.shape) if stored else placed.numel * 2.0
     if weights == "bfloat16" or not has_fewer_bits(plan, placed, weights):
         return placed.numel * 2.0
     if weights == "int8":

@@ -74,6 +74,7 @@ def estimate(
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
         *([warning] if room and (warning := room.warning(peak)) else []),
+        *(model.counted.assumptions if isinstance(model, ModelConfig) and model.counted else ()),
         *_memory_notes(engine or "", counted, model, layout, workload, backend),
         *_schedule_notes(layout, roles),
         *(timing.notes if timing else ()), *([why] if why else []),
@@ -160,7 +161,7 @@ def _check(model: Model, layout: Layout, workload: Workload, cluster: Cluster | 
         check_traced(layout, model, workload, ranks)
         return
     check(layout, model, workload, ranks)
-    if reason := model.why_not_runnable():
+    if (reason := model.why_not_runnable()) and not model.counted:
         raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, layout, workload, cluster)}")
 
 

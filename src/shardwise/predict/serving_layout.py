@@ -14,9 +14,9 @@ from shardwise.model import ModelConfig
 
 def check_generation(layout: Layout, model: ModelConfig, devices: int | None = None) -> None:
     """Raise `LayoutError` when a model cannot be generated with under a layout, or on so many devices; `UserError` when
-    no decoder here computes it."""
-    if reason := model.why_not_runnable():
-        raise UserError(f"{model.name}: {reason}")
+    no decoder here computes it, unless it is counted from its tensors' shapes."""
+    if not model.counted:
+        check_runs(model)
     check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
     for key in ("offload", "offload_params", "offload_activations"):
         if (home := getattr(layout, key)) != "none":
@@ -51,6 +51,12 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
         _check_experts(layout)
     if devices is not None and layout.ranks > devices:
         raise LayoutError(f"layout {layout} needs {layout.ranks} ranks, but there are {devices} devices")
+
+
+def check_runs(model: ModelConfig) -> None:
+    """Raise `UserError` when no decoder here computes a model."""
+    if reason := model.why_not_runnable():
+        raise UserError(f"{model.name}: {reason}")
 
 
 def _check_experts(layout: Layout) -> None:

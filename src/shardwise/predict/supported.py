@@ -28,6 +28,8 @@ def why_not_planned(model: Model) -> str | None:
     after the embedding have memory and time, too."""
     if isinstance(model, Blueprint):
         return None if model.trace else "it was not traced; see shardwise.trace"
+    if model.counted:
+        return None
     usual: dict[str, Any] = {"embedding_norm": False}
     if model.positions == "alibi":
         usual["positions"] = "learned"

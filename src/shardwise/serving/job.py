@@ -23,7 +23,7 @@ from shardwise.layout.context import PageCut
 from shardwise.model import ModelConfig
 from shardwise.options import check_fields, option
 from shardwise.predict.memory.serving import CHUNK, PAGE, ServingSetup, logit_rows
-from shardwise.predict.serving_layout import check_generation, plan_of
+from shardwise.predict.serving_layout import check_generation, check_runs, plan_of
 from shardwise.runtime import DEVICES, MOST_THREADS, TRANSPORTS
 
 CONTEXT = 4096
@@ -71,6 +71,7 @@ class ServingJob:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_runs(self.model)
         check_generation(self.layout, self.model)
         PageCut(self.page, self.layout.cp)
         if self.prompts == "same" and self.layout.stage < 3:

@@ -40,7 +40,7 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
         comments.append("run it on every node, with NODE_RANK and HEAD_ADDRESS set")
     if nodes > 1 and layout.dp > 1:
         comments.append("replicas on several nodes are servers of their own behind SGLang's router")
-    if request.source in ("", request.model.name):
+    if request.source in ("", request.model.name) and "/" not in request.model.name:
         comments.append(f"{request.model.name} is the catalog's name: give the folder or the hub's name in its place")
     comments += checkpoint_needed("sglang", served.weights)
     source = shlex.quote(request.source or request.model.name)

@@ -40,7 +40,7 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
     comments = ["start Ray on every node first"] if nodes > 1 else []
     if layout.pp > 1 and request.model.layers % layout.pp:
         comments.append("vLLM cuts layers evenly as it likes: see VLLM_PP_LAYER_PARTITION")
-    if request.source in ("", request.model.name):
+    if request.source in ("", request.model.name) and "/" not in request.model.name:
         comments.append(f"{request.model.name} is the catalog's name: give the folder or the hub's name in its place")
     comments += checkpoint_needed("vllm", served.weights)
     source = shlex.quote(request.source or request.model.name)

@@ -6,6 +6,7 @@ memory in a turn is a bound: the widest tensors of a block for all its tokens, a
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from shardwise.layout.experts import expert_share, matrices
 from shardwise.layout.legality import valid_ep, valid_tp
 from shardwise.layout.placement import Placed, cache_shape, width_held
 from shardwise.model import ModelConfig
+from shardwise.model.precision import stored_bytes
 from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
 from shardwise.ops.limits import SCORES, WIDE_OUTPUTS, row_int8_bytes
 from shardwise.predict.memory.capacity import capacity_of
@@ -199,6 +201,9 @@ def weight_bytes(plan: UnitPlan, int8: bool = False, *, cpu: bool = False) -> in
     width = DTYPE_BYTES[plan.layout.dtype]
     if plan.layout.stage == 3:
         return sum(unit.shard_numel for unit in plan.units) * width
+    if not int8 and plan.model.counted and plan.model.counted.stored:
+        each = ((p, p.parameter.stored) for unit in plan.units for p in unit.placed)
+        return int(sum(stored_bytes(stored, p.shape) if stored else p.numel * width for p, stored in each))
     if not int8:
         return sum(unit.padded for unit in plan.units) * width
     tiled = cpu and width == 2
@@ -232,15 +237,25 @@ def has_fewer_bits(plan: UnitPlan, placed: Placed, weights: str) -> bool:
     return matrix and plan.kind(placed.parameter.part) in kinds
 
 
-def page_bytes(plan: UnitPlan, page: int = PAGE) -> int:
-    """Bytes of one page of keys and values on a rank, all its blocks."""
+def page_bytes(plan: UnitPlan, page: int = PAGE, context: int = 0) -> int:
+    """Bytes of one page of keys and values on a rank, all its blocks. context: tokens of a sequence, over which windows
+    and states of a model that is only counted are averaged."""
     slots = PageCut(page, plan.layout.cp).slots
+    if counted := plan.model.counted:
+        names = blocks_of(plan)
+        first = int(names[0].rpartition(".")[2]) if names else 0
+        tokens = max(context, 1)
+        numbers = counted.cache_numbers(tokens, plan.layout.tp, first, first + len(names)) / tokens
+        return math.ceil(numbers * slots * DTYPE_BYTES[plan.layout.dtype])
     return len(blocks_of(plan)) * page_bytes_of_block(plan.model, plan.layout.tp, plan.layout.dtype, slots)
 
 
-def page_bytes_of_block(model: ModelConfig, tp: int, dtype: str, page: int = PAGE) -> int:
+def page_bytes_of_block(model: ModelConfig, tp: int, dtype: str, page: int = PAGE, context: int = 0) -> int:
     """Bytes of one block's keys and values of a page on one of `tp` ranks; heads are replicated where tp exceeds
-    them, and so are latents."""
+    them, and so are latents. Of a model that is only counted, the mean of its blocks with `context` tokens."""
+    if counted := model.counted:
+        numbers = counted.cache_numbers(max(context, 1), tp) / max(context, 1)
+        return math.ceil(numbers * page * DTYPE_BYTES[dtype] / model.layers)
     return cache_shape(model, tp).numbers * page * DTYPE_BYTES[dtype]
 
 
@@ -254,7 +269,7 @@ def _held(plan: UnitPlan, served: ServingSetup) -> ServingMemory:
     return ServingMemory(
         weight_bytes(plan, served.int8, cpu=served.cpu),
         slots * DTYPE_BYTES[plan.layout.dtype],
-        served.pages * page_bytes(plan, served.page),
+        served.pages * page_bytes(plan, served.page, served.context),
         passing_bytes(plan, served),
     )
 
@@ -366,7 +381,7 @@ def _passing_product(rows: int, inputs: int, outputs: int, width: int) -> int:
 def _longest(plan: UnitPlan, served: ServingSetup, room: float) -> int:
     """Tokens that each of the sequences may have, whole pages, at most as many as the model knows positions."""
     most = plan.model.max_positions
-    one_each = max(1, served.batch * page_bytes(plan, served.page))  # 0 on a stage without blocks
+    one_each = max(1, served.batch * page_bytes(plan, served.page, most))  # 0 on a stage without blocks
     pages = min(-(-most // served.page), int(room // one_each))
     fitting = bisect_right(
         range(1, pages + 1), room, key=lambda n: _held(plan, replace(served, context=n * served.page, cache=0)).total

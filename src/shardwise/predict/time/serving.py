@@ -7,7 +7,7 @@ broadcast). Weights and the cache may be narrower than 16 bits: `ServingLayout` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.operations import LinearOp
 from shardwise.model.parameters import blueprint, count_parts
+from shardwise.model.precision import stored_bytes
 from shardwise.predict.time.block import attention_of, on_rank
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
@@ -166,13 +167,22 @@ def _prompt_attention(batch: Num, prompt: Num, heads: Num, kv: Num, width: int, 
 
 def cache_bytes_per_token(model: ModelConfig, serving: ServingLayout) -> Num:
     """Bytes of keys and values that a rank of one stage keeps for a token, all layers of the model together."""
+    if counted := model.counted:  # windows are in what is read of it
+        tps = np.unique(np.asarray(serving.tp)).tolist()
+        each = {tp: sum(replace(c, window=0, state=0).numbers_of(1, int(tp)) for c in counted.caches) for tp in tps}
+        return np.vectorize(each.get, otypes=[float])(serving.tp) * WIDTH[serving.cache]
     latent = model.latent_attention
     kv = latent.cached if latent else 2 * np.maximum(model.kv_width / serving.tp, model.head_dim)
     return 1.0 * model.layers * kv * WIDTH[serving.cache]
 
 
 def weight_bytes(model: ModelConfig, serving: ServingLayout) -> Num:
-    """Bytes of weights of a rank: blocks in their type with its scales, embedding and head in 16 bits."""
+    """Bytes of weights of a rank: blocks in their type with its scales, embedding and head in 16 bits; or as the files
+    of a quantized model have them."""
+    if model.counted and model.counted.stored:
+        whole = sum(part.count * stored_bytes(p.stored, p.shape) if p.stored else 2.0 * part.count * p.numel
+                    for part in blueprint(model).parts for p in part.parameters)  # fmt: skip
+        return whole / serving.tp / serving.pp
     total, blocks, _ = count_parts(model)
     each = WIDTH[serving.weights] + {"float4": 1.0 / 16, "int4": INT4_GROUP_BYTES}.get(serving.weights, 0.0)
     return (blocks * each + (total - blocks) * 2.0) / serving.tp / serving.pp

@@ -1,0 +1,1 @@
+"""Shapes of any language model's tensors, as formulas of its configuration."""

@@ -1,0 +1,115 @@
+"""`read_shapes`: any language model's `config.json` as a model that is counted and planned, and not run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.model.config import ModelConfig
+from shardwise.model.precision import read_precision
+from shardwise.model.shapes.interpreting import interpret
+from shardwise.model.shapes.reading import Shaped, attributes_of, composites, families, shaped
+from shardwise.model.shapes.table import ALIASES, prepared
+
+_TEXT = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
+"""Keys of a vision-language model's configuration of its language model."""
+
+
+def read_shapes(
+    data: Mapping[str, Any], name: str, where: str, reason: str, beside: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """The model of a `config.json`'s contents. reason: why the strict reader leaves it to this one. beside: contents of
+    `hf_quant_config.json`.
+
+    Raises `UserError` in one line for families that are not known, and for what is no language model's configuration.
+    """
+    model_type, given, notes = language_model(data, where)
+    family = families().get(model_type)
+    try:
+        precision = read_precision(data, beside)
+        if family is None and "vocab_size" not in json.dumps(data, default=str):
+            raise UserError(
+                f"model_type {model_type[:60]!r} is not a language model, which has a vocab_size; vision, speech and "
+                "embedding models alone are out of scope"
+            )
+        if family is None:
+            attributes, tensors, family = _recorded(data, model_type, where)
+        else:
+            attributes = attributes_of(family, given)
+            tensors = list(shaped(family, attributes))
+        if more := attributes.get("num_nextn_predict_layers"):
+            notes.append(f"{more} layers for predicting several tokens are not counted")
+        return interpret(name, model_type, family, attributes, tensors, reason, notes, precision)
+    except UserError as error:
+        raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+    except (TypeError, ValueError, KeyError, ZeroDivisionError, StopIteration, AttributeError) as error:
+        raise UserError(f"{where}: {model_type} is damaged: {type(error).__name__} {str(error)[:80]}") from None
+
+
+def language_model(data: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any], list[str]]:
+    """(model_type, fields, notes) of the language model in a configuration. Raises `UserError` without a model_type."""
+    outer = data.get("model_type")
+    if not isinstance(outer, str):
+        raise UserError(f"{where}: model_type is missing: give the config.json of a language model")
+    key, kind, tied = composites().get(outer, ("", ALIASES.get(outer, outer), None))
+    key = next((k for k in (key, *_TEXT) if isinstance(data.get(k), dict)), "")
+    if not key:
+        return kind, prepared(outer, dict(data)), []
+    text = dict(data[key])
+    kind = str(text.get("model_type") or (kind if kind != outer else f"{outer}_text"))
+    tied = next((t for t in (data.get("tie_word_embeddings"), tied) if t is not None), text.get("tie_word_embeddings"))
+    text |= {"model_type": kind} | ({} if tied is None else {"tie_word_embeddings": tied})
+    inner, fields, notes = language_model(text, where)
+    return inner, fields, [f"of {outer} only the language model, {inner}, is counted", *notes]
+
+
+def _recorded(
+    data: Mapping[str, Any], model_type: str, where: str
+) -> tuple[dict[str, Any], list[Shaped], dict[str, Any]]:
+    """Attributes, tensors and family of a configuration whose class transformers builds here; kept in a cache."""
+    path = _cache(data)
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        saved = _record(data, model_type, where)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(saved), encoding="utf-8")
+        except OSError:
+            pass
+    tensors = [(name, layer, tuple(shape)) for name, layer, shape in saved["tensors"]]
+    return saved["attributes"], tensors, saved["family"]
+
+
+def _cache(data: Mapping[str, Any]) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return Path(home, "shardwise", "models", f"{digest}.json")
+
+
+def _record(data: Mapping[str, Any], model_type: str, where: str) -> dict[str, Any]:
+    known = f"{len(families())} families are known, such as {', '.join(sorted(families())[::24])}"
+    try:
+        from shardwise.model.shapes import recording
+
+        made = recording.record(data)
+    except ImportError:
+        raise UserError(
+            f"{where}: model_type {model_type[:60]!r} is not in the data here, and recording it needs torch and "
+            f"transformers: pip install torch transformers; {known}"
+        ) from None
+    except KeyError:
+        raise UserError(
+            f"{where}: model_type {model_type[:60]!r} is not known, to transformers neither; {known}"
+        ) from None
+    except Exception as error:
+        line = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        raise UserError(f"{where}: transformers cannot build {model_type[:60]}: {line}") from None
+    tensors = [(name, -1 if layer is None else layer, s) for name, layer, s in recording.layered(made.tensors)[0]]
+    family = {"names": made.names, "cuts": dict(made.cuts), "windowed": made.windowed}
+    return {"attributes": made.attributes, "tensors": tensors, "family": family}

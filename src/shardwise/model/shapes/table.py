@@ -1,0 +1,66 @@
+"""What recording cannot see: other names of families, and fields that a class turns into others before it reads them.
+
+Sources: the configuration classes of transformers 5.24, and the published code beside the families' `config.json` files
+(baichuan-inc, xverse, internlm, XiaomiMiMo, THUDM, microsoft on the Hugging Face Hub). `tests/model/test_shapes.py`
+counts a published configuration of each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ALIASES = {
+    "kimi_k2": "deepseek_v3",
+    "baichuan": "llama",  # W_pack has the rows of q, k and v
+    "xverse": "llama",
+    "internlm2": "llama",  # wqkv likewise
+    "mimo": "qwen2",  # beside layers that predict several tokens
+    "phi3_v": "phi3",
+    "chatglm": "glm",
+    "minimax_m3": "minimax_m3_vl_text",
+}
+"""model_type -> family with tensors of the same sizes."""
+
+UNWINDOWED = ("phimoe",)
+"""Families with a `sliding_window` in their configuration that keep the keys of all tokens."""
+_RENAMED = {
+    "chatglm": {
+        "ffn_hidden_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "multi_query_group_num": "num_key_value_heads",
+        "kv_channels": "head_dim",
+        "padded_vocab_size": "vocab_size",
+        "add_qkv_bias": "attention_bias",
+        "seq_length": "max_position_embeddings",
+    },
+}
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+"""Letters of Nemotron-H's `hybrid_override_pattern`."""
+_COMPRESSED = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+"""Entries of DeepSeek-V4's `compress_ratios`."""
+
+
+def prepared(model_type: str, data: dict[str, Any]) -> dict[str, Any]:
+    """The fields that the family's data knows, from those that are published under `model_type`."""
+    result = {_RENAMED.get(model_type, {}).get(k, k): v for k, v in data.items()}
+    layers = result.get("num_hidden_layers")
+    for name, value in list(result.items()):
+        if (name in ("no_rope_layers",) and value == []) or (name == "moe_layer_end_index" and value == -1):
+            del result[name]
+    if model_type == "glm_moe_dsa" and not result.get("indexer_types") and type(layers) is int:
+        every, first = result.pop("index_topk_freq", None) or 1, result.pop("index_skip_topk_offset", None) or 2
+        if type(every) is int and type(first) is int:
+            each = ["full" if max(i - first + 1, 0) % every == 0 else "shared" for i in range(layers)]
+            result["indexer_types"] = each
+    if isinstance(pattern := result.pop("hybrid_override_pattern", None), str) and model_type == "nemotron_h":
+        result["layers_block_type"] = [_BLOCKS.get(letter, letter) for letter in pattern]
+    if isinstance(ratios := result.pop("compress_ratios", None), list) and type(layers) is int:
+        result["layer_types"] = [_COMPRESSED.get(ratio, "full_attention") for ratio in ratios][:layers]
+    if isinstance(hashed := result.pop("num_hash_layers", None), int) and type(layers) is int:
+        result["mlp_layer_types"] = ["hash_moe" if i < hashed else "moe" for i in range(layers)]
+    if isinstance(windows := result.pop("hybrid_layer_pattern", None), list):
+        result["layer_types"] = ["sliding_attention" if each else "full_attention" for each in windows]
+    if isinstance(sparse := result.get("moe_layer_freq"), list):
+        del result["moe_layer_freq"]
+        result["mlp_layer_types"] = ["sparse" if each else "dense" for each in sparse]
+    return result

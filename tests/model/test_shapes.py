@@ -1,0 +1,220 @@
+"""Models that are counted from their tensors' shapes: published configurations against their classes."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from harness.today import EVERYTHING, seed
+from shardwise.errors import UserError
+from shardwise.layout import Workload
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import resolve
+from shardwise.model.huggingface import read_fields, read_model
+from shardwise.model.parameters import count, count_parts
+from shardwise.model.precision import read_precision, stored_bytes
+from shardwise.model.shapes.reader import language_model, read_shapes
+from shardwise.model.shapes.reading import families
+from shardwise.planner.serving import plan_serving
+from shardwise.predict import estimate
+from shardwise.predict.time.serving import ServingLayout, weight_bytes
+
+ROWS = [
+    json.loads(line)
+    for line in lzma.decompress(Path(__file__).with_name("published_models.jsonl.xz").read_bytes()).splitlines()
+]
+"""Counts of the classes of transformers 5.24, built on the meta device."""
+COUNTED = [row for row in ROWS if "text_parameters" in row and row["config"]["model_type"] != "vit"]
+
+
+def in_data(row) -> bool:
+    """Whether the packaged data has the family of a configuration."""
+    return language_model(row["config"], "")[0] in families()
+
+
+TODAY = [row for row in COUNTED if in_data(row)]
+SAMPLE = COUNTED if EVERYTHING else [TODAY[(seed() * 20 + i) % len(TODAY)] for i in range(20)]
+
+
+HALF = {"qwen3_5_27b", "qwen3_5_35b_a3b"}
+"""Their rows have the cache of half as wide heads as the class builds where a configuration leaves head_dim out."""
+
+
+def read(row) -> ModelConfig:
+    return read_shapes(row["config"], row["name"], row["name"], "counted but not runnable here")
+
+
+@pytest.mark.parametrize("row", SAMPLE, ids=lambda row: row["name"])
+def test_published_models_have_the_parameters_and_the_cache_of_their_classes(row):
+    model = read(row)
+    total, _, active = count_parts(model)
+    assert total == row["text_parameters"]
+    assert active == (row["active_text_parameters"] or total)
+    if row["cache"]:
+        assert model.counted is not None
+        caches = model.counted.caches
+        full = [2 * c.numbers for c in caches if c.kind in ("full", "latent")]
+        windowed = [2 * c.numbers for c in caches if c.kind == "window"]
+        if row["name"] not in HALF:
+            assert (sum(full), len(full)) == (row["cache"]["full"], row["cache"]["nf"])
+        assert (sum(windowed), len(windowed)) == (row["cache"]["win"], row["cache"]["nw"])
+        assert {c.window for c in caches if c.kind == "window"} <= {row["cache"]["W"]}
+
+
+def test_most_of_the_published_models_need_no_transformers():
+    assert len(TODAY) >= 100
+
+
+ABSENT = {
+    # Classes that transformers lacks: counts of the published weights, or of the code beside them.
+    "baichuan2_7b": 7_505_973_248,
+    "xverse_7b": 7_299_846_144,
+    "internlm2_reward": 7_737_708_544,
+    "glm4_9b": 9_399_951_360,
+    "phi3_v": 3_821_079_552,
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_models_whose_class_transformers_lacks_are_counted_by_the_table(name):
+    (row,) = [row for row in ROWS if row["name"] == name]
+    assert count(read(row)) == ABSENT[name]
+
+
+def test_a_vision_model_is_no_language_model():
+    (row,) = [row for row in ROWS if row["config"]["model_type"] == "vit"]
+    with pytest.raises(UserError, match="vit"):
+        read(row)
+
+
+HUB = {
+    # Counts of the published weights.
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "Qwen/Qwen3-8B-FP8": 8_190_735_360,
+    "Qwen/Qwen3-14B-FP8": 14_768_307_200,
+    "moonshotai/Kimi-K2-Instruct": 1_026_408_209_408,
+    "moonshotai/Moonlight-16B-A3B": 15_960_108_544,
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
+    "google/gemma-2-9b": 9_241_705_984,
+    "microsoft/phi-4": 14_659_507_200,
+    "mistralai/Mistral-Nemo-Base-2407": 12_247_782_400,
+    "mistralai/Mistral-Large-Instruct-2407": 122_610_069_504,
+    "01-ai/Yi-1.5-9B": 8_829_407_232,
+    "deepseek-ai/deepseek-coder-6.7b-base": 6_740_512_768,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "tiiuae/falcon-7b": 6_921_720_704,
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_popular_models_are_found_by_their_names_without_a_network(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    model = resolve(name)
+    assert count(model) == HUB[name]
+    assert model.name in (name, name.rsplit("/")[-1].lower())  # the catalog goes first
+
+
+def test_an_unknown_name_of_the_hub_names_near_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="did you mean openai/gpt-oss-120b"):
+        resolve("openai/gpt-oss-12b")
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+PRECISIONS = [
+    (FP8, "fp8-block128x128", 1 + 4 / 128**2),
+    ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "int4-g128z", 0.5 + 2.5 / 128),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4-g128z", 0.5 + 2.5 / 128),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4-g64", 0.5 + 1 / 64),
+    ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "mxfp4-g32", 0.5 + 1 / 32),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4-g16", 0.5 + 1 / 16),
+    (
+        {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {"num_bits": 8, "type": "float"}}}},
+        "fp8",
+        1 + 4 / 2**22,
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "words", "each"), PRECISIONS, ids=lambda value: value if type(value) is str else "")
+def test_quantized_matrices_have_the_bytes_of_their_format_and_its_scales(given, words, each):
+    precision = read_precision({"quantization_config": given})
+    assert precision is not None
+    assert precision.of("model.layers.3.mlp.experts.down_proj", (1024, 4096)) == words
+    assert stored_bytes(words, (1024, 4096)) == each * 2**22
+    assert precision.of("model.layers.3.input_layernorm", (4096,)) == ""
+    assert precision.of("model.layers.3.mlp.gate", (64, 4096)) == "" or given["quant_method"] == "mxfp4"
+
+
+def test_modules_that_a_quantizer_leaves_alone_stay_in_16_bits():
+    given = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": ["model.layers.0.self_attn*", "re:.*shared.*"],
+    }
+    precision = read_precision({"quantization_config": given})
+    assert precision is not None
+    names = ("layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.shared_experts.up_proj")
+    assert [precision.of(f"model.language_model.{n}", (64, 64)) for n in names] == ["", "nvfp4-g16", ""]
+
+
+def test_a_quantizer_that_is_not_known_is_named_in_one_line():
+    with pytest.raises(UserError, match="quant_method 'magic' is not known; known are fp8") as error:
+        read_precision({"quantization_config": {"quant_method": "magic", "groups": list(range(2000))}})
+    assert len(str(error.value)) < 300
+
+
+QWEN3_8B = {
+    "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+def test_a_folder_is_read_in_the_precision_of_its_quantizer(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    assert read_model(tmp_path).why_not_runnable() is None
+    quantizer = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantizer))
+    model = read_model(tmp_path)
+    assert (model.name, model.counted and model.counted.stored, count(model)) == (tmp_path.name, "fp8", 8_190_735_360)
+    tables = 2 * 2 * 4096 * 151936
+    nbytes = float(weight_bytes(model, ServingLayout("bfloat16")))
+    assert nbytes == pytest.approx(tables + 8_190_735_360 - tables / 2, rel=1e-3)
+    assert "quantized" in str(model.why_not_runnable())
+
+
+def test_plans_and_estimates_answer_for_a_model_that_is_only_counted():
+    config = {**QWEN3_8B, "num_hidden_layers": 4, "made_up": 1}
+    model = read_fields(config, "made-up")
+    assert model.counted is not None and "made_up" in str(model.why_not_runnable())
+    report = estimate(model, "tp=2,dp=2", seq=1024, batch=4, cluster="4xH100")
+    assert report.time is not None
+    plan = plan_serving(model, "2xH100", Workload(prompt=100, output=20, concurrency=4))
+    assert plan.ranked
+
+
+def test_a_counted_model_survives_json_and_a_cut():
+    model = read_fields({**QWEN3_8B, "made_up": 1}, "made-up")
+    assert ModelConfig.from_json(model.to_json()) == model
+    two = model.replace(layers=2)
+    assert count(two) == count(read_fields({**QWEN3_8B, "num_hidden_layers": 2}, "two"))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"model_type": "no such thing"}, "no such thing.* is not"),
+        ({}, "model_type"),
+        ({**QWEN3_8B, "hidden_size": "wide"}, "hidden_size"),
+        ({**QWEN3_8B, "hidden_size": -4}, "hidden_size"),
+    ],
+)
+def test_damaged_configurations_are_refused_in_one_line(config, match):
+    with pytest.raises(UserError, match=match) as error:
+        read_fields(config, "damaged")
+    assert "\n" not in str(error.value)
