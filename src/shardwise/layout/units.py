@@ -478,6 +478,12 @@ class UnitPlan:
         Experts and all else differ along others: there it is all ranks, and copies count once together."""
         return STAGE + PP if self.routes else SHARD + TP + PP
 
+    @property
+    def gradients_over(self) -> Axes:
+        """Axes over which ranks may differ in the parameters that have a gradient in a step. Tensor-parallel ranks
+        compute with the same ones, but for experts, whose rows may go elsewhere."""
+        return STAGE + PP if self.routes else DATA + PP
+
     @cached_property
     def by_name(self) -> dict[str, Unit]:
         return {unit.name: unit for unit in self.units}

@@ -7,6 +7,7 @@ first. Arguments and results may be nested in tuples, lists and dictionaries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -92,6 +93,8 @@ class PartRunner:
         """Block -> its offloaded tensors of this micro-batch, in the order of the forward pass."""
         self.moment: Callable[[list[WeightGradient]], object] = no_moment
         """As of `StageRunner`."""
+        self.freezes = plan.blueprint.freezes
+        """Whether a parameter on this rank has no gradient, by `requires_grad`, before the split or since."""
         self._unfinished: list[str] = []
         """Parts whose inputs have no gradient: their backward passes are over when the next one begins."""
         self._open: set[str] = {ROOT}
@@ -142,11 +145,14 @@ class PartRunner:
             self.engine.reshard(stage)
         return result
 
-    def over_data(self, count: Tensor) -> int:
-        """The sum of a number over the data ranks."""
+    def over_data(self, count: Tensor) -> float:
+        """The sum of a number of tokens over the data ranks. Raises `UserError` on all of them for one that is none."""
         with self.comms.in_phase("loss"):
             self.comms.all_reduce(count, DATA, "valid tokens")
-        return int(self.comms.read(count))
+        total = self.comms.read(count)
+        if self.comms.moves_data and not math.isfinite(total):
+            raise UserError("loss_fn returned a number of tokens that is negative or not finite: count what the sum has")
+        return total
 
     def open_parts(self, parts: Sequence[str]) -> None:
         """The backward pass of a stage with these parts begins."""
@@ -182,7 +188,7 @@ class PartRunner:
         if name == ROOT:
             self._saved.clear()
             return forward(*args, **kwargs)
-        if self.plan.blueprint.freezes:
+        if self.freezes:
             args, kwargs = _pytree.tree_map(_differentiable, (args, kwargs))
         (args, kwargs), entered = _through(partial(self.finish_part, name), (args, kwargs))
         if self.plan.layout.recompute == "full":
@@ -225,6 +231,7 @@ class PartRunner:
                 "root's parameters may be used anywhere"
             )
         place.add_nothing()
+        place.arrived = True
 
     def finish_part(self, name: str) -> None:
         """A part's backward pass is over: where nothing has come, the gradient is zero."""
