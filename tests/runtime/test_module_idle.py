@@ -14,7 +14,9 @@ from shardwise import Layout, UserError, split
 from shardwise.errors import DivergedError
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=3,recompute=full", "dp=2,tp=2,zero=2"])
+@pytest.mark.parametrize(
+    "layout", ["dp=2", "dp=2,zero=1", "dp=2,zero=3,recompute=full", "dp=2,tp=2,zero=2", "pp=2,dp=2,schedule=gpipe"]
+)
 def test_parameters_without_a_gradient_on_any_rank_are_left_alone(layout, tmp_path):
     """Frozen for a step, used by one rank in every second one, and never used; through a checkpoint."""
     expected = reference()

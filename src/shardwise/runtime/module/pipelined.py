@@ -132,6 +132,8 @@ class StepWorker:
             self._begun[stage, micro] = x, loss / self.assumed
             out = None
         else:
+            if not result.requires_grad:  # all that computes it is frozen
+                result = result.detach().requires_grad_()
             # The graph alone: what it does not need of the output goes when that has been sent.
             self._begun[stage, micro] = x, torch.autograd.graph.get_gradient_edge(result)
             out = result.detach()
