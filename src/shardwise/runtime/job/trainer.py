@@ -182,7 +182,12 @@ class TrainingRun:
             if self.at.step > config.steps or (self.at.step == config.steps and not config.restart):
                 raise UserError(f"{config.resume} is at step {self.at.step} already: give a larger --steps")
         elif config.adapters:
-            start_adapters(self.program, PeftAdapters.open(Path(config.adapters), config.model))
+            adapters = PeftAdapters.open(Path(config.adapters), config.model)
+            start_adapters(self.program, adapters)
+            if adapters.dropout and self.rank == 0:
+                say(
+                    f"shardwise: warning: {config.adapters} has lora_dropout={adapters.dropout:g}: it trains without it"
+                )
         self._begin()
         # A run that one rank cannot begin leaves no directory, which a second attempt would find occupied.
         self.pulse.wait("the barrier before the run begins")

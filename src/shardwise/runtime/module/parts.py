@@ -151,7 +151,9 @@ class PartRunner:
             self.comms.all_reduce(count, DATA, "valid tokens")
         total = self.comms.read(count)
         if self.comms.moves_data and not math.isfinite(total):
-            raise UserError("loss_fn returned a number of tokens that is negative or not finite: count what the sum has")
+            raise UserError(
+                "loss_fn returned a number of tokens that is negative or not finite: count what the sum has"
+            )
         return total
 
     def open_parts(self, parts: Sequence[str]) -> None:
