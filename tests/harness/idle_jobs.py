@@ -74,8 +74,8 @@ class IdleTraining:
 def _made(layout: str) -> SplitModule:
     torch.manual_seed(0)
     parts = PARTS if "pp" in layout else None
-    return split(NowAndThen(), f"{layout},precision=fp64", {"often": "colwise_gather_output"} if "tp" in layout else None,
-                 parts=parts, optimizer=SETTINGS)  # fmt: skip
+    plan = {"often": "colwise_gather_output"} if "tp" in layout else None
+    return split(NowAndThen(), f"{layout},precision=fp64", plan, parts=parts, optimizer=SETTINGS)
 
 
 def train_idle(rank: int, payload: tuple[IdleTraining, dict[str, Tensor]]) -> tuple[dict[str, float], int]:

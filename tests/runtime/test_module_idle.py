@@ -59,23 +59,22 @@ def test_numbers_of_tokens_are_any_that_a_sum_can_be_divided_by():
     torch.manual_seed(0)
     module = split(nn.Sequential(nn.Linear(4, 4)), "precision=fp64", accumulate=2)
     x = torch.ones(2, 4)
-    counts = [3, 3]
 
-    def loss(model: nn.Module, batch: tuple[int, Tensor]) -> tuple[Tensor, float]:
-        return model(batch[1]).square().sum(), counts[batch[0]]
+    def step(*counts: float | Tensor) -> float:
+        outcome = module.train_step(
+            lambda model, count: (model(x).square().sum(), count), list(counts), lr=0.0
+        )  # fmt: skip
+        assert outcome.grad_norm * outcome.tokens == pytest.approx(norm)
+        return outcome.loss * outcome.tokens
 
-    def step() -> float:
-        outcome = module.train_step(loss, [(0, x), (1, x)], lr=0.0)
-        return outcome.loss * outcome.tokens, outcome.grad_norm * outcome.tokens
-
-    whole = step()
-    for counts in ([0.5, 0], [0, 0.25], [torch.tensor(2.9), 1]):
-        assert step() == pytest.approx(whole)
-    for counts in ([-3, 9], [9, -3], [math.nan, 1], [1, math.inf]):
+    plain = module.train_step(lambda model, count: (model(x).square().sum(), count), [3, 3], lr=0.0)
+    norm, whole = plain.grad_norm * 6, plain.loss * 6
+    for counts in ((0.5, 0), (0, 0.25), (torch.tensor(2.9), 1)):
+        assert step(*counts) == pytest.approx(whole)
+    for counts in ((-3, 9), (9, -3), (math.nan, 1), (1, math.inf)):
         with pytest.raises(UserError, match="a number of tokens that is negative or not finite"):
-            step()
-    counts = [3, 3]
-    assert step() == pytest.approx(whole)  # nothing is left of the steps that failed
+            step(*counts)
+    assert step(3, 3) == pytest.approx(whole)  # nothing is left of the steps that failed
 
 
 @pytest.mark.usefixtures("alone")

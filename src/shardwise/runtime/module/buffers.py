@@ -1,5 +1,5 @@
-"""What checkpoints of a user's module have beside parameters, by name and whatever the layout: persistent buffers, whole,
-and how many updates left a parameter alone.
+"""Contents of a user's module's checkpoints beside parameters, by name and whatever the layout: persistent buffers, and
+how many updates left a parameter alone.
 
 The first rank that computes with a buffer writes it, so that statistics of a rank's own rows are that rank's.
 """

@@ -144,7 +144,7 @@ class Optimizer:
             engine.host.add("optimizer", tensor.nbytes)
         engine.host.add("comm", self._gradient.nbytes)
 
-    def tell(self, total: float, tokens: int) -> None:
+    def tell(self, total: float, tokens: float) -> None:
         """Summed loss and valid tokens of the step's batch, the same on all ranks of a replica."""
         self._loss = total
 
