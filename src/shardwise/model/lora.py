@@ -14,8 +14,7 @@ INT8 = "int8"
 NF4 = "nf4"
 """dtype of a frozen base in 4 bits (QLoRA's own), which is counted and not trained here yet."""
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
-"""Bytes per weight: half of one, a scale in 8 bits per 64 weights, and one in fp32 per 256 scales (double quantization).
-"""
+"""Bytes per weight: half of one, a scale in 8 bits per 64 weights, and one in fp32 per 256 scales."""
 BASES = (INT8, NF4)
 _KEYS = ("rank", "alpha", "targets", "base")
 N = TypeVar("N", int, float)

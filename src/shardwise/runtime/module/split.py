@@ -189,8 +189,11 @@ class SplitModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass. Under a pipeline, and outside of a step, it is None but on the last stage."""
-        if self._trains:
+        if self._trains and (torch.is_grad_enabled() or self.program.stages is not None):
             return self.program.run(*args, **kwargs)
+        if self._trains:
+            with self.program.engine.evaluation_in_step():
+                return self.program.run(*args, **kwargs)
         with self._failures.shared():
             return self.program.infer(*args, **kwargs)
 
