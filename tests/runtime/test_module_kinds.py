@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.pool import run_ranks
-from shardwise import UserError, split
+from shardwise import Layout, UserError, split
 from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.module.describe import describe
 
 SETTINGS = OptimizerConfig(clip=0.0)
 LR = 1e-2
@@ -164,6 +165,12 @@ def test_what_does_not_run_is_named(block, adds, run, loss, message):
     with pytest.raises(UserError, match=message) as caught:
         module.train_step(loss, X)
     assert "\n" not in str(caught.value)
+
+
+def test_a_weight_that_is_computed_is_not_cut():
+    message = r"blocks\.0 is a ParametrizedLinear whose weight is computed from others; .* replicate it"
+    with pytest.raises(UserError, match=message):
+        describe(Chain(weight_normed), Layout(tp=2), {"blocks.*": "column"}, [])
 
 
 def test_at_zero_3_a_reference_pass_comes_first():

@@ -228,7 +228,10 @@ def _suited(name: str, child: nn.Module, style: MapStyle) -> MapStyle:
             )
         return style
     if not is_plain_map(child):
-        own = " with a forward or a weight of its own" if isinstance(child, nn.Linear) else ""
+        own = ""
+        if isinstance(child, nn.Linear):
+            computes = "weight" not in child._parameters
+            own = " whose weight is computed from others" if computes else " with a forward of its own"
         kind = f"{type(child).__name__}{own}"
         raise UserError(f"plan: {name} is a {kind}; nn.Linear, Conv1D and nn.Embedding are cut, so replicate it")
     return GATHERED if style.cut == "vocab" else style

@@ -59,7 +59,8 @@ def _opened(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     leaves: list[Any] = []
     makers: list[tuple[int, Callable[[Sequence[Any]], Any]]] = []
     for node in nodes:
-        inner, make = [node], itemgetter(0)
+        inner = [node]
+        make: Callable[[Sequence[Any]], Any] = itemgetter(0)
         if is_dataclass(node) and not isinstance(node, type):
             inner, fields_of = _opened({field.name: getattr(node, field.name) for field in fields(node)})
             make = partial(_refilled, node, fields_of)
