@@ -135,10 +135,20 @@ def test_settings_that_are_not_supported_are_named(tmp_path: Path) -> None:
         ({"target_modules": ["q_proj", "v_proj"]}, "lacks base_model"),
         ({"r": 4}, "shape"),
         ({"peft_type": "LOHA"}, "peft_type"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' changes the base"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"layers_to_transform": 0}, "layers_to_transform=0"),
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"a_later_kind": {"rate": 1}}, "a_later_kind={'rate': 1} is not supported here"),
     ):
         path.write_text(json.dumps(config | change))
         with pytest.raises(UserError, match=words):
             PeftAdapters.open(path.parent, base)
+    off = {"a_later_kind": None, "another": False, "lora_dropout": 0.5, "init_lora_weights": "gaussian"}
+    path.write_text(json.dumps(config | off))
+    assert PeftAdapters.open(path.parent, base).dropout == 0.5
 
 
 def load(base: Path, adapters: Path) -> Any:

@@ -18,6 +18,7 @@ from harness.own_modules import (
     OWN,
     PLANS,
     T5_PLAN,
+    SkipMLP,
     gpt2,
     image_example,
     llama,
@@ -147,6 +148,43 @@ def test_caches_among_the_outputs_are_no_part_of_the_loss():
     example = {"input_ids": token_example()["input_ids"], "use_cache": True}
     result = verdict(llama, "dp=2,tp=2,zero=1", example)
     assert result, str(result)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,tp=2,zero=3", "pp=2,dp=2"])
+def test_a_loss_among_the_outputs_is_the_mean_over_a_ranks_own_tokens(layout):
+    """Uneven numbers of labels, and none at all in the last row."""
+    ids = token_example()["input_ids"]
+    labels = ids.clone()
+    labels[0, 2:], labels[-1] = -100, -100
+    for given in (ids, labels):
+        result = verdict(qwen3, layout, {"input_ids": ids, "labels": given, "use_cache": False})
+        assert result, str(result)
+
+
+class LossAlone(SkipMLP):
+    """A mean over the tokens that are not negative is its only output."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses = super().forward(x).logsumexp(-1)
+        return losses[x[:, 0] >= 0].mean()
+
+
+class WrongLoss(LossAlone):
+    """A loss that splitting changes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        return loss * (1 + 1e-6 * ("forward" in vars(self.enter)))
+
+
+def test_a_module_whose_only_output_is_its_loss_is_split_right():
+    x = own_batch("skips", 6, 0)[0]
+    x[:, 0] = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
+    for layout in ("dp=2,zero=1", "dp=3,zero=3,recompute=full"):
+        result = verdict(LossAlone, layout, (x,))
+        assert result and result.modules > 10, str(result)
+    wrong = verdict(WrongLoss, "dp=2", (x,))
+    assert not wrong and wrong.module == "WrongLoss" and "its output differs by 1.0e-06" in wrong.reason
 
 
 def test_trap_33_maps_with_transposed_weights_are_cut():

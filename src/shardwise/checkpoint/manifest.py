@@ -37,7 +37,7 @@ BLOCK = 1 << 20
 
 NONFINITE = "nonfinite"
 """Key of `about`: names of tensors with an element that is not finite."""
-UNTRAINED = ("buffer",)
+UNTRAINED = ("buffer", "missed")
 """Kinds of stored tensors in which any number may be: they are not trained."""
 
 LONGEST = 1 << 30

@@ -38,7 +38,8 @@ def add_lora(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         "--lora",
         metavar="TEXT",
         help="train only LoRA adapters: rank=16,alpha=32,targets=q_proj+v_proj (alpha: 2 x rank; targets: all linear "
-        "layers), or a folder that peft wrote; base=int8 stores frozen weights in 8 bits",
+        "layers), or a folder that peft wrote; base=int8 stores frozen weights in 8 bits; nf4, in 4, is "
+        "for estimate and plan",
     )
 
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby, pairwise
+from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from shardwise.cluster import Cluster
@@ -45,8 +46,8 @@ from shardwise.layout.transport_buffers import TransportBuffers, transport_buffe
 from shardwise.layout.wire import WIRE_DTYPE, PackedRun, packed_runs
 from shardwise.layout.workload import Workload
 from shardwise.model import ModelConfig
-from shardwise.model.blueprint import Blueprint, PartKind
-from shardwise.model.lora import INT8
+from shardwise.model.blueprint import Blueprint, Parameter, PartKind
+from shardwise.model.lora import INT8, NF4, NF4_BYTES
 from shardwise.model.operations import AttentionCore
 from shardwise.model.parameters import Model, blueprint
 from shardwise.ops.fusion import FusedForm, fused_form
@@ -337,7 +338,8 @@ class UnitPlan:
             narrow = [p for p in of if p.parameter.dtype]
             found += [self._unit(name, trained, slot)] if trained else []
             found += [self._frozen_unit(frozen_of(name), frozen, f"{slot} frozen")] if frozen else []
-            found += [self._frozen_unit(int8_of(name), narrow, f"{slot} int8", INT8)] if narrow else []
+            dtype = "uint8" if narrow and narrow[0].parameter.dtype == NF4 else INT8
+            found += [self._frozen_unit(int8_of(name), narrow, f"{slot} int8", dtype)] if narrow else []
         if experts:
             found.append(self._experts_unit(part, experts))
         return found
@@ -346,7 +348,7 @@ class UnitPlan:
         """Its share of a part's parameters: of equal parts all but the names is the same."""
         parameters, of = self.blueprint.parameters_of(part), id(self.blueprint.part(part))
         if of not in self._first_placed:
-            placed = [place(p, self.layout, self.tp_rank, self.ep_rank) for p in parameters]
+            placed = [place(_stored(p), self.layout, self.tp_rank, self.ep_rank) for p in parameters]
             self._first_placed[of] = placed
             return placed
         return [first.of(p) for first, p in zip(self._first_placed[of], parameters, strict=True)]
@@ -477,6 +479,12 @@ class UnitPlan:
         """Axes of the sum that makes the norm of all gradients: those along which ranks hold different parameters.
         Experts and all else differ along others: there it is all ranks, and copies count once together."""
         return STAGE + PP if self.routes else SHARD + TP + PP
+
+    @property
+    def gradients_over(self) -> Axes:
+        """Axes over which ranks may differ in the parameters that have a gradient in a step. Tensor-parallel ranks
+        compute with the same ones, but for experts, whose rows may go elsewhere."""
+        return STAGE + PP if self.routes else DATA + PP
 
     @cached_property
     def by_name(self) -> dict[str, Unit]:
@@ -809,6 +817,14 @@ def experts_of(part: str) -> str:
 def frozen_of(name: str) -> str:
     """Name of the unit of what is frozen, beside the unit of this name."""
     return f"{name}.frozen"
+
+
+def _stored(parameter: Parameter) -> Parameter:
+    """A parameter whose elements are those of its storage: bytes, of one in 4 bits with its scales."""
+    if parameter.dtype != NF4:
+        return parameter
+    outputs, inputs = parameter.shape
+    return replace(parameter, shape=(outputs, ceil(inputs * NF4_BYTES)))
 
 
 def int8_of(name: str) -> str:

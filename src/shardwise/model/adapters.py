@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardwise.errors import UserError, did_you_mean
 from shardwise.model.blueprint import Blueprint, Cut, ForeignSlice, Parameter, Part
-from shardwise.model.lora import Lora
+from shardwise.model.lora import INT8, Lora
 from shardwise.model.operations import AttentionCore, Elementwise, Operation
 
 A, B = "lora_a", "lora_b"
@@ -59,7 +59,7 @@ def _adapted(part: Part, lora: Lora) -> Part:
     weights: list[Parameter] = []
     for p in part.parameters:
         weights.append(replace(p, frozen=True, dtype=lora.base if p.name in narrow else ""))
-        if p.name in narrow:
+        if p.name in narrow and lora.base == INT8:
             weights.append(_scales(p))
         if p.name in ranks:
             weights += _factors(p, lora.rank)

@@ -11,7 +11,11 @@ MOST_RANK = 1 << 16
 """Largest rank: more than any model's width."""
 INT8 = "int8"
 """dtype of a frozen base in 8 bits (Dettmers et al. 2023, QLoRA, with one scale per output in place of NF4)."""
-BASES = (INT8,)
+NF4 = "nf4"
+"""dtype of a frozen base in 4 bits (QLoRA's own), which is counted and not trained here yet."""
+NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per weight: half of one, a scale in 8 bits per 64 weights, and one in fp32 per 256 scales."""
+BASES = (INT8, NF4)
 _KEYS = ("rank", "alpha", "targets", "base")
 N = TypeVar("N", int, float)
 
@@ -30,7 +34,7 @@ class Lora:
     targets: tuple[str, ...] = ()
     """Names of the maps, ours (`q`) or Hugging Face's (`q_proj`); empty for all linear maps of the blocks."""
     base: str = ""
-    """dtype of the frozen weights of the blocks' linear maps: int8, or empty for the layout's precision."""
+    """dtype of the frozen weights of the blocks' linear maps: int8, nf4, or empty for the layout's precision."""
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= MOST_RANK:
@@ -43,6 +47,13 @@ class Lora:
             raise UserError(f"lora: targets must be names of linear maps, not {self.targets!r}")
         if self.base not in ("", *BASES):
             raise UserError(f"lora: base={self.base} is not supported; {did_you_mean(str(self.base), BASES, 'bases:')}")
+
+    def check_trains(self) -> None:
+        """Raise `UserError` for a base that is counted only."""
+        if self.base == NF4:
+            raise UserError(
+                "lora: base=nf4 is counted by estimate and plan, and not trained here yet: choose base=int8"
+            )
 
     @property
     def scale(self) -> float:

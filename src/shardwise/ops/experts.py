@@ -241,7 +241,7 @@ def _add_products(slot: GradSlot, left: Tensor, right: Tensor, ends: Sequence[in
         else:
             own.add_nothing()
         start = end
-    slot.empty = False
+    slot.empty, slot.arrived = False, True
 
 
 def routed_parts(mixture: Mixture) -> Iterable[nn.Module]:

@@ -17,12 +17,13 @@ from shardwise.ops.cpu.limits import CACHED, product_chunk
 
 
 class GradSlot:
-    """View of a flat gradient buffer, for one parameter. `empty`: nothing has been added yet, whatever it holds."""
+    """View of a flat gradient buffer, for one parameter. `empty`: nothing has been added yet, whatever it holds.
+    `arrived`: whether this step has computed a gradient for it, which may be zero."""
 
-    __slots__ = ("empty", "view")
+    __slots__ = ("arrived", "empty", "view")
 
     def __init__(self, view: Tensor) -> None:
-        self.view, self.empty = view, True
+        self.view, self.empty, self.arrived = view, True, False
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Add a @ b. a: [rows, n]; b: [n, columns]; the view: [rows, columns]."""
@@ -39,7 +40,7 @@ class GradSlot:
             for start in range(0, len(self.view), step):
                 part = slice(start, start + step)
                 self.view[part].add_(torch.mm(a[part], b))
-        self.empty = False
+        self.empty, self.arrived = False, True
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of the view's shape."""
@@ -47,13 +48,13 @@ class GradSlot:
             self.view.copy_(gradient)
         else:
             self.view.add_(gradient)
-        self.empty = False
+        self.empty, self.arrived = False, True
 
     def add_nothing(self) -> None:
         """Make sure that something is there."""
         if self.empty:
             self.view.zero_()
-        self.empty = False
+        self.empty, self.arrived = False, True
 
     def add_sum(self, rows: Tensor) -> None:
         """Add the sum of `rows` [n, *view's shape] over their first dim."""
@@ -61,7 +62,7 @@ class GradSlot:
             torch.sum(rows, 0, out=self.view)
         else:
             self.view.add_(rows.sum(0))
-        self.empty = False
+        self.empty, self.arrived = False, True
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Add each of `rows` [n, columns] to the row that `index` [n] names."""
@@ -72,7 +73,7 @@ class GradSlot:
             self.view.index_put_((index,), rows, accumulate=True)
         else:
             self.view.index_add_(0, index, rows)
-        self.empty = False
+        self.empty, self.arrived = False, True
 
 
 class WeightGradient(NamedTuple):

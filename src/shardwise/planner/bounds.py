@@ -17,6 +17,7 @@ from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.layout.units import Backend, Unit
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.lora import INT8, NF4
 from shardwise.model.parameters import Model, count, count_trained
 from shardwise.planner.lanes import LiveLanes, by_path, with_lanes
 from shardwise.planner.rank_bound import WEIGHT, MicroBatchBytes, Num, RankBound
@@ -60,8 +61,13 @@ def state_floor(space: Space) -> float:
     if homes != ON_DEVICE or not isinstance(model, ModelConfig) or space.engine.name not in OWN:
         return 0.0
     trained = count_trained(model)[0]
-    frozen = (count(model) - trained) * (1 if model.lora and model.lora.base else WEIGHT)
+    frozen = (count(model) - trained) * _frozen_bytes(model)
     return (trained * (state_bytes("bf16", space.workload.optimizer) + WEIGHT) + frozen) / space.cluster.devices
+
+
+def _frozen_bytes(model: ModelConfig) -> float:
+    """Bytes of a frozen weight, at least."""
+    return {INT8: 1.0, NF4: 0.5}.get(model.lora.base if model.lora else "", WEIGHT)
 
 
 class ExactBound:

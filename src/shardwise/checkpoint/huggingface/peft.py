@@ -30,21 +30,15 @@ from shardwise.model.lora import Lora
 from shardwise.model.parameters import blueprint, parameters
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PLAIN: dict[str, Any] = {
-    "use_rslora": False,
-    "use_dora": False,
-    "lora_bias": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "layers_to_transform": None,
-    "exclude_modules": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "bias": "none",
-    "fan_in_fan_out": False,
-}
-"""Settings of `LoraConfig` of which only this value is supported."""
+_READ = ("peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path", "init_lora_weights", "bias")
+"""Settings of `LoraConfig` that are read, or checked one by one."""
+_WITHOUT_EFFECT = (
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core",
+    "layers_pattern", "qalora_group_size", "runtime_config", "eva_config",
+)  # fmt: skip
+"""Settings that change nothing in what trained adapters compute, or nothing without another one."""
+_STARTS: tuple[Any, ...] = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base as it is; the others keep a base of their own."""
 
 
 class PeftAdapters:
@@ -54,6 +48,9 @@ class PeftAdapters:
         self, folder: Path, model: ModelConfig, stored: dict[str, tuple[ForeignSlice, FileTensor]], base: str | None
     ) -> None:
         self.folder, self.model, self.base = folder, model, base
+        self.dropout = 0.0
+        """Dropout before the adapters with which they were trained. It does nothing in use, and is not there in
+        training here."""
         self._stored = {f"model/{name}": place for name, place in stored.items()}
 
     @classmethod
@@ -74,7 +71,9 @@ class PeftAdapters:
         if tensors:
             raise UserError(f"{folder / WEIGHTS} has {next(iter(tensors))}, which the adapters of {CONFIG} lack")
         name = config.get("base_model_name_or_path")
-        return cls(folder, model, stored, name if isinstance(name, str) else None)
+        found = cls(folder, model, stored, name if isinstance(name, str) else None)
+        found.dropout = config.get("lora_dropout") or 0.0
+        return found
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise `UserError` unless these are exactly the tensors that are here (stored name -> shape)."""
@@ -104,10 +103,23 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
+def _check_settings(config: dict[str, Any], path: Path) -> None:
+    """Raise `UserError` for a setting that is on and not known to leave alpha / r · (x Aᵀ) Bᵀ beside the base."""
+    for name, value in config.items():
+        off = value is None or value is False or value in ("", [], {})
+        if not off and name not in (*_READ, *_WITHOUT_EFFECT):
+            raise UserError(f"{path}: {name}={value!r} is not supported here: leave it out, or merge with peft")
+    if (bias := config.get("bias", "none")) not in ("none", None):
+        raise UserError(f"{path}: bias={bias!r} is not supported here: choose bias='none', or merge with peft")
+    if (start := config.get("init_lora_weights")) and start not in _STARTS:
+        raise UserError(
+            f"{path}: init_lora_weights={start!r} changes the base, which these adapters do not have: let peft convert "
+            "them (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+
+
 def _lora_of(config: dict[str, Any], path: Path) -> Lora:
-    for name, value in _PLAIN.items():
-        if (given := config.get(name, value)) != value and given:
-            raise UserError(f"{path}: {name}={given!r} is not supported here; only {value!r} is")
+    _check_settings(config, path)
     targets = config.get("target_modules")
     if not isinstance(targets, list) or not targets:
         raise UserError(f"{path}: target_modules must be a list of names, not {targets!r}")

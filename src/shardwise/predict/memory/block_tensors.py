@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
+from shardwise.model.lora import NF4
 from shardwise.ops.limits import dense_rows
 from shardwise.predict.memory.activations import (
     MapInputs,
@@ -55,8 +56,8 @@ class BlockTensors:
         lora = plan.model.lora
         self.low = s.tokens * lora.rank * s.element if lora else 0
         """Bytes between the two factors of an adapter."""
-        self.narrow = bool(lora and lora.base)
-        """Whether weights are in 8 bits, and converted for each product."""
+        self.base = lora.base if lora else ""
+        """dtype of weights in fewer bits, which are converted for each product."""
 
     # -- forward
 
@@ -214,8 +215,10 @@ class BlockTensors:
         self._scattered()
 
     def _dense(self, outputs: int, inputs: int) -> int:
-        """Bytes of the block of a weight in 8 bits that is converted at a time."""
-        return self.narrow and dense_rows(outputs, inputs) * inputs * self.s.element
+        """Bytes of the block of a weight in 8 bits that is converted at a time; of one in 4 bits that is all of it."""
+        if not self.base:
+            return 0
+        return (outputs if self.base == NF4 else dense_rows(outputs, inputs)) * inputs * self.s.element
 
     def _output_of(self, nbytes: int, inputs: int) -> None:
         """A map's output; where the ranks' parts are gathered, beside these parts as they come and a rank's own."""

@@ -25,12 +25,15 @@ def traced_rows(plan: UnitPlan, trace: Trace, step: TracedStep) -> Counter[tuple
 
 def loss_rows(plan: UnitPlan) -> Counter[tuple[Any, ...]]:
     """Sums of tokens, which a user's loss counts itself: those of later micro-batches are known after the first one's
-    backward pass. Under a pipeline the last stage counts, and tells the others."""
+    backward pass. Under a pipeline the last stage counts, and tells the others. All ranks then learn which parameters
+    have gradients."""
     rows: Counter[tuple[Any, ...]] = Counter()
+    trained = sum(not parameter.frozen for parameter in plan.blueprint.parameters())
+    rows["loss", "all_reduce", plan.gradients_over, "gradients", "int64", trained] += 1
     if plan.layout.pp == 1:
-        rows["loss", "all_reduce", DATA, "valid tokens", "int64", 1] += 2 if plan.micro_batches > 1 else 1
+        rows["loss", "all_reduce", DATA, "valid tokens", "float64", 1] += 2 if plan.micro_batches > 1 else 1
         return rows
     if plan.of_kind("exit"):
-        rows["loss", "all_reduce", DATA, "valid tokens", "int64", 1] += 2
-    rows["loss", "all_reduce", PP, "valid tokens", "int64", 2] += 1
+        rows["loss", "all_reduce", DATA, "valid tokens", "float64", 1] += 2
+    rows["loss", "all_reduce", PP, "valid tokens", "float64", 2] += 1
     return rows

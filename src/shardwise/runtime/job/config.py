@@ -130,6 +130,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.model.lora:
+            self.model.lora.check_trains()
         if self.slow or self.emulate is not None:
             self._check_slow()
         if self.save_async and "nvme" in (self.layout.offload_home, self.layout.offload_params):

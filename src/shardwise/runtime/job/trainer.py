@@ -182,7 +182,7 @@ class TrainingRun:
             if self.at.step > config.steps or (self.at.step == config.steps and not config.restart):
                 raise UserError(f"{config.resume} is at step {self.at.step} already: give a larger --steps")
         elif config.adapters:
-            start_adapters(self.program, PeftAdapters.open(Path(config.adapters), config.model))
+            self._start_from_adapters(PeftAdapters.open(Path(config.adapters), config.model))
         self._begin()
         # A run that one rank cannot begin leaves no directory, which a second attempt would find occupied.
         self.pulse.wait("the barrier before the run begins")
@@ -232,6 +232,11 @@ class TrainingRun:
         if slow.active:
             self.program.computed = slow.computed
         return slow
+
+    def _start_from_adapters(self, adapters: PeftAdapters) -> None:
+        start_adapters(self.program, adapters)
+        if adapters.dropout and self.rank == 0:
+            say(f"shardwise: warning: {adapters.folder} has lora_dropout={adapters.dropout:g}: it trains without it")
 
     def _start_from(self, weights: HuggingFaceWeights) -> None:
         start_from(self.program, weights)

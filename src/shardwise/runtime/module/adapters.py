@@ -46,6 +46,7 @@ def add_adapters(module: nn.Module, lora: Lora, blocks: Sequence[str] = ()) -> N
     head = getattr(module, "get_output_embeddings", lambda: None)()
     maps = {name: child for name, child in module.named_modules(remove_duplicate=False) if type(child) is nn.Linear}
     leaves = {name.rpartition(".")[2] for name in maps}
+    lora.check_trains()
     for target in lora.targets:
         if target not in leaves:
             hint = did_you_mean(target, sorted(leaves), "maps:")

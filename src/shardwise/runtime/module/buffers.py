@@ -1,4 +1,5 @@
-"""Persistent buffers of a user's module in checkpoints: whole, by their names, whatever the layout.
+"""Contents of a user's module's checkpoints beside parameters, by name and whatever the layout: persistent buffers, and
+how many updates left a parameter alone.
 
 The first rank that computes with a buffer writes it, so that statistics of a rank's own rows are that rank's.
 """
@@ -18,6 +19,8 @@ from shardwise.runtime.module.program import ModuleProgram
 
 KIND = "buffer"
 """Kind of stored tensor."""
+MISSED = "missed"
+"""Kind of stored tensor: updates without a gradient for a parameter, where there are any."""
 
 
 def persistent(module: nn.Module) -> dict[str, Tensor]:
@@ -27,12 +30,13 @@ def persistent(module: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Stored name -> shape of every buffer."""
-    return {_key(name): tuple(stored(name, buffer).shape) for name, buffer in persistent(module).items()}
+    """Stored name -> shape of every buffer, and of every number of missed updates."""
+    shapes = {_key(name): tuple(stored(name, buffer).shape) for name, buffer in persistent(module).items()}
+    return shapes | {_key(name, MISSED): (1,) for name, _ in module.named_parameters()}
 
 
-def _key(name: str) -> str:
-    return f"{KIND}/{unwrapped(name)}"
+def _key(name: str, kind: str = KIND) -> str:
+    return f"{kind}/{unwrapped(name)}"
 
 
 def stored(name: str, buffer: Tensor) -> Tensor:
@@ -46,7 +50,7 @@ def stored(name: str, buffer: Tensor) -> Tensor:
 
 
 def written(program: ModuleProgram) -> dict[str, Tensor]:
-    """Stored name -> values of the buffers that this rank writes."""
+    """Stored name -> values of the buffers, and of missed updates, that this rank writes."""
     comms, stages = program.comms, program.stages
     if comms.index(STAGE):
         return {}
@@ -56,7 +60,19 @@ def written(program: ModuleProgram) -> dict[str, Tensor]:
         return home in program.plan.parts if home else comms.index(PP) == 0
 
     buffers = persistent(program.module).items()
-    return {_key(name): stored(name, buffer) for name, buffer in buffers if here(name)}
+    missed = program.optimizer.missed.items()
+    return {_key(name): stored(name, buffer) for name, buffer in buffers if here(name)} | {
+        _key(name, MISSED): torch.tensor([float(count)], dtype=torch.float64) for name, count in missed if here(name)
+    }
+
+
+def restore_missed(program: ModuleProgram, checkpoint: Checkpoint) -> None:
+    """Set how many updates have left each parameter alone."""
+    missed = program.optimizer.missed
+    missed.clear()
+    for name, _ in program.module.named_parameters():
+        if (key := _key(name, MISSED)) in checkpoint.tensors:
+            missed[name] = int(checkpoint.read(key, dtype="float64")[0])
 
 
 def restore_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:

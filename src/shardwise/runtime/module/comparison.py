@@ -31,6 +31,8 @@ SEED = 0
 NEGLIGIBLE = 1e-6
 """A gradient's error counts as a share of its own norm, or of so much of the norm of all gradients: some gradients are
 zero but for rounding."""
+ROUNDING = 8
+"""Roundings of an output's own precision, where that is below float64, such as a loss that is computed in float32."""
 
 
 @dataclass
@@ -107,18 +109,19 @@ def compare_split(request: VerifyRequest) -> RankDifference:
     use_exact_products(module)
     micro_batches = fewest_micro_batches(request.layout)
     rows = _rows(example, request.layout.dp, micro_batches)
-    expected, gradients = _one_device(copy.deepcopy(module).double(), example, rows)
+    plain = _OneDevice(copy.deepcopy(module).double(), example, rows, request.layout.dp * micro_batches)
     program = split(
         module, request.layout, request.plan, blocks=request.blocks, parts=request.parts, accumulate=micro_batches
     ).program
     place, outputs = _Place(program, rows), _Outputs(module)
+    plain.run_alone(place.dp[1] * micro_batches)
     failure = _split_pass(program, outputs, example, place)
-    result, order = _compare_outputs(outputs, expected, place, request.tolerance)
+    result, order = _compare_outputs(outputs, plain, place, request.tolerance)
     if result and failure:
         result = replace(result, module=_name(outputs.running[-1] if outputs.running else "", module), reason=failure)
     if not result:
         return RankDifference(result, (order, 0))
-    return _compare_gradients(program, gradients, result, request.tolerance)
+    return _compare_gradients(program, plain.gradients, result, request.tolerance)
 
 
 def first_difference(differences: Sequence[RankDifference]) -> Verification:
@@ -153,28 +156,67 @@ def _name(name: str, module: nn.Module) -> str:
 
 def _loss(out: Any, rows: int, own: Callable[[Tensor], Tensor], local: int) -> Tensor:
     """A random linear function of every output that has the rows of a batch, `local` of the `rows` of the whole one.
-    own: those of a tensor over the whole batch."""
+    own: those of a tensor over the whole batch. Where no output has rows, the sum of the scalar ones."""
     total = torch.zeros((), dtype=torch.float64)
-    used = [x for x in _floating(out) if x.requires_grad and x.dim() and x.shape[0] == local]
-    if not used:
-        raise UserError("no output depends on the parameters and has the example's rows, so there is no gradient")
+    used = _with_rows(out, local)
     for number, x in enumerate(used):
         generator = torch.Generator().manual_seed(SEED + number)
         factors = torch.randn(rows, *x.shape[1:], generator=generator, dtype=torch.float64)
         total = total + (x.double() * own(factors)).sum()
+    if not used:
+        scalars = [x for x in _floating(out) if x.requires_grad and not x.dim()]
+        if not scalars:
+            raise UserError(
+                "no output that depends on the parameters is a scalar or has the example's rows, so there is no "
+                "gradient"
+            )
+        for x in scalars:
+            total = total + x.double()
     return total
 
 
-def _one_device(module: nn.Module, example: Any, rows: int) -> tuple[_Outputs, dict[str, Tensor]]:
-    """(outputs of all submodules, gradient of every parameter) of the whole module."""
-    outputs = _Outputs(module)
-    out = call(module, example)
-    outputs.on = False
-    _loss(out, rows, lambda factors: factors, rows).backward()
-    return outputs, {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in module.named_parameters()
-    }  # fmt: skip
+def _with_rows(out: Any, rows: int) -> list[Tensor]:
+    return [x for x in _floating(out) if x.requires_grad and x.dim() and x.shape[0] == rows]
+
+
+class _OneDevice:
+    """The whole module on one device: outputs of all submodules, and the gradient of every parameter. chunks: parts of
+    the rows that the ranks compute one by one."""
+
+    def __init__(self, module: nn.Module, example: Any, rows: int, chunks: int) -> None:
+        self._module, self._example, self._rows, self._chunks = module, example, rows, chunks
+        self._outputs = _Outputs(module)
+        out = call(module, example)
+        self.whole = dict(self._outputs.found)
+        """Outputs for the whole batch."""
+        self.alone = self.whole
+        """Outputs for the rows of one chunk. A loss, and any other output over all rows of a pass, is compared with
+        these: a rank's mean is over the tokens of its own rows, however many the others have."""
+        self._outputs.on = False
+        if _with_rows(out, rows):
+            _loss(out, rows, lambda factors: factors, rows).backward()
+        else:
+            for number in range(chunks):
+                _loss(call(module, self._chunk(number)), rows, lambda factors: factors, rows // chunks).backward()
+        self.gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in module.named_parameters()
+        }  # fmt: skip
+
+    def _chunk(self, number: int) -> Any:
+        def rows_of(x: Any) -> Any:
+            over_rows = isinstance(x, Tensor) and x.dim() and x.shape[0] == self._rows
+            return x.chunk(self._chunks)[number] if over_rows else x
+
+        return _pytree.tree_map(rows_of, self._example)
+
+    @torch.no_grad()
+    def run_alone(self, number: int) -> None:
+        """Compute the outputs for one chunk."""
+        if self._chunks > 1:
+            self._outputs.restart()
+            call(self._module, self._chunk(number))
+            self.alone = self._outputs.found
 
 
 def _split_pass(program: ModuleProgram, outputs: _Outputs, example: Any, place: _Place) -> str:
@@ -206,29 +248,27 @@ def _split_pass(program: ModuleProgram, outputs: _Outputs, example: Any, place: 
     return ""
 
 
-def _compare_outputs(
-    outputs: _Outputs, expected: _Outputs, place: _Place, tolerance: float
-) -> tuple[Verification, int]:
+def _compare_outputs(outputs: _Outputs, plain: _OneDevice, place: _Place, tolerance: float) -> tuple[Verification, int]:
     """(the first module whose output differs, its place in the forward pass). Outputs without a counterpart of their
     shape, which tensor-parallel ranks have parts of in another way, are left out, and so is what is inside of experts:
     each rank's have other tokens."""
     result, compared = Verification(""), set()
-    inside = tuple(f"{name}." for name, child in expected.module.named_modules() if _stacks_experts(child))
-    for order, ((name, number), whole) in enumerate(expected.found.items()):
+    inside = tuple(f"{name}." for name, child in outputs.module.named_modules() if _stacks_experts(child))
+    for order, (run, whole) in enumerate(plain.whole.items()):
+        name, _ = run
         if name.startswith(inside):
             continue
-        own = outputs.found.get((name, number), [])
-        for x, reference in zip(own, whole, strict=False):
-            part = place.like(reference, x.shape)
+        for x, reference, alone in zip(outputs.found.get(run, []), whole, plain.alone.get(run, whole), strict=False):
+            part = place.like(reference if place.has_rows(reference) else alone, x.shape)
             if part is None:
                 continue
             compared.add(name)
             error = _error(x, part)
             result = replace(result, error=max(result.error, error), modules=len(compared))
-            if not error <= tolerance:
+            if not error <= max(tolerance, ROUNDING * torch.finfo(x.dtype).eps):
                 reason = f"its output differs by {error:.1e} of its norm"
                 return replace(result, module=_name(name, outputs.module), reason=reason), order
-    return result, len(expected.found)
+    return result, len(plain.whole)
 
 
 def _stacks_experts(module: nn.Module) -> bool:
@@ -236,8 +276,12 @@ def _stacks_experts(module: nn.Module) -> bool:
 
 
 def _error(x: Tensor, expected: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(expected.double()))
-    return float(torch.linalg.vector_norm(x.double() - expected.double())) / (norm or 1.0)
+    """Norm of the difference as a share of the expected one. Equal elements that are not finite do not differ: a mean
+    over no tokens, and a mask's infinities."""
+    x, expected = x.double(), expected.double()
+    equal = (x == expected) | (x.isnan() & expected.isnan())
+    norm = float(torch.linalg.vector_norm(expected.where(expected.isfinite(), 0.0)))
+    return float(torch.linalg.vector_norm((x - expected).masked_fill(equal, 0.0))) / (norm or 1.0)
 
 
 def _compare_gradients(

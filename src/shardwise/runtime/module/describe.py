@@ -193,8 +193,10 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_plain_map(module: nn.Module) -> bool:
-    """Whether it is a linear map with the usual forward."""
-    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    """Whether it is a linear map with the usual forward, and a weight that is a parameter: none that `weight_norm` or
+    another parametrization computes."""
+    usual = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    plain = usual and "weight" in module._parameters
     return is_conv1d(module) or plain or isinstance(module, AdaptedMap)
 
 
@@ -226,7 +228,10 @@ def _suited(name: str, child: nn.Module, style: MapStyle) -> MapStyle:
             )
         return style
     if not is_plain_map(child):
-        own = " with a forward of its own" if isinstance(child, nn.Linear) else ""
+        own = ""
+        if isinstance(child, nn.Linear):
+            computes = "weight" not in child._parameters
+            own = " whose weight is computed from others" if computes else " with a forward of its own"
         kind = f"{type(child).__name__}{own}"
         raise UserError(f"plan: {name} is a {kind}; nn.Linear, Conv1D and nn.Embedding are cut, so replicate it")
     return GATHERED if style.cut == "vocab" else style

@@ -7,15 +7,19 @@ first. Arguments and results may be nested in tuples, lists and dictionaries.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
@@ -24,6 +28,7 @@ from shardwise.ops.gradients import GradSlot, WeightGradient, WeightGradients, g
 from shardwise.runtime.module.chain import ENTRY, EXIT
 from shardwise.runtime.module.describe import ROOT, DescribedModule
 from shardwise.runtime.module.maps import lower_maps
+from shardwise.runtime.module.recompute import recomputed
 from shardwise.runtime.module.sequence import cut_stream, gather_inputs
 from shardwise.runtime.module.stages import ModuleStages, free_others
 from shardwise.runtime.offload.activations import OffloadedActivations, SavedTensors, storages
@@ -48,21 +53,53 @@ class _Boundary(torch.autograd.Function):
         return None, *grads
 
 
+def _opened(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """(leaves of a tree, dataclasses opened; how to make the tree of other leaves)."""
+    nodes, shape = _pytree.tree_flatten(tree)
+    leaves: list[Any] = []
+    makers: list[tuple[int, Callable[[Sequence[Any]], Any]]] = []
+    for node in nodes:
+        inner = [node]
+        make: Callable[[Sequence[Any]], Any] = itemgetter(0)
+        if is_dataclass(node) and not isinstance(node, type):
+            inner, fields_of = _opened({field.name: getattr(node, field.name) for field in fields(node)})
+            make = partial(_refilled, node, fields_of)
+        leaves += inner
+        makers.append((len(inner), make))
+
+    def made(values: Sequence[Any]) -> Any:
+        rest = iter(values)
+        return _pytree.tree_unflatten([make(list(islice(rest, count))) for count, make in makers], shape)
+
+    return leaves, made
+
+
+def _refilled(node: Any, fields_of: Callable[[Sequence[Any]], dict[str, Any]], values: Sequence[Any]) -> Any:
+    """A copy of a dataclass, frozen or not, with other leaves."""
+    other = copy.copy(node)
+    for name, value in fields_of(values).items():
+        object.__setattr__(other, name, value)
+    return other
+
+
 def _through(reached: Callable[[], None], tree: Any) -> tuple[Any, bool]:
     """(the tree with its differentiable tensors passed through a boundary, whether there are any)."""
-    leaves, shape = _pytree.tree_flatten(tree)
+    leaves, made = _opened(tree)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if at:
         passed = _Boundary.apply(reached, *(leaves[i] for i in at))  # type: ignore[no-untyped-call]
         for i, tensor in zip(at, passed, strict=True):
             leaves[i] = tensor
-    return _pytree.tree_unflatten(leaves, shape), bool(at)
+    return made(leaves), bool(at)
 
 
-def _differentiable(value: Any) -> Any:
-    """A block's input as one that has a gradient: so each block has a backward pass, whatever is frozen before it."""
-    plain = isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
-    return value.detach().requires_grad_() if plain else value
+def _differentiable(tree: Any) -> Any:
+    """A block's inputs with gradients: so each block has a backward pass, whatever is frozen before it."""
+    leaves, made = _opened(tree)
+    return made([
+        x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() and not x.requires_grad else x
+        for x in leaves
+    ])  # fmt: skip
 
 
 class PartRunner:
@@ -92,8 +129,12 @@ class PartRunner:
         """Block -> its offloaded tensors of this micro-batch, in the order of the forward pass."""
         self.moment: Callable[[list[WeightGradient]], object] = no_moment
         """As of `StageRunner`."""
+        self.freezes = plan.blueprint.freezes
+        """Whether a parameter on this rank has no gradient, by `requires_grad`, before the split or since."""
         self._unfinished: list[str] = []
         """Parts whose inputs have no gradient: their backward passes are over when the next one begins."""
+        self._latest = ""
+        """The tensors of a block that the forward pass has met last, in words."""
         self._open: set[str] = {ROOT}
         """The root, and the block whose backward pass has begun last; under a pipeline the parts of that stage."""
         for unit in plan.units:
@@ -102,6 +143,8 @@ class PartRunner:
                     continue
                 parameter = module.get_parameter(placed.name)
                 parameter.register_hook(partial(self._arrives, placed.parameter.part, grad_slot(parameter)))
+        self._recomputed: dict[str, Callable[..., Any]] = {}
+        """Block -> its forward pass that keeps its inputs alone."""
         self.stages: ModuleStages | None = None
         if described.chain is not None:
             free_others(module, [placed.name for unit in plan.units for placed in unit.placed])
@@ -109,6 +152,7 @@ class PartRunner:
             return
         for name in plan.of_kind("block"):
             block = module.get_submodule(name)
+            self._recomputed[name] = recomputed(block, block.forward)
             block.forward = partial(self._part, name, block.forward)  # type: ignore[method-assign]
         cut_stream(module, described.sequence, comms)
 
@@ -121,6 +165,11 @@ class PartRunner:
                 return self.module(*args, **kwargs)
             return self._part(ROOT, self.module, *args, **kwargs)
         except RuntimeError as error:
+            if "_Boundary is a view and is being modified inplace" in str(error):
+                raise UserError(
+                    f"{self._latest}, or of a block before it, is changed in place (as by x += 1): write x = x + 1, "
+                    "or leave these out of blocks="
+                ) from error
             # torch's name of int8
             if any(unit.dtype for unit in self.plan.units) and "char" in str(error).lower():
                 raise UserError(
@@ -142,11 +191,16 @@ class PartRunner:
             self.engine.reshard(stage)
         return result
 
-    def over_data(self, count: Tensor) -> int:
-        """The sum of a number over the data ranks."""
+    def over_data(self, count: Tensor) -> float:
+        """The sum of a number of tokens over the data ranks. Raises `UserError` on all of them for one that is none."""
         with self.comms.in_phase("loss"):
             self.comms.all_reduce(count, DATA, "valid tokens")
-        return int(self.comms.read(count))
+        total = self.comms.read(count)
+        if self.comms.moves_data and not math.isfinite(total):
+            raise UserError(
+                "loss_fn returned a number of tokens that is negative or not finite: count what the sum has"
+            )
+        return total
 
     def open_parts(self, parts: Sequence[str]) -> None:
         """The backward pass of a stage with these parts begins."""
@@ -182,14 +236,22 @@ class PartRunner:
         if name == ROOT:
             self._saved.clear()
             return forward(*args, **kwargs)
-        if self.plan.blueprint.freezes:
-            args, kwargs = _pytree.tree_map(_differentiable, (args, kwargs))
+        if self.freezes:
+            args, kwargs = _differentiable((args, kwargs))
         (args, kwargs), entered = _through(partial(self.finish_part, name), (args, kwargs))
         if self.plan.layout.recompute == "full":
-            forward = partial(checkpoint, forward, use_reentrant=False)
+            forward = self._recomputed[name]
+        self._latest = f"an input of {name}"
         with self._saving(name, (args, kwargs)):
             out = forward(*args, **kwargs)
-        return _through(partial(self._begin, name, entered), out)[0]
+        out, leaves = _through(partial(self._begin, name, entered), out)
+        if not leaves:
+            raise UserError(
+                f"{name} returns a {type(out).__name__} without a tensor that has a gradient: return tensors, or "
+                f"tuples, lists, dictionaries or dataclasses of them, or leave {name} out of blocks="
+            )
+        self._latest = f"an output of {name}"
+        return out
 
     @contextmanager
     def _saving(self, name: str, inputs: Any) -> Iterator[None]:
@@ -225,6 +287,7 @@ class PartRunner:
                 "root's parameters may be used anywhere"
             )
         place.add_nothing()
+        place.arrived = True
 
     def finish_part(self, name: str) -> None:
         """A part's backward pass is over: where nothing has come, the gradient is zero."""
@@ -242,6 +305,16 @@ class PartRunner:
     def _use(self, kind: str, name: str) -> None:
         use = self.engine.following
         if use is None or (use.kind, use.part) != (kind, name):
+            if kind == "backward" and use is not None and use.kind == "forward":
+                raise UserError(
+                    f"{use.part} was left out of a forward pass, which every block runs in: leave it out of blocks=, "
+                    "or give example= to have that done"
+                )
+            if (kind, name) == ("forward", ROOT):
+                raise UserError(
+                    "the module was called twice with gradients in one micro-batch: call it once, with the rows of "
+                    "both (torch.cat), and other passes under torch.no_grad()"
+                )
             expected = f"the {use.kind} pass of {use.part}" if use else "the end of the micro-batch"
             raise UserError(
                 f"the {kind} pass of {name} came where the plan has {expected}: every block runs once per pass, in "

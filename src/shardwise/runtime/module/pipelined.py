@@ -108,9 +108,9 @@ class StepWorker:
         self.unshard, self.reshard, self.reduce = self.engine.unshard, self.engine.reshard, self.engine.reduce
         self.tied_gradients = self.engine.tied_gradients
         self.total = torch.zeros((), dtype=torch.float64, device=runner.device)
-        self.first: int | None = None
+        self.first: float | None = None
         """Tokens of the first micro-batch on all data ranks; None on ranks without the last stage."""
-        self.later = torch.zeros((), dtype=torch.int64, device=runner.device)
+        self.later = torch.zeros((), dtype=torch.float64, device=runner.device)
         self._begun: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
         """(stage, micro-batch) -> (its input, where its backward starts)."""
         self._kept: dict[tuple[int, int], list[WeightGradient]] = {}
@@ -132,6 +132,8 @@ class StepWorker:
             self._begun[stage, micro] = x, loss / self.assumed
             out = None
         else:
+            if not result.requires_grad:  # all that computes it is frozen
+                result = result.detach().requires_grad_()
             # The graph alone: what it does not need of the output goes when that has been sent.
             self._begun[stage, micro] = x, torch.autograd.graph.get_gradient_edge(result)
             out = result.detach()
@@ -140,9 +142,9 @@ class StepWorker:
         return out
 
     @property
-    def assumed(self) -> int:
+    def assumed(self) -> float:
         """Tokens by which gradients are divided."""
-        return max(1, (self.first or 0) * len(self.batches))
+        return (self.first or 0) * len(self.batches) or 1
 
     def _count(self, count: Tensor) -> None:
         if self.first is None:
@@ -191,9 +193,9 @@ class StepWorker:
     def _moment(self) -> None:
         self.runner.moment([product for products in self._kept.values() for product in products])
 
-    def tokens(self) -> tuple[int, int]:
+    def tokens(self) -> tuple[float, float]:
         """(tokens by which gradients were divided, tokens of all ranks), on every rank."""
-        numbers = torch.zeros(2, dtype=torch.int64, device=self.runner.device)
+        numbers = torch.zeros(2, dtype=torch.float64, device=self.runner.device)
         if self.first is not None:
             numbers[0], numbers[1] = self.assumed, self.first + self.runner.over_data(self.later)
         comms = self.runner.comms
@@ -205,7 +207,7 @@ class StepWorker:
 
 def gradients(
     runner: PartRunner, messages: Messages, loss: Loss, batches: Sequence[Any]
-) -> tuple[StepWorker, int, int]:
+) -> tuple[StepWorker, float, float]:
     """Forward and backward of a step's micro-batches. Returns (the worker, tokens by which gradients were divided,
     tokens of all ranks)."""
     assert runner.plan.schedule is not None

@@ -38,8 +38,9 @@ class StepOutcome(NamedTuple):
     """Mean over the tokens of all ranks and micro-batches."""
     grad_norm: float
     """L2, over the whole module, before clipping."""
-    tokens: int
-    """Tokens that count in the loss, over all ranks; as many as micro-batches where a loss came as a mean."""
+    tokens: float
+    """Tokens that count in the loss, over all ranks; as many as micro-batches where a loss came as a mean. Weights of
+    tokens may make it a fraction."""
 
     @property
     def skipped(self) -> bool:
@@ -77,6 +78,13 @@ class ModuleProgram(PartRunner):
         """The layout of reports: what sp adds is in the description, not in the plan."""
         self.expert_loads = ExpertLoads({}, plan, comms, device)
         self.messages = Messages(self, self.stages) if self.stages is not None else None
+        self._trained = [p.name for p in plan.blueprint.parameters() if not p.frozen]
+        self._frozen = [p.name for p in plan.blueprint.parameters() if p.frozen]
+        self._slots = {
+            placed.name: slot
+            for flat in self.engine.trained
+            for placed, slot in zip(flat.unit.placed, flat.grad_slots, strict=True)
+        }
         with comms.in_phase("optimizer"):
             self.engine.all_gather_params()
 
@@ -106,28 +114,57 @@ class ModuleProgram(PartRunner):
             with self.comms.in_phase("loss"):
                 self.comms.all_reduce(total, DATA, "loss")
         self.optimizer.tell(summed := self.comms.read(total), tokens)
-        loss, norm = summed / max(1, tokens), self.optimizer.step(lr)
+        self.optimizer.idle = self._without_gradient()
+        loss, norm = summed / (tokens or 1), self.optimizer.step(lr)
         self.optimizer.commit()
         self.engine.all_gather_params()
-        return StepOutcome(loss, norm, tokens)
+        return StepOutcome(loss, norm, int(tokens) if tokens.is_integer() else tokens)
 
-    def gradients(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> tuple[Tensor, int]:
+    def _without_gradient(self) -> frozenset[str]:
+        """Parameters for which no rank has computed a gradient in this step."""
+        came = [name in self._slots and self._slots[name].arrived for name in self._trained]
+        counts = torch.tensor(came, dtype=torch.int64, device=self.device)
+        with self.comms.in_phase("loss"):
+            self.comms.all_reduce(counts, self.plan.gradients_over, "gradients")
+        if not self.comms.moves_data:
+            return frozenset()
+        return frozenset(name for name, count in zip(self._trained, counts.tolist(), strict=True) if not count)
+
+    def _begin_step(self) -> None:
+        """No gradient has come, whatever a step that failed has left. Raises `UserError` for a parameter that trains
+        but has no room for a gradient."""
+        for flat in self.engine.trained:
+            flat.full_grads.free()
+            flat.grads.free()
+        for slot in self._slots.values():
+            slot.arrived = False
+        if late := next((name for name in self._frozen if self.module.get_parameter(name).requires_grad), None):
+            raise UserError(
+                f"{late} was frozen when the module was split, so it has no gradient and no moments: set "
+                "requires_grad before split, or save, split again and load"
+            )
+        self.freezes = bool(self._frozen) or not all(
+            self.module.get_parameter(name).requires_grad for name in self._slots
+        )
+
+    def gradients(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> tuple[Tensor, float]:
         """Compute the gradients of the mean loss over all ranks' tokens. Returns (this rank's summed loss, tokens of
         all ranks); under a pipeline the loss is summed over all ranks.
 
         A micro-batch's tokens are known after its forward pass, those of later ones only then. So gradients are scaled
         by the first one's, as if the others had as many, and once more at the end where they had not.
         """
+        self._begin_step()
         if self.messages is not None:
             loss_of = self.loss_of(loss_fn)
             self.messages.learn(loss_of, micro_batches)
             worker, assumed, tokens = gradients(self, self.messages, loss_of, micro_batches)
-            self._rescale(assumed, max(1, tokens))
+            self._rescale(assumed, tokens or 1)
             return worker.total, tokens
         self.engine.begin_step()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        later = torch.zeros((), dtype=torch.int64, device=self.device)
-        first = 0
+        later = torch.zeros((), dtype=torch.float64, device=self.device)
+        first = 0.0
         for number, batch in enumerate(micro_batches):
             self.engine.begin_micro_batch()
             loss, count = self.loss_of(loss_fn)(batch)
@@ -137,12 +174,12 @@ class ModuleProgram(PartRunner):
                 later += count
             self.moment([])
             self.begin_backward()
-            (loss / max(1, first * len(micro_batches))).backward()
+            (loss / (first * len(micro_batches) or 1)).backward()
             self.end_backward()
             total += loss.detach()
         self.engine.finish_step()
         tokens = first + self.over_data(later) if len(micro_batches) > 1 else first
-        self._rescale(max(1, first * len(micro_batches)), max(1, tokens))
+        self._rescale(first * len(micro_batches) or 1, tokens or 1)
         return total, tokens
 
     def loss_of(self, loss_fn: LossFunction) -> Loss:
@@ -154,19 +191,20 @@ class ModuleProgram(PartRunner):
         if self.messages is not None:
             self.messages.learn(self.loss_of(loss_fn), micro_batches)
 
-    def _rescale(self, assumed: int, tokens: int) -> None:
+    def _rescale(self, assumed: float, tokens: float) -> None:
         if assumed != tokens:
             for flat in self.engine.trained:
                 flat.grads_interval.mul_(assumed / tokens)
 
 
 def _loss_and_count(result: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(loss, tokens) from what a loss function returned. Raises `UserError` for anything else."""
+    """(loss, tokens) from what a loss function returned. Raises `UserError` for anything else. A number of tokens that
+    is negative or not finite becomes NaN, which all ranks see in their sum."""
     loss, count = result if isinstance(result, tuple) and len(result) == 2 else (result, 1)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise UserError(
             "loss_fn must return (summed loss, number of tokens), or a mean loss alone: a tensor of one element that "
             "depends on the module"
         )
-    number = count.detach().clone() if isinstance(count, Tensor) else torch.tensor(count)
-    return loss.reshape(()), number.to(device, torch.int64).reshape(())
+    number = torch.as_tensor(count).detach().to(device, torch.float64).reshape(())
+    return loss.reshape(()), torch.where((number >= 0) & number.isfinite(), number, math.nan)

@@ -27,7 +27,7 @@ from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.module.adapters import add_adapters
-from shardwise.runtime.module.buffers import restore_buffers, stored_shapes, written
+from shardwise.runtime.module.buffers import restore_buffers, restore_missed, stored_shapes, written
 from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.experts import use_exact_products
@@ -187,8 +187,11 @@ class SplitModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass. Under a pipeline, and outside of a step, it is None but on the last stage."""
-        if self._trains:
+        if self._trains and (torch.is_grad_enabled() or self.program.stages is not None):
             return self.program.run(*args, **kwargs)
+        if self._trains:
+            with self.program.engine.evaluation_in_step():
+                return self.program.run(*args, **kwargs)
         with self._failures.shared():
             return self.program.infer(*args, **kwargs)
 
@@ -198,7 +201,8 @@ class SplitModule(nn.Module):
         """One step of the optimizer. A rank's error is raised on all ranks, with its message.
 
         loss_fn: (this module, micro-batch) -> (summed loss, number of tokens), of this rank. Losses are divided by the
-        tokens of all ranks, however many each has. A mean loss alone counts once per rank and micro-batch.
+        tokens of all ranks, however many each has; weights of tokens may make it a fraction. A mean loss alone counts
+        once per rank and micro-batch. A parameter without a gradient on any rank is left alone, with its moments.
         batch: this rank's rows, handed to `loss_fn` as they are; a list has `accumulate` micro-batches. Every rank of a
         pipeline has the same, and `loss_fn` computes the loss on the last stage alone.
         measure: whether `report` will be this step's, which follows every tensor and takes longer.
@@ -277,6 +281,7 @@ class SplitModule(nn.Module):
         checkpoint, module = find(Path(folder)), self.program.module
         position = restore(self.program, checkpoint, stored_shapes(module))
         restore_buffers(module, checkpoint)
+        restore_missed(self.program, checkpoint)
         return position.step
 
     def close(self) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import UserError
 from shardwise.layout import pipeline
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.module.chain import Chain
+from shardwise.runtime.module.recompute import recomputed
 
 LARGEST = 8
 """Most dims of a tensor between stages."""
@@ -50,7 +50,8 @@ class ModuleStages:
             child.forward = partial(self._before, child.forward)  # type: ignore[assignment]
         for number, path in enumerate(chain.blocks):
             child = module.get_submodule(path)
-            child.forward = partial(self._block, number, path, child.forward)  # type: ignore[assignment]
+            again = recomputed(child, child.forward)
+            child.forward = partial(self._block, number, path, child.forward, again)  # type: ignore[assignment]
 
     def run(self, stage: int, x: Tensor | None, forward: Callable[[], Any]) -> Any:
         """The result of a stage: a tensor, and of the last stage what `forward` returns. x: what has arrived; None on
@@ -81,7 +82,10 @@ class ModuleStages:
     def _nothing(self) -> Tensor:
         return torch.full_like(self._arrived, float("nan"), requires_grad=False)
 
-    def _block(self, number: int, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    def _block(
+        self, number: int, path: str, forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """again: its forward pass that keeps its inputs alone."""
         first, stop = self.blocks[self._stage]
         if number < first:
             return self._arrived if number == first - 1 else self._nothing()
@@ -90,7 +94,7 @@ class ModuleStages:
         if number == 0 and self._stage:
             args, kwargs = _replaced(args, kwargs, self._arrived)
         if self.plan.layout.recompute == "full" and torch.is_grad_enabled():
-            forward = partial(checkpoint, forward, use_reentrant=False)
+            forward = again
         out = forward(*args, **kwargs)
         if not isinstance(out, Tensor):
             raise UserError(

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
+from shardwise.errors import UserError
 from shardwise.layout.axes import Axes
 from shardwise.layout.homes import TO_HOST, accumulates_on_host
 from shardwise.layout.pipeline import splits_backward
@@ -240,6 +241,23 @@ class Engine:
         ]
         self._at = 0
         self._gathers.clear()
+
+    @contextmanager
+    def evaluation_in_step(self) -> Iterator[None]:
+        """A forward pass without gradients inside a step, which the plan does not have. Raises `UserError` where it
+        would need the slots of weights that the step still uses."""
+        uses, at = self._uses, self._at
+        if self.stage == 3 and (at or self._index):
+            raise UserError(
+                "at zero=3 a pass without gradients comes before the one with gradients, in the first micro-batch: "
+                "compute it there, or before train_step"
+            )
+        self.begin_evaluation()
+        try:
+            yield
+        finally:
+            self._uses, self._at = uses, at
+            self._gathers.clear()
 
     def begin_forward(self, phase: Phase) -> None:
         """A turn of generation: a forward pass which finds in the slots what the turn before has left there."""

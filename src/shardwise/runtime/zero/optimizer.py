@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +65,19 @@ class UnitState:
         inside = (span.within(flat.start, flat.stop) for span in flat.unit.spans)
         self.spans: list[Span] = [span for span in inside if span is not None]
 
+    def updated(self, idle: Collection[str], missed: Mapping[str, int]) -> Iterator[tuple[Span, int]]:
+        """(span of the interval that is updated now, updates that it has missed). idle: parameters without a gradient
+        in this step; missed: parameter -> updates."""
+        if not idle and not missed:
+            yield from ((span, 0) for span in self.spans)
+            return
+        for start, placed in zip(self.flat.unit.offsets, self.flat.unit.placed, strict=True):
+            first = start - self.flat.start
+            for span in self.spans if placed.name not in idle else ():
+                a, b = max(first, span.start), min(first + placed.numel, span.stop)
+                if a < b:
+                    yield replace(span, start=a, stop=b), missed.get(placed.name, 0)
+
     def get(self, kind: int, start: int, stop: int) -> Tensor:
         """Elements of the interval of one of `UnitPlan.states`, not to be changed."""
         pieces = [
@@ -111,6 +125,11 @@ class Optimizer:
         self.skipped = False
         """Whether the last step left everything as it was, because its loss or its gradients were not finite."""
         self.steps = 0
+        self.idle: Collection[str] = ()
+        """Parameters without a gradient on any rank in this step. They are left alone, as torch's optimizers do."""
+        self.missed: Counter[str] = Counter()
+        """Parameter -> updates that left it alone: its own number of updates, by which AdamW corrects moments, is lower
+        by so many."""
         self._device = engine.device
         self._steps = {device.type: torch.zeros((), device=device) for device in {self._device, HOST}}
         """Number of the update, on each device that updates."""
@@ -125,7 +144,7 @@ class Optimizer:
             engine.host.add("optimizer", tensor.nbytes)
         engine.host.add("comm", self._gradient.nbytes)
 
-    def tell(self, total: float, tokens: int) -> None:
+    def tell(self, total: float, tokens: float) -> None:
         """Summed loss and valid tokens of the step's batch, the same on all ranks of a replica."""
         self._loss = total
 
@@ -159,6 +178,7 @@ class Optimizer:
         for state in self.states:
             state.flat.grads.free()
         self._enter_copies()
+        self.missed.update(self.idle)
         return norm
 
     def _release(self) -> None:
@@ -208,7 +228,7 @@ class Optimizer:
         self.comms.pulse.work(f"the optimizer for {flat.unit.name}")
         away = start >= state.cut
         low = flat.grads_interval.dtype != tensors[0].dtype or apart
-        for span in state.spans:
+        for span, missed in state.updated(self.idle, self.missed):
             part = span.within(start, stop)
             if part is None:
                 continue
@@ -225,7 +245,7 @@ class Optimizer:
                 divisor = None
                 if coefficient < 1.0:
                     divisor = self._clip(own, coefficient)
-                number = self._steps[master.device.type]
+                number = self._steps[master.device.type] - missed if missed else self._steps[master.device.type]
                 update(self.kind, (master, own, *moments), number, self.config, lr, span.decay, divisor)
                 if apart and flat.file is None:
                     flat.put(at, master)

@@ -1,0 +1,87 @@
+"""Recomputation of a block whose forward pass writes buffers, such as a batch norm's: they are written once.
+
+The second pass runs on copies of the buffers as they were before the first one, so that it computes the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
+
+_Place = tuple[nn.Module, str]
+"""A module and the name of its buffer."""
+
+
+class Recomputation:
+    """Forward passes of one block that keep its inputs alone."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._written: list[_Place] | None = None
+        """The buffers that its passes have written; None before the first one."""
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        before: dict[_Place, Tensor] = {}
+        return self._first(before), self._again(before)
+
+    @contextmanager
+    def _first(self, before: dict[_Place, Tensor]) -> Iterator[None]:
+        """Around the first pass. before: takes the values of the buffers that it writes."""
+        every = {place: (_get(place), _get(place)._version) for place in _places(self._block)}
+        values = {place: _get(place).clone() for place in (every if self._written is None else self._written)}
+        yield
+        for place, (buffer, version) in every.items():
+            written = _get(place) is not buffer or buffer._version != version
+            if self._written is not None and place in self._written:
+                before[place] = values[place]
+            elif written and self._written is not None:  # too late for what it was
+                before[place] = _get(place).clone()
+            # A batch norm's kernel does not say that it writes.
+            elif self._written is None and (written or _differs(values[place], buffer)):
+                before[place] = values[place]
+        self._written = list(before)
+
+    @contextmanager
+    def _again(self, before: dict[_Place, Tensor]) -> Iterator[None]:
+        """Around the second pass."""
+        after = {place: _get(place) for place in before}
+        try:
+            for (module, leaf), values in before.items():
+                module._buffers[leaf] = values
+            yield
+        finally:
+            for (module, leaf), buffer in after.items():
+                module._buffers[leaf] = buffer
+
+
+def recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass of a block, recomputed in its backward pass."""
+    return partial(Recomputation(block), forward)
+
+
+def _places(block: nn.Module) -> Iterator[_Place]:
+    for module in block.modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, leaf
+
+
+def _differs(values: Tensor, buffer: Tensor) -> bool:
+    return not isinstance(values, FakeTensor) and not torch.equal(values, buffer)
+
+
+def _get(place: _Place) -> Tensor:
+    module, leaf = place
+    buffer = module._buffers[leaf]
+    assert buffer is not None
+    return buffer

@@ -1,0 +1,180 @@
+"""`split` of modules and losses that run in plain PyTorch: they run, or one line names the module and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.pool import run_ranks
+from shardwise import Layout, UserError, split
+from shardwise.runtime.job.config import OptimizerConfig
+from shardwise.runtime.module.describe import describe
+
+SETTINGS = OptimizerConfig(clip=0.0)
+LR = 1e-2
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Result:
+    x: Tensor
+    others: dict[str, Tensor]
+
+
+class Counting(nn.Module):
+    """A block that writes buffers: in place, by its batch norm, and by a new tensor, which it also reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x + self.map(self.norm(x)) * self.mean
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, before: Result | Tensor) -> Result:
+        x = before.x if isinstance(before, Result) else before
+        return Result(torch.tanh(self.map(x)), {"x": x})
+
+
+class Unknown(Wrapped):
+    def forward(self, before: object) -> object:
+        class Box:
+            x = super(Unknown, self).forward(getattr(before, "x", before)).x
+
+        return Box()
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.map(x).detach()
+        return self.map(x)
+
+
+def weight_normed() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+
+class Chain(nn.Module):
+    def __init__(self, block: type[nn.Module], adds: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.adds, self.blocks_run = adds, 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks[: self.blocks_run]:
+            x = block(x)
+            if self.adds:
+                x += 1.0
+        if isinstance(x, Result):
+            return x.x + x.others["x"]
+        return getattr(x, "x", x)
+
+
+def squares(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    y = model(x)
+    return y.square().sum(), y.numel()
+
+
+def preference(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    """With a pass of its own for the reference."""
+    with torch.no_grad():
+        reference = model(2 * x)
+    y = model(x)
+    return F.softplus(reference - y).sum(), y.numel()
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "recompute=full", "zero=3"])
+@pytest.mark.parametrize(
+    ("block", "loss"),
+    [(Counting, squares), (Wrapped, squares), (weight_normed, squares), (Wrapped, preference)],
+    ids=["written-buffers", "dataclasses", "weight-norm", "reference-pass"],
+)
+def test_training_is_that_of_plain_pytorch(block, loss, layout):
+    plain = Chain(block).double()
+    groups = [
+        {"params": [p for p in plain.parameters() if (p.dim() > 1) == matrix], "weight_decay": decay}
+        for matrix, decay in ((True, SETTINGS.weight_decay), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, LR, SETTINGS.betas, SETTINGS.eps)
+    module = split(Chain(block), f"{layout},precision=fp64", optimizer=SETTINGS)
+    for _ in range(3):
+        optimizer.zero_grad()
+        total, count = loss(plain, X.double())
+        (total / count).backward()
+        optimizer.step()
+        outcome = module.train_step(loss, X.double(), lr=LR)
+        assert outcome.loss == pytest.approx(float(total.detach()) / count, rel=1e-12)
+    buffers = dict(module.module.named_buffers())
+    for name, expected in plain.named_buffers():
+        torch.testing.assert_close(buffers[name], expected, rtol=1e-9, atol=1e-12)
+    assert outcome.grad_norm == pytest.approx(
+        float(torch.stack([p.grad.norm() for p in plain.parameters()]).norm()), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "adds", "run", "loss", "message"),
+    [
+        (Wrapped, False, 1, squares, r"blocks\.1 was left out of a forward pass, .* leave it out of blocks="),
+        (nn.Linear, True, 2, squares, r"an output of blocks\.0, or of a block before it, is changed in place"),
+        (InPlace, False, 2, squares, r"an input of blocks\.0, or of a block before it, is changed in place"),
+        (Unknown, False, 2, squares, r"blocks\.0 returns a Box without a tensor that has a gradient"),
+        (
+            Wrapped,
+            False,
+            2,
+            lambda m, x: (m(x) - m(2 * x)).square().mean(),
+            r"called twice with gradients .*torch\.cat",
+        ),
+    ],
+)
+def test_what_does_not_run_is_named(block, adds, run, loss, message):
+    plain = Chain((lambda: nn.Linear(4, 4)) if block is nn.Linear else block, adds)
+    plain.blocks_run = run
+    module = split(plain, "precision=fp32")
+    with pytest.raises(UserError, match=message) as caught:
+        module.train_step(loss, X)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_weight_that_is_computed_is_not_cut():
+    message = r"blocks\.0 is a ParametrizedLinear whose weight is computed from others; .* replicate it"
+    with pytest.raises(UserError, match=message):
+        describe(Chain(weight_normed), Layout(tp=2), {"blocks.*": "column"}, [])
+
+
+def test_at_zero_3_a_reference_pass_comes_first():
+    results = run_ranks("harness.idle_jobs:with_reference", 2)
+    assert all(error < 1e-9 for error, _ in results)
+    for _, message in results:
+        assert "at zero=3 a pass without gradients comes before the one with gradients" in message
