@@ -135,7 +135,8 @@ def test_runs_that_begin_together_get_names_of_their_own(ranks, monkeypatch):
 def test_a_predicted_report_is_the_estimate(ranks):
     config = train(report=True, layout="dp=2,zero=3", out="here")
     expected = shardwise.estimate(MODEL, shardwise.Layout(dp=2, zero=3), WORKLOAD)
-    assert StepReport.read(config.out / "reports/predicted.json") == StepReport.from_json(expected.to_json())
+    written = StepReport.read(config.out / "reports/predicted.json")
+    assert replace(written, room=None) == StepReport.from_json(expected.to_json()) and written.room
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, UserError), (1, RunFailed), (130, KeyboardInterrupt)])

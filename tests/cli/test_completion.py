@@ -49,7 +49,7 @@ def test_bash_completes(command: Command, tmp_path: Path) -> None:
     )
     assert names == list(COMMANDS) and some == ["plan"]
     assert {"verify", "export", "--json"} <= set(actions)
-    assert options == ["--format"] and values == ["throughput", "memory", "cost", "pareto"]
+    assert options == ["--format"] and values == ["throughput", "fastest", "memory", "cost", "pareto"]
     assert models == [name for name in catalog() if name.startswith("llama-3-")]
     assert files == [], "bash completes files itself where the script offers nothing"
 

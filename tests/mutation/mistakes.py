@@ -201,7 +201,7 @@ MISTAKES = (
             "return routing.weights.detach(), drows", "return routing.weights.detach(), drows.zero_()",
             "trap_17_experts_over"),
     Mistake(17, "the norm is summed over the ranks of all else, which have the same experts", UNITS,
-            "return STAGE + PP if self.routes else", "return", "trap_17_experts_over"),
+            "return STAGE + PP if self.routes else SHARD", "return SHARD", "trap_17_experts_over"),
     Mistake(17, "the norm counts experts as often as they are held", UNITS,
             "slot, (), EDP, self.mesh.size(EDP))", "slot, (), EDP, 1)", "trap_17_experts_over"),
     Mistake(17, "the norm counts all else as often as there are experts' ranks", UNITS,

@@ -15,6 +15,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.units import usual_backend
 from shardwise.model.catalog import get
 from shardwise.planner import Space, plan, price_one, search
+from shardwise.planner.common import SAME
 from shardwise.planner.goals import (
     Power,
     at_once,
@@ -46,7 +47,8 @@ def space(model="llama-3-8b", cluster="2x8xH100", seq=8192, batch=64, **fixed) -
 
 def test_a_plan_is_ranked_and_its_figures_agree(found):
     seconds = [one.seconds for one in found.ranked]
-    assert len(seconds) == 5 and seconds == sorted(seconds)
+    fastest = (found.fastest or found.winner).seconds
+    assert len(seconds) == 5 and fastest <= min(seconds) and max(seconds) <= fastest * (1 + SAME)
     one = found.winner
     assert sum(one.parts.values()) == pytest.approx(one.seconds)
     assert one.range.low < one.seconds < one.range.high
@@ -60,9 +62,9 @@ def test_alternatives_are_the_best_with_another_value(found):
     assert {one.key for one in found.alternatives} >= {"tp", "pp", "zero", "micro", "recompute", "schedule"}
     for one in found.alternatives:
         fixed = replace(space(), fixed={one.key: one.value})
-        best = search(fixed, Pricing(found.cluster), top=1, usable=found.usable).best
+        best = search(fixed, Pricing(found.cluster), top=1, usable=found.room.safe).best
         if one.best is None:
-            assert not best and one.least > found.usable
+            assert not best and one.least > found.room.safe
             continue
         assert best[0].seconds == pytest.approx(one.best.seconds, rel=1e-12)
         assert one.slower == pytest.approx(one.best.seconds - found.winner.seconds)

@@ -80,7 +80,7 @@ def test_columns_of_a_search_have_the_bytes_of_single_layouts(name, text, engine
     workload = Workload(4096, 1024 if name == "deepseek-v3" else 128)
     space, _ = space_for(model, cluster, workload, engine, {}, settings)
     exact = ExactMemory(model, workload, cluster, engine=engine, settings=settings)
-    bound = bound_of(space, exact)
+    bound = bound_of(space)
     for frame in draw.sample(space.frames, min(6, len(space.frames))):
         found = bound.total(frame)
         for _ in range(4):

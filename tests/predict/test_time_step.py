@@ -181,8 +181,14 @@ def test_each_kind_of_context_parallelism_has_its_own_messages():
         split = StepShape(65536, cp=8, **changes)
         return float(training_step(LLAMA, split, engine("shardwise"), pricing).parts["tensor"])
 
-    ring, gathered, exchanged = (inside(cpkind=kind) for kind in ("ring", "allgather", "ulysses"))
-    assert ring < gathered, "a ring's messages have attention beside them"
+    merges = replace(engine("shardwise"), ring_bytes=(0.0, 0.0))
+
+    def inside_alone(**changes) -> float:
+        split = StepShape(65536, cp=8, **changes)
+        return float(training_step(LLAMA, split, merges, pricing).parts["tensor"])
+
+    gathered, exchanged = inside_alone(cpkind="allgather"), inside(cpkind="ulysses")
+    assert inside_alone() < gathered < inside(cpkind="allgather"), "a ring's messages have attention beside them"
     # Elements per token, as the ledger has them: gathered 2 x 8 key/value heads thrice, the third time in fp32, by ring
     # volume; exchanged 32 + 2 x 8 and 32 heads, twice.
     price, head = pricing.collectives.seconds, 65536 * 128 * 2.0

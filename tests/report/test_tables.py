@@ -8,6 +8,7 @@ from rich.console import Console
 
 from harness.report_strategies import reports
 from shardwise.report import Bytes, LedgerRow, Role, StepReport, compare
+from shardwise.report.room import DeviceRoom
 from shardwise.report.tables import comparison_tables, ledger_table, memory_table, zero_table
 
 HELD = Bytes(9_000_000, 4_000_000, 18_000_000, 41_000_000, 6_000_000, 22_000_000)
@@ -52,8 +53,9 @@ def test_memory_shows_every_class_and_the_peak():
 
 
 def test_memory_says_whether_it_fits():
-    assert "✓ fits" in shown(memory_table(report(), capacity=100_000_000))
-    assert "✗ does not fit" in shown(memory_table(report(), capacity=99_999_999))
+    assert "✓ fits" in shown(memory_table(report(), DeviceRoom(100_000_000)))
+    assert "! at risk" in shown(memory_table(report(), DeviceRoom(100_000_000, margin=0.02)))
+    assert "✗ does not fit" in shown(memory_table(report(), DeviceRoom(99_999_999)))
 
 
 def test_eighty_blocks_are_one_line_of_the_ledger():

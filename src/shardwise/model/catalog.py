@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ def _of_hub(text: str) -> ModelConfig | None:
 @cache
 def hub_models() -> dict[str, Any]:
     """Popular models of the hub, as of the date in `hub.json`: id -> the shapes in its `config.json`, or another id."""
-    found: dict[str, Any] = json.loads(files("shardwise.model").joinpath("hub.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("hub.json").read_text(encoding="utf-8"))
     return found["models"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -58,6 +57,8 @@ class Counted:
 
     def __post_init__(self) -> None:
         if not self.digest:
+            import hashlib
+
             text = json.dumps([asdict(part) for part in self.parts])
             object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
 

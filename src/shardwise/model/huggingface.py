@@ -82,6 +82,8 @@ def read_fields(
     except UserError as error:
         reason = str(error).removeprefix("config.json: ").removeprefix(f"{where}: ")
         known = data.get("model_type") in FAMILIES and "quantization_config" not in reason
+        if known and reason.startswith("required field"):
+            raise UserError(f"{where}: {reason}") from None  # the class has a default, which is no one's model
         try:
             return _shapes(data, where, name, reason, beside)
         except UserError as other:

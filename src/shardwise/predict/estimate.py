@@ -46,8 +46,7 @@ def estimate(
     seq: int | None = None,
     batch: int | None = None,
 ) -> StepReport:
-    """Predict one steady training step: bytes by class and ledger of every rank role, and its time where the cluster's
-    device has constants of time.
+    """Predict one steady training step: bytes by class and ledger of every rank role, and its time where that is known.
 
     model, layout, cluster: objects, or their names and texts: "llama-3-8b", "tp=2,dp=4", "8xH100". A traced module is a
     `Blueprint`, or its file. seq, batch: tokens per sequence and sequences per step, in place of a workload.
@@ -57,8 +56,8 @@ def estimate(
     this project's runtime. recorded: roles of a measured step of a model with experts, whose routing the prediction
     then follows rank by rank. slow: slow ranks, and emulated: seconds of a step's arithmetic, as `train` has them.
     settings: of the engine, beside the layout. What is not priced yet is said in the report's `notes`.
-    Raises `LayoutError` when the layout does not suit the model, the workload or the number of devices, and `UserError`
-    for a workload without sequences, and for a slow rank that does not exist.
+    Raises `LayoutError` when the layout does not suit model, workload or devices, and `UserError` for a workload
+    without sequences and for a slow rank that does not exist.
     """
     model, layout, workload = as_model(model), as_layout(layout), as_workload(workload, seq, batch)
     cluster = None if cluster is None else as_cluster(cluster)
@@ -73,11 +72,11 @@ def estimate(
     timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
-        *([warning] if room and (warning := room.warning(peak)) else []),
+        *filter(None, [room.warning(peak) if room else ""]),
         *(model.counted.assumptions if isinstance(model, ModelConfig) and model.counted else ()),
         *_memory_notes(engine or "", counted, model, layout, workload, backend),
         *_schedule_notes(layout, roles),
-        *(timing.notes if timing else ()), *([why] if why else []),
+        *(timing.notes if timing else ()), *filter(None, [why]),
     ]  # fmt: skip
     return StepReport(
         source="predicted",

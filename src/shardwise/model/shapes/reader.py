@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -87,6 +86,8 @@ def _recorded(
 
 
 def _cache(data: Mapping[str, Any]) -> Path:
+    import hashlib
+
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return Path(home, "shardwise", "models", f"{digest}.json")

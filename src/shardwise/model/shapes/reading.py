@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
@@ -21,13 +21,13 @@ equal tensors in front."""
 @cache
 def families() -> dict[str, Any]:
     """model_type -> data, as `make families` recorded it."""
-    return json.loads(files("shardwise.model.shapes").joinpath("families.json").read_text(encoding="utf-8"))
+    return json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 
 
 @cache
 def composites() -> dict[str, Any]:
     """model_type of models that see or hear -> key and family of their language model, and whether its head is tied."""
-    return json.loads(files("shardwise.model.shapes").joinpath("composites.json").read_text(encoding="utf-8"))
+    return json.loads(Path(__file__).with_name("composites.json").read_text(encoding="utf-8"))
 
 
 def attributes_of(family: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

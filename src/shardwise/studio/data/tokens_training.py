@@ -19,7 +19,7 @@ FRAMES = 30
 """Steps in which they are played."""
 PASSES = ("a token", "forward", "backward")
 
-_COMPUTING = ("weights", "matmul", "attention", "memory", "optimizer")
+_COMPUTING = ("weights", "matmul", "attention", "memory", "gradients", "optimizer")
 _MOVING = ("tensor", "data", "pipeline", "experts")
 _WAITING = ("bubble", "host")
 
