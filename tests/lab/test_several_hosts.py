@@ -190,4 +190,4 @@ def test_ranks_fill_host_after_host() -> None:
     assert spread.environment(4)["LOCAL_RANK"] == "1" and spread.address == "10.77.0.1"
     alone = Placement(3)
     assert alone.command(2, ["x"]) == ["x"] and alone.address == "127.0.0.1"
-    assert alone.environment(2) == {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}
+    assert alone.environment(2) == {"RANK": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}
