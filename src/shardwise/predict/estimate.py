@@ -17,7 +17,6 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
 from shardwise.predict.memory.capacity import try_room
-from shardwise.predict.memory.engine_bytes import OWN, counts_engine, engine_bytes, why_not_counted
 from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings, check_optimizer
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, predict_bytes, state_bytes
@@ -67,7 +66,7 @@ def estimate(
     if slow is not None:
         slow.check(layout.training_ranks)
     backend = backend or usual_backend(cluster)
-    counted = engine if engine and not recorded and counts_engine(engine, model, layout) else ""
+    counted = "" if recorded else _counted(engine, model, layout)
     roles = _roles(model, layout, workload, backend, recorded, counted, settings)
     timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
@@ -91,6 +90,15 @@ def estimate(
         balance=_balance(model, layout, workload),
         room=room.to_json(peak) if room else None,
     )
+
+
+def _counted(engine: str | None, model: Model, layout: Layout) -> str:
+    """The engine whose memory is counted; empty for this runtime's."""
+    if not engine:
+        return ""
+    from shardwise.predict.memory.engine_bytes import counts_engine
+
+    return engine if counts_engine(engine, model, layout) else ""
 
 
 def _schedule_notes(layout: Layout, roles: Sequence[Role]) -> list[str]:
@@ -134,8 +142,11 @@ def _memory_notes(
             *muon,
             f"memory is that of {engine}, from what its code saves for backward; communication is this runtime's",
         ]
-    other = engine not in ("", *OWN)
-    why = [f"memory is this runtime's: {why_not_counted(engine, model, layout)}"] if other else []
+    why: list[str] = []
+    if engine:
+        from shardwise.predict.memory.engine_bytes import OWN, why_not_counted
+
+        why = [f"memory is this runtime's: {why_not_counted(engine, model, layout)}"] if engine not in OWN else []
     return [*_notes(model, layout, backend), *why, *_optimizer_note(layout, workload)]
 
 
@@ -148,7 +159,13 @@ def _roles(
         return [_of_record(model, layout, workload, backend, role) for role in recorded]
     if layout.sync in SERVED:
         return _served(model, layout, workload, backend)
-    counted = (lambda plan: engine_bytes(engine, plan, settings)) if engine else predict_bytes
+    counted = predict_bytes
+    if engine:
+        from shardwise.predict.memory.engine_bytes import engine_bytes
+
+        def counted(plan: UnitPlan) -> Bytes:
+            return engine_bytes(engine, plan, settings)
+
     return [_role(model, layout, workload, backend, place, counted) for place in range(layout.pp)]
 
 
