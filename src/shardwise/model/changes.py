@@ -14,6 +14,10 @@ MOST_LAYERS, MOST_PARAMETERS = 10_000, 10**15
 """Of a model; some hundred times what anybody has trained, and few enough for 64-bit counts of bytes."""
 
 
+LONGEST_NAME = 200
+"""Characters of a model's name, which messages are about."""
+
+
 def change(model: ModelConfig, text: str) -> ModelConfig:
     """A model with the fields in `text` (`layers=2,experts.ffn=64`) replaced; derived fields follow, unless named.
 
@@ -34,6 +38,8 @@ def change(model: ModelConfig, text: str) -> ModelConfig:
     changes |= {outer: replace(getattr(model, outer), **inner) for outer, inner in parts.items()}
     if not changes:
         return _counted(model)
+    if len(changes.get("name", "")) > LONGEST_NAME:
+        raise UserError(f"--set name: a name has at most {LONGEST_NAME} characters")
     changes.setdefault("published_params", None)
     if model.kv_heads == model.heads and "heads" in changes:
         changes.setdefault("kv_heads", 0)
