@@ -1,4 +1,4 @@
-"""Jobs of `shardwise launch --slurm` on SLURM itself: trainings, one of which loses a node, a server, and torchrun.
+"""Jobs of `shardwise launch --slurm` on SLURM itself: trainings (one loses a node), a server, and torchrun.
 
 PYTHONPATH=src python docs/slurm_run.py   prints the table of docs/launch.md
 

@@ -16,7 +16,7 @@ from shardwise.planner.runnable import space_for
 from shardwise.predict import estimate
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.engine_bytes import in_flight, widths_of
-from shardwise.predict.memory.engine_rows import engine_memory, engines_with_memory
+from shardwise.predict.memory.engine_rows import _table, engine_memory
 from shardwise.predict.memory.engine_settings import EngineSettings
 from shardwise.schedule.pipeline import build
 from shardwise.validation import scoreboard
@@ -176,7 +176,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(schedule, virtual, pp
             assert sum(in_flight(schedule, pp, micro, virtual, place)) == most, (micro, place)
 
 
-@pytest.mark.parametrize("name", engines_with_memory())
+@pytest.mark.parametrize("name", list(_table()))
 def test_every_number_of_the_table_says_where_it_is_read(name):
     memory, widths = engine_memory(name), set(widths_of(unit_plan(get("mixtral-8x7b"), Layout(), Workload(512, 1))))
     fields = set(memory.__dataclass_fields__) - {"name", "rows", "facts"}

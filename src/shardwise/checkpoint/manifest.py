@@ -231,7 +231,7 @@ class Manifest:
 
 
 def trained(tensor: str) -> bool:
-    """Whether a stored tensor is a weight or optimizer state, of which every element must be finite."""
+    """Whether a stored tensor is a weight or optimizer state. Every element of these must be finite."""
     return tensor.partition("/")[0] not in UNTRAINED
 
 

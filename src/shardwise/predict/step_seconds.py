@@ -35,7 +35,7 @@ class StepTiming:
     busy: dict[str, float] = field(default_factory=dict)
     """Seconds of the device, and of link, cores and disk of the host, hidden or not; empty without offloading."""
     links: dict[str, float] = field(default_factory=dict)
-    """Seconds of collectives and messages by part, hidden or not; without those that are not in lockstep."""
+    """Seconds of collectives and messages by part, hidden or not; without exchanges outside of lockstep."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, without the notes, and without what is empty of the rest."""

@@ -71,8 +71,8 @@ class Saver:
     most one save is under way. seed, about: as in `Manifest`. timeout: seconds that ranks wait for each other. pulse:
     where a save under way gives signs of life. others: whole tensors that this rank writes besides, by stored name.
     Errors of a save under way are raised by the next `save` or by `finish`,
-    on every rank alike: `UserError` for what the disk refuses, `NotFiniteError` for a state that is not finite, and
-    nothing is left of that checkpoint then.
+    identically on every rank: `UserError` for errors of the disk, `NotFiniteError` for a state that is not finite. Nothing
+    is left of that checkpoint then.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ def run(
     *,
     joined: bool = False,
 ) -> None:
-    """Load, answer until nobody asks any more, and end. joined: another launcher has started the ranks."""
+    """Load, answer until the last client is done, and end. joined: another launcher has started the ranks."""
     started = time.monotonic()
     device = torch.device("cpu") if job.device == "cpu" else cuda_device(process.local_number())
     mesh = Mesh.of(job.layout, job.model)

@@ -118,7 +118,7 @@ def _as_tuples(value: Any) -> Any:
 
 
 def launched_ranks() -> int | None:
-    """Ranks that another launcher has started, of which this process is one; None without a launcher."""
+    """Ranks that another launcher has started, this process included; None without a launcher."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     return int(os.environ["WORLD_SIZE"])

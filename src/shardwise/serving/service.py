@@ -165,7 +165,7 @@ class Service:
                 self._closing = True
             self._stop.append(signal.SIGTERM)
             if self._joined:
-                # Nobody ends the ranks of another launcher: they end when their way does.
+                # Ranks of another launcher end when their channel does.
                 self._close_ways()
             for thread in self._threads:
                 if thread is not threading.current_thread():
@@ -251,7 +251,7 @@ class Service:
                 for answer in way.recv():
                     self._take(replica, answer)
         if self._joined and replica and not self._closing:
-            # Its first rank is not this process's child, as rank 0 is: nobody else sees its end.
+            # Its first rank is not this process's child, as rank 0 is: no other process sees its end.
             self._lost = self._lost or f"replica {replica} has ended"
             self._stop.append(signal.SIGTERM)
 

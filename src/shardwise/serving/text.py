@@ -105,7 +105,7 @@ class Text:
 
 class Stream:
     """Tokens of one answer on their way to text. Stop strings are looked for in the text and in what it would be with
-    the tokens that are not shown: special ones, and those that end answers.
+    the tokens that are not shown: special tokens and ends of answers.
 
     stopped: a stop string has come, and nothing follows. place: the character of the text at which the next token
     begins; tokens within one character begin where it does. given: characters given out.

@@ -156,7 +156,7 @@ def attributes_of(config: Any) -> Attributes:
 
 
 def flat(data: Mapping[str, Any]) -> Attributes:
-    """Attributes with those of nested objects after a dot, and those that layers have for themselves as lists."""
+    """Attributes: of nested objects after a dot, of single layers as lists."""
     result = _flat({k: v for k, v in data.items() if k != "quantization_config"})
     each = {int(k): v for k, v in (data.get("per_layer_config") or {}).items() if str(k).isdigit()}
     for name in {name for values in each.values() for name in values}:

@@ -41,7 +41,7 @@ _COMPRESSED = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "h
 
 
 def prepared(model_type: str, data: dict[str, Any]) -> dict[str, Any]:
-    """The fields that the family's data knows, from those that are published under `model_type`."""
+    """The fields of the family's data, from the published fields under `model_type`."""
     result = {_RENAMED.get(model_type, {}).get(k, k): v for k, v in data.items()}
     layers = result.get("num_hidden_layers")
     for name, value in list(result.items()):

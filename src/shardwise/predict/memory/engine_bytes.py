@@ -258,7 +258,7 @@ class EngineRank:
     offloads: bool = False
     """Saved tensors of blocks are in the host's memory but for two blocks'."""
     remade: tuple[Num, Num] = (0, 0)
-    """Of the blocks in flight, without and with experts, those that keep their input alone."""
+    """Blocks in flight that keep only their input (without experts, with experts)."""
     maximum: Callable[[Num, Num], Num] = max
 
     def _cut(self, nbytes: float, experts: float, least: int) -> Num:

@@ -118,8 +118,3 @@ def _table() -> dict[str, EngineMemory]:
 def engine_memory(name: str) -> EngineMemory | None:
     """Memory of the engine of that name; None where it is not known."""
     return _table().get(name)
-
-
-def engines_with_memory() -> tuple[str, ...]:
-    """Names of all engines of the file."""
-    return tuple(_table())

@@ -164,7 +164,7 @@ def _listed(rows: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, st
 
 
 class _Profiles(Mapping[str, EngineProfile]):
-    """All profiles. Only those that are used are parsed: the whole file takes as long as the rest of an estimate."""
+    """All profiles. Only used profiles are parsed: the whole file takes as long as the rest of an estimate."""
 
     def __init__(self) -> None:
         text = Path(__file__).with_name("engines.toml").read_text(encoding="utf-8")

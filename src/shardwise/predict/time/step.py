@@ -74,8 +74,8 @@ LINKS = ("tensor", "experts", "data", "pipeline")
 
 
 def link_seconds(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Parts:
-    """Seconds of all collectives and messages of a step by part, one after another: those that computation hides, too,
-    and without the passes over memory beside them. Arguments as of `training_step`."""
+    """Seconds of all collectives and messages of a step by part, one after another: hidden ones, too, without
+    the passes over memory beside them. Arguments as of `training_step`."""
     bare = replace(
         engine, tensor_overlap=False, tensor_pipelined=False, exchange_overlap=False, grad_overlap=False,
         gather_overlap=False, pipeline_overlap=False, ring_bytes=(0.0, 0.0),

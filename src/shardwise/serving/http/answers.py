@@ -115,8 +115,8 @@ class Completions(Answers):
         }
 
     def _top(self, chosen: Chosen) -> dict[str, float] | None:
-        """Log-probabilities of the likeliest tokens, and of the token itself; the highest of those that are spelled
-        alike, as parts of characters are."""
+        """Log-probabilities of the likeliest tokens, and of the token itself; the highest among tokens with
+        equal spelling, as parts of characters have."""
         if chosen.logprob is None:
             return None
         top: dict[str, float] = {}

@@ -58,7 +58,7 @@ class Chat:
 
     def encode(self, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None) -> list[int]:
         """The prompt for an assistant's answer to a conversation. messages: with role and content, a text or parts.
-        variables: of the template, besides those that are always there.
+        variables: of the template, besides the usual ones.
 
         Raises `Problem` (400) where there is no template, or it refuses the conversation.
         """
