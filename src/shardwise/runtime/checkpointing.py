@@ -70,9 +70,8 @@ class Saver:
     keep: whole checkpoints to keep, 0 for all. later: training goes on while a copy of the state is being written; at
     most one save is under way. seed, about: as in `Manifest`. timeout: seconds that ranks wait for each other. pulse:
     where a save under way gives signs of life. others: whole tensors that this rank writes besides, by stored name.
-    Errors of a save under way are raised by the next `save` or by `finish`,
-    identically on every rank: `UserError` for errors of the disk, `NotFiniteError` for a state that is not finite. Nothing
-    is left of that checkpoint then.
+    Errors of a save under way are raised by the next `save` or by `finish`, identically on every rank: `UserError` for
+    errors of the disk, `NotFiniteError` for a state that is not finite. Nothing is left of that checkpoint then.
     """
 
     def __init__(
