@@ -329,11 +329,12 @@ def _find(
 ) -> int:
     from shardwise.planner.runnable import space_for
     from shardwise.planner.tables import answer_lines
-    from shardwise.predict.memory.capacity import usable_bytes
+    from shardwise.predict.memory.capacity import room_of
 
     space, _ = space_for(model, cluster, workload, profile_of(args), fixed_keys(args), settings_of(args))
+    room = room_of(cluster, space.engine.name, bool(model.experts), reserved(args))
     try:
-        answer = _answer(args, space, usable_bytes(cluster, reserved(args)))
+        answer = _answer(args, space, room.safe)
     finally:
         progress()
     notes = (f"assumed: {note}" for note in assumed)

@@ -27,7 +27,7 @@ from shardwise.planner.ranking import Block, best_of, blocks, bound_of, exact_me
 from shardwise.planner.runnable import space_for
 from shardwise.planner.serving import TYPES, Deployment, fastest_deployment
 from shardwise.planner.space import LayoutColumns, Space
-from shardwise.predict.memory.capacity import usable_bytes
+from shardwise.predict.memory.capacity import room_of, usable_bytes
 from shardwise.predict.memory.step import state_bytes
 from shardwise.predict.supported import MOST_DEVICES
 from shardwise.predict.time.pricing import Pricing
@@ -198,7 +198,7 @@ class _TrainingSizes:
 
     def fastest(self, cluster: Cluster) -> FastestLayout | None:
         """The fastest candidate that fits; None where none does."""
-        usable = usable_bytes(cluster)
+        usable = room_of(cluster, self.space.engine.name, bool(self.model.experts)).safe
         fitting = [block for block in self.blocks(cluster.devices) if (block.nbytes <= usable).any()]
         if not fitting:
             return None

@@ -176,7 +176,7 @@ def why_not(one: Alternative, plan: Plan) -> str:
     if one.best is None and one.least <= plan.searched:
         return f"{name}: does not fit the host's memory"
     if one.best is None:
-        return f"{name}: does not fit; the leanest such layout needs {format_bytes(one.least)} per device"
+        return f"{name}: does not fit; every such layout needs at least {format_bytes(one.least)} per device"
     crosses = " crosses nodes" if one.crosses else ""
     slower = f"{format_share(one.slower / plan.winner.seconds, signed=True)} (+{format_time(one.slower)} per step)"
     if one.slower <= 0:
