@@ -36,9 +36,8 @@ def main(words: list[str]) -> int:
         faults = [fault for fault in faults if fault.number in options.only]
     folder = Path(options.keep or tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(exist_ok=True)
-    # Forked processes, and their ranks, are to have nothing of this folder's run but what they are given.
     try:
-        results = list(_run(faults, folder, options.jobs, mounts, quiet=options.json))
+        results = _run(faults, folder, options.jobs, mounts)
     finally:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -81,7 +80,7 @@ def _with_mounts(words: list[str]) -> bool:
     return False
 
 
-def _run(faults: list[Fault], folder: Path, jobs: int, mounts: bool, *, quiet: bool) -> list[Result]:
+def _run(faults: list[Fault], folder: Path, jobs: int, mounts: bool) -> list[Result]:
     space, expected = Space(folder), dict[str, list[str]]()
     reasons = {kind: inject.missing(kind, mounts) for kind in {fault.kind for fault in faults}}
     wanted = [fault for fault in faults if not reasons[fault.kind]]
@@ -97,9 +96,16 @@ def _run(faults: list[Fault], folder: Path, jobs: int, mounts: bool, *, quiet: b
     with ThreadPoolExecutor(jobs) as pool:
         for future in as_completed(pool.submit(_one, fault, space, expected) for fault in wanted):
             results.append(future.result())
-            if not quiet and results[-1].problems:
-                print(f"{results[-1].fault}: {results[-1].problems}\n  " + "\n  ".join(results[-1].told), flush=True)
+            _tell(results[-1], len(results), len(faults))
     return results
+
+
+def _tell(result: Result, done: int, count: int) -> None:
+    """A line about a fault, and all about one with problems, beside the table."""
+    said = "; ".join(f"{what}: {text}" for what, text in result.problems) or "passed"
+    fault = result.fault
+    lines = [f"{done}/{count} fault {fault.number}, {fault.kind} under {fault.layout}, {result.seconds:.1f} s: {said}"]
+    print("\n  ".join([*lines, *(result.told if result.problems else ())]), file=sys.stderr, flush=True)
 
 
 def _one(fault: Fault, space: Space, expected: dict[str, list[str]]) -> Result:

@@ -21,6 +21,7 @@ from shardwise.runtime.job.hosts import VARIABLE
 
 HANG = "3"
 """Seconds of `--hang` where a rank stops for good."""
+RESUME = ".*resume with: shardwise train --resume "
 DISK = "48m"
 _LAB = threading.Lock()
 """The lab names its hosts by process: one at a time."""
@@ -101,7 +102,7 @@ def fill_disk(trial: Trial) -> None:
         if freed:
             time.sleep(while_full)
             filler.unlink()
-        ended = trial.ended(process, {0: "", 2: "No space left on device"})
+        ended = trial.ended(process, {0: "", 2: "No space left on device" + RESUME * bool(whole)})
         filler.unlink(missing_ok=True)
         kept = shutil.copytree(trial.out, trial.folder / "kept")
     shutil.copytree(kept, trial.out, dirs_exist_ok=True)
@@ -131,7 +132,7 @@ def make_read_only(trial: Trial) -> None:
         if freed:
             time.sleep(while_read_only)
             _mount("-o", "remount,bind,rw", str(folder))
-        ended = trial.ended(process, {0: "", 2: "Read-only file system"})
+        ended = trial.ended(process, {0: "", 2: "Read-only file system" + RESUME * bool(whole)})
     _judge(trial, ended, whole)
 
 
@@ -213,6 +214,7 @@ def damage_file(trial: Trial) -> None:
         damage = trial.random.choice(sorted(DAMAGES))
         trial.told.append(f"{damage}: {file.relative_to(trial.out)}")
         DAMAGES[damage](trial, file)
+        trial.whole_log = file.name != "events.jsonl"
         ended = ended._replace(line="")  # the user comes back later
     trial.continue_to_the_end(ended)
 
@@ -253,8 +255,9 @@ def _set_link(host: str, state: str) -> None:
 
 
 def _saves(trial: Trial) -> list[str]:
-    """How the run saves."""
-    return ["--save-async"] * trial.random.randrange(2) + ["--keep-last", trial.random.choice(["0", "1", "3"])]
+    """How the run saves: what is on disk is not copied into memory for that."""
+    later = trial.random.randrange(2) and "nvme" not in trial.fault.layout
+    return ["--save-async"] * later + ["--keep-last", trial.random.choice(["0", "1", "3"])]
 
 
 def _judge(trial: Trial, ended: Ended, whole: int) -> None:
