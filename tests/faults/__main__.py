@@ -58,7 +58,9 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--layouts", type=_positive, default=12, help="layouts of trainings")
     parser.add_argument("--seed", default=time.strftime("%Y%m%d"))
     parser.add_argument("--jobs", type=_positive, default=2, help="faults at a time")
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of the drawn faults to run, such as a failed one")
+    parser.add_argument(
+        "--only", type=int, nargs="+", action="extend", help="numbers of the drawn faults to run, such as a failed one"
+    )
     parser.add_argument("--keep", help="folder for the runs, which are removed otherwise")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(words)
