@@ -89,13 +89,13 @@ def _run(faults: list[Fault], folder: Path, jobs: int, mounts: bool) -> list[Res
     served = {fault.layout for fault in wanted if fault.kind in serving.KINDS}
     trained = {fault.layout for fault in wanted if fault.kind in inject.KINDS} | ({serving.MODEL} if served else set())
     results = [Result(fault, 0.0, skipped=reasons[fault.kind]) for fault in faults if reasons[fault.kind]]
-    # The first one prepares the text that all share.
-    for layout in sorted(trained):
-        space.run_undisturbed(layout)
-    for layout in sorted(served):
-        fault = Fault(-1 - SERVED.index(layout), "server undisturbed", layout, "")
-        expected[layout] = serving.answers(fault, space)
+    plain = [Fault(-1 - SERVED.index(layout), "server undisturbed", layout, "") for layout in sorted(served)]
     with ThreadPoolExecutor(jobs) as pool:
+        for layout in sorted(trained)[:1]:  # it prepares the text that all share
+            space.run_undisturbed(layout)
+        list(pool.map(space.run_undisturbed, sorted(trained)[1:]))
+        answers = pool.map(lambda fault: serving.answers(fault, space), plain)
+        expected |= zip((fault.layout for fault in plain), answers, strict=True)
         for future in as_completed(pool.submit(_one, fault, space, expected) for fault in wanted):
             results.append(future.result())
             _tell(results[-1], len(results), len(faults))

@@ -30,8 +30,8 @@ def answers(fault: Fault, space: Space) -> list[str]:
         texts = [ask(url, prompt) for prompt in PROMPTS]
         process.send(signal.SIGTERM)
         trial.ended(process, {0: ""})
-    if trial.problems:
-        raise RuntimeError(f"the undisturbed server of {fault.layout}: {trial.problems}")
+    if trial.problems or not all(texts):
+        raise RuntimeError(f"the undisturbed server of {fault.layout}: {trial.problems}, answers {texts}")
     return texts
 
 

@@ -68,7 +68,7 @@ class Space:
     def run_undisturbed(self, layout: str) -> None:
         """Run a layout that has not run yet. Raises `RuntimeError` when that fails."""
         if layout not in self._plain:
-            out = self.folder / f"plain-{len(self._plain)}"
+            out = self.folder / f"plain-{re.sub('[^a-z0-9]+', '-', layout)}"
             with Process(self.words(layout, out), out) as process:
                 code, output = process.end()
             if code:
