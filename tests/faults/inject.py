@@ -73,7 +73,7 @@ def stop_rank(trial: Trial) -> None:
     whole = trial.whole()
     trial.send(trial.random.sample(ranks, min(1, len(ranks))), signal.SIGSTOP)
     # A busy machine may keep a rank of the restarted run waiting as long.
-    _judge(trial, trial.ended(process, {0: "", 1: "made no progress|has not (ended|begun)"}), whole)
+    _judge(trial, trial.ended(process, {0: "", 1: "made (no )?progress|has not (ended|begun)"}), whole)
 
 
 def pause_launcher(trial: Trial) -> None:
@@ -95,6 +95,7 @@ def fill_disk(trial: Trial) -> None:
     trial.out.mkdir()
     with _mounted(trial.out, "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs"):
         process = trial.start(*_saves(trial))
+        trial.until(process, (trial.out / "run.json").exists)  # a run begins in an empty folder
         trial.moment(process)
         whole, filler = trial.whole(), trial.out / "filler"
         _fill(trial.out, filler)
