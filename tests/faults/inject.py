@@ -73,7 +73,8 @@ def stop_rank(trial: Trial) -> None:
     whole = trial.whole()
     trial.send(trial.random.sample(ranks, min(1, len(ranks))), signal.SIGSTOP)
     # A busy machine may keep a rank of the restarted run waiting as long.
-    _judge(trial, trial.ended(process, {0: "", 1: "made (no )?progress|has not (ended|begun)"}), whole)
+    says = "progress|has not (ended|begun)" if restarts else "suspended by a signal"
+    _judge(trial, trial.ended(process, {0: "", 1: says}), whole)
 
 
 def pause_launcher(trial: Trial) -> None:

@@ -104,7 +104,7 @@ def _signal_server(trial: Trial, process: Process, number: int, code: int) -> Ma
 KINDS: dict[str, Callable[[Trial, list[str]], object]] = {
     "server rank killed": partial(disturb, act=partial(_signal_rank, number=signal.SIGKILL, says="SIGKILL")),
     "server rank stopped": lambda trial, expected: disturb(
-        trial, expected, partial(_signal_rank, number=signal.SIGSTOP, says="made (no )?progress"), "--hang", HANG
+        trial, expected, partial(_signal_rank, number=signal.SIGSTOP, says="suspended by a signal"), "--hang", HANG
     ),
     "server killed": partial(disturb, act=partial(_signal_server, number=signal.SIGKILL, code=-signal.SIGKILL)),
     "server signaled": partial(disturb, act=partial(_signal_server, number=signal.SIGTERM, code=0)),
