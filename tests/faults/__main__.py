@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ PRIVATE = "FAULTS_PRIVATE_MOUNTS"
 
 def main(words: list[str]) -> int:
     options = _options(words)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     mounts = os.environ.get(PRIVATE) == "1" or _with_mounts(words)
     started = time.monotonic()
     layouts = draw_layouts(options.seed, options.layouts)
@@ -91,14 +93,18 @@ def _run(faults: list[Fault], folder: Path, jobs: int, mounts: bool) -> list[Res
     results = [Result(fault, 0.0, skipped=reasons[fault.kind]) for fault in faults if reasons[fault.kind]]
     plain = [Fault(-1 - SERVED.index(layout), "server undisturbed", layout, "") for layout in sorted(served)]
     with ThreadPoolExecutor(jobs) as pool:
-        for layout in sorted(trained)[:1]:  # it prepares the text that all share
-            space.run_undisturbed(layout)
-        list(pool.map(space.run_undisturbed, sorted(trained)[1:]))
-        answers = pool.map(lambda fault: serving.answers(fault, space), plain)
-        expected |= zip((fault.layout for fault in plain), answers, strict=True)
-        for future in as_completed(pool.submit(_one, fault, space, expected) for fault in wanted):
-            results.append(future.result())
-            _tell(results[-1], len(results), len(faults))
+        try:
+            for layout in sorted(trained)[:1]:  # it prepares the text that all share
+                space.run_undisturbed(layout)
+            list(pool.map(space.run_undisturbed, sorted(trained)[1:]))
+            answers = pool.map(lambda fault: serving.answers(fault, space), plain)
+            expected |= zip((fault.layout for fault in plain), answers, strict=True)
+            for future in as_completed([pool.submit(_one, fault, space, expected) for fault in wanted]):
+                results.append(future.result())
+                _tell(results[-1], len(results), len(faults))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # those under way come to their end
+            raise
     return results
 
 
