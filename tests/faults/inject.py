@@ -35,7 +35,7 @@ def kill_ranks(trial: Trial, *, all_ranks: bool = False) -> None:
     whole = trial.whole()
     trial.send(ranks if all_ranks else trial.random.sample(ranks, min(1, len(ranks))), signal.SIGKILL)
     # A restart has all its ranks killed at most once; a kill that comes after the last step changes nothing.
-    ended = trial.ended(process, {0: ""} if restarts else {0: "", 1: "SIGKILL"})
+    ended = trial.ended(process, {0: ""} if restarts else {0: "", 1: "SIGKILL" + RESUME * bool(whole)})
     _judge(trial, ended, whole)
 
 
@@ -54,7 +54,7 @@ def signal_launcher(trial: Trial) -> None:
     trial.moment(process, started=True)
     whole = trial.whole()
     process.send(number)
-    _judge(trial, trial.ended(process, {0: "", 128 + number: f"stopped by {number.name}"}), whole)
+    _judge(trial, trial.ended(process, {0: "", 128 + number: f"stopped by {number.name}.*{RESUME}"}), whole)
 
 
 def pause_rank(trial: Trial) -> None:
@@ -73,7 +73,7 @@ def stop_rank(trial: Trial) -> None:
     whole = trial.whole()
     trial.send(trial.random.sample(ranks, min(1, len(ranks))), signal.SIGSTOP)
     # A busy machine may keep a rank of the restarted run waiting as long.
-    says = "progress|has not (ended|begun)" if restarts else "suspended by a signal"
+    says = "progress|has not (ended|begun)" if restarts else "suspended by a signal" + RESUME * bool(whole)
     _judge(trial, trial.ended(process, {0: "", 1: says}), whole)
 
 
@@ -203,7 +203,7 @@ def damage_file(trial: Trial) -> None:
     how = trial.random.choice([signal.SIGTERM, signal.SIGKILL])
     trial.killed = how == signal.SIGKILL
     process.send(how)
-    ended = trial.ended(process, {0: "", -signal.SIGKILL: "", 128 + signal.SIGTERM: "stopped by SIGTERM"})
+    ended = trial.ended(process, {0: "", -signal.SIGKILL: "", 128 + signal.SIGTERM: "stopped by SIGTERM" + RESUME})
     if ended.code:
         newest = trial.out / "checkpoints" / f"step-{trial.whole()}"
         files = [

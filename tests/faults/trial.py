@@ -26,7 +26,7 @@ from harness.training_process import Process, command, manifests, write_text
 from shardwise.checkpoint import Checkpoint, diff, latest
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.report.run_directory import RunDirectory, occupied
+from shardwise.report.run_directory import occupied
 
 STEPS, EVERY = 24, 3
 KEPT = {"errors"}
@@ -237,9 +237,7 @@ class Trial:
     def _compare(self) -> None:
         expected, seen = dict(_losses(self.plain)), dict[int, float]()
         for out in self.outs:
-            # Of a damaged log the part that is sound counts.
-            reader = _losses if self.whole_log else _sound_losses
-            for step, loss in reader(out) if (out / "events.jsonl").exists() else []:
+            for step, loss in _losses(out) if (out / "events.jsonl").exists() else []:
                 if loss != expected[step]:
                     self.problem("lost", f"step {step} of {out.name} has loss {loss!r}, undisturbed {expected[step]!r}")
                     return
@@ -275,13 +273,7 @@ class Trial:
 
 
 def _losses(out: Path) -> list[tuple[int, float]]:
-    """(step, loss) in the order in which they were written. Raises `UserError` where the file is damaged."""
-    with RunDirectory(out) as run:
-        return [(event["step"], event["loss"]) for _, event in run.events() if "loss" in event]
-
-
-def _sound_losses(out: Path) -> list[tuple[int, float]]:
-    """(step, loss) of the lines of a damaged log that can still be read."""
+    """(step, loss) in the order in which they were written, of the log's lines that can be read."""
     found = []
     for line in (out / "events.jsonl").read_bytes().splitlines():
         with suppress(ValueError):
