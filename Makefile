@@ -12,6 +12,11 @@ SHARDWISE_SEED ?= $(shell date +%Y%m%d)
 # `make test-all` runs so many cases of each test at most.
 SHARDWISE_MOST ?= 40
 
+# Faults of `make faults`, and layouts that they come under.
+N ?= 40
+M ?= 12
+SEED ?= $(SHARDWISE_SEED)
+
 # Ranks that work together have the cores to themselves; all else goes two files at a time, the longest first. So do the
 # tests of ranks that are killed or hang, which mostly wait. Both run, whatever the first says.
 RANKS := tests/runtime/ tests/serving/
@@ -22,7 +27,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling families check-gpu check-kernels bench-gpu clean
+.PHONY: help demo test test-all mutation faults baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling families check-gpu check-kernels bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,7 +35,7 @@ help:  ## show this list
 demo: $(VENV)/.train  ## the tour: predict, train on four processes, compare, one page
 	@$(BIN)/python -m shardwise demo
 
-test test-all mutation baseline bench bench-scaling: export OMP_NUM_THREADS := 1
+test test-all mutation faults baseline bench bench-scaling: export OMP_NUM_THREADS := 1
 
 test: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date
 	@echo "layouts are sampled with the seed SHARDWISE_SEED=$(SHARDWISE_SEED)"
@@ -41,6 +46,9 @@ test-all: $(VENV)/.test  ## all tests, with 40 cases of each that rotate with th
 
 mutation: $(VENV)/.test  ## put known mistakes back, and see that a test fails for each
 	@$(BIN)/python tests/mutation/run.py
+
+faults: $(VENV)/.test  ## N random faults over M random layouts, and what must hold after each: make faults N=300 M=30 SEED=1; ONLY="4 7" for some
+	@PYTHONPATH=tests $(BIN)/python -m faults --count $(N) --layouts $(M) --seed $(SEED) $(ONLY:%=--only %) $(JSON:%=--json)
 
 baseline: $(VENV)/.test  ## estimates, plans, ledgers and manifests against those recorded: tests/baseline/
 	@$(BIN)/python tests/baseline/recorder.py compare
