@@ -71,14 +71,17 @@ FURTHEST = {
     96: "packed gradients of more than one chunk",
     107: "scores over gathered keys",
     166: "rows of experts that are kept for their weights",
+    337: "a mask of all tokens that blocks share, beside offloaded activations",
 }
-"""Pairs with features that were 3% to 8% off, and what was counted wrong."""
+"""Pairs with features that were 3% to 14% off, and what was counted wrong."""
 
 
 @pytest.mark.parametrize("index", some_of(FURTHEST, 2, "peaks furthest off"), ids=FURTHEST.get)
 def test_pairs_that_were_furthest_off(index: int, fake: FakeTensorMode) -> None:
     plan, rank = featured(SEED, index)
-    assert predict_bytes(plan).total == pytest.approx(_observe(plan, rank, fake).bytes.total, rel=0.01)
+    observed, predicted = _observe(plan, rank, fake).bytes, predict_bytes(plan)
+    assert [getattr(predicted, name) for name in EXACT] == [getattr(observed, name) for name in EXACT]
+    assert predicted.total == pytest.approx(observed.total, rel=0.01)
 
 
 @pytest.mark.parametrize("index", some_of(range(PAIRS), 1, "peaks with features"))
