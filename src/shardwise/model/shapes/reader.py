@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.model.config import ModelConfig
+from shardwise.model.hub import cache_folder
 from shardwise.model.precision import read_precision
 from shardwise.model.shapes.interpreting import interpret
 from shardwise.model.shapes.reading import Shaped, attributes_of, composites, families, shaped
@@ -88,9 +88,8 @@ def _recorded(
 def _cache(data: Mapping[str, Any]) -> Path:
     import hashlib
 
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    return Path(home, "shardwise", "models", f"{digest}.json")
+    return cache_folder() / "models" / f"{digest}.json"
 
 
 def _record(data: Mapping[str, Any], model_type: str, where: str) -> dict[str, Any]:
