@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -29,7 +30,7 @@ FILES = {
 class Hub(BaseHTTPRequestHandler):
     """Files of a hub: a gated model needs a token, a renamed one redirects."""
 
-    asked: list[tuple[str, str | None]] = []
+    asked: ClassVar[list[tuple[str, str | None]]] = []
 
     def do_GET(self) -> None:
         Hub.asked.append((self.path, self.headers.get("Authorization")))
