@@ -53,7 +53,9 @@ def test_every_command_answers_for_a_published_model(row):
     fixed = {"micro": 1, "zero": 1, "schedule": "1f1b", "tp": max(tp for tp in valid_tp(model) if tp <= 8)}
     best = plan(model, f"{nodes}x8xH200", Workload(seq=seq, batch=8 * nodes), fixed=fixed, top=1)
     assert best.winner.seconds > 0
-    served = plan_serving(model, f"{4 if nodes > 8 else 1}x8xH200", Workload(prompt=100, output=20, concurrency=4), top=1)
+    served = plan_serving(
+        model, f"{4 if nodes > 8 else 1}x8xH200", Workload(prompt=100, output=20, concurrency=4), top=1
+    )
     assert served.winner.tokens_per_second > 0
 
 
