@@ -37,12 +37,12 @@ def resolve(text: str, fetch: bool = True) -> ModelConfig:
     (`hub.json`) has it, else the hub is asked for its `config.json`: with `fetch`, and unless HF_HUB_OFFLINE is set.
     Raises `UserError` when it is none of these.
     """
-    from shardwise.model import hub
-    from shardwise.model.huggingface import read_fields, read_model
-
     text = text.strip()
     if found := _catalog().get(text.lower()):
         return found
+    from shardwise.model import hub
+    from shardwise.model.huggingface import read_fields, read_model
+
     # Path.exists raises for a name that is too long.
     if text and os.path.exists(text):  # noqa: PTH110
         return read_model(text)
@@ -59,8 +59,10 @@ def resolve(text: str, fetch: bool = True) -> ModelConfig:
             f"no model {text!r}: neither in the catalog, nor a config.json or a folder with one, nor in the cache of "
             f"Hugging Face's hub{forbidden}; {near}"
         )
+    from shardwise.model.hub_fetch import fetch as fetched
+
     try:
-        return read_model(hub.fetch(text), text)
+        return read_model(fetched(text), text)
     except UserError as error:
         raise UserError(f"no model {text!r}: not known here, and {error}{_suggestion(near)}") from None
 
