@@ -125,8 +125,11 @@ def _record(data: Mapping[str, Any], model_type: str, where: str) -> dict[str, A
             f"{where}: model_type {model_type[:60]!r} is not known, to transformers neither; {known}"
         ) from None
     except Exception as error:
-        line = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-        raise UserError(f"{where}: transformers cannot build {model_type[:60]}: {line}") from None
+        line = " ".join(str(error).split())[:160] or type(error).__name__
+        raise UserError(
+            f"{where}: transformers cannot build {model_type[:60]}: {line}; correct that field, or give a config.json "
+            "of the class"
+        ) from None
     tensors = [(name, -1 if layer is None else layer, s) for name, layer, s in recording.layered(made.tensors)[0]]
     family = {"names": made.names, "cuts": dict(made.cuts), "windowed": made.windowed}
     return {"attributes": made.attributes, "tensors": tensors, "family": family}
