@@ -27,9 +27,11 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def environment() -> Iterator[None]:
     """What tests depend on, whatever started them: rich takes a terminal that is dumb, or has no name, for 80 columns
-    wide, and the package reads the key of its clients, its place among ranks, and settings of memory."""
+    wide, and the package reads the key of its clients, its place among ranks, and settings of memory.
+    No test connects to the hub."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm")
+        patch.setenv("HF_HUB_OFFLINE", "1")
         for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
             patch.delenv(name, raising=False)
         for name in ("SHARDWISE_API_KEY", "GLIBC_TUNABLES", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE"):

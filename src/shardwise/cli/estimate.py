@@ -34,6 +34,7 @@ from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.model_size import size_json, size_words
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
@@ -141,7 +142,9 @@ def _step(args: argparse.Namespace) -> int:
         report = estimate(model, layout, workload, cluster, **slowed, **engine_of(args))
     report = noted(report, assumed)
     return print_result(
-        args, report.to_json, _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
+        args,
+        lambda: report.to_json() | size_json(model),
+        _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose),
     )
 
 
@@ -224,7 +227,7 @@ def _head(
 
 def _title(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> str:
     return (
-        f"{model.name}: {format_count(count(model))} parameters, layout {layout} on {cluster}, "
+        f"{model.name}: {size_words(model)}, layout {layout} on {cluster}, "
         f"{workload.batch} sequences of {workload.seq} tokens a step\n"
     )
 

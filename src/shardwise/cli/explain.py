@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from shardwise.cli.models import add_offline
 from shardwise.cli.output import print_result
 from shardwise.cli.quantities import length_of
 from shardwise.cli.show import explain_table
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="TEXT", help="[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file")
     parser.add_argument("--model", metavar="MODEL", help="a name of the catalog, a config.json, or its folder")
     parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
+    add_offline(parser)
     parser.add_argument("--seq", type=length_of, metavar="N", help="tokens per sequence, where it does not say")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, where it does not say")
     parser.add_argument("--micro", type=int, metavar="N", help="sequences a micro-batch, where it does not say")
@@ -77,6 +79,8 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
         match = resolve(args.model)
     elif reading.described:
         match = reading.described
+    elif found := _named(reading.model or ""):
+        match = found
     else:
         name = (reading.model or "").lower().rsplit("/", 1)[-1].removeprefix("meta-")
         # Release 3.1 of the largest Llama 3 was its first.
@@ -87,6 +91,14 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
         match = max(known, key=lambda model: len(model.name))
     # Engines drop attention's probabilities inside their fused kernels, which saves nothing.
     return change(match, ",".join(args.set)).replace(attention_dropout=0.0)
+
+
+def _named(text: str) -> ModelConfig | None:
+    """The model of a folder or of an id of the hub that is known here; what explains a file fetches nothing."""
+    try:
+        return resolve(text, fetch=False) if text else None
+    except UserError:
+        return None
 
 
 def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | None) -> Outlook:

@@ -14,8 +14,8 @@ from shardwise.cli.workloads import workload_of
 from shardwise.cluster.prices import price_date
 from shardwise.errors import UserError
 from shardwise.layout import Workload
+from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import count
 from shardwise.planner.device_needs import DeviceNeed, serving_needs, training_needs
 from shardwise.planner.models_that_fit import KINDS, LENGTH, ModelFit, models_that_fit
 from shardwise.planner.price_words import money
@@ -71,7 +71,7 @@ def _needs_lines(
         asked = f"serving {workload.concurrency:,} clients, prompts of {workload.prompt:,} tokens, answers of "
         asked += f"{workload.output:,}"
         choice = "tp and pp, weights in the type that serves fastest on so few"
-    yield f"{model.name}: {format_count(count(model))} parameters, {asked}"
+    yield f"{model.name}: {size_words(model)}, {asked}"
     yield from (f"assumed: {note}" for note in notes)
     yield f"the smallest 1, 2, 4, 8, ... GPUs of each kind that fit, cheapest tokens first ({choice})\n"
     yield _needs_table(needs)

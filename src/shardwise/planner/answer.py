@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
+from shardwise.layout.model_size import size_json
 from shardwise.model.parameters import Model
 
 One = TypeVar("One")
@@ -40,6 +41,7 @@ class Answer(Generic[One]):
         """The question and the numbers of candidates: fields that plans of training and of serving share."""
         return {
             "model": self.model.name,
+            **size_json(self.model),
             "cluster": str(self.cluster),
             "workload": self.workload.to_json(),
             "engine": self.engine,

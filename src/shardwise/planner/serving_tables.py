@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.model.parameters import count
+from shardwise.layout.model_size import size_words
 from shardwise.planner.price_words import money, price_line, priced
 from shardwise.planner.serving import TYPES, Deployment, ServingPlan
 from shardwise.report.terminal import Column, FittedTable, Renderable
@@ -29,7 +29,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
     clients = f"{work.concurrency:,} client{'s' * (work.concurrency > 1)}"
     yield f"{serving_conclusion(plan)}\n"
     yield (
-        f"{plan.model.name}: {format_count(count(plan.model))} parameters, {clients}, prompts of {work.prompt:,} "
+        f"{plan.model.name}: {size_words(plan.model)}, {clients}, prompts of {work.prompt:,} "
         f"tokens, answers of {work.output:,}, software of {plan.engine}"
     )
     yield (

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shardwise.layout import Mesh
+from shardwise.layout.model_size import size_words
 from shardwise.model.parameters import count
 from shardwise.planner.alternatives import Alternative
 from shardwise.planner.common import SAME, resembling
@@ -60,7 +61,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
         yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
     yield f"{plan_conclusion(plan)}\n"
     yield (
-        f"{plan.model.name}: {format_count(count(plan.model))} parameters, {workload.batch} sequences of "
+        f"{plan.model.name}: {size_words(plan.model)}, {workload.batch} sequences of "
         f"{workload.seq} tokens per step, engine {plan.engine}"
     )
     runs = "" if plan.none_runs else f" that {plan.engine} can run"

@@ -26,7 +26,7 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
         KEYS["dp"]: layout.dp,
         KEYS["ep"]: layout.ep,
         KEYS["precision"]: DTYPES[layout.precision],
-        "quantization": quantization("sglang", served.weights),
+        "quantization": None if request.stored else quantization("sglang", served.weights),
         "kv_cache_dtype": "fp8_e4m3" if served.cache.startswith("float8") else "auto",
         "mem_fraction_static": f"{served.memory:g}",
         "context_length": served.length,
@@ -42,7 +42,11 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
         comments.append("replicas on several nodes are servers of their own behind SGLang's router")
     if request.source in ("", request.model.name) and "/" not in request.model.name:
         comments.append(f"{request.model.name} is the catalog's name: give the folder or the hub's name in its place")
-    comments += checkpoint_needed("sglang", served.weights)
+    comments += (
+        [f"its files are in {request.stored}, which the engine sees"]
+        if request.stored
+        else checkpoint_needed("sglang", served.weights)
+    )
     source = shlex.quote(request.source or request.model.name)
     return command(["python -m sglang.launch_server", f"--model-path {source}", *words]), comments
 

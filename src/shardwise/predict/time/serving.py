@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.operations import LinearOp
-from shardwise.model.parameters import blueprint, count_parts
+from shardwise.model.parameters import blueprint
 from shardwise.model.precision import stored_bytes
 from shardwise.predict.time.block import attention_of, on_rank
 from shardwise.predict.time.kernels import WIDTH
@@ -178,14 +179,23 @@ def cache_bytes_per_token(model: ModelConfig, serving: ServingLayout) -> Num:
 
 def weight_bytes(model: ModelConfig, serving: ServingLayout) -> Num:
     """Bytes of weights of a rank: blocks in their type with its scales, embedding and head in 16 bits; or as the files
-    of a quantized model have them."""
-    if model.counted and model.counted.stored:
-        whole = sum(part.count * stored_bytes(p.stored, p.shape) if p.stored else 2.0 * part.count * p.numel
-                    for part in blueprint(model).parts for p in part.parameters)  # fmt: skip
-        return whole / serving.tp / serving.pp
-    total, blocks, _ = count_parts(model)
-    each = WIDTH[serving.weights] + {"float4": 1.0 / 16, "int4": INT4_GROUP_BYTES}.get(serving.weights, 0.0)
-    return (blocks * each + (total - blocks) * 2.0) / serving.tp / serving.pp
+    of a quantized model have them. Routed experts are spread over their own ranks."""
+    shared, routed = _bytes_of(model, serving.weights)
+    return (shared / serving.tp + routed / (serving.ep * serving.expert_tp)) / serving.pp
+
+
+@lru_cache(maxsize=64)
+def _bytes_of(model: ModelConfig, weights: str) -> tuple[float, float]:
+    """Bytes of all weights but those of routed experts, and of these."""
+    found = {False: 0.0, True: 0.0}
+    each = WIDTH[weights] + {"float4": 1.0 / 16, "int4": INT4_GROUP_BYTES}.get(weights, 0.0)
+    quantized = bool(model.counted and model.counted.stored)
+    for part in blueprint(model).parts:
+        width = 2.0 if quantized or part.kind != "block" else each
+        for p in part.parameters:
+            nbytes = stored_bytes(p.stored, p.shape) if p.stored else width * p.numel
+            found[p.cut == "expert"] += part.count * nbytes
+    return found[False], found[True]
 
 
 def capacity(model: ModelConfig, serving: ServingLayout, length: Num, engine: EngineProfile, pricing: Pricing) -> Num:
