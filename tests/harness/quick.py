@@ -119,7 +119,7 @@ def left_to_others(count: int) -> str:
     if PART == "rest":
         return f"{count:,} tests are in the quick part of this day: SHARDWISE_SEED={seed()} make test"
     return (
-        f"{count:,} tests and layouts are left to other days (SHARDWISE_SEED=YYYYMMDD make test), or to the rest of this "
+        f"{count:,} tests are left to other days (SHARDWISE_SEED=YYYYMMDD make test), or to the rest of this "
         f"one: SHARDWISE_SEED={seed()} make test-day SHARDWISE_PART=rest"
     )
 
