@@ -19,8 +19,10 @@ import pytest
 
 RAW = os.environ.get("SHARDWISE_DURATIONS", "")
 """A file to which a line is added for each test: [name, seconds, {fixture: seconds}, fixtures it uses]."""
-DEAR = 1.0
-"""Seconds of a test with all of its cases from which on it has turns."""
+DEAR = 0.6
+"""Seconds of a test with all of its cases, on two quiet cores, from which on it has turns."""
+Row = list[float | None]
+"""[seconds, cases]; no seconds of what has not been recorded yet."""
 _seconds: dict[str, float] = defaultdict(float)
 
 
@@ -49,7 +51,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _seconds[report.nodeid] = -1e9  # of a test that did not run nothing is known
 
 
-def table(lines: list[list[Any]], before: dict[str, list[float]]) -> dict[str, list[float]]:
+def table(lines: list[list[Any]], before: dict[str, Row]) -> dict[str, Row]:
     """Name -> [seconds, cases] of all tests, or fixtures, that are dear."""
     tests: dict[str, list[float]] = {}
     fixtures: dict[str, float] = defaultdict(float)
@@ -68,12 +70,12 @@ def table(lines: list[list[Any]], before: dict[str, list[float]]) -> dict[str, l
         for fixture in uses:
             users[f"{file}::{fixture}"].add(name)
     known = set(tests) | set(fixtures)
-    rows = {name: row for name, row in before.items() if name not in known}
-    rows |= {name: row for name, row in tests.items() if row[0] >= DEAR}
+    rows: dict[str, Row] = {name: row for name, row in before.items() if name not in known}
+    rows |= {name: [round(row[0], 1), int(row[1])] for name, row in tests.items() if row[0] >= DEAR}
     for fixture, seconds in fixtures.items():
         if seconds >= max(DEAR, sum(tests[name][0] for name in users[fixture] if name in tests)):
-            rows[fixture] = [seconds, 1]
-    return {name: [round(seconds, 1), cases] for name, (seconds, cases) in sorted(rows.items())}
+            rows[fixture] = [round(seconds, 1), 1]
+    return dict(sorted(rows.items()))
 
 
 def main(raw: Path, out: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +79,16 @@ def test_days_that_follow_have_all_turns(monkeypatch: pytest.MonkeyPatch, first:
         monkeypatch.setenv("SHARDWISE_SEED", seed.strftime("%Y%m%d"))
         found.add(today())
     assert found == set(range(DAYS))
+
+
+def test_the_table_names_tests_that_exist() -> None:
+    gone = []
+    for name in quick.costs():
+        file, _, function = name.partition("::")
+        path = quick.TABLE.parents[1] / file
+        texts = [one.read_text() for one in (path, path.with_name("conftest.py")) if one.exists()]
+        gone += [name] * all(f"def {function}(" not in text for text in texts)
+    assert gone == [], "take them out of tests/durations.json"
 
 
 def test_a_recording_keeps_what_it_has_not_run() -> None:
