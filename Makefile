@@ -7,8 +7,12 @@ BIN := $(VENV)/bin
 ENGINES := $(VENV)/engines
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-# The layouts that `make test` samples rotate with the date; give SHARDWISE_SEED to repeat another day's.
+# What `make test` and `make test-day` sample rotates with the date; give SHARDWISE_SEED to repeat another day's.
 SHARDWISE_SEED ?= $(shell date +%Y%m%d)
+# `make test-day SHARDWISE_PART=rest` leaves out what `make test` has run.
+SHARDWISE_PART ?=
+# `make test-changed` compares with where the branch left this commit.
+BASE ?= main
 # `make test-all` runs so many cases of each test at most.
 SHARDWISE_MOST ?= 40
 
@@ -27,7 +31,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation faults baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling families check-gpu check-kernels bench-gpu clean
+.PHONY: help demo test test-day test-all test-changed durations mutation faults baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling families check-gpu check-kernels bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,11 +39,22 @@ help:  ## show this list
 demo: $(VENV)/.train  ## the tour: predict, train on four processes, compare, one page
 	@$(BIN)/python -m shardwise demo
 
-test test-all mutation faults baseline bench bench-scaling: export OMP_NUM_THREADS := 1
+test test-day test-all test-changed durations mutation faults baseline bench bench-scaling: export OMP_NUM_THREADS := 1
 
-test: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date
+test: $(VENV)/.test  ## the quick tests, and those of the long ones whose turn is today: about 5 minutes
+	@echo "today's part of the tests by the seed SHARDWISE_SEED=$(SHARDWISE_SEED); make test-day runs the others"
+	@export SHARDWISE_SEED=$(SHARDWISE_SEED) SHARDWISE_PART=quick; $(PYTEST)
+
+test-day: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date: about 24 minutes
 	@echo "layouts are sampled with the seed SHARDWISE_SEED=$(SHARDWISE_SEED)"
-	@export SHARDWISE_SEED=$(SHARDWISE_SEED); $(PYTEST)
+	@export SHARDWISE_SEED=$(SHARDWISE_SEED) SHARDWISE_PART=$(SHARDWISE_PART); $(PYTEST)
+
+test-changed: $(VENV)/.test  ## tests of what differs from BASE=main, by imports: all of the near files, of others the quick part
+	@export SHARDWISE_SEED=$(SHARDWISE_SEED); $(BIN)/python tests/harness/changed.py $(BASE)
+
+durations: $(VENV)/.test  ## record what the tests of test-day cost, on a quiet machine: tests/durations.json
+	@export SHARDWISE_SEED=$(SHARDWISE_SEED) SHARDWISE_DURATIONS=build/durations; mkdir -p build; rm -f build/durations; $(PYTEST)
+	@$(BIN)/python tests/harness/durations.py build/durations tests/durations.json
 
 test-all: $(VENV)/.test  ## all tests, with 40 cases of each that rotate with the date; SHARDWISE_MOST=0: with every layout
 	@export SHARDWISE_ALL=1 SHARDWISE_MOST=$(SHARDWISE_MOST) SHARDWISE_SEED=$(SHARDWISE_SEED); $(PYTEST)

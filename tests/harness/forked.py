@@ -93,6 +93,10 @@ class Started:
     def kill(self) -> None:
         self._process.kill()
 
+    def printed(self) -> str:
+        """Standard output so far."""
+        return self._files[0].read_text() if self._files[0].exists() else ""
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """(standard output, standard error) when it has ended. Raises `subprocess.TimeoutExpired`."""
         deadline = None if timeout is None else time.monotonic() + timeout
