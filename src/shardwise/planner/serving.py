@@ -35,7 +35,7 @@ from shardwise.layout.context import PageCut
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
-from shardwise.model.precision import computing_type, stored_bytes
+from shardwise.model.formats import computing_type, stored_bytes
 from shardwise.planner.answer import Answer
 from shardwise.planner.space import powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine

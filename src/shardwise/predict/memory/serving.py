@@ -19,7 +19,7 @@ from shardwise.layout.experts import expert_share, matrices
 from shardwise.layout.legality import valid_ep, valid_tp
 from shardwise.layout.placement import Placed, cache_shape, width_held
 from shardwise.model import ModelConfig
-from shardwise.model.precision import stored_bytes
+from shardwise.model.formats import stored_bytes
 from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
 from shardwise.ops.limits import SCORES, WIDE_OUTPUTS, row_int8_bytes
 from shardwise.predict.memory.capacity import capacity_of

@@ -46,8 +46,9 @@ class EngineProfile:
     """Kernels are captured, so that the host is not waited for."""
     captured: tuple[str, ...] = ()
     """Parts of blocks with experts whose kernels are captured, of "attention", "router" and "experts"."""
-    exchange: Literal["rows", "tokens"] = "rows"
-    """How tokens go to their experts (`exchange.py`): every row by itself, or a token once to each node and rank."""
+    exchange: Literal["rows", "tokens", "gather"] = "rows"
+    """How tokens go to their experts (`exchange.py`): every row by itself, or a token once to each node and rank; when
+    serving also all tokens to all ranks."""
     exchange_overlap: bool = False
     """Tokens are exchanged beside the computation of another micro-batch."""
     exchange_launches: tuple[int, int] = (4, 4)
@@ -141,6 +142,8 @@ class EngineProfile:
     """Serving: without a pipeline, the host prepares a pass while the one before it runs."""
     decode_kernels: int = 6
     """Serving: launches of a block beside its products and its attention."""
+    grouped_experts: str = ""
+    """Serving: the routed experts of a layer are one launch, whose measured constants have this name (`experts.py`)."""
     cache_share: float = 0.9
     """Serving: share of the memory that is free after loading."""
     reserve_bytes: float = 0.0

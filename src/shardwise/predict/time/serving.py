@@ -17,8 +17,9 @@ from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.operations import LinearOp
 from shardwise.model.parameters import blueprint, count_parts
-from shardwise.model.precision import stored_bytes
+from shardwise.model.formats import stored_bytes, weight_format
 from shardwise.predict.time.block import attention_of, on_rank
+from shardwise.predict.time.experts import RoutedLayer, experts_hit, grouped_seconds
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
@@ -113,14 +114,14 @@ def decode_products(
     feed-forward part."""
 
     def seconds(products: Sequence[_Products]) -> Num:
-        found = []
-        for wide, deep, copies, rows in products:
+        total, others = _grouped(products, model, serving, engine, pricing)
+        for wide, deep, copies, rows, dtype, _ in others:
             # A compiled engine reads all experts of a product in one kernel.
             at_once, times = (wide * copies, 1.0) if engine.compiled else (wide, copies)
-            found.append(times * _product(rows, at_once, deep, serving.weights, engine, pricing))
-        return sum(found)
+            total = total + times * _product(rows, at_once, deep, dtype, engine, pricing)
+        return total
 
-    blocks = _products(model, serving, batch)
+    blocks = _products(model, serving, batch, engine)
     attention = sum(share * seconds(half) for share, half, _ in blocks)
     return attention, sum(share * seconds(half) for share, _, half in blocks)
 
@@ -131,10 +132,11 @@ def prefill_pass(
     """`prefill`, part by part. The head's product with one row a prompt is left out."""
     tokens = batch * prompt
     block: dict[str, Num] = {"weights": 0.0}
-    for share, *halves in _products(model, serving, tokens):
-        for wide, deep, copies, rows in chain(*halves):
-            seconds = copies * pricing.kernels.matmul(rows, wide, deep, serving.weights)
-            block["weights"] = block["weights"] + share * seconds
+    for share, *halves in _products(model, serving, tokens, engine):
+        seconds, others = _grouped(list(chain(*halves)), model, serving, engine, pricing)
+        for wide, deep, copies, rows, dtype, _ in others:
+            seconds = seconds + copies * pricing.kernels.matmul(rows, wide, deep, dtype)
+        block["weights"] = block["weights"] + share * seconds
     heads, kv = model.heads / serving.tp, np.maximum(model.kv_heads / serving.tp, 1)
     block["attention"] = sum(
         share * _prompt_attention(batch, prompt, heads, kv, model.head_dim, window, pricing)
@@ -269,20 +271,39 @@ class _Products(NamedTuple):
     """How many are read: of experts, those that have rows."""
     rows: Num
     """Of each."""
+    dtype: str
+    """torch's name of the type that computes them."""
+    routing: Num | None = None
+    """Of experts, tokens whose experts are looked up; None for others."""
+
+
+def _grouped(
+    products: Sequence[_Products], model: ModelConfig, serving: ServingLayout, engine: EngineProfile, pricing: Pricing
+) -> tuple[Num, Sequence[_Products]]:
+    """Seconds of routed experts in one launch, where the engine has one, and the other products."""
+    mine = [one for one in products if one.routing is not None]
+    if not mine or not engine.grouped_experts:
+        return 0.0, products
+    form = pricing.constants.expert_form(engine.grouped_experts, serving.weights)
+    first, sizes = mine[0], tuple((one.wide, one.deep) for one in mine)
+    layer = RoutedLayer(first.routing, first.copies * first.rows, first.copies, model.hidden, sizes)
+    seconds = grouped_seconds(layer, serving.weights, form, pricing.constants)
+    return seconds, [one for one in products if one.routing is None]
 
 
 def _products(
-    model: ModelConfig, serving: ServingLayout, tokens: Num
+    model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile
 ) -> list[tuple[float, list[_Products], list[_Products]]]:
     """(share of the blocks, attention's, the feed-forward part's) of the linear layers of each kind of block. Routers
-    are left out."""
+    are left out where the engine launches experts one by one."""
     found = []
+    taken = ("linear", "router") if engine.grouped_experts else ("linear",)
     for part, count in blueprint(model).distinct_blocks:
         kinds = [operation.kind for operation in part.operations]
         core = kinds.index("attention")
         last = core + kinds[core:].index("linear")
         attention, feed_forward = (
-            [_on_rank(op, serving, tokens) for op in half if op.kind == "linear"]
+            [_on_rank(op, serving, tokens) for op in half if isinstance(op, LinearOp) and op.kind in taken]
             for half in (part.operations[: last + 1], part.operations[last + 1 :])
         )
         found.append((count / model.layers, attention, feed_forward))
@@ -294,15 +315,15 @@ def _on_rank(operation: LinearOp, serving: ServingLayout, tokens: Num) -> _Produ
     tp: Num = serving.tp
     copies: Num = 1.0
     rows = tokens
+    routing = None
+    dtype = "bfloat16" if operation.kind == "router" else weight_format(serving.weights).dtype
     if operation.rows == "routed":
         tp, ep = serving.expert_tp, serving.ep
-        together = tokens * ep * tp / serving.tp
-        # The expected number of different experts that this many tokens choose.
-        missed = (1 - operation.active / operation.count) ** np.maximum(together, 1.0)
-        copies = operation.count / ep * (1 - missed)
-        rows = np.maximum(together * operation.active / ep / copies, 1.0)
+        routing = tokens * ep * tp / serving.tp
+        copies = experts_hit(operation.count / ep, operation.active / operation.count, routing)
+        rows = np.maximum(routing * operation.active / ep / copies, 1.0)
     wide = sum(on_rank(width, tp) for width in operation.outputs)
-    return _Products(wide, on_rank(operation.inputs, tp), copies, rows)
+    return _Products(wide, on_rank(operation.inputs, tp), copies, rows, dtype, routing)
 
 
 def _product(batch: Num, wide: Num, deep: Num, dtype: str, engine: EngineProfile, pricing: Pricing) -> Num:
@@ -324,14 +345,16 @@ def _elementwise(
     model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing
 ) -> Num:
     """Norms, rotation, cache update, activation of one block: bytes and kernels."""
-    moved = tokens * 2.0 * (8 * model.hidden + (3 * _opened(model) + 4 * model.q_width) / serving.tp)
+    opened = _opened(model, bool(engine.grouped_experts))
+    moved = tokens * 2.0 * (8 * model.hidden + (3 * opened + 4 * model.q_width) / serving.tp)
     known = pricing.constants
     return moved / (known.bandwidth * known.value("stream")) + engine.decode_kernels * known.value("kernel_gap_s")
 
 
-def _opened(model: ModelConfig) -> float:
-    """Elements between the two maps of a feed-forward part, for a token, the mean of all blocks."""
+def _opened(model: ModelConfig, grouped: bool) -> float:
+    """Elements between the two maps of a feed-forward part, for a token, the mean of all blocks; of routed experts only
+    where these are not `grouped` in one launch, which has them."""
     if not (e := model.experts):
         return model.ffn
-    dense = min(e.dense_layers, model.layers)
-    return (dense * model.ffn + (model.layers - dense) * (e.active + e.shared) * e.ffn) / model.layers
+    dense, active = min(e.dense_layers, model.layers), e.shared + (0 if grouped else e.active)
+    return (dense * model.ffn + (model.layers - dense) * active * e.ffn) / model.layers
