@@ -48,11 +48,14 @@ JUDGED = {(2048, 768, 128), (4096, 1536, 128), (7168, 2048, 256), (4096, 14336, 
 """(hidden, width of an expert, experts) of Qwen3-30B-A3B, Qwen3-235B-A22B, DeepSeek-V3 and Mixtral-8x7B."""
 WIDEST = 8
 """Ranks that share an expert at most: more are no layout of serving."""
+ROUTINGS = ("balanced", "power_law_1.01")
+"""Routings: as even as it can be, and the one that the wheel's own predictions take; rows of the latter are of the
+busiest rank."""
 START = {
     "launch_s": 2.5e-5, "bandwidth_share": 0.8, "efficiency": 0.6, "padded_rows": 32.0, "row_passes": 4.0,
-    "token_passes": 2.0, "expert_s": 1e-8,
+    "token_passes": 2.0, "expert_s": 1e-8, "uneven": 0.1,
 }  # fmt: skip
-MOST = {"bandwidth_share": 1.0, "efficiency": 1.2}
+MOST = {"bandwidth_share": 1.0, "efficiency": 1.2, "uneven": 0.5}
 
 COLUMNS = (
     "kernel_source", "moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
@@ -74,15 +77,14 @@ def read(folder: Path, engine: str) -> tuple[Rows, str] | None:
 
 
 def chosen(rows: Rows, dtype: str) -> Rows:
-    """Of each shape the fastest kernel, with balanced routing where there is any: engines choose among kernels."""
+    """Of each shape the fastest kernel, with each of `ROUTINGS`: engines choose among kernels."""
     keep = (rows["moe_dtype"] == dtype) & (rows["moe_tp_size"] <= WIDEST) & (rows["latency"] > 0)
     keep &= np.array(["nongated" not in name for name in rows["kernel_source"]])
-    balanced = rows["distribution"] == "balanced"
-    keep &= balanced if (keep & balanced).any() else True
+    keep &= np.isin(rows["distribution"].astype(str), ROUTINGS)
     rows = {name: column[keep] for name, column in rows.items()}
     order = np.argsort(rows["latency"], kind="stable")
     keys = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
-    shapes = np.stack([rows[key][order] for key in keys])
+    shapes = np.stack([*(rows[key][order] for key in keys), rows["distribution"][order] == "balanced"])
     _, first = np.unique(shapes, axis=1, return_index=True)
     return {name: column[order][first] for name, column in rows.items()}
 
@@ -95,7 +97,8 @@ def layer_of(rows: Rows) -> RoutedLayer:
     missed = (1 - rows["topk"] / rows["num_experts"]) ** rows["num_tokens"]
     hit = np.where(balanced, np.minimum(own, taken), np.maximum(own * (1 - missed), 1.0))
     width, hidden = rows["inter_size"] / rows["moe_tp_size"], rows["hidden_size"]
-    return RoutedLayer(rows["num_tokens"], taken, hit, hidden, ((2 * width, hidden), (hidden, width)))
+    ranks = np.where(balanced, 1, rows["moe_ep_size"])
+    return RoutedLayer(rows["num_tokens"], taken, hit, hidden, ((2 * width, hidden), (hidden, width)), ranks)
 
 
 def judged(rows: Rows) -> np.ndarray:

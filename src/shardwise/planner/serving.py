@@ -56,7 +56,7 @@ from shardwise.predict.time.generation import FEW, DecodeStrategy, pricing_for
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.time.serving import INT4_GROUP_BYTES, ServingLayout, decode_pass, decode_products, prefill_pass
+from shardwise.predict.time.serving import ServingLayout, decode_pass, decode_products, prefill_pass
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
 from shardwise.report.units import format_bytes
@@ -534,5 +534,4 @@ def _stored(plan: UnitPlan, placed: Placed, weights: str, *, cpu: bool) -> float
         return placed.numel * 2.0
     if weights == "int8":
         return parameter_int8_bytes(placed, width=2, tiled=cpu)
-    scales = INT4_GROUP_BYTES * placed.numel if weights == "int4" else 4.0
-    return placed.numel * WIDTH[weights] + scales
+    return stored_bytes(weights, placed.shape)

@@ -7,7 +7,8 @@ vLLM's fused_moe), with rows laid out by expert before and summed by token after
     + passes over rows and tokens + experts hit x a little each
 
 whose constants were fitted on measured layers (`experts.json`, `benchmarks/fit_experts.py`), for each device, engine
-and format of weights.
+and format of weights. Tokens choose experts unevenly: of r ranks with different experts the busiest has r to the power
+of `uneven` times as many rows as the mean.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class RoutedLayer(NamedTuple):
     """Elements of a token."""
     products: tuple[tuple[Num, Num], ...]
     """(outputs, inputs) of each matrix of an expert on the rank."""
+    ranks: Num = 1
+    """Ranks that have different experts, of which the busiest is waited for."""
 
 
 def experts_hit(local: Num, chance: float, tokens: Num) -> Num:
@@ -51,11 +54,12 @@ def grouped_seconds(layer: RoutedLayer, weights: str, form: Mapping[str, float],
     stored = weight_format(weights)
     read = stored.width / (known.bandwidth * form["bandwidth_share"])
     computed = 2.0 / (known.peak(stored.dtype) * form["efficiency"])
-    rows = layer.rows + layer.hit * form["padded_rows"]
+    busiest = layer.rows * layer.ranks ** form["uneven"]
+    rows = busiest + layer.hit * form["padded_rows"]
     seconds: Num = form["launch_s"] + layer.hit * form["expert_s"]
     for wide, deep in layer.products:
         elements = 1.0 * wide * deep
         larger = (layer.hit * elements * read) ** BLEND + (rows * elements * computed) ** BLEND
         seconds = seconds + larger ** (1 / BLEND)
-    passes = layer.rows * form["row_passes"] + layer.tokens * form["token_passes"]
+    passes = busiest * form["row_passes"] + layer.tokens * form["token_passes"]
     return seconds + passes * layer.hidden * 2.0 / known.bandwidth

@@ -18,7 +18,6 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.axes import EDP
-from shardwise.layout.experts import expert_places, experts_across
 from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import cache_shape
 from shardwise.model import ModelConfig
@@ -137,7 +136,6 @@ class DecodeStrategy:
         pricing, group = pricing_for(self.cluster, each <= FEW), -(-each // self.layout.pp)
         rows = rows_here(self.layout, group)
         through = decode_pass(self.model, self.serving, rows, context, self.engine, pricing)
-        through = self._across_experts(through, rows, pricing)
         if self.layout.cp > 1:  # all rows attend to the keys of each rank
             keys = decode_pass(self.model, self.serving, group, context / self.layout.cp, self.engine, pricing)
             through = self._over_context(through, keys.block["attention"], group, group, pricing)
@@ -166,24 +164,9 @@ class DecodeStrategy:
         """One chunk's pass. Its attention is an equal part of the whole prompt's."""
         whole, cp = prefill_pass(self.model, self.serving, each, tokens, self.engine, pricing), self.layout.cp
         if pieces * cp == 1:
-            return self._across_experts(whole, each * tokens, pricing)
+            return whole
         one = prefill_pass(self.model, self.serving, each, tokens / pieces / cp, self.engine, pricing)
-        one = self._across_experts(one, each * tokens / pieces / cp, pricing)
         return self._over_context(one, whole.block["attention"] / pieces / cp, each * tokens / pieces, each, pricing)
-
-    def _across_experts(self, through: PassSeconds, tokens: float, pricing: Pricing) -> PassSeconds:
-        """A pass with the exchanges of each mixture between the ranks across which its experts are: counts, rows, and
-        rows back. tokens: of a rank."""
-        layout, model, across = self.layout, self.model, experts_across(self.layout)
-        if across == 1 or model.experts is None:
-            return through
-        e, places = model.experts, expert_places(layout)
-        price = pricing.collectives.seconds
-        rows = tokens * e.active / places * model.hidden * WIDTH[layout.dtype]
-        one = price("all_to_all", 8 * e.count / places, across, layout.tp)
-        one = one + 2 * price("all_to_all", rows, across, layout.tp)
-        share = max(0, model.layers - e.dense_layers) / model.layers
-        return replace(through, block={**through.block, "experts": share * one})
 
     def _over_context(
         self, through: PassSeconds, attention: Any, tokens: float, sequences: float, pricing: Pricing

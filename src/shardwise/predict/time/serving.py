@@ -19,22 +19,20 @@ from shardwise.model.operations import LinearOp
 from shardwise.model.parameters import blueprint, count_parts
 from shardwise.model.formats import stored_bytes, weight_format
 from shardwise.predict.time.block import attention_of, on_rank
+from shardwise.predict.time.exchange import served_exchange_seconds
 from shardwise.predict.time.experts import RoutedLayer, experts_hit, grouped_seconds
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
+from shardwise.predict.time.requests import RequestSeconds, closed_loop
 
 Num = Any
 Parts = Mapping[str, Num]
 
-INT4_GROUP_BYTES = 4.0 / 32
-"""Bytes a weight of a scale and a zero in 16 bits for each group of 32 (gpt-fast, quantize.py, int4-g32)."""
-
-
 @dataclass(frozen=True)
 class ServingLayout:
-    """Split and data types of a served model. weights, cache: torch's names of the types that are stored; tp: ranks
-    that share a block; pp: stages; stream: the type of activations, as they are summed over tp and go from stage to
+    """Split and data types of a served model. weights: the format of the blocks' matrices (`weight_format`), or torch's
+    name of a type; cache: torch's name of the type of keys and values; tp: ranks that share a block; pp: stages; stream: the type of activations, as they are summed over tp and go from stage to
     stage; ep: ranks that have different experts; etp: ranks that share an expert, 0 for tp."""
 
     weights: str = "bfloat16"
@@ -49,6 +47,11 @@ class ServingLayout:
     def expert_tp(self) -> Num:
         """Ranks that share an expert."""
         return self.tp if np.all(np.asarray(self.etp) == 0) else self.etp
+
+    @property
+    def across(self) -> Num:
+        """Ranks with tokens of their own between which experts are spread."""
+        return np.maximum(np.asarray(self.ep) * self.expert_tp // np.asarray(self.tp), 1)
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def decode_pass(
     cache = cache_bytes_per_token(model, serving) * np.maximum(seen, 1.0) * batch / model.layers
     block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
     block["memory"] = _elementwise(model, serving, batch, engine, pricing)
-    block["tensor"] = _sums(model, serving, batch, engine, pricing)
+    block |= _between_ranks(model, serving, batch, engine, pricing)
     host = 0.0 if engine.compiled else _host(sum(block.values()) * model.layers, serving, engine, pricing)
     return PassSeconds(block, head, host + batch * engine.request_s)
 
@@ -115,10 +118,10 @@ def decode_products(
 
     def seconds(products: Sequence[_Products]) -> Num:
         total, others = _grouped(products, model, serving, engine, pricing)
-        for wide, deep, copies, rows, dtype, _ in others:
+        for wide, deep, copies, rows, weights, _ in others:
             # A compiled engine reads all experts of a product in one kernel.
             at_once, times = (wide * copies, 1.0) if engine.compiled else (wide, copies)
-            total = total + times * _product(rows, at_once, deep, dtype, engine, pricing)
+            total = total + times * _product(rows, at_once, deep, weights, engine, pricing)
         return total
 
     blocks = _products(model, serving, batch, engine)
@@ -134,8 +137,8 @@ def prefill_pass(
     block: dict[str, Num] = {"weights": 0.0}
     for share, *halves in _products(model, serving, tokens, engine):
         seconds, others = _grouped(list(chain(*halves)), model, serving, engine, pricing)
-        for wide, deep, copies, rows, dtype, _ in others:
-            seconds = seconds + copies * pricing.kernels.matmul(rows, wide, deep, dtype)
+        for wide, deep, copies, rows, weights, _ in others:
+            seconds = seconds + copies * pricing.kernels.matmul(rows, wide, deep, weight_format(weights).dtype)
         block["weights"] = block["weights"] + share * seconds
     heads, kv = model.heads / serving.tp, np.maximum(model.kv_heads / serving.tp, 1)
     block["attention"] = sum(
@@ -143,7 +146,7 @@ def prefill_pass(
         for window, share in _windows(model)
     )
     block["memory"] = _elementwise(model, serving, tokens, engine, pricing)
-    block["tensor"] = _sums(model, serving, tokens, engine, pricing)
+    block |= _between_ranks(model, serving, tokens, engine, pricing)
     return PassSeconds(block, 0.0, _host(sum(block.values()) * model.layers, serving, engine, pricing))
 
 
@@ -186,8 +189,18 @@ def weight_bytes(model: ModelConfig, serving: ServingLayout) -> Num:
                     for part in blueprint(model).parts for p in part.parameters)  # fmt: skip
         return whole / serving.tp / serving.pp
     total, blocks, _ = count_parts(model)
-    each = WIDTH[serving.weights] + {"float4": 1.0 / 16, "int4": INT4_GROUP_BYTES}.get(serving.weights, 0.0)
-    return (blocks * each + (total - blocks) * 2.0) / serving.tp / serving.pp
+    each, routed = weight_format(serving.weights).width, _routed_parameters(model)
+    held = (blocks - routed) / serving.tp + routed / (serving.ep * serving.expert_tp)
+    return (held * each + (total - blocks) * 2.0 / serving.tp) / serving.pp
+
+
+def _routed_parameters(model: ModelConfig) -> float:
+    """Parameters of all routed experts."""
+    products = (
+        (part.count, op) for part in blueprint(model).of_kind("block") for op in part.operations
+        if isinstance(op, LinearOp) and op.rows == "routed"
+    )  # fmt: skip
+    return float(sum(n * op.count * op.inputs.size * sum(out.size for out in op.outputs) for n, op in products))
 
 
 def capacity(model: ModelConfig, serving: ServingLayout, length: Num, engine: EngineProfile, pricing: Pricing) -> Num:
@@ -226,6 +239,39 @@ def throughput(
     return ServedSeconds(sum(parts.values()), parts)
 
 
+def requested(
+    model: ModelConfig,
+    serving: ServingLayout,
+    prompt: int,
+    output: int,
+    clients: float,
+    engine: EngineProfile,
+    pricing: Pricing,
+) -> RequestSeconds:
+    """Means over `clients` of one replica (`closed_loop`), each a `ServedSeconds`: by part, what is computed for the
+    prompts ("prefill ...") and for the tokens after them ("decode ...")."""
+    running = min(float(clients), float(capacity(model, serving, prompt + output, engine, pricing)))
+    stages = int(serving.pp)
+    group = max(1.0, running / stages)
+    together = min(group, max(1.0, engine.most_tokens / prompt))
+    alone, read = (prefill(model, serving, size, prompt, engine, pricing).parts for size in (1.0, together))
+    made = decode_step(model, serving, group, prompt + output / 2, engine, pricing).parts
+    busy = sum(map(float, read.values())) / together / stages
+    token, first = sum(map(float, made.values())), sum(map(float, alone.values()))
+    whole = closed_loop(token, first, busy, running, clients, output, together)
+    # By part: the sequence's own tokens, and prompts, in the shares that each takes of both.
+    made_share, read_share = ({n: float(x) / sum(p.values()) for n, x in p.items()} for p in (made, read))
+    decoding = (0.0, token, (output - 1) * token)
+    return RequestSeconds(*(
+        ServedSeconds(
+            seconds,
+            {f"decode {n}": share * min(own, seconds) for n, share in made_share.items()}
+            | {f"prefill {n}": share * max(0.0, seconds - own) for n, share in read_share.items()},
+        )
+        for seconds, own in zip(map(float, whole), decoding, strict=True)
+    ))  # fmt: skip
+
+
 def _wave(
     model: ModelConfig,
     serving: ServingLayout,
@@ -253,6 +299,20 @@ def sum_seconds(
     return pricing.collectives.seconds("all_reduce", nbytes, serving.tp, reads_peers=engine.reads_peers)
 
 
+def _between_ranks(
+    model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing
+) -> dict[str, Num]:
+    """Seconds of a block's collectives: sums over tp; and, where experts are spread over ranks with other tokens, the
+    exchange with these, the mean of all blocks."""
+    parts = {"tensor": _sums(model, serving, tokens, engine, pricing)}
+    if model.experts is None or np.all(serving.across == 1):
+        return parts
+    places = np.where(np.asarray(serving.expert_tp) > 1, 1, np.gcd(serving.ep, serving.tp))
+    nbytes = tokens * model.hidden * WIDTH[serving.stream]
+    one = served_exchange_seconds(model.experts, nbytes, serving.across, places, serving.tp, engine, pricing)
+    return parts | {"experts": max(0, model.layers - model.experts.dense_layers) / model.layers * one}
+
+
 def _sums(model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing) -> Num:
     """Seconds of a block's sums over tp, those of norms over all heads included."""
     price, statistics = pricing.collectives.seconds, blueprint(model).of_kind("block")[0].statistics
@@ -271,8 +331,8 @@ class _Products(NamedTuple):
     """How many are read: of experts, those that have rows."""
     rows: Num
     """Of each."""
-    dtype: str
-    """torch's name of the type that computes them."""
+    weights: str
+    """Their format."""
     routing: Num | None = None
     """Of experts, tokens whose experts are looked up; None for others."""
 
@@ -286,7 +346,7 @@ def _grouped(
         return 0.0, products
     form = pricing.constants.expert_form(engine.grouped_experts, serving.weights)
     first, sizes = mine[0], tuple((one.wide, one.deep) for one in mine)
-    layer = RoutedLayer(first.routing, first.copies * first.rows, first.copies, model.hidden, sizes)
+    layer = RoutedLayer(first.routing, first.copies * first.rows, first.copies, model.hidden, sizes, serving.ep)
     seconds = grouped_seconds(layer, serving.weights, form, pricing.constants)
     return seconds, [one for one in products if one.routing is None]
 
@@ -316,29 +376,28 @@ def _on_rank(operation: LinearOp, serving: ServingLayout, tokens: Num) -> _Produ
     copies: Num = 1.0
     rows = tokens
     routing = None
-    dtype = "bfloat16" if operation.kind == "router" else weight_format(serving.weights).dtype
+    weights = "bf16" if operation.kind == "router" else serving.weights
     if operation.rows == "routed":
         tp, ep = serving.expert_tp, serving.ep
         routing = tokens * ep * tp / serving.tp
         copies = experts_hit(operation.count / ep, operation.active / operation.count, routing)
         rows = np.maximum(routing * operation.active / ep / copies, 1.0)
     wide = sum(on_rank(width, tp) for width in operation.outputs)
-    return _Products(wide, on_rank(operation.inputs, tp), copies, rows, dtype, routing)
+    return _Products(wide, on_rank(operation.inputs, tp), copies, rows, weights, routing)
 
 
-def _product(batch: Num, wide: Num, deep: Num, dtype: str, engine: EngineProfile, pricing: Pricing) -> Num:
+def _product(batch: Num, wide: Num, deep: Num, weights: str, engine: EngineProfile, pricing: Pricing) -> Num:
     """Seconds of a linear layer on few tokens: reading its weights, or the product where that takes longer."""
-    known = pricing.constants
+    known, stored = pricing.constants, weight_format(weights)
     if not engine.compiled:
-        return pricing.kernels.matmul(batch, wide, deep, dtype)
-    each = WIDTH[dtype] + (INT4_GROUP_BYTES if dtype == "int4" else 0.0)
-    share = known.value(f"gemv_{dtype}")
-    launches = 2 if dtype == "int8" and engine.scales_apart else 1
-    return wide * deep * each / (known.bandwidth * share) + launches * known.value("kernel_gap_s")
+        return pricing.kernels.matmul(batch, wide, deep, stored.dtype)
+    share = known.value(f"gemv_{stored.dtype}")
+    launches = 2 if stored.dtype == "int8" and engine.scales_apart else 1
+    return wide * deep * stored.width / (known.bandwidth * share) + launches * known.value("kernel_gap_s")
 
 
 def _head_type(serving: ServingLayout, engine: EngineProfile) -> str:
-    return serving.weights if engine.head_quantised or WIDTH[serving.weights] > 2 else "bfloat16"
+    return serving.weights if engine.head_quantised or weight_format(serving.weights).each > 2 else "bf16"
 
 
 def _elementwise(
