@@ -145,11 +145,23 @@ class EngineProfile:
     grouped_experts: str = ""
     """Serving: the routed experts of a layer are one launch, whose measured constants have this name (`experts.py`)."""
     cache_share: float = 0.9
-    """Serving: share of the memory that is free after loading."""
+    """Serving: share of the memory that the engine fills, of what is free after loading."""
+    cache_of_all: bool = False
+    """Serving: that is the share of the whole memory, weights and workspace included."""
     reserve_bytes: float = 0.0
-    """Serving: bytes of workspace that are allocated first."""
+    """Serving: bytes of workspace, context and libraries; 0: counted (`memory/engine_workspace.py`)."""
+    context_bytes: tuple[float, float] = (0.0, 0.0)
+    """Serving: bytes of the driver's context and of libraries, (one rank, several)."""
+    graph_bytes: float = 0.0
+    """Serving: bytes of captured graphs, which are not in the share that the engine fills."""
+    narrow_cache: bool = False
+    """Serving: keys and values have 8 bits where weights have 8 or 4 of floating point."""
+    windowed_cache: bool = False
+    """Serving: a layer with a window keeps no more tokens than that."""
     most_sequences: int = 256
     """Serving: limit of one iteration."""
+    large_sequences: int = 0
+    """Serving: the same on devices of 70 GiB and more; 0: no other."""
     most_tokens: int = 8192
     """Serving: limit of one iteration."""
     request_s: float = 0.0
