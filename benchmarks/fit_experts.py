@@ -5,7 +5,7 @@
 FOLDER is an unpacked wheel aiconfigurator-core 0.12.0 (Apache-2.0): `pip download aiconfigurator-core==0.12.0
 --no-deps` and `unzip`. Its tables `moe_perf.parquet` have the seconds of one routed layer (choice of experts, rows laid
 out by expert, both products, weighted sum) by device, engine, type of weights, tokens, widths, degrees and routing.
-Written: predict/time/experts.json. Shapes of the models that the scoreboard and `routed_layers.json` have (`JUDGED`) are
+Written: predict/time/experts.json. Shapes of models that the scoreboard and `routed_layers.json` have (`JUDGED`) are
 left out of the fit; --check writes nothing and prints the errors of the stored constants on them. Needs pyarrow; a
 minute on one core.
 """

@@ -13,9 +13,9 @@ from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
+from shardwise.model.formats import stored_bytes
 from shardwise.model.huggingface import read_fields, read_model
 from shardwise.model.parameters import count, count_parts
-from shardwise.model.formats import stored_bytes
 from shardwise.model.precision import read_precision
 from shardwise.model.shapes.reader import language_model, read_shapes
 from shardwise.model.shapes.reading import families

@@ -1,9 +1,9 @@
 """Formats of stored weights: the one table of bits, groups, and bytes of scales and zero points.
 
 A format in words: a form of the table; `-gN` where N numbers of a row share a scale (0: all of a row), `sB` where that
-has B bytes and not the form's own, `z` where a zero point as wide as a number is beside it; or `-blockRxC`, with one fp32
-scale per block of R rows and C columns. fp8, nvfp4-g16, int4-g128z (AWQ and GPTQ), int4-g32s4 (gpt-fast: scale and zero
-in 16 bits each).
+has B bytes and not the form's own, `z` where a zero point as wide as a number is beside it; or `-blockRxC`, with one
+fp32 scale per block of R rows and C columns. Examples: fp8, nvfp4-g16, int4-g128z (AWQ and GPTQ), int4-g32s4 (gpt-fast:
+scale and zero in 16 bits each).
 
 Formats hold for the matrices of linear maps. Norms, biases, routers and, unless an engine or a file says otherwise,
 embedding and head stay in 16 bits.
@@ -52,12 +52,15 @@ FORMS = {
     "mxfp4": Form(1 / 2, 1.0, 32, "int4"),
 }
 """NVIDIA's FP8 (one fp32 scale per matrix); OCP Microscaling specification 1.0 (mxfp4, mxfp8: groups of 32 with one
-byte); AWQ, GPTQ (int4: a 16-bit scale per group of 128); QLoRA (nf4: 64 with one byte and, after double quantization, an
-fp32 scale per 256 of these); NVIDIA's NVFP4 (16 with one byte). Integers of a whole row have one 16-bit scale."""
+byte); AWQ, GPTQ (int4: a 16-bit scale per group of 128); QLoRA (nf4: 64 with one byte and, after double quantization,
+an fp32 scale per 256 of these); NVIDIA's NVFP4 (16 with one byte). Integers of a whole row have one 16-bit scale."""
 
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float4": "nvfp4"}
 """torch's name of a type -> the format that it stands for as a type of weights."""
-_WORDS = re.compile(r"(?P<form>[a-z0-9]+)(-g(?P<group>\d+)(s(?P<scale>[\d.]+))?)?(?P<zero>z)?(-block(?P<block>\d+x\d+))?")
+_WORDS = re.compile(
+    r"(?P<form>[a-z0-9]+)(-g(?P<group>\d{1,6})(s(?P<scale>\d+(\.\d+)?))?)?(?P<zero>z)?"
+    r"(-block(?P<block>[1-9]\d{0,5}x[1-9]\d{0,5}))?"
+)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ SAMPLED_BYTES = 22
 """Bytes per sequence and entry of the vocabulary when tokens are chosen: logits in 16 and 32 bits, probabilities,
 sorted logits, and their indexes in 64 bits (vllm-project/vllm 0.9, v1/sample/ops/topk_topp_sampler.py)."""
 LARGE_MEMORY = 70 * 2**30
-"""Bytes of a device from which on `EngineProfile.large_sequences` holds (vllm-project/vllm 0.11, engine/arg_utils.py)."""
+"""Bytes of a device from which on `large_sequences` holds (vllm-project/vllm 0.11, engine/arg_utils.py)."""
 
 
 def engine_workspace(

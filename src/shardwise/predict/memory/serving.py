@@ -273,22 +273,26 @@ def page_bytes(
 
 def _page_of_blocks(model: ModelConfig, layout: Layout, served: ServingSetup, blocks: range) -> int:
     """Bytes of one page of these blocks on a rank."""
-    width = PageCut(served.page, layout.cp).slots * DTYPE_BYTES[served.cache_type or layout.dtype]
+    each = weight_format(served.cache_type).each if served.cache_type else DTYPE_BYTES[layout.dtype]
+    width = PageCut(served.page, layout.cp).slots * each
     if model.counted:
         numbers = model.counted.cache_numbers(served.context, layout.tp, blocks.start, blocks.stop) / served.context
         return math.ceil(numbers * width)
-    each = cache_shape(model, layout.tp).numbers * width
+    block = cache_shape(model, layout.tp).numbers * width
     if served.engine is None or not served.engine.windowed_cache:
-        return len(blocks) * each
-    windows = (_windows(model)[block] or served.context for block in blocks)
-    return math.ceil(sum(min(1.0, window / served.context) for window in windows) * each)
+        return math.ceil(len(blocks) * block)
+    windows = (_windows(model)[i] or served.context for i in blocks)
+    return math.ceil(sum(min(1.0, window / served.context) for window in windows) * block)
 
 
 @lru_cache
 def _windows(model: ModelConfig) -> tuple[int, ...]:
-    parts = blueprint(model).of_kind("block")
-    each = [(part.count, next((o.window for o in part.operations if isinstance(o, AttentionCore)), 0)) for part in parts]
-    return tuple(window for count, window in each for _ in range(count))
+    """Tokens that each block attends to at most; 0 for all."""
+    found: list[int] = []
+    for part in blueprint(model).of_kind("block"):
+        window = next((o.window for o in part.operations if isinstance(o, AttentionCore)), 0)
+        found += [window] * part.count
+    return tuple(found)
 
 
 def page_bytes_of_block(model: ModelConfig, tp: int, dtype: str, page: int = PAGE, context: int = 0) -> int:
@@ -335,7 +339,8 @@ class StageBytes(NamedTuple):
 
 def stage_bytes(model: ModelConfig, layout: Layout, served: ServingSetup) -> list[StageBytes]:
     """The stages of a layout without weight gathering, each with its own blocks and ends, as `held_by` counts them."""
-    blocks, first, last, tied = _part_bytes(model, replace(layout, pp=1), served.stored, served.cpu)
+    alone = replace(layout, pp=1) if layout.ep > 1 else Layout(tp=layout.tp, precision=layout.precision)
+    blocks, first, last, tied = _part_bytes(model, alone, served.stored, served.cpu)
     made, start = [], 0
     for stage, count in enumerate(stages(model, layout).layers):
         mine = range(start, start + count)

@@ -1,7 +1,7 @@
 """Time of tokens on their way to their experts and back, from one rank of expert parallelism.
 
-Three ways (`EngineProfile.exchange`). "rows": every row of a token and one of its experts travels, as an all-to-all of a
-library does it. "tokens": a token travels once to each node and is fanned out there once to each rank, as the kernels
+Three ways (`EngineProfile.exchange`). "rows": every row of a token and one of its experts travels, as an all-to-all of
+a library does it. "tokens": a token travels once to each node and is fanned out there once to each rank, as the kernels
 of DeepEP and HybridEP do it. "gather": all ranks gather all tokens, and scatter the sums of what their experts return.
 Routing is taken as balanced, a token's experts as drawn at random.
 """

@@ -91,7 +91,8 @@ def pricing_for(cluster: Cluster, few: bool) -> Pricing:
 class DecodeStrategy:
     """One way to generate: a model split by a layout, on priced devices.
 
-    weights: torch's name of the type that blocks are stored in; None for the layout's precision.
+    weights: format of the blocks' matrices (`weight_format`), or torch's name of a type; None for the layout's
+    precision. cache: torch's name of the type of keys and values; None for the layout's precision.
     """
 
     model: ModelConfig
@@ -99,12 +100,14 @@ class DecodeStrategy:
     engine: EngineProfile
     cluster: Cluster
     weights: str | None = None
+    cache: str | None = None
 
     @property
     def serving(self) -> ServingLayout:
         dtype = self.layout.dtype
         layout = self.layout
-        return ServingLayout(self.weights or dtype, dtype, layout.tp, 1, dtype, layout.ep, layout.expert_tp)
+        cache = self.cache or dtype
+        return ServingLayout(self.weights or dtype, cache, layout.tp, 1, dtype, layout.ep, layout.expert_tp)
 
     def token(self, sequences: int, context: float) -> DecodeTime:
         """Seconds from one token of a sequence to its next one, with `sequences` under way in all ranks together, of

@@ -154,6 +154,8 @@ class EngineProfile:
     """Serving: bytes of the driver's context and of libraries, (one rank, several)."""
     graph_bytes: float = 0.0
     """Serving: bytes of captured graphs, which are not in the share that the engine fills."""
+    int4: str = "int4-g128z"
+    """Serving: format of weights in 4 bits (`weight_format`)."""
     narrow_cache: bool = False
     """Serving: keys and values have 8 bits where weights have 8 or 4 of floating point."""
     windowed_cache: bool = False

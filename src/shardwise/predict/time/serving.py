@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.errors import UserError
+from shardwise.layout import Layout
 from shardwise.model import ModelConfig
+from shardwise.model.formats import weight_format
 from shardwise.model.operations import LinearOp
-from shardwise.model.parameters import blueprint, count_parts
-from shardwise.model.formats import stored_bytes, weight_format
+from shardwise.model.parameters import blueprint
+from shardwise.predict.memory.engine_workspace import engine_workspace, usual_sequences
+from shardwise.predict.memory.serving import PAGE, ServingSetup, StageBytes, stage_bytes
 from shardwise.predict.time.block import attention_of, on_rank
 from shardwise.predict.time.exchange import served_exchange_seconds
 from shardwise.predict.time.experts import RoutedLayer, experts_hit, grouped_seconds
@@ -29,11 +32,13 @@ from shardwise.predict.time.requests import RequestSeconds, closed_loop
 Num = Any
 Parts = Mapping[str, Num]
 
+
 @dataclass(frozen=True)
 class ServingLayout:
     """Split and data types of a served model. weights: the format of the blocks' matrices (`weight_format`), or torch's
-    name of a type; cache: torch's name of the type of keys and values; tp: ranks that share a block; pp: stages; stream: the type of activations, as they are summed over tp and go from stage to
-    stage; ep: ranks that have different experts; etp: ranks that share an expert, 0 for tp."""
+    name of a type; cache: torch's name of the type of keys and values; tp: ranks that share a block; pp: stages;
+    stream: the type of activations, as they are summed over tp and go from stage to stage; ep: ranks that have
+    different experts; etp: ranks that share an expert, 0 for tp."""
 
     weights: str = "bfloat16"
     cache: str = "bfloat16"
@@ -181,37 +186,34 @@ def cache_bytes_per_token(model: ModelConfig, serving: ServingLayout) -> Num:
     return 1.0 * model.layers * kv * WIDTH[serving.cache]
 
 
-def weight_bytes(model: ModelConfig, serving: ServingLayout) -> Num:
-    """Bytes of weights of a rank: blocks in their type with its scales, embedding and head in 16 bits; or as the files
-    of a quantized model have them."""
-    if model.counted and model.counted.stored:
-        whole = sum(part.count * stored_bytes(p.stored, p.shape) if p.stored else 2.0 * part.count * p.numel
-                    for part in blueprint(model).parts for p in part.parameters)  # fmt: skip
-        return whole / serving.tp / serving.pp
-    total, blocks, _ = count_parts(model)
-    each, routed = weight_format(serving.weights).width, _routed_parameters(model)
-    held = (blocks - routed) / serving.tp + routed / (serving.ep * serving.expert_tp)
-    return (held * each + (total - blocks) * 2.0 / serving.tp) / serving.pp
+def weight_bytes(model: ModelConfig, serving: ServingLayout) -> float:
+    """Bytes of weights of the fullest rank: blocks in their format with its scales, embedding and head in 16 bits; or
+    as the files of a quantized model have them."""
+    return max(one.weights for one in _stages(model, serving, 1, None))
 
 
-def _routed_parameters(model: ModelConfig) -> float:
-    """Parameters of all routed experts."""
-    products = (
-        (part.count, op) for part in blueprint(model).of_kind("block") for op in part.operations
-        if isinstance(op, LinearOp) and op.rows == "routed"
-    )  # fmt: skip
-    return float(sum(n * op.count * op.inputs.size * sum(out.size for out in op.outputs) for n, op in products))
+def _stages(model: ModelConfig, serving: ServingLayout, length: int, engine: EngineProfile | None) -> list[StageBytes]:
+    across = int(serving.across)
+    layout = Layout(dp=across, tp=int(serving.tp), pp=int(serving.pp), ep=int(serving.ep), etp=int(serving.etp))
+    setup = ServingSetup(length, 1, weights=serving.weights, cache_type=serving.cache, engine=engine)
+    return stage_bytes(model, layout, setup)
 
 
-def capacity(model: ModelConfig, serving: ServingLayout, length: Num, engine: EngineProfile, pricing: Pricing) -> Num:
-    """Sequences of `length` tokens whose cache fits beside the weights. Raises `UserError` where not even one does."""
+def capacity(model: ModelConfig, serving: ServingLayout, length: int, engine: EngineProfile, pricing: Pricing) -> int:
+    """Sequences of `length` tokens whose cache fits beside the weights of every stage. Raises `UserError` where not
+    even one does."""
     memory = pricing.cluster.device.memory_bytes
     assert memory
-    free = memory - weight_bytes(model, serving) - engine.reserve_bytes
-    fitting = np.floor(free * engine.cache_share / (cache_bytes_per_token(model, serving) / serving.pp * length))
-    if np.any(fitting < 1):
+    layout, most = Layout(tp=int(serving.tp), pp=int(serving.pp)), usual_sequences(engine, memory)
+    fitting = most
+    for one in _stages(model, serving, length, engine):
+        taken = one.weights + engine_workspace(model, layout, one.head, engine, engine.most_tokens, most)
+        free = memory * engine.cache_share - taken if engine.cache_of_all else (memory - taken) * engine.cache_share
+        pages = -(-length // PAGE)
+        fitting = min(fitting, int(free // (one.page * pages))) if one.page else fitting
+    if fitting < 1:
         raise UserError(f"{model.name} with {length} tokens does not fit {pricing.cluster}: weights and one sequence")
-    return np.minimum(fitting, engine.most_sequences)
+    return fitting
 
 
 def throughput(
@@ -229,7 +231,7 @@ def throughput(
     As many as fit run at a time; equal lengths make them finish together, so they go in waves, of which the last is
     smaller. A wave reads its prompts, then makes its tokens.
     """
-    fitting = int(capacity(model, serving, prompt + output, engine, pricing))
+    fitting = capacity(model, serving, prompt + output, engine, pricing)
     waves, rest = divmod(requests, fitting)
     parts: dict[str, float] = {}
     for size, times in ((fitting, waves), (rest, 1)):
