@@ -63,8 +63,8 @@ class CacheRoom:
     """Bytes."""
     a_token: float
     """Bytes of the cache for a token of a sequence, the mean of its longest one."""
-    workspace: int | None
-    """Bytes that the engine sets aside for what passes through memory; None where no cluster says for which device."""
+    workspace: int
+    """Bytes that the engine sets aside for what passes through memory, its context and libraries."""
     graphs: float
     """Bytes of captured graphs, outside of the share that the engine fills."""
     room: float | None
@@ -98,7 +98,7 @@ class CacheRoom:
             f"  {format_bytes(self.weights)} of weights, {format_bytes(self.a_token)} of cache for a token of a "
             "sequence",
         ]
-        if self.room is None or self.tokens is None or self.workspace is None:
+        if self.room is None or self.tokens is None:
             return [*results, "  how much cache there is room for, --cluster tells"]
         results.append(
             f"  {format_bytes(self.workspace)} of workspace, driver and libraries; captured graphs take about "
@@ -147,33 +147,28 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     check(replace(layout, ep=1), model)
     length = served.length or model.max_positions
     cache = "" if served.cache == "bfloat16" else served.cache
-    setup = ServingSetup(length, 1, weights=served.weights, cache_type=cache, engine=profile)
-    stages = stage_bytes(model, layout, setup)
+    memory = cluster.memory_per_device if cluster else None
+    sequences = served.sequences or usual_sequences(profile, memory)
+    setup = ServingSetup(length, sequences, weights=served.weights, cache_type=cache, engine=profile)
+    tokens = served.tokens or profile.most_tokens
+    stages = [
+        (one, engine_workspace(model, layout, one.head, profile, tokens, sequences))
+        for one in stage_bytes(model, layout, setup)
+    ]
+    fullest, workspace = max(stages, key=lambda row: row[0].weights + row[1] + setup.pages * row[0].page)
+    told = model, int(fullest.weights), fullest.page / PAGE, workspace, profile.graph_bytes
     room = engine_room(cluster, profile, served.memory) if cluster else None
     if room is None:
-        fullest = max(stages, key=lambda one: one.weights + length * one.page / PAGE)
-        return CacheRoom(
-            model, int(fullest.weights), fullest.page / PAGE, None, profile.graph_bytes, None, None, length,
-            served.sequences, served.cache,
-        )  # fmt: skip
-    sequences = served.sequences or usual_sequences(profile, cluster.memory_per_device if cluster else None)
-    tokens = served.tokens or profile.most_tokens
-    left = []
-    for one in stages:
-        workspace = engine_workspace(model, layout, one.head, profile, tokens, sequences)
-        free, page = room - one.weights - workspace, one.page / PAGE
-        left.append((free / page if page else float("inf"), one, workspace, free))
-    fits, one, workspace, free = min(left, key=lambda row: row[0])
+        return CacheRoom(*told, None, None, length, served.sequences, served.cache)
+    fits = min((room - one.weights - extra) / one.page * PAGE for one, extra in stages if one.page)
     if fits <= 1:
         raise UserError(
-            f"{model.name} does not fit: {format_bytes(one.weights)} of weights and {format_bytes(workspace)} of "
-            f"workspace on each GPU, of which {format_bytes(room)} may be used; split it over more GPUs, or store it "
-            "in fewer bits"
+            f"{model.name} does not fit: {format_bytes(fullest.weights)} of weights and {format_bytes(workspace)} of "
+            f"workspace on each GPU, of which {format_bytes(room)} may be used; split it over more GPUs, or store it in "
+            "fewer bits"
         )
-    return CacheRoom(
-        model, int(one.weights), one.page / PAGE, workspace, profile.graph_bytes, free, int(fits), length,
-        served.sequences, served.cache,
-    )  # fmt: skip
+    left = room - fullest.weights - workspace
+    return CacheRoom(*told, left, int(fits), length, served.sequences, served.cache)
 
 
 SERVED_AS = "vllm"
