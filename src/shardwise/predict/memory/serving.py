@@ -188,8 +188,9 @@ def serving_fit(model: ModelConfig, layout: Layout, served: ServingSetup, room: 
     """Memory of serving on the fullest rank, against `room` bytes a rank. Raises `LayoutError` for layouts that
     generation does not know, `UserError` for models that do not run."""
     check_generation(layout, model)
-    if served.stored and layout.stage == 3:
-        raise UserError("int8 weights are not gathered: use zero=0 with int8, or leave int8 out")
+    if served.stored and weight_format(served.stored).lossy and layout.stage == 3:
+        words = served.stored
+        raise UserError(f"{words} weights are not gathered: use zero=0 with {words}, or leave {words} out")
     plans = [plan_of(model, layout, stage) for stage in range(layout.pp)]
     held = max((held_by(plan, served) for plan in plans), key=lambda one: one.total)
     context = batch = None
