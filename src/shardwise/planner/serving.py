@@ -41,7 +41,7 @@ from shardwise.predict.memory.engine_workspace import engine_room, engine_worksp
 from shardwise.predict.memory.serving import (
     PAGE,
     ServingSetup,
-    StageBytes,
+    ServedStage,
     held_by,
     page_bytes,
     passing_bytes,
@@ -360,7 +360,7 @@ class _RankMemory:
         if layout.stage == 3:
             one = held_by(self.plan, space.setup(weights, 1))
             page = page_bytes(self.plan, PAGE, space.length)
-            self.stages = {StageBytes(one.all_weights, page, True)}
+            self.stages = {ServedStage(one.all_weights, page, True)}
         else:
             self.stages = set(stage_bytes(space.model, layout, space.setup(weights, 1)))
 
@@ -372,7 +372,7 @@ class _RankMemory:
         tokens = served.engine.most_tokens
         return engine_workspace(self.space.model, self.layout, head, served.engine, tokens, batch)
 
-    def fullest(self, batch: int) -> tuple[float, StageBytes]:
+    def fullest(self, batch: int) -> tuple[float, ServedStage]:
         """(bytes, stage) of the fullest rank with the cache of `batch` whole sequences."""
         pages = self.space.setup(self.weights, batch).pages
         each = ((one.weights + self.workspace(batch, one.head) + pages * one.page, one) for one in self.stages)

@@ -164,8 +164,8 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     if fits <= 1:
         raise UserError(
             f"{model.name} does not fit: {format_bytes(fullest.weights)} of weights and {format_bytes(workspace)} of "
-            f"workspace on each GPU, of which {format_bytes(room)} may be used; split it over more GPUs, or store it in "
-            "fewer bits"
+            f"workspace on each GPU, of which {format_bytes(room)} may be used; split it over more GPUs, or store it "
+            "in fewer bits"
         )
     left = room - fullest.weights - workspace
     return CacheRoom(*told, left, int(fits), length, served.sequences, served.cache)

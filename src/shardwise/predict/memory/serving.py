@@ -328,7 +328,7 @@ def workspace_bytes(plan: UnitPlan, served: ServingSetup) -> int:
     return engine_workspace(plan.model, plan.layout, head, served.engine, served.engine.most_tokens, served.batch)
 
 
-class StageBytes(NamedTuple):
+class ServedStage(NamedTuple):
     """A rank of one pipeline stage, before there is anything in its cache."""
 
     weights: float
@@ -338,7 +338,7 @@ class StageBytes(NamedTuple):
     """Whether it has the output head."""
 
 
-def stage_bytes(model: ModelConfig, layout: Layout, served: ServingSetup) -> list[StageBytes]:
+def stage_bytes(model: ModelConfig, layout: Layout, served: ServingSetup) -> list[ServedStage]:
     """The stages of a layout without weight gathering, each with its own blocks and ends, as `held_by` counts them."""
     alone = replace(layout, pp=1) if layout.ep > 1 else Layout(tp=layout.tp, precision=layout.precision)
     blocks, first, last, tied = _part_bytes(model, alone, served.stored, served.cpu)
@@ -347,7 +347,7 @@ def stage_bytes(model: ModelConfig, layout: Layout, served: ServingSetup) -> lis
         mine = range(start, start + count)
         begins, ends = stage == 0, stage == layout.pp - 1
         weights = sum(blocks[i] for i in mine) + begins * first + ends * last + (begins or ends) * tied
-        made.append(StageBytes(int(weights), _page_of_blocks(model, layout, served, mine), ends))
+        made.append(ServedStage(int(weights), _page_of_blocks(model, layout, served, mine), ends))
         start += count
     return made
 

@@ -20,7 +20,7 @@ from shardwise.model.formats import weight_format
 from shardwise.model.operations import LinearOp
 from shardwise.model.parameters import blueprint
 from shardwise.predict.memory.engine_workspace import engine_workspace, usual_sequences
-from shardwise.predict.memory.serving import PAGE, ServingSetup, StageBytes, stage_bytes
+from shardwise.predict.memory.serving import PAGE, ServingSetup, ServedStage, stage_bytes
 from shardwise.predict.time.block import attention_of, on_rank
 from shardwise.predict.time.exchange import served_exchange_seconds
 from shardwise.predict.time.experts import RoutedLayer, experts_hit, grouped_seconds
@@ -192,7 +192,7 @@ def weight_bytes(model: ModelConfig, serving: ServingLayout) -> float:
     return max(one.weights for one in _stages(model, serving, 1, None))
 
 
-def _stages(model: ModelConfig, serving: ServingLayout, length: int, engine: EngineProfile | None) -> list[StageBytes]:
+def _stages(model: ModelConfig, serving: ServingLayout, length: int, engine: EngineProfile | None) -> list[ServedStage]:
     across = int(serving.across)
     layout = Layout(dp=across, tp=int(serving.tp), pp=int(serving.pp), ep=int(serving.ep), etp=int(serving.etp))
     setup = ServingSetup(length, 1, weights=serving.weights, cache_type=serving.cache, engine=engine)
