@@ -12,7 +12,7 @@ def test_a_server():
     found = read([f"{SERVER} --mem-fraction-static 0.85 --kv-cache-dtype fp8_e5m2 --quantization fp8 --port 30000"])
     assert (str(found.layout), found.model, found.unknown) == ("tp=8", "meta-llama/Llama-3.1-70B", ())
     assert (found.served.length, found.served.memory) == (8192, 0.85)
-    assert found.served.weights == found.served.cache == "float8_e4m3fn" and found.ignored == ("--port",)
+    assert (found.served.weights, found.served.cache) == ("fp8", "float8_e4m3fn") and found.ignored == ("--port",)
 
 
 def test_experts_and_replicas():

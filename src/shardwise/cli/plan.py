@@ -97,6 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency", type=length_of, metavar="N", help="with --serve: clients that each have one request running"
     )
+    parser.add_argument("--weights", metavar="FORMAT,...", help="with --serve: formats of the weights, such as bf16, "
+                        "fp8, int4-g128z or nvfp4 (all that the engine has)")  # fmt: skip
+    parser.add_argument("--kv-cache", metavar="TYPE", help="with --serve: bf16, fp8, or auto for the engine's own")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -168,11 +171,13 @@ TRAINING = (
     "deadline", "host_memory", "optimizer", "lora", "links", "precision", "recompute_layers",
 )  # fmt: skip
 SERVING = ("prompt", "output", "concurrency")
+SERVED_WITH = ("weights", "kv_cache")
 
 
 def _check_kind(args: argparse.Namespace) -> None:
     """Raise `UserError` for training options with --serve, and for serving options without."""
-    strange = [name for name in (TRAINING if args.serve else SERVING) if getattr(args, name) is not None]
+    others = TRAINING if args.serve else (*SERVING, *SERVED_WITH)
+    strange = [name for name in others if getattr(args, name, None) is not None]
     if strange:
         kind = "training: leave it out with --serve" if args.serve else "serving: add --serve"
         raise UserError(f"--{strange[0].replace('_', '-')} belongs to {kind}")

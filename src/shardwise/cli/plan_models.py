@@ -88,7 +88,7 @@ def _trained(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
 
 
 def _served(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
-    from shardwise.planner.serving import TYPES, plan_serving
+    from shardwise.planner.serving import plan_serving, type_name
 
     model, workload = model_of(args), Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
     one = plan_serving(model, cluster, workload, engine=profile_of(args), by=args.by, top=1).winner
@@ -96,7 +96,7 @@ def _served(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         "model": model.name,
         "parameters": count(model),
         "layout": str(one.layout),
-        "weights": TYPES[one.weights],
+        "weights": type_name(one.weights),
         "first_token_seconds": one.first_token,
         "token_seconds": one.token,
         "tokens_per_second": one.tokens_per_second,

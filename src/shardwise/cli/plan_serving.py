@@ -21,8 +21,10 @@ def run(args: argparse.Namespace) -> int:
     model, cluster = model_of(args), Cluster.parse(args.cluster)
     with working(f"pricing deployments of {model.name} on {cluster}"):
         result = plan_serving(
-            model, cluster, workload, engine=profile_of(args), by=args.by, top=args.top, price=args.price
-        )
+            model, cluster, workload, engine=profile_of(args), by=args.by, top=args.top, price=args.price,
+            weights=(args.weights or "").replace(" ", "").split(",") if args.weights else (),
+            kv_cache=args.kv_cache or "auto",
+        )  # fmt: skip
     file, lines = emitted(args, [_request(result, one) for one in result.ranked])
     return print_result(args, result.to_json() | file, chain(result.tables(), lines))
 
@@ -30,6 +32,11 @@ def run(args: argparse.Namespace) -> int:
 def _request(plan: ServingPlan, one: Deployment) -> WriteRequest:
     work = plan.workload
     served = ServerSettings(
-        weights=one.weights, length=work.prompt + work.output, sequences=one.batch, tokens=PREFILL_TOKENS
+        weights=plan.words(one.weights),
+        cache=one.cache,
+        length=work.prompt + work.output,
+        sequences=one.batch,
+        tokens=PREFILL_TOKENS,
+        memory=plan.share,
     )
     return WriteRequest(plan.model, one.layout, served=served, cluster=plan.cluster)

@@ -25,7 +25,7 @@ from shardwise.model.parameters import count
 from shardwise.planner.pricing import Prices
 from shardwise.planner.ranking import Block, best_of, blocks, bound_of, exact_memory
 from shardwise.planner.runnable import space_for
-from shardwise.planner.serving import TYPES, Deployment, fastest_deployment
+from shardwise.planner.serving import Deployment, fastest_deployment, type_name
 from shardwise.planner.space import LayoutColumns, Space
 from shardwise.predict.memory.capacity import room_of, usable_bytes
 from shardwise.predict.memory.step import state_bytes
@@ -131,7 +131,7 @@ def serving_needs(
         one: Deployment | None = fastest_deployment(model, cluster, workload, engine)
         if one is None:
             return None
-        priced, weights = price_of(cluster.device, price), TYPES[one.weights]
+        priced, weights = price_of(cluster.device, price), type_name(one.weights)
         return DeviceNeed(cluster, one.layout, one.token, one.held, one.tokens_per_second, priced, weights)
 
     needs = _each_kind(need, lambda kind: 1, kinds)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardwise.layout.model_size import size_words
+from shardwise.model.formats import weight_format
 from shardwise.planner.price_words import money, price_line, priced
-from shardwise.planner.serving import TYPES, Deployment, ServingPlan
+from shardwise.planner.serving import Deployment, ServingPlan, type_name
 from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
@@ -16,8 +17,8 @@ def serving_conclusion(plan: ServingPlan) -> str:
     one = plan.winner
     return (
         f"best of {plan.considered:,} deployments of {plan.model.name} on {plan.cluster}: {one.layout} in "
-        f"{TYPES[one.weights]} on {one.devices} device{'s' * (one.devices > 1)}, "
-        f"{format_count(one.tokens_per_second)} tokens/s, {format_time(one.first_token)} to the first token, "
+        f"{type_name(one.weights)}{' (lossy)' * one.lossy} on {one.devices} device{'s' * (one.devices > 1)}, "
+        f"{format_count(one.tokens_per_second)} tokens/s, {format_time(one.first_token)} to the mean first token, "
         f"{format_time(one.token)} for each after it, "
         f"{format_bytes(one.held)} of {format_bytes(plan.usable)} per device"
     )
@@ -37,6 +38,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
         f"{_ORDERS[plan.by]}\n"
     )
     yield _table(plan, plan.ranked)
+    yield from _remarks(plan)
     yield from plan.warnings
     if plan.by != "pareto":
         yield "\ntokens/s against time per token, with as many clients as the batch size"
@@ -47,6 +49,25 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
     yield from _weighed(plan)
 
 
+def _remarks(plan: ServingPlan) -> Iterator[str]:
+    """The range of the best deployment, and the best one whose weights keep the model's own bits."""
+    one = plan.winner
+    rate, factor = one.tokens_per_second, plan.factor(one)
+    yield (
+        f"80% range of the first row: {format_count(rate / factor)} to {format_count(rate * factor)} tokens/s, "
+        f"{format_time(one.token / factor)} to {format_time(one.token * factor)} per token; first token and per token "
+        "are means over the clients"
+    )
+    if one.lossy and (exact := plan.lossless):
+        yield (
+            f"lossy: weights of fewer bits than the model's own, whose answers differ; best without: {exact.layout} in "
+            f"{type_name(exact.weights)}, {format_count(exact.tokens_per_second)} tokens/s on {exact.devices} "
+            f"device{'s' * (exact.devices > 1)}"
+        )
+    elif one.lossy:
+        yield "lossy: weights of fewer bits than the model's own, whose answers differ; without, nothing fits"
+
+
 _ORDERS = {
     "throughput": "most tokens/s first",
     "cost": "most tokens/s of a device first",
@@ -55,8 +76,9 @@ _ORDERS = {
 
 
 _COLUMNS = (
-    Column("layout", left=True, wraps=True), Column("weights", left=True), Column("devices", drop=4),
-    Column("batch size", drop=1), Column("first token", drop=2), Column("per token"), Column("tokens/s"),
+    Column("layout", left=True, wraps=True), Column("weights", left=True), Column("answers", left=True),
+    Column("devices", drop=4), Column("batch size", drop=1), Column("first token", drop=2), Column("per token"),
+    Column("tokens/s"),
     Column("per device", drop=5), Column("memory", drop=3), Column("cache", drop=7), Column("USD/M tokens", drop=6),
 )  # fmt: skip
 
@@ -65,7 +87,8 @@ def _table(plan: ServingPlan, deployments: Sequence[Deployment]) -> FittedTable:
     table = FittedTable(_COLUMNS)
     for one in deployments:
         table.add_row(
-            str(one.layout), TYPES[one.weights], str(one.devices), f"{one.layout.dp} x {one.batch}",
+            str(one.layout), type_name(one.weights), "lossy" if one.lossy else "own", str(one.devices),
+            f"{one.layout.dp} x {one.batch}",
             format_time(one.first_token), format_time(one.token), format_count(one.tokens_per_second),
             format_count(one.rate), format_bytes(one.held), f"{format_count(one.cache_tokens)} tokens",
             money(plan.usd(one)),
@@ -84,8 +107,8 @@ def _weighed(plan: ServingPlan) -> Iterator[str]:
     if plan.quantised:
         fewer, split = plan.quantised
         yield (
-            f"quantised on fewer or split on more: {TYPES[fewer.weights]} on {fewer.devices} ({fewer.layout}) gives "
-            f"{format_share(fewer.tokens_per_second / split.tokens_per_second)} of the tokens/s of bf16 on "
+            f"quantised on fewer or split on more: {type_name(fewer.weights)} on {fewer.devices} ({fewer.layout}) "
+            f"gives {format_share(fewer.tokens_per_second / split.tokens_per_second)} of the tokens/s of bf16 on "
             f"{split.devices} ({split.layout}), a token every {format_time(fewer.token)} against "
             f"{format_time(split.token)}"
         )
@@ -103,5 +126,6 @@ def _weighed(plan: ServingPlan) -> Iterator[str]:
     if any(one.weights in ("int8", "int4") for one in plan.ranked):
         yield (
             "int8 and int4: weights alone, multiplied in 16 bits at the speed of 16-bit products on fewer bytes, which "
-            "only good kernels reach; int4 takes 5 bits per weight, with a scale and a zero for each group of 32"
+            f"only good kernels reach; int4 is {plan.words('int4')}, {8 * weight_format(plan.words('int4')).width:.3g} "
+            "bits per weight with scales and zeros"
         )
