@@ -39,6 +39,8 @@ class Accelerator:
     """Host of the machine that it is usually deployed in."""
     of_host: int = 1
     """Devices of that machine."""
+    domain: int = 0
+    """The most devices that one NVLink switch joins over several machines; 0 where it joins those of one."""
 
     def host_of(self, devices: int) -> Host:
         """Host of a node of so many devices: of fewer than its machine has, their part of it."""
@@ -70,7 +72,9 @@ def accelerators() -> Accelerators:
     import tomllib
 
     table = tomllib.loads((Path(__file__).parent / "accelerators.toml").read_text(encoding="utf-8"))
-    links = {name: Link(**{"alpha": None, "bandwidth": None, **row}) for name, row in table["links"].items()}
+    links = {
+        name: Link(**{"alpha": None, "bandwidth": None, "name": name, **row}) for name, row in table["links"].items()
+    }
     ports = {
         name: Ports(**row, slot_bandwidth=links[f"PCIe-{row['pcie']}"].bandwidth or 0.0)
         for name, row in table["ports"].items()
@@ -84,8 +88,9 @@ def accelerators() -> Accelerators:
             uses[link].append(name)
         intra, inter = links[row.pop("intra")], links[row.pop("inter")]
         driver_name, of_device = row.pop("driver_name", ""), ports.get(row.pop("ports", ""))
-        host = row.pop("host", "")
+        host, domain = row.pop("host", ""), row.pop("domain", 0)
         devices[name] = Accelerator(
-            Device(name, **row), intra, inter, driver_name, of_device, hosts.get(host, Host()), of_host.get(host, 1)
-        )
+            Device(name, **row), intra, inter, driver_name, of_device, hosts.get(host, Host()), of_host.get(host, 1),
+            domain,
+        )  # fmt: skip
     return Accelerators(devices, table["aliases"], hosts, links, {name: tuple(each) for name, each in uses.items()})

@@ -17,7 +17,8 @@ from shardwise.small_files import read_small
 MOST_COUNTED = 999_999_999
 """Limit of the number of nodes, and of devices per node."""
 
-_TEXT = re.compile(r"(?:(\d+)x)?(\d+)x(\D.*)", re.IGNORECASE | re.DOTALL)
+_TIMES = r"\s*[x\u00d7*]\s*"
+_TEXT = re.compile(rf"(?:(\d+){_TIMES})?(\d+){_TIMES}(?!\d+{_TIMES})(\S.*)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,8 @@ class Cluster:
             return _from_toml(Path(text))
         match = _TEXT.fullmatch(text)
         if not match:
-            known = any(text.lower() == name.lower() for name in catalog.names())
-            hint = f"write 1x{text} for one device" if known else "write [NODESx]GPUSxDEVICE, such as 8xH100 or 4xcpu"
+            usual = "write [NODESx]GPUSxDEVICE, such as 8xH100 or 4xcpu"
+            hint = f"write 1x{text} for one device" if catalog.knows(text) else usual
             raise UserError(f"cluster {text!r} is not understood; {hint}, or the path of a .toml file")
         entry = catalog.lookup(match[3])
         devices = _count(match[2], text)
@@ -216,7 +217,7 @@ def _device(table: dict[str, Any]) -> Device:
     name = table.get("name")
     if not isinstance(name, str) or not name[:1].isalpha() or not name.isprintable():
         raise UserError(f"device.name must be a text that starts with a letter, not {name!r}")
-    if name.lower() in (known.lower() for known in catalog.names()):
+    if catalog.knows(name):
         raise UserError(f'device.name {name!r} is in the catalog; write device = "{name}", or choose another name')
     memory = _number(table, "device.", "memory_bytes")
     peaks = _table(table, "peak_flops") if "peak_flops" in table else {}

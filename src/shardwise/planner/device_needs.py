@@ -151,7 +151,7 @@ def _each_kind(
     for name, kind in accelerators().devices.items():
         if kinds is not None and name not in kinds:
             continue
-        most = NODE if kind.inter.bandwidth is None else MOST_DEVICES
+        most = 1 if kind.intra.bandwidth is None else NODE if kind.inter.bandwidth is None else MOST_DEVICES
         sizes = (1 << k for k in range(most.bit_length()) if least(kind) <= 1 << k <= most)
         found = (need(cluster_of_size(kind, devices)) for devices in sizes)
         if (first := next(filter(None, found), None)) is not None:
@@ -166,7 +166,7 @@ def _order(need: DeviceNeed) -> tuple[bool, float, int]:
 
 def cluster_of_size(kind: Accelerator, devices: int) -> Cluster:
     """So many devices of a kind, in nodes of 8, or racks where NVLink joins 72."""
-    node = min(devices, RACK if kind.device.name.endswith("NVL72") else NODE)
+    node = min(devices, RACK if kind.domain else NODE)
     return Cluster(devices // node, node, kind.device, kind.intra, kind.inter)
 
 

@@ -417,7 +417,7 @@ class _Space:
             self.model, serving, group, self.workload.prompt + self.workload.output / 2, self.engine, pricing
         )
         block, ends = sum(through.block.values()), through.head + through.host
-        hop = np.where(pp > 1, pricing.collectives.hop(group * self.model.hidden * 2.0, serving.tp * dp), 0.0)
+        hop = _hop(pricing, pp, group * self.model.hidden * 2.0, serving.tp * dp)
         slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
         once = layers * block + ends + pp * hop
         return np.maximum(once, np.minimum(batch, pp) * slowest)
@@ -432,8 +432,7 @@ class _Space:
         )
         block = sum({**one.block, "attention": whole.block["attention"] / pieces}.values())
         ends = one.head + one.host
-        nbytes = ceil(prompt / pieces) * self.model.hidden * 2.0
-        hop = np.where(pp > 1, pricing.collectives.hop(nbytes, serving.tp * dp), 0.0)
+        hop = _hop(pricing, pp, ceil(prompt / pieces) * self.model.hidden * 2.0, serving.tp * dp)
         slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
         return layers * block + ends + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
 
@@ -523,6 +522,11 @@ class _Space:
             f"{self.model.name} with {self.length:,} tokens a sequence does not fit {self.cluster}: the leanest "
             f"({where}) needs {format_bytes(held)} a device, {missing} more than its {format_bytes(self.room)}"
         )
+
+
+def _hop(pricing: Pricing, pp: Num, nbytes: Num, stride: Num) -> Num:
+    """Seconds of a message between stages, 0 without any: one device has no links."""
+    return np.where(pp > 1, pricing.collectives.hop(nbytes, stride), 0.0) if np.any(np.asarray(pp) > 1) else 0.0
 
 
 def _stored(plan: UnitPlan, placed: Placed, weights: str, *, cpu: bool) -> float:
