@@ -47,6 +47,21 @@ class Accelerator:
         return self.host.part(devices, self.of_host)
 
 
+class KnownNetwork(NamedTuple):
+    """A network between nodes that has a name."""
+
+    gbits: float
+    """Gb/s of one NIC in one direction."""
+    source: str
+    """Source of the numbers."""
+    nics: int = 0
+    """NICs of a node; 0 for one per device."""
+    kind: str = "network"
+    """Kind of its links (`cluster.KINDS`)."""
+    devices: tuple[str, ...] = ()
+    """Devices of the cloud's machines that have it; empty where it is no cloud's."""
+
+
 class Accelerators(NamedTuple):
     """Contents of `accelerators.toml`."""
 
@@ -59,6 +74,10 @@ class Accelerators(NamedTuple):
     """Known links by name."""
     uses: dict[str, tuple[str, ...]]
     """Link -> devices that usually come with it, inside a node or between nodes."""
+    networks: dict[str, KnownNetwork]
+    """Networks between nodes by name."""
+    network_aliases: dict[str, str]
+    """Alias -> name of a network."""
 
     @property
     def slots(self) -> dict[str, float]:
@@ -93,4 +112,9 @@ def accelerators() -> Accelerators:
             Device(name, **row), intra, inter, driver_name, of_device, hosts.get(host, Host()), of_host.get(host, 1),
             domain,
         )  # fmt: skip
-    return Accelerators(devices, table["aliases"], hosts, links, {name: tuple(each) for name, each in uses.items()})
+    networks = {
+        name: KnownNetwork(**{**row, "devices": tuple(row.get("devices", ()))})
+        for name, row in table["networks"].items()
+    }
+    of_links = {name: tuple(each) for name, each in uses.items()}
+    return Accelerators(devices, table["aliases"], hosts, links, of_links, networks, table["network_aliases"])

@@ -162,6 +162,16 @@ def _check_sequence(layout: Layout, model: ModelConfig, workload: Workload) -> N
         )
 
 
+def beyond_positions(model: object, seq: int) -> tuple[str, ...]:
+    """A sentence on sequences longer than a model's positions, which rotary ones do not forbid; nothing for others."""
+    if not isinstance(model, ModelConfig) or seq <= model.max_positions:
+        return ()
+    return (
+        f"sequences of {seq:,} tokens are longer than the {model.max_positions:,} positions of {model.name}: counted "
+        "and priced all the same",
+    )
+
+
 def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: int) -> Layout | None:
     """The layout with the largest smaller dp that runs on at most `ranks`, all else as it was; None when there is none.
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
 from shardwise.model.parameters import Model
+from shardwise.predict.cluster_links import links_json
 
 One = TypeVar("One")
 
@@ -41,6 +42,7 @@ class Answer(Generic[One]):
         return {
             "model": self.model.name,
             "cluster": str(self.cluster),
+            "cluster_links": links_json(self.cluster),
             "workload": self.workload.to_json(),
             "engine": self.engine,
             "by": self.by,

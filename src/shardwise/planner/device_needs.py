@@ -27,6 +27,7 @@ from shardwise.planner.ranking import Block, best_of, blocks, bound_of, exact_me
 from shardwise.planner.runnable import space_for
 from shardwise.planner.serving import TYPES, Deployment, fastest_deployment
 from shardwise.planner.space import LayoutColumns, Space
+from shardwise.predict.cluster_links import links_json
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.step import state_bytes
 from shardwise.predict.supported import MOST_DEVICES
@@ -74,6 +75,7 @@ class DeviceNeed:
     def to_json(self) -> dict[str, Any]:
         return {
             "cluster": str(self.cluster),
+            "cluster_links": links_json(self.cluster),
             "devices": self.cluster.devices,
             "layout": str(self.layout),
             "weights": self.weights or None,
@@ -217,7 +219,9 @@ class _TrainingSizes:
 
     def _blocks(self, devices: int) -> Sequence[Block]:
         """Bytes of the plain candidates of so many devices of any kind."""
-        any_kind = replace(self.exact.cluster, nodes=max(1, devices // NODE), devices_per_node=min(devices, NODE))
+        any_kind = replace(
+            self.exact.cluster.without_paths(), nodes=max(1, devices // NODE), devices_per_node=min(devices, NODE)
+        )
         features = self.space.engine.features
         recompute = tuple(kind for kind in ("none", "full") if kind in features.recompute)
         plain = replace(features, schedules=(), hybrid=False, copies=False, recompute=recompute)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from shardwise.model.parameters import count
 from shardwise.planner.price_words import money, price_line, priced
 from shardwise.planner.serving import TYPES, Deployment, ServingPlan
+from shardwise.predict.cluster_links import link_lines
 from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
@@ -32,6 +33,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
         f"{plan.model.name}: {format_count(count(plan.model))} parameters, {clients}, prompts of {work.prompt:,} "
         f"tokens, answers of {work.output:,}, software of {plan.engine}"
     )
+    yield from link_lines(plan.cluster)
     yield (
         f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "
         f"{_ORDERS[plan.by]}\n"

@@ -10,6 +10,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
 from shardwise.layout.experts import RoutedRows
+from shardwise.layout.legality import beyond_positions
 from shardwise.layout.optimizers import DEFAULT, states_of
 from shardwise.layout.sync import SERVED
 from shardwise.layout.units import Backend, UnitPlan, usual_backend
@@ -74,6 +75,7 @@ def estimate(
         *filter(None, [room.warning(peak) if room else ""]),
         *(model.counted.assumptions if isinstance(model, ModelConfig) and model.counted else ()),
         *_memory_notes(engine or "", counted, model, layout, workload, backend),
+        *beyond_positions(model, workload.seq),
         *_schedule_notes(layout, roles),
         *(timing.notes if timing else ()), *filter(None, [why]),
     ]  # fmt: skip
