@@ -82,6 +82,13 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
         _check_sequence(layout, model, workload)
 
 
+def check_served(layout: Layout, model: ModelConfig) -> None:
+    """As `check`, for the server of another engine: it spreads experts unevenly where ep does not divide them. Raises
+    `LayoutError`."""
+    uneven = model.experts is not None and 1 < layout.ep < model.experts.count
+    check(replace(layout, ep=1, etp=0) if uneven else layout, model)
+
+
 def check_ranks(layout: Layout, ranks: int) -> None:
     """Raise `LayoutError` when a layout has more or fewer ranks."""
     if layout.ranks != ranks:

@@ -32,13 +32,15 @@ from shardwise.cluster.prices import DevicePrice, price_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan, Workload
 from shardwise.layout.context import PageCut
+from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.model.precision import computing_type, stored_bytes
 from shardwise.planner.answer import Answer
-from shardwise.planner.space import powers
-from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
+from shardwise.planner.runnable import OWN
+from shardwise.planner.space import divisors, powers
+from shardwise.planner.strategies import CHUNK, ENGINE, HOST, crossover, serving_engine
 from shardwise.predict.arguments import as_cluster, as_config
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.serving import (
@@ -143,8 +145,26 @@ class ServingPlan(Answer[Deployment], Printable):
         """US dollars per million tokens."""
         return self.price and self.price.per_million_tokens(one.devices, one.tokens_per_second)
 
+    def not_runnable(self, one: Deployment) -> str | None:
+        """Why this project's `generate` and `serve` reject a layout; None where they run it."""
+        try:
+            check_generation(one.layout, self.model)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def spread(self, one: Deployment) -> ExpertSpread | None:
+        """Experts over the ranks of a layout; None where all ranks share all of them."""
+        return expert_spread(one.layout, self.model.experts.count) if self.model.experts and one.layout.ep > 1 else None
+
     def _row(self, one: Deployment) -> dict[str, Any]:
-        return one.to_json() | {"usd_per_million_tokens": self.usd(one)}
+        spread = self.spread(one)
+        experts = spread and {
+            "most_of_a_rank": spread.most, "ranks_with_most": spread.full, "ranks": spread.ranks,
+            "redundant_to_even": spread.redundant, "attention_replicas": experts_across(one.layout),
+        }  # fmt: skip
+        more = {"experts": experts, "not_runnable": self.not_runnable(one)}
+        return one.to_json() | more | {"usd_per_million_tokens": self.usd(one)}
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -302,6 +322,7 @@ class _Space:
     ) -> None:
         self.model, self.cluster, self.workload, self.engine, self.room = model, cluster, workload, engine, room
         self.cpu = cluster.device.kind != "cuda"
+        self.own = engine.name in (OWN, HOST)
         self.considered = 0
         self.least: tuple[float, str] = (np.inf, "")
         self.length = workload.prompt + workload.output
@@ -472,13 +493,14 @@ class _Space:
                         yield from self._deployed(layout, weights, sizes.stage(layers, pp))
 
     def expert_parallel(self, weights: str) -> Iterator[Deployment]:
-        """Deployments whose experts are spread whole, over the ranks of tp or over replicas as well, with one type of
-        weights; pp and replicas by doubling."""
+        """Deployments whose experts are spread whole, over the ranks of tp or over replicas as well (attention is then
+        data-parallel), with one type of weights; pp and replicas by doubling. Where ep does not divide the experts,
+        some ranks have one more, by which all are priced; this project's runtime has no such layout."""
         e, devices, layers = self.model.experts, self.cluster.devices, self.model.layers
         for tp in self.tps if e is not None else ():
             for dp in powers(min(self.workload.concurrency, devices // tp)):
-                for ep in (tp * across for across in powers(dp) if tp * across > 1):
-                    if e is None or e.count % ep:
+                for ep in (tp * across for across in divisors(dp) if tp * across > 1):
+                    if e is None or ep > e.count or (self.own and e.count % ep):
                         continue
                     sizes = self._sizes(plan_of(self.model, Layout(tp=tp, dp=dp, ep=ep)), weights)
                     for pp in powers(min(layers, devices // (tp * dp))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from shardwise.layout.experts import experts_across
 from shardwise.model.parameters import count
 from shardwise.planner.price_words import money, price_line, priced
 from shardwise.planner.serving import TYPES, Deployment, ServingPlan
@@ -40,6 +41,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
     )
     yield _table(plan, plan.ranked)
     yield from plan.warnings
+    yield from _spread_experts(plan)
     if plan.by != "pareto":
         yield "\ntokens/s against time per token, with as many clients as the batch size"
         yield _table(plan, _spread(plan.curve, 8))
@@ -80,6 +82,32 @@ def _spread(deployments: Sequence[Deployment], most: int) -> list[Deployment]:
     if len(deployments) <= most:
         return list(deployments)
     return [deployments[round(i * (len(deployments) - 1) / (most - 1))] for i in range(most)]
+
+
+def _spread_experts(plan: ServingPlan) -> Iterator[str]:
+    """How the best deployment spreads experts, and which deployments shown the runtime here rejects."""
+    best = plan.winner
+    if spread := plan.spread(best):
+        replicas = experts_across(best.layout)
+        if replicas > 1:
+            groups = best.layout.dp // replicas
+            each = f"in each of {groups} groups, {replicas}" if groups > 1 else f"{replicas}"
+            yield (
+                f"attention-dp: {each} replicas of attention, tp={best.layout.tp} each, share experts that are spread "
+                f"over {spread.ranks} ranks"
+            )
+        if not spread.even:
+            yield (
+                f"{spread.full} ranks have {spread.most} experts, {spread.ranks - spread.full} have {spread.most - 1}: "
+                f"priced by {spread.most}; {spread.redundant} redundant experts fill all ranks in as many bytes"
+            )
+    rejected = {reason: str(one.layout) for one in reversed(plan.ranked) if (reason := plan.not_runnable(one))}
+    for reason, layout in list(rejected.items())[::-1][:MOST_REASONS]:
+        yield f"generate and serve do not run {layout} here: {reason}"
+
+
+MOST_REASONS = 3
+"""Reasons for which layouts do not run here that are listed."""
 
 
 def _weighed(plan: ServingPlan) -> Iterator[str]:

@@ -128,7 +128,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     assert reading.served
     served, layout = reading.served, reading.layout
     check(replace(layout, ep=1), model)
-    stored = ServingLayout(served.weights, served.cache, layout.tp, layout.pp)
+    stored = ServingLayout(served.weights, served.cache, layout.tp, layout.pp, ep=layout.ep)
     weights, a_token = float(weight_bytes(model, stored)), float(cache_bytes_per_token(model, stored)) / layout.pp
     length = served.length or model.max_positions
     memory = cluster.memory_per_device if cluster else None

@@ -18,7 +18,7 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.axes import EDP
-from shardwise.layout.experts import expert_places, experts_across
+from shardwise.layout.experts import expert_places, expert_spread, experts_across
 from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import cache_shape
 from shardwise.model import ModelConfig
@@ -179,7 +179,8 @@ class DecodeStrategy:
             return through
         e, places = model.experts, expert_places(layout)
         price = pricing.collectives.seconds
-        rows = tokens * e.active / places * model.hidden * WIDTH[layout.dtype]
+        spread = expert_spread(layout, e.count)  # the fullest rank's rows, where some have an expert more
+        rows = tokens * e.active * (spread.most * layout.ep / e.count) / places * model.hidden * WIDTH[layout.dtype]
         one = price("all_to_all", 8 * e.count / places, across, layout.tp)
         one = one + 2 * price("all_to_all", rows, across, layout.tp)
         share = max(0, model.layers - e.dense_layers) / model.layers

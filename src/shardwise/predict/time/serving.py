@@ -184,6 +184,13 @@ def weight_bytes(model: ModelConfig, serving: ServingLayout) -> Num:
                     for part in blueprint(model).parts for p in part.parameters)  # fmt: skip
         return whole / serving.tp / serving.pp
     total, blocks, _ = count_parts(model)
+    if np.any(np.asarray(serving.ep) > 1):  # experts are over more ranks than the rest
+        routed = sum(
+            part.count * p.numel for part in blueprint(model).parts for p in part.parameters if p.cut == "expert"
+        )
+        ranks = np.asarray(serving.ep) * (1 if np.all(np.asarray(serving.etp) == 0) else serving.etp)
+        blocks = blocks - routed * (1 - serving.tp / ranks)
+        total = total - routed * (1 - serving.tp / ranks)
     each = WIDTH[serving.weights] + {"float4": 1.0 / 16, "int4": INT4_GROUP_BYTES}.get(serving.weights, 0.0)
     return (blocks * each + (total - blocks) * 2.0) / serving.tp / serving.pp
 
@@ -297,10 +304,11 @@ def _on_rank(operation: LinearOp, serving: ServingLayout, tokens: Num) -> _Produ
     if operation.rows == "routed":
         tp, ep = serving.expert_tp, serving.ep
         together = tokens * ep * tp / serving.tp
-        # The expected number of different experts that this many tokens choose.
+        # Of uneven experts, those of the fullest rank. The expected number that this many tokens choose.
+        here = np.ceil(operation.count / np.asarray(ep))
         missed = (1 - operation.active / operation.count) ** np.maximum(together, 1.0)
-        copies = operation.count / ep * (1 - missed)
-        rows = np.maximum(together * operation.active / ep / copies, 1.0)
+        copies = here * (1 - missed)
+        rows = np.maximum(together * operation.active * here / operation.count / copies, 1.0)
     wide = sum(on_rank(width, tp) for width in operation.outputs)
     return _Products(wide, on_rank(operation.inputs, tp), copies, rows)
 
