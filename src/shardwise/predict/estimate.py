@@ -72,10 +72,9 @@ def estimate(
     timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
-        *filter(None, [room.warning(peak) if room else ""]),
+        *filter(None, [room.warning(peak) if room else ""]), *beyond_positions(model, workload.seq),
         *(model.counted.assumptions if isinstance(model, ModelConfig) and model.counted else ()),
         *_memory_notes(engine or "", counted, model, layout, workload, backend),
-        *beyond_positions(model, workload.seq),
         *_schedule_notes(layout, roles),
         *(timing.notes if timing else ()), *filter(None, [why]),
     ]  # fmt: skip
