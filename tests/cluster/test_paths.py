@@ -154,6 +154,7 @@ def test_prices_are_those_of_the_groups_links(name):
         near = Collectives(found.seen_by(ranks, stride), known)
         assert collectives.seconds("all_reduce", 1e8, ranks, stride) == near.seconds("all_reduce", 1e8, ranks)
     pair, far = (float(collectives.seconds("all_reduce", 1e8, 2, stride)) for stride in (1, 4))
+    assert found.intra.name == found.seen_by(8).intra.name == "SYS" and found.seen_by(4).intra.name == "NODE"
     assert pair < far == pytest.approx(float(whole.seconds("all_reduce", 1e8, 2)))
     assert collectives.hop(1e8, 1) <= collectives.hop(1e8, 4)
     several = collectives.seconds("all_reduce", 1e8, [2, 4, 8], 1)

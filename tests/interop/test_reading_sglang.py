@@ -27,7 +27,8 @@ def test_attention_dp_is_inside_the_engines_ranks():
     for more in ("--ep-size 16", ""):
         found = read([f"{text} {more}"], 16)
         assert (str(found.layout), found.layout.ranks) == ("dp=8,tp=2,ep=16", 16)
-        assert any("8 replicas of attention, of 2 ranks each, share experts" in fact for fact in found.facts)
+        assert any("8 replicas of attention, tp=2 each, share experts" in fact for fact in found.facts)
+    assert read([f"{text} --max-running-requests 64"]).served.sequences == 8
     assert any("split over all 16 ranks" in fact for fact in read([text]).facts)
     many = read([f"{SERVER} --dp 8 --enable-dp-attention --ep-size 8 --ep-num-redundant-experts 32"])
     assert any("32 redundant experts" in fact for fact in many.facts) and str(many.layout) == "dp=8,ep=8"

@@ -102,10 +102,13 @@ def test_this_runtime_is_not_offered_uneven_experts(monkeypatch):
 )
 def test_attention_dp_is_written_and_read(text, tp, redundant):
     layout = Layout.parse(text)
-    request = WriteRequest(resolve("qwen3-30b-a3b"), layout, served=ServerSettings(), cluster=Cluster.parse("3x8xH100"))
+    request = WriteRequest(
+        resolve("qwen3-30b-a3b"), layout, served=ServerSettings(sequences=11), cluster=Cluster.parse("3x8xH100")
+    )
     file = write("sglang", request).text
     assert f"--tp-size {tp}" in file and "--enable-dp-attention" in file and f"--ep-size {layout.ep}" in file
     assert (f"--ep-num-redundant-experts {redundant}" in file) == bool(redundant)
     command = " ".join(line.rstrip("\\") for line in file.splitlines() if not line.startswith("#"))
-    assert read([command]).layout == layout
+    reading = read([command])
+    assert (reading.layout, reading.served and reading.served.sequences) == (layout, 11)
     assert "--enable-expert-parallel" in write("vllm", request).text

@@ -88,8 +88,9 @@ def _speed(link: Link) -> float:
 
 
 def slowest(links: Iterable[Link]) -> Link:
-    """The link that collectives get least of."""
-    return min(links, key=_speed)
+    """The link that collectives get least of; of equal ones the farthest."""
+    order = list(PATHS)
+    return min(links, key=lambda link: (_speed(link), -order.index(link.name) if link.name in PATHS else 0))
 
 
 @lru_cache(maxsize=4096)

@@ -22,9 +22,9 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
     layout, served = request.layout, request.served or ServerSettings()
     nodes, _ = nodes_of(request)
     shared = experts_across(layout) > 1  # replicas of attention inside one engine, which has all their ranks
-    experts = request.model.experts
+    experts, replicas = request.model.experts, layout.dp if shared else 1
     flags: dict[str, Any] = {
-        KEYS["tp"]: layout.tp * (layout.dp if shared else 1),
+        KEYS["tp"]: layout.tp * replicas,
         KEYS["pp"]: layout.pp,
         KEYS["dp"]: layout.dp,
         KEYS["ep"]: layout.ep,
@@ -35,8 +35,9 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
         "kv_cache_dtype": "fp8_e4m3" if served.cache.startswith("float8") else "auto",
         "mem_fraction_static": f"{served.memory:g}",
         "context_length": served.length,
-        "max_running_requests": served.sequences,
-        "chunked_prefill_size": served.tokens,
+        # Of the engine, which divides them by its replicas of attention.
+        "max_running_requests": served.sequences and served.sequences * replicas,
+        "chunked_prefill_size": served.tokens and served.tokens * replicas,
     }
     words = flag_words(flags)
     comments = []
