@@ -36,6 +36,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.usual_workload import odd_part
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
+from shardwise.predict.cluster_links import link_lines, with_links
 from shardwise.report.time_parts import GROUPS, grouped
 
 if TYPE_CHECKING:
@@ -343,7 +344,8 @@ def _find(
     finally:
         progress()
     notes = (f"assumed: {note}" for note in assumed)
-    return print_result(args, answer | {"assumed": list(assumed)}, chain(notes, answer_lines(args.find, answer)))
+    data = with_links(answer, cluster) | {"assumed": list(assumed)}
+    return print_result(args, data, chain(notes, link_lines(cluster), answer_lines(args.find, answer)))
 
 
 def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, Any]:

@@ -28,11 +28,12 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.prices import DevicePrice, price_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
 from shardwise.layout.legality import valid_tp
 from shardwise.model import ModelConfig
 from shardwise.model.formats import computing_type, weight_format
 from shardwise.planner.answer import Answer
-from shardwise.planner.space import powers
+from shardwise.planner.space import divisors, powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.arguments import as_cluster, as_config
 from shardwise.predict.memory.capacity import usable_bytes
@@ -168,12 +169,29 @@ class ServingPlan(Answer[Deployment], Printable):
         """US dollars per million tokens."""
         return self.price and self.price.per_million_tokens(one.devices, one.tokens_per_second)
 
+    def not_runnable(self, one: Deployment) -> str | None:
+        """Why this project's `generate` and `serve` reject a layout; None where they run it."""
+        try:
+            check_generation(one.layout, self.model)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def spread(self, one: Deployment) -> ExpertSpread | None:
+        """Experts over the ranks of a layout; None where all ranks share all of them."""
+        return expert_spread(one.layout, self.model.experts.count) if self.model.experts and one.layout.ep > 1 else None
+
     def _row(self, one: Deployment) -> dict[str, Any]:
         times = {"first_token_seconds": one.first_token, "token_seconds": one.token}
         rates = {"tokens_per_second": one.tokens_per_second}
-        factor = self.factor(one)
+        factor, spread = self.factor(one), self.spread(one)
         ranges = {f"{name}_range": [value / factor, value * factor] for name, value in (times | rates).items()}
-        return one.to_json() | ranges | {"usd_per_million_tokens": self.usd(one)}
+        experts = spread and {
+            "most_of_a_rank": spread.most, "ranks_with_most": spread.full, "ranks": spread.ranks,
+            "redundant_to_even": spread.redundant, "attention_replicas": experts_across(one.layout),
+        }  # fmt: skip
+        more = {"experts": experts, "not_runnable": self.not_runnable(one)}
+        return one.to_json() | ranges | more | {"usd_per_million_tokens": self.usd(one)}
 
     def factor(self, one: Deployment) -> float:
         """The 80% range of a deployment's times and rates: from 1 / factor to factor times what is predicted."""
@@ -420,6 +438,7 @@ class _Space:
         self.model, self.cluster, self.workload, self.engine, self.room = model, cluster, workload, engine, room
         self.asked, self.kv_cache = asked, kv_cache
         self.cpu = cluster.device.kind != "cuda"
+        self.own = engine.name in OWN
         self.considered = 0
         self.least: tuple[float, str] = (np.inf, "")
         self.length = workload.prompt + workload.output
@@ -464,10 +483,9 @@ class _Space:
 
     def setup(self, weights: str, batch: int) -> ServingSetup:
         """Settings of a server with as many whole sequences at a time."""
-        own = self.engine.name in OWN
         return ServingSetup(
             self.length, batch, cpu=self.cpu, weights=self.words(weights), cache_type=self.cache_of(weights),
-            engine=None if own else self.engine,
+            engine=None if self.own else self.engine,
         )  # fmt: skip
 
     def split(self, weights: str, curve: bool = True) -> tuple[list[Deployment], list[Deployment]]:
@@ -535,7 +553,7 @@ class _Space:
             self.model, serving, group, self.workload.prompt + self.workload.output / 2, self.engine, pricing
         )
         block, ends = sum(through.block.values()), through.head + through.host
-        hop = np.where(pp > 1, pricing.collectives.hop(group * self.model.hidden * 2.0, serving.tp * dp), 0.0)
+        hop = _hop(pricing, pp, group * self.model.hidden * 2.0, serving.tp * dp)
         slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
         once = layers * block + ends + pp * hop
         return np.maximum(once, np.minimum(batch, pp) * slowest)
@@ -550,8 +568,7 @@ class _Space:
         )
         block = sum({**one.block, "attention": whole.block["attention"] / pieces}.values())
         ends = one.head + one.host
-        nbytes = ceil(prompt / pieces) * self.model.hidden * 2.0
-        hop = np.where(pp > 1, pricing.collectives.hop(nbytes, serving.tp * dp), 0.0)
+        hop = _hop(pricing, pp, ceil(prompt / pieces) * self.model.hidden * 2.0, serving.tp * dp)
         slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
         return layers * block + ends + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
 
@@ -585,13 +602,14 @@ class _Space:
                         yield from self._deployed(Layout(dp=dp, tp=tp, cp=cp, pp=pp), weights)
 
     def expert_parallel(self, weights: str) -> Iterator[Deployment]:
-        """Deployments whose experts are spread whole, over the ranks of tp or over replicas as well, with one type of
-        weights; pp and replicas by doubling."""
+        """Deployments whose experts are spread whole, over the ranks of tp or over replicas as well (attention is then
+        data-parallel), with one type of weights; pp and replicas by doubling. Where ep does not divide the experts,
+        some ranks have one more, by which all are priced; this project's runtime has no such layout."""
         e, devices, layers = self.model.experts, self.cluster.devices, self.model.layers
         for tp in self.tps if e is not None else ():
             for dp in powers(min(self.workload.concurrency, devices // tp)):
-                for ep in (tp * across for across in powers(dp) if tp * across > 1):
-                    if e is None or e.count % ep:
+                for ep in (tp * across for across in divisors(dp) if tp * across > 1):
+                    if e is None or ep > e.count or (self.own and e.count % ep):
                         continue
                     for pp in powers(min(layers, devices // (tp * dp))):
                         yield from self._deployed(Layout(dp=dp, tp=tp, pp=pp, ep=ep), weights)
@@ -641,3 +659,8 @@ class _Space:
             f"{self.model.name} with {self.length:,} tokens a sequence does not fit {self.cluster}: the leanest "
             f"({where}) needs {format_bytes(held)} a device, {missing} more than its {format_bytes(self.room)}"
         )
+
+
+def _hop(pricing: Pricing, pp: Num, nbytes: Num, stride: Num) -> Num:
+    """Seconds of a message between stages, 0 without any: one device has no links."""
+    return np.where(pp > 1, pricing.collectives.hop(nbytes, stride), 0.0) if np.any(np.asarray(pp) > 1) else 0.0

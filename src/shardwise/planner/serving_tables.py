@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from shardwise.layout.experts import experts_across
 from shardwise.layout.model_size import size_words
 from shardwise.model.formats import weight_format
 from shardwise.planner.price_words import money, price_line, priced
 from shardwise.planner.serving import Deployment, ServingPlan, type_name
+from shardwise.predict.cluster_links import link_lines
 from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
@@ -33,6 +35,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
         f"{plan.model.name}: {size_words(plan.model)}, {clients}, prompts of {work.prompt:,} "
         f"tokens, answers of {work.output:,}, software of {plan.engine}"
     )
+    yield from link_lines(plan.cluster)
     yield (
         f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "
         f"{_ORDERS[plan.by]}\n"
@@ -40,6 +43,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
     yield _table(plan, plan.ranked)
     yield from _remarks(plan)
     yield from plan.warnings
+    yield from _spread_experts(plan)
     if plan.by != "pareto":
         yield "\ntokens/s against time per token, with as many clients as the batch size"
         yield _table(plan, _spread(plan.curve, 8))
@@ -101,6 +105,32 @@ def _spread(deployments: Sequence[Deployment], most: int) -> list[Deployment]:
     if len(deployments) <= most:
         return list(deployments)
     return [deployments[round(i * (len(deployments) - 1) / (most - 1))] for i in range(most)]
+
+
+def _spread_experts(plan: ServingPlan) -> Iterator[str]:
+    """How the best deployment spreads experts, and which deployments shown the runtime here rejects."""
+    best = plan.winner
+    if spread := plan.spread(best):
+        replicas = experts_across(best.layout)
+        if replicas > 1:
+            groups = best.layout.dp // replicas
+            each = f"in each of {groups} groups, {replicas}" if groups > 1 else f"{replicas}"
+            yield (
+                f"attention-dp: {each} replicas of attention, tp={best.layout.tp} each, share experts that are spread "
+                f"over {spread.ranks} ranks"
+            )
+        if not spread.even:
+            yield (
+                f"{spread.full} ranks have {spread.most} experts, {spread.ranks - spread.full} have {spread.most - 1}: "
+                f"priced by {spread.most}; {spread.redundant} redundant experts fill all ranks in as many bytes"
+            )
+    rejected = {reason: str(one.layout) for one in reversed(plan.ranked) if (reason := plan.not_runnable(one))}
+    for reason, layout in list(rejected.items())[::-1][:MOST_REASONS]:
+        yield f"generate and serve do not run {layout} here: {reason}"
+
+
+MOST_REASONS = 3
+"""Reasons for which layouts do not run here that are listed."""
 
 
 def _weighed(plan: ServingPlan) -> Iterator[str]:

@@ -13,6 +13,7 @@ from shardwise.planner.alternatives import Alternative
 from shardwise.planner.common import SAME, resembling
 from shardwise.planner.price_words import money, price_line
 from shardwise.planner.runnable import OWN
+from shardwise.predict.cluster_links import link_lines
 from shardwise.predict.tables import node_line
 from shardwise.report import time_parts
 from shardwise.report.step_report import Role, StepReport
@@ -70,6 +71,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
         f"{plan.considered:,} layouts{runs}, up to {plan.fitting:,} fit in {format_bytes(plan.searched)} "
         f"per device; {_ORDERS[plan.by]}"
     )
+    yield from link_lines(plan.cluster)
     yield f"{plan.capacity}\n" if plan.capacity else ""
     yield _ranked(plan)
     yield ""
