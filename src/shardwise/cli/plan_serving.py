@@ -17,11 +17,18 @@ from shardwise.planner.serving import Deployment, ServingPlan, plan_serving
 
 def run(args: argparse.Namespace) -> int:
     """Plan serving as `args` asks. Raises `UserError`."""
-    workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
+    workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency or 1)
     model, cluster = model_of(args), Cluster.parse(args.cluster)
     with working(f"pricing deployments of {model.name} on {cluster}"):
         result = plan_serving(
-            model, cluster, workload, engine=profile_of(args), by=args.by, top=args.top, price=args.price
+            model,
+            cluster,
+            workload,
+            engine=profile_of(args),
+            by=args.by,
+            top=args.top,
+            price=args.price,
+            rate=args.rate,
         )
     file, lines = emitted(args, [_request(result, one) for one in result.ranked])
     return print_result(args, result.to_json() | file, chain(result.tables(), lines))

@@ -57,7 +57,9 @@ fp32 scale per 256 of these); NVIDIA's NVFP4 (16 with one byte). Integers of a w
 
 _NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "float4": "nvfp4"}
 """torch's name of a type -> the format that it stands for as a type of weights."""
-_WORDS = re.compile(r"(?P<form>[a-z0-9]+)(-g(?P<group>\d+)(s(?P<scale>[\d.]+))?)?(?P<zero>z)?(-block(?P<block>\d+x\d+))?")
+_WORDS = re.compile(
+    r"(?P<form>[a-z0-9]+)(-g(?P<group>\d+)(s(?P<scale>[\d.]+))?)?(?P<zero>z)?(-block(?P<block>\d+x\d+))?"
+)
 
 
 @dataclass(frozen=True)

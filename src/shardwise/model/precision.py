@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.model.formats import FORMS
 
+
 @dataclass(frozen=True)
 class Precision:
     """How matrices are stored."""

@@ -29,6 +29,7 @@ from shardwise.predict.time.requests import RequestSeconds, closed_loop
 Num = Any
 Parts = Mapping[str, Num]
 
+
 @dataclass(frozen=True)
 class ServingLayout:
     """Split and data types of a served model. weights: the format of the blocks' matrices (`weight_format`), or torch's
