@@ -50,7 +50,7 @@ def test_the_best_pair_is_that_of_all_loops(prompt: int, output: int, clients: i
     )
     among = instances(AMONG)
     assert {one.layout for one in among} == {Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=4)}
-    found = best_apart(model, cluster, work, ENGINE, "bfloat16", among)
+    found = best_apart(model, cluster, work, ENGINE, "bfloat16", among, among)
     assert isinstance(found, Disaggregated) and found.devices <= 4
     best = 0.0
     for read in among:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -102,18 +103,19 @@ def instances(deployed: Iterable[tuple[Layout, int]]) -> list[Instance]:
 
 def best_apart(
     model: ModelConfig, cluster: Cluster, workload: Workload, engine: EngineProfile, weights: str,
-    among: Sequence[Instance],
+    reading: Sequence[Instance], writing: Sequence[Instance],
 ) -> Disaggregated | None:  # fmt: skip
-    """The pair of most tokens per second on at most all devices; equals: with the shortest answer. None where no two
-    instances fit beside each other, or answers have one token. Raises `UserError` for links that are not known."""
+    """The pair of most tokens per second, one of `reading` and one of `writing`, on at most all devices; equals: with
+    the shortest answer. None where no two instances fit beside each other, or answers have one token. Raises
+    `UserError` for links that are not known."""
     following = workload.output - 1
     if not following or cluster.devices < 2:
         return None
-    strategies = {one.layout: DecodeStrategy(model, one.layout, engine, cluster, weights) for one in among}
-    decoding = [row for one in among for row in _decoding(strategies[one.layout], one.cache_tokens, workload)]
+    strategy_of = partial(_strategy, model, engine, cluster, weights)
+    decoding = [row for one in writing for row in _decoding(strategy_of(one.layout), one.cache_tokens, workload)]
     nbytes, best = cache_bytes(model, workload.prompt), None
-    for layout, strategy in strategies.items():
-        prompt = strategy.prompt(workload.prompt, CHUNK, layout.dp)
+    for layout in (one.layout for one in reading):
+        prompt = strategy_of(layout).prompt(workload.prompt, CHUNK, layout.dp)
         busy = (prompt.seconds - prompt.parts.get("bubble", 0.0)) / layout.dp
         pairs = _Pairs(layout, decoding, cluster, workload)
         transfer = _transfer(cluster, nbytes / np.minimum(pairs.ranks, layout.ranks))
@@ -161,6 +163,12 @@ def _answered(clients: int, answer: Num, busy: float, count: Num) -> Num:
         fewer = rate * (answer + load * busy / (2 - 2 * load)) < clients
         low, high = np.where(fewer, rate, low), np.where(fewer, high, rate)
     return low
+
+
+def _strategy(
+    model: ModelConfig, engine: EngineProfile, cluster: Cluster, weights: str, layout: Layout
+) -> DecodeStrategy:
+    return DecodeStrategy(model, layout, engine, cluster, weights)
 
 
 def cache_bytes(model: ModelConfig, tokens: int) -> int:

@@ -243,7 +243,7 @@ def plan_serving(
 def _apart(space: _Space, everything: Sequence[Deployment], weights: str) -> Disaggregated | None:
     plain = (one for one in everything if one.weights == weights and not one.layout.zero and one.layout.cp == 1)
     among = instances((one.layout, one.cache_tokens) for one in plain)
-    return best_apart(space.model, space.cluster, space.workload, space.engine, weights, among)
+    return best_apart(space.model, space.cluster, space.workload, space.engine, weights, among, among)
 
 
 def _clients_at(rate: float, space: _Space) -> int:
