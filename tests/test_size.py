@@ -1,5 +1,5 @@
-"""Budgets that keep the code small: `size.toml` has them. To exceed one, delete elsewhere, or raise it in the same commit
-and say why in its message; a package that has shrunk lowers its own."""
+"""Budgets that keep the code small: `size.toml` has them. To exceed one, delete elsewhere, or raise it in the same
+commit and say why in its message; a package that has shrunk lowers its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def lines(paths: Iterator[Path]) -> int:
 
 def packages() -> dict[str, int]:
     """Lines of Python of every package, those of the top level's modules, and of the tests."""
-    found = {folder.name: lines(folder.rglob("*.py")) for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()}
+    folders = (folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists())
+    found = {folder.name: lines(folder.rglob("*.py")) for folder in folders}
     return found | {"top level": lines(PACKAGE.glob("*.py")), "tests": lines(TESTS.rglob("*.py"))}
 
 

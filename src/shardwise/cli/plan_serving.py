@@ -17,12 +17,12 @@ from shardwise.planner.serving import Deployment, ServingPlan, plan_serving
 
 def run(args: argparse.Namespace) -> int:
     """Plan serving as `args` asks. Raises `UserError`."""
-    workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
+    workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency or 1)
     model, cluster = model_of(args), cluster_of(args)
     with working(f"pricing deployments of {model.name} on {cluster}"):
         result = plan_serving(
             model, cluster, workload, engine=profile_of(args), by=args.by, top=args.top, price=args.price,
-            weights=(args.weights or "").replace(" ", "").split(",") if args.weights else (),
+            rate=args.rate, weights=(args.weights or "").replace(" ", "").split(",") if args.weights else (),
             kv_cache=args.kv_cache or "auto",
         )  # fmt: skip
     file, lines = emitted(args, [_request(result, one) for one in result.ranked])

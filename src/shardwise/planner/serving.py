@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +33,7 @@ from shardwise.layout.legality import valid_tp
 from shardwise.model import ModelConfig
 from shardwise.model.formats import computing_type, weight_format
 from shardwise.planner.answer import Answer
+from shardwise.planner.disaggregated import Disaggregated, best_apart, instances
 from shardwise.planner.space import divisors, powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.arguments import as_cluster, as_config
@@ -152,6 +153,10 @@ class ServingPlan(Answer[Deployment], Printable):
     """The best whose weights keep the model's own bits; None where none fits."""
     space: _Space | None = field(default=None, repr=False, compare=False)
     """Prices of deployments."""
+    apart: Disaggregated | None = None
+    """The best instances for prefill and for decoding, weights as the winner's; None where none fit."""
+    rate: float | None = None
+    """Requests per second that each of `ranked` answers; None where the number of clients is given."""
 
     def tables(self) -> Iterator[Renderable]:
         """What `shardwise plan --serve` prints."""
@@ -166,8 +171,13 @@ class ServingPlan(Answer[Deployment], Printable):
         return serving_conclusion(self)
 
     def usd(self, one: Deployment) -> float | None:
-        """US dollars per million tokens."""
-        return self.price and self.price.per_million_tokens(one.devices, one.tokens_per_second)
+        """US dollars per million tokens; of the tokens that are asked for, where a rate is given."""
+        return self.price and self.price.per_million_tokens(one.devices, self.paid(one))
+
+    def paid(self, one: Deployment) -> float:
+        """Tokens/s that share a deployment's price."""
+        asked = float("inf") if self.rate is None else self.rate * self.workload.output
+        return min(one.tokens_per_second, asked)
 
     def not_runnable(self, one: Deployment) -> str | None:
         """Why this project's `generate` and `serve` reject a layout; None where they run it."""
@@ -240,6 +250,8 @@ class ServingPlan(Answer[Deployment], Printable):
             "lossless": self.lossless and self.lossless.to_json(),
             "gathering": self.gathering and self.gathering.to_json(),
             "crossover": self.crossover and {"ranks": self.crossover[0], "tokens": self.crossover[1]},
+            "disaggregated": self.apart and self.apart.to_json(),
+            "requests_per_second": self.rate,
             "warnings": list(self.warnings),
         }
 
@@ -255,6 +267,7 @@ def plan_serving(
     price: float | None = None,
     weights: Sequence[str] = (),
     kv_cache: str = "auto",
+    rate: float | None = None,
 ) -> ServingPlan:
     """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
     of tp, pp and replicas, cp and ep by doubling, each type of weights that the device computes with, 1, 2, 4, ...
@@ -262,17 +275,25 @@ def plan_serving(
 
     model, cluster: objects, or their names. engine: a profile of `predict.time.ENGINES`; None for the usual one. by:
     "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token). price: US
-    dollars per device-hour; None for the lowest list price. weights: formats of the blocks' matrices
-    (`model.formats`) in place of all that the engine has; kv_cache: "bf16", "fp8", or "auto" for the engine's own.
+    dollars per device-hour; None for the lowest list price. rate: requests per second, in place of the workload's
+    clients, whose number is then that of the smallest deployment that answers as many (Little's law); ranked are those
+    that do, on the fewest devices first. weights: formats of the blocks' matrices (`model.formats`) in place of all
+    that the engine has; kv_cache: "bf16", "fp8", or "auto" for the engine's own.
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
     """
     model, cluster = as_config(model), as_cluster(cluster)
-    _check(model, cluster, workload, top)
     engine = engine or usual_engine(cluster, ENGINE)
     profile = serving_engine(engine)
     room = _room(cluster, profile)
-    space = _Space(model, cluster, workload, profile, room, _formats(model, weights), _cache_type(kv_cache))
+    space_for = partial(_Space, model, cluster, engine=profile, room=room, asked=_formats(model, weights),
+                        kv_cache=_cache_type(kv_cache))  # fmt: skip
+    if rate is not None:
+        workload = replace(workload, concurrency=1)
+        _check(model, cluster, workload, top)
+        workload = replace(workload, concurrency=_clients_at(rate, space_for(workload=workload)))
+    _check(model, cluster, workload, top)
+    space = space_for(workload=workload, queues=rate is None)
     found, unhurried = [], []
     for kind in space.types:
         asked, free = space.split(kind)
@@ -284,12 +305,16 @@ def plan_serving(
     if not everything:
         raise space.nothing()
     ranked = sorted(everything, key=lambda one: _order(one, by))
+    if rate is not None:
+        ranked = [one for one in everything if one.tokens_per_second >= rate * workload.output]
+        ranked.sort(key=lambda one: (one.devices, one.token))
     curve = _curve(unhurried)
     return ServingPlan(
         model, cluster, workload, engine, by, room,
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
         _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
         price_of(cluster.device, price), next((one for one in ranked if not one.lossy), None), space,
+        None if rate else _apart(space, everything, ranked[0].weights), rate,
     )  # fmt: skip
 
 
@@ -314,6 +339,31 @@ def _cache_type(kv_cache: str) -> str:
     if kv_cache not in KV_CACHES:
         raise UserError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, not {kv_cache[:40]!r}")
     return kv_cache
+
+
+def _apart(space: _Space, everything: Sequence[Deployment], weights: str) -> Disaggregated | None:
+    plain = (one for one in everything if one.weights == weights and not one.layout.zero and one.layout.cp == 1)
+    among = instances((one.layout, one.cache_tokens) for one in plain)
+    return best_apart(space.model, space.cluster, space.workload, space.engine, weights, among, among)
+
+
+def _clients_at(rate: float, space: _Space) -> int:
+    """Clients under way where the smallest deployment that answers `rate` requests per second does. Raises `UserError`
+    where none does."""
+    if not 0 < rate < float("inf"):
+        raise UserError(f"--rate must be a positive number of requests per second, not {rate:g}")
+    output = space.workload.output
+    free = [one for weights in space.types for one in space.split(weights)[1]]
+    if not free:
+        raise space.nothing()
+    enough = [one for one in free if one.tokens_per_second >= rate * output]
+    if not enough:
+        most = max(one.tokens_per_second for one in free) / output
+        raise UserError(
+            f"no deployment of {space.model.name} on {space.cluster} answers {rate:g} requests a second: at most "
+            f"{most:.3g}; give it more devices"
+        )
+    return min((one.devices, one.layout.dp * one.batch) for one in enough)[1]
 
 
 def fastest_deployment(
@@ -426,17 +476,12 @@ class _Space:
     """All candidates of one question."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        cluster: Cluster,
-        workload: Workload,
-        engine: EngineProfile,
-        room: float,
-        asked: Sequence[str] = (),
-        kv_cache: str = "auto",
-    ) -> None:
+        self, model: ModelConfig, cluster: Cluster, workload: Workload, engine: EngineProfile, room: float,
+        asked: Sequence[str] = (), kv_cache: str = "auto", queues: bool = True,
+    ) -> None:  # fmt: skip
+        """queues: whether there are as many clients as there are, though a deployment may run fewer sequences."""
         self.model, self.cluster, self.workload, self.engine, self.room = model, cluster, workload, engine, room
-        self.asked, self.kv_cache = asked, kv_cache
+        self.asked, self.kv_cache, self.queues = asked, kv_cache, queues
         self.cpu = cluster.device.kind != "cuda"
         self.own = engine.name in OWN
         self.considered = 0
@@ -497,7 +542,7 @@ class _Space:
             return [], []
         columns = [np.array(column) for column in zip(*rows, strict=True)]
         (tp, pp, dp, batch, cache), held, most = columns[:5], np.stack(columns[5:9], axis=1), columns[9]
-        clients = np.where(most, self.workload.concurrency, dp * batch)
+        clients = np.where(most & self.queues, self.workload.concurrency, dp * batch)
         most_clients, fewest = -(-clients // dp), np.maximum(clients // dp, 1)
         slower = faster = self._answered_by(weights, tp, pp, dp, batch, most_clients)
         if (most_clients != fewest).any():
@@ -622,7 +667,7 @@ class _Space:
         if not most:
             return
         strategy = self.strategy(layout, weights)
-        clients = self.workload.concurrency
+        clients = self.workload.concurrency if self.queues else min(self.workload.concurrency, dp * most)
         busiest = ceil(clients / dp)
         batch = min(most, busiest)
         token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds

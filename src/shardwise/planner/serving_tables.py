@@ -30,6 +30,8 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
     """All that is printed for a plan of serving."""
     work = plan.workload
     clients = f"{work.concurrency:,} client{'s' * (work.concurrency > 1)}"
+    if plan.rate is not None:
+        clients = f"{plan.rate:g} requests a second, of which at most {work.concurrency:,} are under way"
     yield f"{serving_conclusion(plan)}\n"
     yield (
         f"{plan.model.name}: {size_words(plan.model)}, {clients}, prompts of {work.prompt:,} "
@@ -38,7 +40,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
     yield from link_lines(plan.cluster)
     yield (
         f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "
-        f"{_ORDERS[plan.by]}\n"
+        f"{_ORDERS[plan.by] if plan.rate is None else _rate(plan)}\n"
     )
     yield _table(plan, plan.ranked)
     yield from _remarks(plan)
@@ -49,7 +51,7 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
         yield _table(plan, _spread(plan.curve, 8))
     yield ""
     best = plan.winner
-    yield price_line(priced(plan.price, best.devices, best.tokens_per_second), plan.cluster.device.name)
+    yield price_line(priced(plan.price, best.devices, plan.paid(best)), plan.cluster.device.name)
     yield from _weighed(plan)
 
 
@@ -77,6 +79,13 @@ _ORDERS = {
     "cost": "most tokens/s of a device first",
     "pareto": "the Pareto front of time per token and tokens/s, with as many clients as the batch size",
 }
+
+
+def _rate(plan: ServingPlan) -> str:
+    return (
+        f"those that answer {plan.rate:g} requests a second, on the fewest devices first; with arrivals in bursts, "
+        "requests wait besides"
+    )
 
 
 _COLUMNS = (
@@ -148,6 +157,14 @@ def _weighed(plan: ServingPlan) -> Iterator[str]:
         yield (
             f"gathering weights, at best {one.layout}: {share} of the winner's tokens/s, a token every "
             f"{format_time(one.token)}"
+        )
+    if pair := plan.apart:
+        share = format_share(pair.tokens_per_second / plan.winner.tokens_per_second)
+        yield (
+            f"prefill and decoding apart: {pair.prefill} reads prompts, {pair.decode} decodes {pair.batch} sequences at "
+            f"a time on each instance, {pair.devices} devices: {format_count(pair.tokens_per_second)} tokens/s ({share} "
+            f"of the winner's), {format_time(pair.first_token)} to the first token, {format_time(pair.token)} for each "
+            f"after it; a request's cache of {format_bytes(pair.cache_bytes)} goes over in {format_time(pair.transfer)}"
         )
     if plan.crossover:
         ranks, tokens = plan.crossover
