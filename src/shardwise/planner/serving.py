@@ -40,8 +40,8 @@ from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace
 from shardwise.predict.memory.serving import (
     PAGE,
-    ServingSetup,
     ServedStage,
+    ServingSetup,
     held_by,
     page_bytes,
     passing_bytes,
@@ -255,6 +255,9 @@ def plan_serving(
     profile = serving_engine(engine)
     room = _room(cluster, profile)
     space = _Space(model, cluster, workload, profile, room, _formats(model, weights), _cache_type(kv_cache))
+    if not space.types:
+        known = ", ".join(map(type_name, _Space(model, cluster, workload, profile, room).types))
+        raise UserError(f"{engine} on {cluster.device.name} has no {', '.join(weights)} weights; known are {known}")
     found, unhurried = [], []
     for kind in space.types:
         asked, free = space.split(kind)

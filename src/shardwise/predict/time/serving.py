@@ -20,7 +20,7 @@ from shardwise.model.formats import weight_format
 from shardwise.model.operations import LinearOp
 from shardwise.model.parameters import blueprint
 from shardwise.predict.memory.engine_workspace import engine_workspace, usual_sequences
-from shardwise.predict.memory.serving import PAGE, ServingSetup, ServedStage, stage_bytes
+from shardwise.predict.memory.serving import PAGE, ServedStage, ServingSetup, stage_bytes
 from shardwise.predict.time.block import attention_of, on_rank
 from shardwise.predict.time.exchange import served_exchange_seconds
 from shardwise.predict.time.experts import RoutedLayer, experts_hit, grouped_seconds
