@@ -48,6 +48,7 @@ def test_json_has_the_same(by, capsys):
         ([*SERVE, "--engine", "megatron-bridge"], "megatron-bridge does not serve; profiles that do are gpt-fast"),
         ([*SERVE, "--top", "0"], "--top must be a positive integer"),
         ([*SERVE, "--weights", "fp7"], "no format of weights 'fp7'; did you mean fp8?"),
+        ([*SERVE, "--weights", "fp32"], "--weights fp32: plans of serving store weights in 16 bits or fewer"),
         ([*SERVE, "--weights", "bf16,"], "no format of weights ''"),
         (["plan", "llama-3-8b", "--cluster", "4xA100", *SERVE[4:], "--weights", "fp8"],
          "tensorrt-llm on A100-80GB-SXM has no fp8 weights; known are bf16, int8, int4"),

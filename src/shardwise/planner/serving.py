@@ -289,7 +289,8 @@ def _formats(model: ModelConfig, weights: Sequence[str]) -> list[str]:
     model whose files say theirs."""
     names = {usual: name for name, usual in TYPES.items()}
     for words in weights:
-        weight_format(words)
+        if weight_format(words).each > 2:
+            raise UserError(f"--weights {words}: plans of serving store weights in 16 bits or fewer")
     if weights and model.counted and (stored := model.counted.stored):
         raise UserError(f"--weights does nothing here: the files of {model.name} are in {stored}")
     return [names.get(words, words) for words in dict.fromkeys(weights)]
@@ -361,8 +362,9 @@ class _RankMemory:
         self.space, self.layout, self.weights = space, layout, weights
         self.plan = plan_of(space.model, replace(layout, pp=1))
         if layout.stage == 3:
-            one = held_by(self.plan, space.setup(weights, 1))
-            page = page_bytes(self.plan, PAGE, space.length)
+            served = space.setup(weights, 1)
+            one = held_by(self.plan, served)
+            page = page_bytes(self.plan, PAGE, space.length, served.cache_type, served.engine)
             self.stages = {ServedStage(one.all_weights, page, True)}
         else:
             self.stages = set(stage_bytes(space.model, layout, space.setup(weights, 1)))
