@@ -71,7 +71,7 @@ def _assumed(cluster: Cluster) -> tuple[bool, bool]:
 
 
 def _rack(cluster: Cluster) -> str:
-    """The cluster as it is where one NVLink switch joins the devices of several nodes (NVL72); empty where none does."""
+    """The cluster as it is where one NVLink switch joins devices of several nodes (NVL72); empty where none does."""
     domain = catalog.lookup(cluster.device.name).domain if catalog.knows(cluster.device.name) else 0
     if cluster.nodes == 1 or cluster.devices_per_node >= domain:
         return ""
