@@ -3,6 +3,7 @@ parameters are those of plain PyTorch."""
 
 from __future__ import annotations
 
+import re
 from itertools import product
 
 import pytest
@@ -35,3 +36,17 @@ def test_training_is_that_of_plain_pytorch(name: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "dp=2,zero=3"])
 def test_micro_batches_are_one_batch(name: str, layout: str) -> None:
     trained(name, layout, accumulate=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "message"),
+    [
+        ("contrastive", "pp=2", r"blocks\.0 came twice in one micro-batch; under pp the module is called once, .*cat"),
+        ("left_out", "pp=2", r"blocks\.0 was left out of a forward pass; under pp every block runs"),
+        ("in_place", "pp=2", r"what a stage of the pipeline takes is changed in place"),
+        ("left_out", "tp=2,sp", r"blocks\.0 was left out of a forward pass; under sp every block runs"),
+    ],
+)
+def test_what_does_not_run_is_one_line(name: str, layout: str, message: str) -> None:
+    for line in run_ranks("harness.pass_jobs:rejected", 2, (name, layout)):
+        assert re.search(message, line) and "\n" not in line
