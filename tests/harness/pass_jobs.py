@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -136,7 +137,11 @@ def _made(name: str, layout: str, accumulate: int) -> tuple[SplitModule, Callabl
     torch.manual_seed(0)
     parts = ["enter", "blocks.*", "leave"] if "pp" in layout else None
     plan = {"blocks.*.0": "column", "blocks.*.2": "row"} if "tp" in layout else None
-    module = split(Leaving(), f"{layout},precision=fp64", plan, parts=parts, accumulate=accumulate, optimizer=SETTINGS)
+    folder = tempfile.mkdtemp() if "nvme" in layout else None
+    module = split(
+        Leaving(), f"{layout},precision=fp64", plan, parts=parts, accumulate=accumulate, optimizer=SETTINGS,
+        offload_dir=folder,
+    )  # fmt: skip
     place = module.program.comms.index(DATA)
     return module, lambda model, batch: LOSSES[name](model, batch[1], batch[0], place)
 
@@ -154,6 +159,7 @@ def train_passes(rank: int, payload: tuple[str, str, int, dict[str, Tensor]]) ->
     for state in module.program.optimizer.states:
         errors |= _errors(state.flat, state.master, expected)
     dist.barrier()
+    module.close()
     comms.close()
     return errors
 

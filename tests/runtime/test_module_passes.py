@@ -14,7 +14,7 @@ from harness.today import some_of
 
 LAYOUTS = [
     f"dp=2,zero={zero}{more}" for zero in range(4) for more in ("", ",recompute=full", ",offload_activations=cpu")
-] + ["dp=2,zero=3,offload=cpu", "dp=2,zero=3,hpz=2", "dp=2,zero=2,offload=cpu"]
+] + ["dp=2,zero=3,offload=nvme,offload_params=nvme", "dp=2,zero=3,hpz=2", "dp=2,zero=2,offload=cpu"]
 
 
 def trained(name: str, layout: str, accumulate: int = 1) -> None:
