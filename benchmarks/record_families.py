@@ -388,7 +388,7 @@ def literals(builds: list[Build], layered: bool, fields: set[str]) -> list[str]:
         words |= {f"%{n}{s}" for n in range(2, 9) for s in ("", "+1")} | {"^"}
     if any("word_embed_proj_dim" in b[1] for b in builds):
         words.add("word_embed_proj_dim~hidden_size")
-    return sorted(words, key=lambda w: (w[0] == "%" and w[1].isdigit(), len(w), w))
+    return sorted(words, key=lambda w: (w[0] == "%" and w[1].isdigit(), w[-1] == "#", len(w), w))
 
 
 def split_rows(rows: list[tuple[Scope, Any]], words: list[str]) -> Iterator[tuple[str, list, list]]:
