@@ -14,9 +14,10 @@ from shardwise.layout import Workload
 from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
+from shardwise.model.formats import stored_bytes
 from shardwise.model.huggingface import read_fields, read_model
 from shardwise.model.parameters import count, count_parts
-from shardwise.model.precision import read_precision, stored_bytes
+from shardwise.model.precision import read_precision
 from shardwise.model.shapes.reader import language_model, read_shapes
 from shardwise.model.shapes.reading import families
 from shardwise.planner.serving import plan_serving
@@ -155,7 +156,18 @@ PRECISIONS = [
     (FP8, "fp8-block128x128", 1 + 4 / 128**2),
     ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "int4-g128z", 0.5 + 2.5 / 128),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4-g128z", 0.5 + 2.5 / 128),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4-g64", 0.5 + 1 / 64),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4-g64s4", 0.5 + 4 / 64),
+    (
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+        },
+        "nf4-g64",
+        0.5 + (1 + 4 / 256) / 64,
+    ),
+    ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True}, "int4-g0z", 0.5 + (2 + 0.5) / 4096),
     ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "mxfp4-g32", 0.5 + 1 / 32),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4-g16", 0.5 + 1 / 16),
     (

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--for", dest="engine", metavar="ENGINE", required=True, help="the engine: megatron, "
                         "torchtitan, deepspeed, accelerate, transformers, torchrun, vllm or sglang")  # fmt: skip
     parser.add_argument("--engine-version", metavar="V", default="", help="version of the engine, where names changed")
-    add_cluster(parser)
+    add_cluster(parser, network=False)
     add_flags(parser, Workload, "seq", "batch", "optimizer")
     parser.add_argument("--prompt", type=length_of, metavar="N", help="servers: tokens of a prompt")
     parser.add_argument("--output", type=length_of, metavar="N", help="servers: tokens of an answer")

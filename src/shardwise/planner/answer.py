@@ -9,6 +9,7 @@ from shardwise.cluster import Cluster
 from shardwise.layout import Workload
 from shardwise.layout.model_size import size_json
 from shardwise.model.parameters import Model
+from shardwise.predict.cluster_links import links_json
 
 One = TypeVar("One")
 
@@ -43,6 +44,7 @@ class Answer(Generic[One]):
             "model": self.model.name,
             **size_json(self.model),
             "cluster": str(self.cluster),
+            "cluster_links": links_json(self.cluster),
             "workload": self.workload.to_json(),
             "engine": self.engine,
             "by": self.by,

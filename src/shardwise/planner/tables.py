@@ -13,6 +13,7 @@ from shardwise.planner.alternatives import Alternative
 from shardwise.planner.common import SAME, resembling
 from shardwise.planner.price_words import money, price_line
 from shardwise.planner.runnable import OWN
+from shardwise.predict.cluster_links import link_lines
 from shardwise.predict.tables import node_line
 from shardwise.report import time_parts
 from shardwise.report.step_report import Role, StepReport
@@ -70,6 +71,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
         f"{plan.considered:,} layouts{runs}, up to {plan.fitting:,} fit in {format_bytes(plan.searched)} "
         f"per device; {_ORDERS[plan.by]}"
     )
+    yield from link_lines(plan.cluster)
     yield f"{plan.capacity}\n" if plan.capacity else ""
     yield _ranked(plan)
     yield ""
@@ -177,7 +179,7 @@ def why_not(one: Alternative, plan: Plan) -> str:
     if one.best is None and one.least <= plan.searched:
         return f"{name}: does not fit the host's memory"
     if one.best is None:
-        return f"{name}: does not fit; the leanest such layout needs {format_bytes(one.least)} per device"
+        return f"{name}: does not fit; every such layout needs at least {format_bytes(one.least)} per device"
     crosses = " crosses nodes" if one.crosses else ""
     slower = f"{format_share(one.slower / plan.winner.seconds, signed=True)} (+{format_time(one.slower)} per step)"
     if one.slower <= 0:

@@ -12,6 +12,7 @@ from shardwise.interop.writing.commands import command, flag_words, nodes_of, wi
 from shardwise.interop.writing.limits import Changes, Limit, always, only, without
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
 from shardwise.layout import Layout
+from shardwise.model.formats import weight_format
 
 KEYS = rows("vllm", "layout")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -53,11 +54,12 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
 
 def quantization(engine: str, weights: str) -> str | None:
     """The engine's word for a type of stored weights; None for 16 and 32 bits. Raises `UserError` without one."""
-    if weights in ("bfloat16", "float16", "float32"):
+    stored = weight_format(weights)
+    if not stored.lossy:
         return None
-    for word, dtype in rows(engine, "weights").items():
+    for word, words in rows(engine, "weights").items():
         # Some store experts alone.
-        if dtype == weights and not word.startswith("experts"):
+        if weight_format(words).form == stored.form and not word.startswith("experts"):
             return word
     raise UserError(f"no quantization of {engine} stores {weights}")
 
