@@ -7,6 +7,7 @@ family of which a build contradicts the formulas is left out, and said.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import inspect
@@ -16,7 +17,6 @@ import multiprocessing
 import random
 import re
 import signal
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
@@ -809,28 +809,32 @@ def composites() -> dict[str, Any]:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or model_types()
-    if not sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="MODEL_TYPE", help="all of transformers where none is named")
+    parser.add_argument("--out", type=Path, default=DATA, help="file that they are added to (the package's own)")
+    args = parser.parse_args()
+    wanted = args.families or model_types()
+    if not args.families:
         lines = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in composites().items())
-        DATA.with_name("composites.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        args.out.with_name("composites.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         for model_type, data in pool.imap_unordered(task, wanted):
             if isinstance(data, str):
                 print(f"{model_type}: left out: {data[:1500]}", flush=True)
             else:
-                store(model_type, data)
+                store(model_type, data, args.out)
                 print(f"{model_type}: {len(data['tensors'])} tensors", flush=True)
 
 
-def store(model_type: str, data: dict[str, Any]) -> None:
+def store(model_type: str, data: dict[str, Any], out: Path) -> None:
     """Write a family beside those that are there."""
-    with DATA.with_suffix(".lock").open("w") as lock:
+    with out.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        families = {**(json.loads(DATA.read_text()) if DATA.exists() else {}), model_type: data}
+        families = {**(json.loads(out.read_text()) if out.exists() else {}), model_type: data}
         lines = (f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in sorted(families.items()))
-        DATA.with_suffix(".new").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        DATA.with_suffix(".new").replace(DATA)
-    DATA.with_suffix(".lock").unlink(missing_ok=True)
+        out.with_suffix(".new").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        out.with_suffix(".new").replace(out)
+    out.with_suffix(".lock").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
