@@ -136,7 +136,7 @@ def probe(family: Family) -> tuple[dict[str, list[Any]], dict[str, list[Any]], d
         if type(value) is bool:
             tries = [not value]
         elif type(value) is int:
-            tries = [2 * value or 2, *([0, None] if value else [])]
+            tries = [2 * value or 2, *([0, None] if value else []), *([1, 2] if name.endswith("layers") else [])]
         elif name.endswith("/layers"):
             continue
         elif value is None and (
@@ -267,6 +267,8 @@ def draw(family: Family, sizes: dict, flags: dict, lists: dict, tries: int = 0) 
             given[name] = rand.choice([*values, 2, 3, 4]) if default is None else rand.randint(1, 6)
             if default is None and re.search("dim|size|rank|width|inner|n_embd", name):
                 given[name] = 32 * rand.choice((1, 2, 3, 5, 7, 11, 13))
+        elif name.endswith("layers"):
+            given[name] = rand.randint(0, layers)
         elif re.search("group", name):
             given[name] = default * rand.choice((1, 1, 2))
         elif re.search("key_value_heads|kv_heads", name) and rand.random() < 0.5:
@@ -610,6 +612,8 @@ def defaults_of(family: Family, builds: list[Build], needed: set[str]) -> dict[s
 
 def default_of(family: Family, name: str, free: list[Build]) -> Any:
     """The rule of one attribute."""
+    if any(isinstance(b[1][name], list) for b in free):  # none beside lists: another list says it
+        free = [b for b in free if b[1][name] is not None]
     values = [b[1][name] for b in free]
     if not values or (all(v == values[0] for v in values) and not (isinstance(values[0], list) and len(values[0]) > 3)):
         return values[0] if values else None
