@@ -3,10 +3,15 @@
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.arguments import launched_ranks, parse, split
+from shardwise.interop.reading.arguments import launched_ranks, parse
+from shardwise.interop.reading.shell import commands
 
 SHORT = {"-tp": "tensor_parallel_size"}
 ALONE = frozenset({"bf16", "enforce_eager"})
+
+
+def split(text):
+    return [word for command in commands(text) for word in command.words]
 
 
 def flags(text):

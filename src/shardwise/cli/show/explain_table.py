@@ -67,6 +67,7 @@ class CacheRoom:
     tokens: int | None
     length: int | None
     sequences: int | None
+    warning: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -75,6 +76,7 @@ class CacheRoom:
             "cache_bytes_per_token_per_gpu": self.a_token,
             "cache_bytes_per_gpu": self.room,
             "cache_tokens": self.tokens,
+            "warning": self.warning or None,
             "longest_sequences": self.tokens // self.length if self.tokens is not None and self.length else None,
         }
 
@@ -90,6 +92,7 @@ class CacheRoom:
         results.append(
             f"  {format_bytes(self.room)} left for the cache, workspace and graphs apart: {self.tokens:,} tokens"
         )
+        results += [self.warning] if self.warning else []
         if self.length:
             results.append(f"  at most {self.tokens // self.length:,} sequences of {self.length:,} tokens at a time")
         if self.sequences:
@@ -103,14 +106,22 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
     """Memory, traffic and time of a step, the time where there is a profile of the engine. Raises `UserError` where the
     layout does not suit the model, the batch or the cluster."""
     from shardwise.predict import estimate
+    from shardwise.predict.memory.engine_settings import EngineSettings
+    from shardwise.predict.traffic.slow_links import tensor_warning
     from shardwise.report.timing_table import binding
 
+    if reading.unpriced:
+        return Training(model, None, reading.unpriced)
     assert reading.seq and reading.batch
     workload = Workload(seq=reading.seq, batch=reading.batch, optimizer=reading.optimizer or DEFAULT)
     check(reading.layout, model, workload, cluster.devices if cluster else None)
     try:
         engine = PROFILES.get(reading.engine)
-        report = estimate(model, reading.layout, workload, cluster, engine=engine)
+        settings = EngineSettings(modules=reading.recomputed)
+        report = estimate(model, reading.layout, workload, cluster, engine=engine, settings=settings)
+        parts = report.timing["parts"] if report.timing else {}
+        slow = tensor_warning(cluster, reading.layout.tp, parts, "the step") if cluster else None
+        report = replace(report, notes=(*([slow] if slow else []), *report.notes))
         if engine is None and report.timing:
             note = f"no time of a step: there is no profile of what {reading.engine} overlaps and fuses"
             bound = (f"as shardwise would run it, {line}" for line in binding(report.timing))
@@ -124,6 +135,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     """Room for the cache. Raises `UserError` where the heads cannot be split so, and where the weights alone do not
     fit."""
     from shardwise.predict.time.serving import ServingLayout, cache_bytes_per_token, weight_bytes
+    from shardwise.predict.traffic.slow_links import tensor_warning
 
     assert reading.served
     served, layout = reading.served, reading.layout
@@ -135,12 +147,13 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     if memory is None:
         return CacheRoom(model, weights, a_token, None, None, length, served.sequences)
     room = memory * served.memory - weights
+    slow = tensor_warning(cluster, layout.tp, {}, "") if cluster else None
     if room <= a_token:
         raise UserError(
             f"{model.name} does not fit: {format_bytes(weights)} of weights on each GPU, of which {served.memory:.0%} "
             f"of {format_bytes(memory)} may be used; split it over more GPUs, or store it in fewer bits"
         )
-    return CacheRoom(model, weights, a_token, room, int(room / a_token), length, served.sequences)
+    return CacheRoom(model, weights, a_token, room, int(room / a_token), length, served.sequences, slow or "")
 
 
 def _moved(report: StepReport) -> list[str]:

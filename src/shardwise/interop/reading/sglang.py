@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from shardwise.errors import UserError
-from shardwise.interop.reading.arguments import dashed, parse
+from shardwise.interop.reading.arguments import dashed
 from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import Known, known, rows
 from shardwise.interop.reading.settings import Reading, ServerSettings
+from shardwise.interop.reading.vllm import attention_dp, check_count
 from shardwise.layout import Layout
 
 _KEYS = rows("sglang", "layout")
 
 
-def read(words: list[str], ranks: int | None) -> Reading:
+def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
     """Layout of the arguments. ranks: of the cluster.
 
     Raises `UserError` where there are fewer than the degrees need, and for values that SGLang rejects.
     """
     alone, harmless = known("sglang", "alone"), known("sglang")
-    arguments = parse(words, rows("sglang", "short"), alone.keys)
-    fields = ConfigFields(arguments.flags, Known(alone.keys | harmless.keys, ()), shown=dashed)
+    short = {name.lstrip("-").replace("-", "_"): key for name, key in rows("sglang", "short").items()}
+    fields = ConfigFields(
+        {short.get(key, key): value for key, value in data.items()}, Known(alone.keys | harmless.keys, ()), shown=dashed
+    )
     tp, pp, dp, ep = (fields.integer(_KEYS[key], 1) for key in ("tp", "pp", "dp", "ep"))
-    if fields.flag("enable_dp_attention"):
-        fields.fact("--enable-dp-attention: attention's replicas share experts; counted as replicas that do not")
     if fields.flag("enable_ep_moe"):
         ep = tp
-    if ranks is not None and tp * pp * dp > ranks:
-        raise UserError(f"tensor x pipeline x data parallel = {tp * pp * dp} GPUs, but there are {ranks}")
-    if ranks is not None and tp * pp * dp < ranks:
-        fields.note(f"{tp * pp * dp} of the {ranks} GPUs are used")
+    shared = fields.flag("enable_dp_attention")
+    check_count(fields, tp * pp * (1 if shared else dp), ranks)
     dtype = fields.word(_KEYS["precision"], "auto").lower()
     wide = dtype in ("float", "float32")
     model = fields.word("model_path") or None
-    layout = Layout(dp=dp, tp=tp, pp=pp, ep=ep, precision="fp32" if wide else "bf16")
+    precision = "fp32" if wide else "bf16"
+    layout = Layout(dp=dp, tp=tp, pp=pp, ep=ep, precision=precision)
+    if shared:
+        layout = attention_dp(fields, tp, dp, pp, ep, precision)
     return fields.reading("SGLang", layout, model=model, served=_served(fields, wide))
 
 
