@@ -39,7 +39,7 @@ def test_standard_output_is_the_file_alone(command):
         (["dp=8", *TRAIN, "--for", "megatro"], "no engine 'megatro'; did you mean megatron?"),
         (["dp=8", *TRAIN, "--for", "vllm"], "vLLM serves: give --prompt"),
         (["dp=8", *SERVE, "--for", "megatron"], "Megatron-LM trains: give --seq"),
-        (["dp=8", "--model", "llama-3-8b", "--for", "deepspeed"], "DeepSpeed trains and needs --seq and --batch"),
+        (["dp=8", *SERVE, "--seq", 64, "--for", "deepspeed"], "DeepSpeed trains: give --seq"),
         (["dp=8", "--model", "gemma-2-9b", "--seq", 64, "--batch", 8, "--for", "megatron"], "express gemma-2-9b"),
         (["dp=8", "--model", "llama", "--for", "vllm"], "no model 'llama'"),
         (["dp=0", *TRAIN, "--for", "vllm"], "dp must be a positive integer"),

@@ -39,8 +39,8 @@ def test_arguments(text, engine):
         (["."], None, "no file"),
         (["foo bar"], None, "no engine is recognized"),
         (["vllm serve x"], "vlm", "no engine 'vlm'"),
-        (["a b"], "deepspeed", "one of train_batch_size"),
-        (["a b"], "accelerate", "one of train_batch_size") ,
+        (["a b"], "deepspeed", "its configuration file"),
+        (["a b"], "accelerate", "its configuration file"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(config, engine, line):

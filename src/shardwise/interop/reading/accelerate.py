@@ -208,7 +208,10 @@ def _deepspeed(top: ConfigFields, processes: int, other: FileReader, trainer: Ma
     mixed = top.word("mixed_precision", "no", ("no", "fp16", "bf16", "fp8")).lower()
     ulysses = _ulysses(top, processes)
     if name := table.word("deepspeed_config_file"):
-        said = deepspeed.settings_of(trainer) | {"bf16": mixed == "bf16", "fp16": mixed == "fp16"}
+        said = (deepspeed.settings_of(ConfigFields(trainer)) if trainer else {}) | {
+            "bf16": mixed == "bf16",
+            "fp16": mixed == "fp16",
+        }
         file = deepspeed.filled(other(name), **said)
         return deepspeed.within(top, "accelerate with DeepSpeed", deepspeed.read({**file, **ulysses}, processes))
     stage = table.integer("zero_stage", 2, least=0)

@@ -51,15 +51,14 @@ def filled(data: Mapping[str, Any], **trainer: Any) -> dict[str, Any]:
     return result
 
 
-def settings_of(trainer: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(trainer: ConfigFields) -> dict[str, Any]:
     """What the arguments of Hugging Face's trainer fill in."""
-    fields = ConfigFields(trainer)
     return {
-        "bf16": fields.flag("bf16"),
-        "fp16": fields.flag("fp16"),
-        "micro": fields.integer("per_device_train_batch_size", 8) if trainer else None,
-        "steps": fields.integer("gradient_accumulation_steps", 1) if trainer else None,
-        "clip": fields.number("max_grad_norm", 1.0) if trainer else None,
+        "bf16": trainer.flag("bf16"),
+        "fp16": trainer.flag("fp16"),
+        "micro": trainer.integer("per_device_train_batch_size", 8),
+        "steps": trainer.integer("gradient_accumulation_steps", 1),
+        "clip": trainer.number("max_grad_norm", 1.0),
     }
 
 

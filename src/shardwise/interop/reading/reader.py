@@ -113,11 +113,15 @@ def _read(engine: str, source: Source, ranks: int | None, precision: str | None)
         data = _table(engine, source, words)
         if engine == "accelerate":
             named = head.pop("config_file", None)
+            if not (named or head):
+                raise UserError("accelerate is read from its configuration file, or from accelerate launch's flags")
             settings = accelerate.merged(source.file(named) if isinstance(named, str) else {}, head)
             trainer = dialects.trainer_of(program_of(source.words)[0], _table("transformers", source, words))
             reading = accelerate.read(settings, ranks, source.file, trainer)
             default = "accelerate's own file of that machine fills in what this does not say"
             return reading if named else replace(reading, unsettled=(*reading.unsettled, default))
+        if engine == "deepspeed" and not set(data) & set(rows("recognized", "keys")["deepspeed"].split()):
+            raise UserError("DeepSpeed is read from its configuration file: give that, or a command that names it")
     if precision and engine != "deepspeed":
         raise UserError("--precision says what DeepSpeed's file leaves to a trainer; leave it out here")
     if precision:

@@ -40,7 +40,9 @@ def read(data: Mapping[str, Any], ranks: int | None, other: FileReader, title: s
     recompute = {"recompute": "full"} if arguments.flag(_KEYS["recompute"]) else {}
     _remarks(top, arguments, said["seq"])
     if arguments.given("deepspeed"):
-        return _deepspeed(top, data[TABLES[1]], ranks, other, title, recompute, said)
+        inner = _deepspeed(arguments, ranks, other)
+        inner = replace(inner, layout=replace(inner.layout, **recompute))
+        return deepspeed.within(top, f"{title} with DeepSpeed", inner, **said)
     words = _sizes(sizes, ranks, arguments, other) | recompute
     words["micro"] = arguments.integer(_KEYS["micro"], 8)
     half = [sizes.flag(_KEYS["precision"]), arguments.flag("bf16"), arguments.flag("fp16")]
@@ -67,21 +69,13 @@ def _remarks(top: ConfigFields, arguments: ConfigFields, seq: int | None) -> Non
     arguments.given("gradient_checkpointing_kwargs")
 
 
-def _deepspeed(
-    top: ConfigFields, arguments: Mapping[str, Any], ranks: int | None, other: FileReader, title: str,
-    recompute: dict[str, str], said: dict[str, Any],
-) -> Reading:  # fmt: skip
+def _deepspeed(arguments: ConfigFields, ranks: int | None, other: FileReader) -> Reading:
     """DeepSpeed's file that the arguments name, with their values where it says "auto"."""
-    named = arguments["deepspeed"]
-    file = named if isinstance(named, Mapping) else other(str(named))
-    fields = ConfigFields(arguments)
-    if any(fields.given(key) for key in ("fsdp", "fsdp_config")):
+    named = arguments.value("deepspeed")
+    if any(arguments.given(key) for key in ("fsdp", "fsdp_config")):
         raise UserError("deepspeed and fsdp are both given; the trainer takes one of them")
-    inner = deepspeed.read(deepspeed.filled(file, **deepspeed.settings_of(arguments)), ranks)
-    inner = replace(inner, layout=replace(inner.layout, **recompute))
-    for key in ("bf16", "fp16", _KEYS["micro"], "gradient_accumulation_steps", "max_grad_norm"):
-        top.table(TABLES[1]).given(key)
-    return deepspeed.within(top, f"{title} with DeepSpeed", inner, **said)
+    file = named if isinstance(named, Mapping) else other(str(named))
+    return deepspeed.read(deepspeed.filled(file, **deepspeed.settings_of(arguments)), ranks)
 
 
 def _sizes(sizes: ConfigFields, ranks: int | None, arguments: ConfigFields, other: FileReader) -> dict[str, Any]:
