@@ -1,4 +1,4 @@
-"""Inputs in the shape that people publish: each gives the layout that its engine would run, or says what is in doubt."""
+"""Inputs as people publish them: each gives the layout that its engine would run, or says what is in doubt."""
 
 import json
 
@@ -152,7 +152,8 @@ def test_recomputed_modules_are_as_listed(modules, recompute, beside):
 
 RL = (
     "python3 train.py --actor-num-nodes 2 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 4 "
-    "--pipeline-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 --sglang-mem-fraction-static 0.7"
+    "--pipeline-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 "
+    "--sglang-mem-fraction-static 0.7"
 )
 
 
@@ -182,7 +183,8 @@ def test_torchtitan_follows_its_file(reading, name, script):
 
 
 def test_flags_come_before_the_file(reading):
-    script = "torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file t.toml --parallelism.tensor_parallel_degree 4"
+    script = "torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file t.toml "
+    script += "--parallelism.tensor_parallel_degree 4"
     assert str(
         reading("a.sh", script, None, {"t.toml": TP8.replace("shard_degree = 1", "shard_degree = 2")}).layout
     ) == ("dp=2,tp=4,zero=3,sp,recompute=full")
@@ -207,19 +209,19 @@ def test_torchtitan_of_0_1(reading):
 
 
 SERVERS = [
-    ("sglang", "python -m sglang.launch_server --model-path x/y --tp 8 --dp 8 --enable-dp-attention", "dp=8,ep=8", "dp"),
-    ("sglang", "sglang serve --model x/y --tp-size 16 --dp-size 4 --enable-dp-attention --ep 16", "dp=4,tp=4,ep=16", ""),
-    ("sglang", "docker run --gpus all -p 3:3 lmsysorg/sglang:v0.5 python3 -m sglang.launch_server --tp 2 --model x", "tp=2", ""),
-    ("vLLM", "vllm serve x/y --data-parallel-size 8 --enable-expert-parallel --quantization fp8", "dp=8,ep=8", ""),
-    ("vLLM", "docker run --gpus all --ipc=host -v a:b vllm/vllm-openai:latest --model x/y -tp 4", "tp=4", ""),
-    ("vLLM", "nohup python3 -m vllm.entrypoints.openai.api_server --model x/y -tp 2 -pp 2 > log 2>&1 &", "tp=2,pp=2", ""),
-    ("vLLM", "CUDA_VISIBLE_DEVICES=0,1 bash -lc 'vllm serve x/y --tensor_parallel_size 2'", "tp=2", ""),
-    ("TensorRT-LLM", "trtllm-serve x/y --tp_size 8 --ep_size 8 --max_batch_size 64", "tp=8,ep=8", ""),
+    ("sglang", "python -m sglang.launch_server --model-path x/y --tp 8 --dp 8 --enable-dp-attention", "dp=8,ep=8"),
+    ("sglang", "sglang serve --model x/y --tp-size 16 --dp-size 4 --enable-dp-attention --ep 16", "dp=4,tp=4,ep=16"),
+    ("sglang", "docker run -p 3:3 lmsysorg/sglang:v0.5 python3 -m sglang.launch_server --tp 2 --model x", "tp=2"),
+    ("vLLM", "vllm serve x/y --data-parallel-size 8 --enable-expert-parallel --quantization fp8", "dp=8,ep=8"),
+    ("vLLM", "docker run --gpus all --ipc=host -v a:b vllm/vllm-openai:latest --model x/y -tp 4", "tp=4"),
+    ("vLLM", "nohup python3 -m vllm.entrypoints.openai.api_server --model x/y -tp 2 -pp 2 > log 2>&1 &", "tp=2,pp=2"),
+    ("vLLM", "CUDA_VISIBLE_DEVICES=0,1 bash -lc 'vllm serve x/y --tensor_parallel_size 2'", "tp=2"),
+    ("TensorRT-LLM", "trtllm-serve x/y --tp_size 8 --ep_size 8 --max_batch_size 64", "tp=8,ep=8"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("engine", "text", "layout", "_"), SERVERS)
-def test_servers(engine, text, layout, _):
+@pytest.mark.parametrize(("engine", "text", "layout"), SERVERS)
+def test_servers(engine, text, layout):
     found = read([text])
     assert (found.engine.lower(), str(found.layout)) == (engine.lower(), layout)
     assert found.model in ("x/y", "x") and not found.unknown
@@ -348,7 +350,8 @@ fsdp_config: {fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer}
         ("full_shard auto_wrap", "shard_grad_op", "dp=8,zero=2,micro=2,recompute=full,grads=fp32"),
         ("full_shard auto_wrap", "[full_shard, offload]",
          "dp=8,zero=3,micro=2,recompute=full,offload=cpu,offload_params=cpu,grads=fp32"),
-        ("fsdp: full_shard auto_wrap\nfsdp_config: {", "fsdp: true\nfsdp_config: {version: 2, reshard_after_forward: false, ",
+        ("fsdp: full_shard auto_wrap\nfsdp_config: {",
+         "fsdp: true\nfsdp_config: {version: 2, reshard_after_forward: no, ",
          "dp=8,zero=2,micro=2,recompute=full,grads=fp32"),
     ],
 )  # fmt: skip
@@ -450,7 +453,8 @@ def test_parameters_alone_offloaded(reading, home):
 
 
 def test_deepspeed_files_as_hjson(reading):
-    text = '{\n  # comment: "x"\n  train_batch_size: 64  // all\n  "bf16": {"enabled": true,},\n  zero_optimization: {stage: 2}\n}'
+    text = '{\n  # comment: "x"\n  train_batch_size: 64  // all\n  "bf16": {"enabled": true,},\n'
+    text += "  zero_optimization: {stage: 2}\n}"
     assert str(reading("ds.json", text, 8).layout) == "dp=8,zero=2,micro=8"
     text = '{"train_batch_size": 64, /* a\n b */ "zero_optimization": {"stage": 1},\n "url": "http://x#y",}'
     found = reading("ds.json", text, 8)
@@ -475,10 +479,12 @@ def test_containers(reading):
     assert (str(found.layout), found.model, found.unsettled) == ("tp=4", "x/y", ())
     found = reading("k8s.yaml", "kind: Service\n---\n" + KUBERNETES.format(3, "[]", '["--model", "x/y", "-tp", "2"]'))
     assert str(found.layout) == "tp=2" and any("3 replicas" in one for one in found.unsettled)
-    compose = "services:\n  llm:\n    image: lmsysorg/sglang\n    command: python3 -m sglang.launch_server --model-path x/y --tp 2\n"
+    compose = (
+        "services:\n  llm:\n    image: lmsysorg/sglang\n    command: python3 -m sglang.launch_server --model x --tp 2\n"
+    )
     found = reading("compose.yaml", compose)
     assert (found.engine, str(found.layout)) == ("SGLang", "tp=2")
-    ray = "applications:\n- args:\n    llm_configs:\n    - engine_kwargs: {tensor_parallel_size: 8, max_model_len: 4096}\n"
+    ray = "applications:\n- args:\n    llm_configs:\n    - engine_kwargs: {tensor_parallel_size: 8}\n"
     assert str(reading("serve.yaml", ray).layout) == "tp=8"
 
 

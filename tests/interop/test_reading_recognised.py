@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.interop import ENGINES, read
-from shardwise.interop.reading.arguments import parse
 from shardwise.interop.reading import deepspeed, megatron, sglang, torchrun, torchtitan, transformers, vllm
+from shardwise.interop.reading.arguments import parse
 
 
 @pytest.mark.parametrize(

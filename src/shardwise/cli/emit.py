@@ -1,8 +1,8 @@
 """A layout as the configuration of another engine: a file, or a script with the command.
 
-Training engines take --seq and --batch (assumed as plan does where they are left out), servers (vllm and sglang) --prompt, --output and --concurrency. What an engine
-cannot express is an error with the nearest layout that it can; what its files leave to your code is a comment.
-`shardwise explain` reads the file back.
+Training engines take --seq and --batch (where they are left out, usual ones, as in plan), servers (vllm and sglang)
+--prompt, --output and --concurrency. What an engine cannot express is an error with the nearest layout that it can;
+what its files leave to your code is a comment. `shardwise explain` reads the file back.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.set and writer.loads_model:
         raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
     model, layout = change(resolve(args.model), ",".join(args.set)), Layout.parse(args.layout)
-    workload, assumed = Workload(**given(args, Workload)), ()
+    workload, assumed = Workload(**given(args, Workload)), tuple[str, ...]()
     if not writer.serves and all(getattr(args, name) is None for name in SERVING):
         workload, assumed = workload_of(args, model, layout.dp * layout.micro)
     request = WriteRequest(

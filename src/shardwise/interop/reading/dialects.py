@@ -23,10 +23,8 @@ def llamafactory(data: Mapping[str, Any], ranks: int | None, other: FileReader) 
     `UserError` as their readers."""
     if not any(key.endswith("_model_parallel_size") or key == "use_mca" for key in data):
         return transformers.read(trainer_of("llamafactory", data), ranks, other, "LLaMA-Factory")
-    own = rows("recognized", "keys")["llamafactory"].split()
-    flags = renamed(
-        {key: data[key] for key in data if key not in own or key == "cutoff_len"}, rows("llamafactory", "megatron")
-    )
+    own = set(rows("recognized", "keys")["llamafactory"].split()) - {"cutoff_len"}
+    flags = renamed({key: data[key] for key in data if key not in own}, "llamafactory", "megatron")
     model = flags.pop("model_name_or_path", None)
     reading = megatron.read({"recompute_method": "uniform"} | flags, ranks)
     return replace(reading, engine="LLaMA-Factory with Megatron-Core", model=model)
@@ -36,7 +34,7 @@ def trainer_of(engine: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a dialect's trainer by transformers' names; others' as they are."""
     if engine not in ("axolotl", "llamafactory"):
         return dict(data)
-    table = renamed(data, rows(engine, "renamed"))
+    table = renamed(data, engine)
     if engine == "axolotl" and table.get("bf16", "auto") == "auto" and not table.get("fp16"):
         table["bf16"] = True
     return table
@@ -45,7 +43,7 @@ def trainer_of(engine: str, data: Mapping[str, Any]) -> dict[str, Any]:
 def tensorrt_llm(data: Mapping[str, Any], ranks: int | None) -> Reading:
     """Flags of trtllm-serve, or the YAML of its LLM API. Names: NVIDIA/TensorRT-LLM 1.0, llmapi/llm_args.py. Raises
     `UserError` where there are fewer GPUs than the degrees need."""
-    fields = ConfigFields(renamed(data, rows("tensorrt-llm", "renamed")), known("tensorrt-llm"))
+    fields = ConfigFields(renamed(data, "tensorrt-llm"), known("tensorrt-llm"))
     tp, pp = (fields.integer(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline"))
     ep = fields.integer("moe_expert_parallel_size", 1)
     fields.given("moe_tensor_parallel_size")

@@ -38,17 +38,16 @@ def known(engine: str, table: str = "top") -> Known:
     return Known(frozenset(found.get("keys", "").split()), tuple(found.get("prefixes", "").split()))
 
 
-def renamed(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A table with other names for its keys. names: old -> new; a dotted name is the key of a table in it."""
+def renamed(data: Mapping[str, Any], engine: str, table: str = "renamed") -> dict[str, Any]:
+    """A table with the names that another engine's reader has for its keys; a dotted one is the key of a table."""
     result: dict[str, Any] = {key: dict(one) if isinstance(one, Mapping) else one for key, one in data.items()}
-    for old, new in names.items():
-        table, _, key = old.rpartition(".")
-        source = result.get(table, {}) if table else result
-        if not isinstance(source, dict) or key not in source:
-            continue
-        value = source.pop(key)
-        table, _, key = new.rpartition(".")
-        goal = result.setdefault(table, {}) if table else result
-        if isinstance(goal, dict):
-            goal.setdefault(key, value)
+    for old, _, new in (pair.partition("=") for pair in rows(engine, table)["keys"].split()):
+        place, _, key = old.rpartition(".")
+        source = result.get(place) if place else result
+        if isinstance(source, dict) and key in source:
+            value = source.pop(key)
+            place, _, key = new.rpartition(".")
+            goal = result.setdefault(place, {}) if place else result
+            if isinstance(goal, dict):
+                goal.setdefault(key, value)
     return result

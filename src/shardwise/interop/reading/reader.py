@@ -24,7 +24,7 @@ from shardwise.interop.reading.recognized import UNREAD, engine_of, names, progr
 from shardwise.interop.reading.settings import FileReader, Reading
 from shardwise.interop.reading.source import Source, sources
 
-ENGINES = tuple(rows("recognized", "readers"))
+ENGINES = tuple(rows("recognized", "readers")["engines"].split())
 
 _READERS: dict[str, Callable[[Mapping[str, Any], int | None, FileReader], Reading]] = {
     "vllm": lambda data, ranks, _: vllm.read(data, ranks),

@@ -56,5 +56,5 @@ def unknown(engine: str = "") -> UserError:
     """The error for an input that nothing here reads."""
     if engine:
         return UserError(f"this is {UNREAD[engine]}")
-    engines = ", ".join(rows("recognized", "readers"))
+    engines = ", ".join(rows("recognized", "readers")["engines"].split())
     return UserError(f"no engine is recognized in this; say which with --engine: {engines}")

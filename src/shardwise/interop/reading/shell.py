@@ -26,7 +26,7 @@ _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _OPENS = ("if", "case", "for", "while", "until", "select")
 _CLOSES = ("fi", "esac", "done")
 _KEYWORDS = ("then", "do", "else", "elif", "{", "}", "!", "time", "exec", "eval", "nohup", "env", "sudo")
-_PRINTS = frozenset("echo printf : pip grep pkill pgrep tee ssh-keygen".split())
+_PRINTS = frozenset(["echo", "printf", ":", "pip", "grep", "pkill", "pgrep", "tee", "ssh-keygen"])
 """Commands whose arguments may look like another command."""
 
 
@@ -44,7 +44,8 @@ def commands(text: str) -> list[Command]:
     last one. Raises `UserError` for quotes that are not closed."""
     shell = _Shell()
     text = _HEREDOC.sub(lambda match: match[3], text.replace("\r\n", "\n"))
-    found, before = [], [""]
+    found: list[Command] = []
+    before = [""]
     for words, end in _statements(text):
         # [ -n "$X" ] && TP=8 is a branch, too.
         branch = before[0] in ("[", "[[", "test") and before[-1] in ("&&", "||")

@@ -9,6 +9,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,16 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         for pattern, instead in _HJSON:
-            either = re.compile(rf'("(?:[^"\\\n]|\\.)*")|{pattern}', re.DOTALL)
-            text = either.sub(lambda match, to=instead: match[1] or match.expand(to), text)
+            text = re.sub(rf'("(?:[^"\\\n]|\\.)*")|{pattern}', partial(_outside, instead), text, flags=re.DOTALL)
         try:
             return json.loads(text)
         except ValueError:
             raise error from None
+
+
+def _outside(instead: str, match: re.Match[str]) -> str:
+    """A text as it is, and `instead` for what is outside texts."""
+    return match[1] or match.expand(instead)
 
 
 def _contained(node: Any, folder: Path, replicas: int = 1, depth: int = 0) -> Iterator[Source]:
@@ -159,25 +164,24 @@ def _called(text: str, path: Path) -> list[Source]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UserError(f"{path} is not valid Python") from None
-    calls, modules, values = rows("python", "calls"), {}, {}
+    packages, calls = rows("python", "packages"), rows("python", "calls")["names"].split()
+    modules: dict[str, str] = {}
+    values: dict[str, ast.expr | None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom | ast.Import):
             root = (getattr(node, "module", None) or node.names[0].name).partition(".")[0]
-            modules |= {(alias.asname or alias.name): (root, alias.name) for alias in node.names}
+            modules |= {(alias.asname or alias.name): root for alias in node.names}
         elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             values[name] = None if name in values else node.value
     found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = ast.unparse(node.func).split(".")
-        root, original = modules.get(name[0], ("", ""))
-        engine = calls.get(f"{root}.{name[-1] if len(name) > 1 else original}")
-        if engine:
-            table = {one.arg: _constant(one.value, values) for one in node.keywords if one.arg}
-            table |= {"model": _constant(node.args[0], values)} if node.args else {}
-            spread = ("a dictionary of arguments (**) is not read",) * any(one.arg is None for one in node.keywords)
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        parts = ast.unparse(call.func).split(".")
+        if (engine := packages.get(modules.get(parts[0], ""))) and parts[-1] in calls:
+            table = {one.arg: _constant(one.value, values) for one in call.keywords if one.arg}
+            if call.args and engine != "transformers":
+                table["model"] = _constant(call.args[0], values)
+            spread = ("a dictionary of arguments (**) is not read",) * any(one.arg is None for one in call.keywords)
             found.append(Source(table, folder=path.parent, engine=engine, open=spread))
     if not found:
         raise UserError(f"{path} is a Python program without a call that is known here: {', '.join(calls)}")

@@ -22,11 +22,12 @@ _POLICY = "activation-checkpoint:"
 def read(data: Mapping[str, Any] | list[str], ranks: int | None, base: Mapping[str, Any] | None = None) -> Reading:
     """Layout of a file or of arguments. base: the file that the arguments name; theirs come first. Raises `UserError`
     where the degrees do not multiply to the number of processes, or leave one open that nothing tells."""
+    preset = ""
     if isinstance(data, list):
         flags = parse([word for word in data if not word.startswith(_POLICY)], {}, frozenset()).flags
         ranks = ranks or launched_ranks(flags)
         policies = [word.removeprefix(_POLICY).replace("-", "_") for word in data if word.startswith(_POLICY)]
-        flags.pop("job.config_file", None)
+        preset = flags.get("config", "")
         data = _nested(flags) | ({"activation_checkpoint": {"mode": policies[-1]}} if policies else {})
         for section, table in (base or {}).items():
             data[section] = {**table, **data.get(section, {})} if isinstance(table, Mapping) else table
@@ -44,6 +45,8 @@ def read(data: Mapping[str, Any] | list[str], ranks: int | None, base: Mapping[s
         top.fact(f"{batch // (local * words['dp'])} local batches are accumulated in a step")
     model = top.table("model", known("torchtitan", "model"))
     named = _model(model)
+    if preset and not (training.given("seq_len") or training.given("max_context_length")):
+        top.unsettle(f"what is not given here is in torchtitan's preset {preset}, which is not read")
     if model.given("converters") and (converters := data["model"]["converters"]):
         top.fact(f"converters {converters}: matrix products in narrow types; weights and activations count as 16 bits")
     return top.reading("torchtitan", Layout(**words), seq=seq, batch=batch, model=named)
@@ -51,11 +54,16 @@ def read(data: Mapping[str, Any] | list[str], ranks: int | None, base: Mapping[s
 
 def _by_new_names(data: Mapping[str, Any]) -> dict[str, Any]:
     """A file of 0.1 by the names since 0.2."""
-    table = renamed(data, rows("torchtitan", "renamed"))
-    old, parallel = data.get("experimental"), table.get("parallelism")
-    if isinstance(old, Mapping) and "pipeline_parallel_degree" in old and isinstance(parallel, dict):
+    table = renamed(data, "torchtitan")
+    parallel = table.setdefault("parallelism", {})
+    for section in (table.get("training"), table.get("experimental")):
+        if isinstance(section, dict) and isinstance(parallel, dict):
+            for key in [key for key in section if "_parallel_" in str(key)]:
+                parallel.setdefault(key, section.pop(key))
+    began = data.get("experimental")
+    if isinstance(began, Mapping) and "pipeline_parallel_degree" in began and isinstance(parallel, dict):
         # Its local batch is cut into as many micro-batches as stages unless their number is given.
-        parallel.setdefault("num_pp_microbatches", parallel.get("pipeline_parallel_degree"))
+        parallel.setdefault("num_pp_microbatches", began["pipeline_parallel_degree"])
     return table
 
 

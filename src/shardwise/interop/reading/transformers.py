@@ -32,12 +32,12 @@ def read(data: Mapping[str, Any], ranks: int | None, other: FileReader, title: s
     top = ConfigFields(data, known("transformers"))
     sizes = top.table(TABLES[0], known("transformers", "distributed"))
     arguments = top.table(TABLES[1], known("transformers", "arguments"))
-    said = {
+    said: dict[str, Any] = {
         "model": arguments.word("model_name_or_path") or None,
         "seq": next((size for key in _LENGTHS if (size := arguments.integer(key))), None),
         "optimizer": "sgd" if arguments.word("optim", "adamw_torch").lower() == "sgd" else None,
     }
-    recompute = {"recompute": "full"} if arguments.flag(_KEYS["recompute"]) else {}
+    recompute: dict[str, Any] = {"recompute": "full"} if arguments.flag(_KEYS["recompute"]) else {}
     _remarks(top, arguments, said["seq"])
     if arguments.given("deepspeed"):
         inner = _deepspeed(arguments, ranks, other)
