@@ -152,11 +152,11 @@ def test_quantised_weights():
     h200 = float(re.search(r"one (\d+) GB H200", claim.says)[1])
     assert table["int4"][2] > shown("int-weights").values["h200"] > h200
     # As stored, with scales and zeros: what `plan --serve` counts.
-    assert shown("int-weights").values["stored"].split(" / ")[2] == "259"
-    stored = weight_bytes(get("llama-3-405b"), ServingLayout("int4"))
+    assert shown("int-weights").values["stored"].split(" / ")[2] == "217"
+    stored = weight_bytes(get("llama-3-405b"), ServingLayout("int4-g128z"))
     work = Workload(prompt=64, output=64, concurrency=1)
     plan = plan_serving(get("llama-3-405b"), Cluster.parse("2xH200"), work, by="cost")
-    planned = min(one.devices * one.held for one in plan.ranked if one.weights == "int4")
+    planned = min(one.devices * one.weight_bytes for one in plan.ranked if one.weights == "int4")
     assert planned == pytest.approx(stored, rel=0.01)
 
 

@@ -37,15 +37,15 @@ def ring_sums(nbytes: float, ranks: int, bandwidth: float) -> float:
     "int-weights",
     "quoted.tokens.stored_bytes",
     "predict.time.serving.weight_bytes",
-    text="fp16 {fp16} GB, int8 {int8} GB, int4 {int4} GB; as stored, with a scale and a zero of 16 bits for each group "
-    "of 32 and tables in 16 bits, int4 {stored} GB; 405B in int4 in an H200 of {h200:.0f} GB: {fits}",
+    text="fp16 {fp16} GB, int8 {int8} GB, int4 {int4} GB; as stored, with a scale of 16 bits and a zero of 4 for each "
+    "group of 128 and tables in 16 bits, int4 {stored} GB; 405B in int4 in an H200 of {h200:.0f} GB: {fits}",
 )
 def _quantised_weights(inputs: Inputs) -> Values:
     from shardwise.predict.time.serving import ServingLayout, weight_bytes
 
     names = ("llama-3-8b", "llama-3-70b", "llama-3-405b")
     models = [count(get(name)) for name in names]
-    kept = " / ".join(f"{weight_bytes(get(name), ServingLayout('int4')) / GB:.0f}" for name in names)
+    kept = " / ".join(f"{weight_bytes(get(name), ServingLayout('int4-g128z')) / GB:.0f}" for name in names)
     table = {dtype: [stored_bytes(n, dtype) / GB for n in models] for dtype in ("float16", "int8", "int4")}
     memory = (lookup("H200").device.memory_bytes or 0) / GB
     shown = {dtype.replace("float", "fp"): " / ".join(f"{gb:.0f}" for gb in row) for dtype, row in table.items()}

@@ -70,7 +70,7 @@ def _request(engine: str, generator: random.Random) -> WriteRequest | None:
     if layout.ranks > MOST_RANKS:
         return None
     if WRITERS[engine].serves:
-        weights = generator.choice(["bfloat16", "float8_e4m3fn", "int4"])
+        weights = generator.choice(["bfloat16", "fp8", "int4-g128z"])
         cache = generator.choice(["bfloat16", "float8_e4m3fn"])
         served = ServerSettings(weights, cache, length=4096, sequences=64, tokens=8192, memory=0.85)
         return WriteRequest(model, layout, served=served)

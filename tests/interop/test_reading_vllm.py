@@ -16,7 +16,7 @@ def test_a_whole_command():
     )
     assert (found.engine, str(found.layout)) == ("vLLM", "tp=4,pp=2")
     assert found.model == "meta-llama/Llama-3.1-70B-Instruct"
-    assert found.served == ServerSettings("int4", "float8_e4m3fn", 32000, 128, 8192, 0.92)
+    assert found.served == ServerSettings("int4-g128z", "float8_e4m3fn", 32000, 128, 8192, 0.92)
     assert found.unknown == () and {"--port", "--served-model-name", "--trust-remote-code"} <= set(found.ignored)
     assert any("--enforce-eager" in note for note in found.notes)
 

@@ -11,11 +11,13 @@ import pytest
 from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.layout import Workload
+from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
+from shardwise.model.formats import stored_bytes
 from shardwise.model.huggingface import read_fields, read_model
 from shardwise.model.parameters import count, count_parts
-from shardwise.model.precision import read_precision, stored_bytes
+from shardwise.model.precision import read_precision
 from shardwise.model.shapes.reader import language_model, read_shapes
 from shardwise.model.shapes.reading import families
 from shardwise.planner.serving import plan_serving
@@ -75,6 +77,9 @@ ABSENT = {
     "internlm2_reward": 7_737_708_544,
     "glm4_9b": 9_399_951_360,
     "phi3_v": 3_821_079_552,
+    "sgl-project/DeepSeek-V4-Flash-FP8": 284_332_230_231,  # as deepseek-ai/DeepSeek-V4-Flash
+    # Tables, 12 x 4 matrices of attention, a dense layer; routers, routed and shared experts of 11; 25 norms.
+    "deepseek_vl2_tiny": 1280 * (2 * 129280 + 12 * 4 * 1280 + 3 * 6848 + 11 * (64 + 64 * 3 * 896 + 3 * 2 * 896) + 25),
 }
 
 
@@ -82,6 +87,28 @@ ABSENT = {
 def test_models_whose_class_transformers_lacks_are_counted_by_the_table(name):
     (row,) = [row for row in ROWS if row["name"] == name]
     assert count(read(row)) == ABSENT[name]
+
+
+def test_a_size_that_no_known_class_reads_is_named():
+    (row,) = [row for row in ROWS if row["name"] == "moonshotai/Kimi-K3"]
+    with pytest.raises(UserError, match="routed_expert_hidden_size=3584: not known for kimi_linear"):
+        read(row)
+
+
+PREDICTING = {
+    # Parameters in the published index beside those of the model: less the corrections of its routers, which are no
+    # parameters of the class.
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 81_324_862_720 - 79_674_391_296,
+    "zai-org/GLM-4.6": 356_785_898_816 - 352_797_814_784 - 90 * 160,
+}
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_layers_for_multi_token_prediction_are_said_apart(name):
+    model = resolve(name)
+    assert model.counted is not None
+    assert model.counted.predicting == PREDICTING[name]
+    assert "for multi-token prediction" in size_words(model)
 
 
 def test_a_vision_model_is_no_language_model():
@@ -129,7 +156,18 @@ PRECISIONS = [
     (FP8, "fp8-block128x128", 1 + 4 / 128**2),
     ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "int4-g128z", 0.5 + 2.5 / 128),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4-g128z", 0.5 + 2.5 / 128),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4-g64", 0.5 + 1 / 64),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4-g64s4", 0.5 + 4 / 64),
+    (
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+        },
+        "nf4-g64",
+        0.5 + (1 + 4 / 256) / 64,
+    ),
+    ({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True}, "int4-g0z", 0.5 + (2 + 0.5) / 4096),
     ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "mxfp4-g32", 0.5 + 1 / 32),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4-g16", 0.5 + 1 / 16),
     (

@@ -160,3 +160,47 @@ def test_a_network_that_is_not_known_is_among_what_was_assumed(network, words):
     one = cases([{**row, "inter_node": network}])[0][0]
     more = [told for told in one.assumed if told not in before.assumed]
     assert (len(more) == 1 and words in more[0]) if words else more == []
+
+
+SERVED = {
+    "source_id": "served", "source": "a server (tensorrt)", "phase": "serve", "model": "Llama 3.1 8B", "hidden": 4096,
+    "layers": 32, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336, "vocab": 128256, "gated_ffn": True,
+    "gpu": "H100-80GB-SXM", "gpus": 1, "tp": 1, "pp": 1, "precision": "FP8", "isl": 200, "osl": 200,
+}  # fmt: skip
+"""A server's row without what it measured."""
+
+
+def test_every_measurement_of_a_serving_row_is_a_question():
+    row = SERVED | {
+        "concurrency": 25, "ttft_ms": 36.34, "itl_ms": 5.19, "latency_ms": 1069.0, "tokens_per_s_total": 4678.88,
+    }  # fmt: skip
+    asked, skipped = cases([row])
+    assert [one.kind for one in asked] == ["first token", "each token", "answer", "rate"] and not skipped
+    found = {one.case.kind: one for one in predict(asked)[0]}
+    first, each, answer = (found[kind].seconds for kind in ("first token", "each token", "answer"))
+    assert first + 199 * each == pytest.approx(answer)
+    assert found["rate"].seconds == pytest.approx(answer / (25 * 200))
+    assert all(abs(one.error) < 0.35 for one in found.values())
+    assert all(sum(one.parts.values()) == pytest.approx(one.seconds) for one in found.values())
+
+
+def test_a_batch_without_a_concurrency_is_one():
+    one, other = (cases([SERVED | {key: 8, "itl_ms": 5.0}])[0][0] for key in ("batch", "concurrency"))
+    assert (one.clients, one.kind) == (other.clients, other.kind) == (8, "each token")
+
+
+def test_ranks_with_sequences_of_their_own():
+    experts = {"moe_experts": 128, "moe_topk": 8, "expert_ffn": 1536, "ffn": 1536, "layers": 94, "kv_heads": 4}
+    row = SERVED | experts | {"gpus": 8, "tp": 8, "ep": 8, "tokens_per_s_total": 15456, "isl": 1000, "osl": 1000}
+    (apart,), (together,) = (cases([row | {"attention_dp": dp}])[0] for dp in (True, False))
+    assert (apart.replicas, apart.serving.tp, apart.serving.ep, apart.serving.expert_tp) == (8, 1, 8, 1)
+    assert (together.replicas, together.serving.tp, together.serving.ep, together.serving.expert_tp) == (1, 8, 8, 1)
+    one = predict([apart])[0][0]
+    assert one.parts["decode experts"] > 0 and abs(one.error) < 0.5
+
+
+@pytest.mark.parametrize("key", ["ttft_ms", "itl_ms", "latency_ms"])
+@pytest.mark.parametrize("value", [0, -1, "fast", True, float("inf")])
+def test_measurements_that_are_none_are_skipped_with_a_reason(key, value):
+    asked, skipped = cases([SERVED | {"concurrency": 4, key: value}])
+    assert not asked and "no measured" in skipped[0].reason

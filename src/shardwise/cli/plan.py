@@ -7,7 +7,8 @@ If no layout fits, it prints what would have to change.
 sequence, the largest batch and micro-batch, or the speedup of more nodes.
 
 --serve finds the best layouts to serve the model, for prompts of --prompt tokens, answers of --output tokens and
---concurrency clients.
+--concurrency clients, or --rate requests per second; and how many devices to read prompts with and to decode with,
+where these have their own.
 
 Without --cluster, plan prints the smallest number of each device of the catalog that fits, with speed and price. With
 several models, a,b,c, it prints one row per model.
@@ -36,6 +37,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.usual_workload import odd_part
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
+from shardwise.predict.cluster_links import link_lines, with_links
 from shardwise.report.time_parts import GROUPS, grouped
 
 if TYPE_CHECKING:
@@ -97,6 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency", type=length_of, metavar="N", help="with --serve: clients that each have one request running"
     )
+    parser.add_argument("--weights", metavar="FORMAT,...", help="with --serve: formats of the weights, such as bf16, "
+                        "fp8, int4-g128z or nvfp4 (all that the engine has)")  # fmt: skip
+    parser.add_argument("--kv-cache", metavar="TYPE", help="with --serve: bf16, fp8, or auto for the engine's own")
+    parser.add_argument("--rate", type=float, metavar="X",
+                        help="with --serve, in place of --concurrency: requests per second")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -167,17 +174,21 @@ TRAINING = (
     "seq", "batch", "fix", "reserve", "tokens", "pue", "host_watts", "mtbf", "save", "restart", "find",
     "deadline", "host_memory", "optimizer", "lora", "links", "precision", "recompute_layers",
 )  # fmt: skip
-SERVING = ("prompt", "output", "concurrency")
+SERVING = ("prompt", "output", "concurrency", "rate")
+SERVED_WITH = ("weights", "kv_cache")
 
 
 def _check_kind(args: argparse.Namespace) -> None:
     """Raise `UserError` for training options with --serve, and for serving options without."""
-    strange = [name for name in (TRAINING if args.serve else SERVING) if getattr(args, name) is not None]
+    others = TRAINING if args.serve else (*SERVING, *SERVED_WITH)
+    strange = [name for name in others if getattr(args, name, None) is not None]
     if strange:
         kind = "training: leave it out with --serve" if args.serve else "serving: add --serve"
         raise UserError(f"--{strange[0].replace('_', '-')} belongs to {kind}")
-    if missing := [f"--{name}" for name in SERVING if args.serve and getattr(args, name) is None]:
+    if missing := [f"--{name}" for name in SERVING[:2] if args.serve and getattr(args, name) is None]:
         raise UserError(f"plan --serve needs {', '.join(missing)}")
+    if args.serve and (args.concurrency is None) == (args.rate is None):
+        raise UserError("plan --serve needs --concurrency, a number of clients, or --rate, requests per second")
     if args.serve and args.by in ("memory", "fastest"):
         raise UserError(f"--by {args.by} is for training; serving has throughput, cost and pareto")
 
@@ -338,7 +349,8 @@ def _find(
     finally:
         progress()
     notes = (f"assumed: {note}" for note in assumed)
-    return print_result(args, answer | {"assumed": list(assumed)}, chain(notes, answer_lines(args.find, answer)))
+    data = with_links(answer, cluster) | {"assumed": list(assumed)}
+    return print_result(args, data, chain(notes, link_lines(cluster), answer_lines(args.find, answer)))
 
 
 def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from shardwise.layout import Workload
 from shardwise.layout.usual_workload import odd_part
 from shardwise.model.parameters import count
 from shardwise.planner.price_words import money, priced
+from shardwise.predict.cluster_links import link_lines, with_links
 from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
     progress()
     if all(row["layout"] is None for row in rows):
         raise UserError(f"none of the {len(rows)} models can be planned; the first: {rows[0]['reason']}")
-    data = {"cluster": str(cluster), "models": rows}
+    data = with_links({"cluster": str(cluster)}, cluster) | {"models": rows}
     return print_result(args, data, _lines(args, cluster, rows))
 
 
@@ -88,7 +89,7 @@ def _trained(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
 
 
 def _served(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
-    from shardwise.planner.serving import TYPES, plan_serving
+    from shardwise.planner.serving import plan_serving, type_name
 
     model, workload = model_of(args), Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
     one = plan_serving(model, cluster, workload, engine=profile_of(args), by=args.by, top=1).winner
@@ -96,7 +97,7 @@ def _served(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         "model": model.name,
         "parameters": count(model),
         "layout": str(one.layout),
-        "weights": TYPES[one.weights],
+        "weights": type_name(one.weights),
         "first_token_seconds": one.first_token,
         "token_seconds": one.token,
         "tokens_per_second": one.tokens_per_second,
@@ -106,7 +107,9 @@ def _served(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
 
 
 def _lines(args: argparse.Namespace, cluster: Cluster, rows: list[dict[str, Any]]) -> Iterator[Renderable]:
-    yield f"the best of each model on {cluster}, {'serving' if args.serve else 'training'}\n"
+    yield f"the best of each model on {cluster}, {'serving' if args.serve else 'training'}"
+    yield from link_lines(cluster)
+    yield ""
     middle = (
         [Column("weights", left=True, drop=2), Column("first token", drop=3), Column("per token")]
         if args.serve

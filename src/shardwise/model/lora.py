@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shardwise.errors import UserError, did_you_mean
+from shardwise.model.formats import weight_format
 
 MOST_RANK = 1 << 16
 """Largest rank: more than any model's width."""
@@ -13,7 +14,7 @@ INT8 = "int8"
 """dtype of a frozen base in 8 bits (Dettmers et al. 2023, QLoRA, with one scale per output in place of NF4)."""
 NF4 = "nf4"
 """dtype of a frozen base in 4 bits (QLoRA's own), which is counted and not trained here yet."""
-NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+NF4_BYTES = weight_format(NF4).width
 """Bytes per weight: half of one, a scale in 8 bits per 64 weights, and one in fp32 per 256 scales."""
 BASES = (INT8, NF4)
 _KEYS = ("rank", "alpha", "targets", "base")

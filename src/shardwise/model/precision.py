@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.errors import UserError
-
-FORMATS: dict[str, tuple[float, float, str]] = {
-    "fp8": (1.0, 0.0, "float8_e4m3fn"),
-    "int8": (1.0, 0.0, "int8"),
-    "int4": (0.5, 2.0, "int4"),
-    "int3": (3 / 8, 2.0, "int4"),
-    "int2": (2 / 8, 2.0, "int4"),
-    "nf4": (0.5, 1.0, "int4"),
-    "fp4": (0.5, 1.0, "int4"),
-    "mxfp4": (0.5, 1.0, "int4"),
-    "nvfp4": (0.5, 1.0, "int4"),
-    "mxfp8": (1.0, 1.0, "float8_e4m3fn"),
-}
-"""Format -> (bytes of a number, bytes of a group's scale, the type whose kernels compute with it). OCP Microscaling
-specification 1.0 (mxfp4, mxfp8: groups of 32 with one byte), NVIDIA's NVFP4 (16 with one byte), QLoRA (nf4: 64 with one
-byte after double quantization), AWQ and GPTQ (16 bits for a group's scale, and a zero point as wide as a number)."""
-_GROUPS = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16, "nf4": 64, "fp4": 64}
+from shardwise.model.formats import FORMS
 
 
 @dataclass(frozen=True)
@@ -38,6 +21,8 @@ class Precision:
     """Numbers of a row that share a scale; 0: one scale per row, or per matrix."""
     block: tuple[int, int] | None = None
     """Rows and columns of a block with one scale of 4 bytes."""
+    scale: float = 0.0
+    """Bytes of a group's scale; 0: those of the format (`formats.FORMS`)."""
     zeros: bool = False
     """Whether groups have a zero point, too."""
     kept: tuple[str, ...] = ()
@@ -54,7 +39,8 @@ class Precision:
         """The format in a few characters, as a parameter carries it."""
         if self.block:
             return f"{self.format}-block{self.block[0]}x{self.block[1]}"
-        return self.format + (f"-g{self.group}" if self.group else "") + ("z" if self.zeros else "")
+        group = f"-g{self.group}" if self.group or FORMS[self.format].group else ""
+        return self.format + group + (f"s{self.scale:g}" if self.scale else "") + ("z" if self.zeros else "")
 
     def of(self, name: str, shape: Sequence[int]) -> str:
         """How a parameter is stored; empty for 16 bits. name: as in the files, without `.weight`."""
@@ -79,26 +65,6 @@ def _matches(pattern: str, name: str) -> bool:
     if "*" in pattern:
         return fnmatch.fnmatch(name, pattern)
     return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}") or f".{pattern}." in name
-
-
-def stored_bytes(words: str, shape: Sequence[int]) -> float:
-    """Bytes of a parameter of this shape, its scales included."""
-    form, _, rest = words.partition("-")
-    each, scale, _ = FORMATS[form]
-    numel, rows = math.prod(shape), math.prod(shape[:-1])
-    if rest.startswith("block"):
-        high, wide = map(int, rest[5:].split("x"))
-        return numel * each + 4.0 * math.ceil(rows / high) * math.ceil(shape[-1] / wide)
-    if not rest or rest == "z":
-        return numel * each + (2.0 * rows if form.startswith("int") else 4.0)
-    group = int(rest.strip("gz"))
-    zero = each if rest.endswith("z") else 0.0
-    return numel * each + numel / group * ((scale or 2.0) + zero)
-
-
-def computing_type(words: str) -> str:
-    """torch's name of the type whose kernels compute with this format."""
-    return FORMATS[words.partition("-")[0]][2]
 
 
 def read_precision(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Precision | None:
@@ -174,7 +140,7 @@ def _awq(given: Mapping[str, Any]) -> Precision:
 
 
 def _integer(bits: Any) -> str:
-    if f"int{bits}" not in FORMATS:
+    if f"int{bits}" not in FORMS:
         raise UserError(f"quantization_config: {str(bits)[:20]} bits are not known; known are 2, 3, 4 and 8")
     return f"int{bits}"
 
@@ -184,7 +150,9 @@ def _bitsandbytes(given: Mapping[str, Any]) -> Precision:
     if given.get("load_in_8bit"):
         return Precision("int8", kept=kept)
     form = str(given.get("bnb_4bit_quant_type", "fp4"))
-    return Precision(form if form in ("nf4", "fp4") else "nf4", 64, kept=kept)
+    # Scales in fp32, unless these are quantized, too (QLoRA, section 3, double quantization).
+    scale = 0.0 if given.get("bnb_4bit_use_double_quant") else 4.0
+    return Precision(form if form in ("nf4", "fp4") else "nf4", 64, scale=scale, kept=kept)
 
 
 def _mxfp4(given: Mapping[str, Any]) -> Precision:
@@ -209,8 +177,9 @@ def _weights(weights: Mapping[str, Any], kept: tuple[str, ...], cache: str = "")
     else:
         form = _integer(bits)
     block = tuple(block) if isinstance(block, list) and len(block) == 2 else None
-    group = max(0, int(group)) or _GROUPS.get(form, 0)
-    return Precision(form, 0 if block else group, block, not weights.get("symmetric", True), kept, cache=cache)
+    group = max(0, int(group)) or FORMS[form].group * (not form.startswith("int"))
+    zeros = not weights.get("symmetric", True)
+    return Precision(form, 0 if block else group, block, zeros=zeros, kept=kept, cache=cache)
 
 
 def _modelopt(given: Mapping[str, Any]) -> Precision:
@@ -228,7 +197,7 @@ def _modelopt(given: Mapping[str, Any]) -> Precision:
             f"quant_algo {str(given.get('quant_algo'))[:40]!r} is not known; known are FP8, NVFP4, INT4_AWQ"
         )
     kept = (*_names(given, "exclude_modules", "ignore"), "embed_tokens", "gate", "router")
-    group = given.get("group_size") or _GROUPS.get(form, 128 if form == "int4" else 0)
+    group = given.get("group_size") or FORMS[form].group
     cache = (
         "fp8" if "FP8" in str(given.get("kv_cache_quant_algo") or given.get("kv_cache_scheme") or "").upper() else ""
     )

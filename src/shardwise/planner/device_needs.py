@@ -25,8 +25,9 @@ from shardwise.model.parameters import count
 from shardwise.planner.pricing import Prices
 from shardwise.planner.ranking import Block, best_of, blocks, bound_of, exact_memory
 from shardwise.planner.runnable import space_for
-from shardwise.planner.serving import TYPES, Deployment, fastest_deployment
+from shardwise.planner.serving import Deployment, fastest_deployment, type_name
 from shardwise.planner.space import LayoutColumns, Space
+from shardwise.predict.cluster_links import links_json
 from shardwise.predict.memory.capacity import room_of, usable_bytes
 from shardwise.predict.memory.step import state_bytes
 from shardwise.predict.supported import MOST_DEVICES
@@ -74,6 +75,7 @@ class DeviceNeed:
     def to_json(self) -> dict[str, Any]:
         return {
             "cluster": str(self.cluster),
+            "cluster_links": links_json(self.cluster),
             "devices": self.cluster.devices,
             "layout": str(self.layout),
             "weights": self.weights or None,
@@ -131,7 +133,7 @@ def serving_needs(
         one: Deployment | None = fastest_deployment(model, cluster, workload, engine)
         if one is None:
             return None
-        priced, weights = price_of(cluster.device, price), TYPES[one.weights]
+        priced, weights = price_of(cluster.device, price), type_name(one.weights)
         return DeviceNeed(cluster, one.layout, one.token, one.held, one.tokens_per_second, priced, weights)
 
     needs = _each_kind(need, lambda kind: 1, kinds)
@@ -151,7 +153,7 @@ def _each_kind(
     for name, kind in accelerators().devices.items():
         if kinds is not None and name not in kinds:
             continue
-        most = NODE if kind.inter.bandwidth is None else MOST_DEVICES
+        most = 1 if kind.intra.bandwidth is None else NODE if kind.inter.bandwidth is None else MOST_DEVICES
         sizes = (1 << k for k in range(most.bit_length()) if least(kind) <= 1 << k <= most)
         found = (need(cluster_of_size(kind, devices)) for devices in sizes)
         if (first := next(filter(None, found), None)) is not None:
@@ -166,7 +168,7 @@ def _order(need: DeviceNeed) -> tuple[bool, float, int]:
 
 def cluster_of_size(kind: Accelerator, devices: int) -> Cluster:
     """So many devices of a kind, in nodes of 8, or racks where NVLink joins 72."""
-    node = min(devices, RACK if kind.device.name.endswith("NVL72") else NODE)
+    node = min(devices, RACK if kind.domain else NODE)
     return Cluster(devices // node, node, kind.device, kind.intra, kind.inter)
 
 
@@ -217,7 +219,9 @@ class _TrainingSizes:
 
     def _blocks(self, devices: int) -> Sequence[Block]:
         """Bytes of the plain candidates of so many devices of any kind."""
-        any_kind = replace(self.exact.cluster, nodes=max(1, devices // NODE), devices_per_node=min(devices, NODE))
+        any_kind = replace(
+            self.exact.cluster.without_paths(), nodes=max(1, devices // NODE), devices_per_node=min(devices, NODE)
+        )
         features = self.space.engine.features
         recompute = tuple(kind for kind in ("none", "full") if kind in features.recompute)
         plain = replace(features, schedules=(), hybrid=False, copies=False, recompute=recompute)

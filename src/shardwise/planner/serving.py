@@ -2,15 +2,12 @@
 batch size.
 
 The workload is `concurrency` clients that each send a new request as soon as their last one is answered. They are
-distributed evenly over the replicas; in a replica without room for all of its clients' sequences, the others wait. The
-prompt's own pass yields the first token. While the n - 1 following tokens are generated, each of the other c - 1
-sequences of the replica reads a prompt once:
+distributed evenly over the replicas; in a replica without room for all of its clients' sequences, the others wait.
+`predict.time.requests` has the mean client's first token, time per token and answer; with c sequences of n tokens
 
-    time per token = token(c) + (c - 1) / (n - 1) x prompt
     tokens/s of a replica = c n / ((n - 1) token(c) + c prompt)
 
-where token(c) and prompt are `timing`'s seconds. Where clients outnumber sequences, they wait for the others' answers,
-so that by Little's law clients x n = tokens/s x seconds of an answer, waiting included.
+where token(c) and prompt are `timing`'s seconds.
 
 With a fixed number of clients, more tokens/s mean faster answers. The batch size trades one for the other
 (`ServingPlan.curve`).
@@ -20,8 +17,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,33 +27,37 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.cluster.prices import DevicePrice, price_of
 from shardwise.errors import UserError
-from shardwise.layout import Layout, UnitPlan, Workload
-from shardwise.layout.context import PageCut
+from shardwise.layout import Layout, Workload
+from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
 from shardwise.layout.legality import valid_tp
-from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
-from shardwise.model.precision import computing_type, stored_bytes
+from shardwise.model.formats import computing_type, weight_format
 from shardwise.planner.answer import Answer
-from shardwise.planner.space import powers
+from shardwise.planner.disaggregated import Disaggregated, best_apart, instances
+from shardwise.planner.space import divisors, powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.arguments import as_cluster, as_config
 from shardwise.predict.memory.capacity import usable_bytes
+from shardwise.predict.memory.engine_bytes import OWN
+from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace
 from shardwise.predict.memory.serving import (
     PAGE,
+    ServedStage,
     ServingSetup,
-    has_fewer_bits,
-    page_bytes_of_block,
-    parameter_int8_bytes,
+    held_by,
+    page_bytes,
     passing_bytes,
+    stage_bytes,
 )
 from shardwise.predict.serving_layout import check_generation, check_length, plan_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
 from shardwise.predict.time.generation import FEW, DecodeStrategy, pricing_for
-from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.time.serving import INT4_GROUP_BYTES, ServingLayout, decode_pass, decode_products, prefill_pass
+from shardwise.predict.time.ranges import time_range
+from shardwise.predict.time.requests import RequestSeconds, closed_loop
+from shardwise.predict.time.serving import ServingLayout, decode_pass, decode_products, prefill_pass
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
 from shardwise.report.units import format_bytes
@@ -67,16 +68,23 @@ if TYPE_CHECKING:
 Num = Any
 By = Literal["throughput", "cost", "pareto"]
 
+KV_CACHES = ("auto", "bf16", "fp8")
+"""Types of keys and values; auto: as the engine has them."""
 TYPES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8", "int4": "int4"}
 """Types in which the blocks' matrices may be stored: torch's name -> usual name."""
 
 
+def type_name(weights: str) -> str:
+    """The usual name of a type or format of weights."""
+    return TYPES.get(weights, weights)
+
+
 @dataclass(frozen=True)
 class Deployment:
-    """One way to serve. weights: of the blocks, torch's name. batch: sequences at a time in one replica, the one with
-    most clients. first_token: seconds from a request to its first token there, waiting included; token: from one token
-    to the next. tokens_per_second: of all replicas together. held: bytes of the fullest rank, the cache filled;
-    cache_tokens: that a replica's cache has room for."""
+    """One way to serve. weights: of the blocks, torch's name or a format. batch: sequences at a time in one replica,
+    the one with most clients. first_token: seconds from a request to its first token there, waiting included, the mean
+    of its clients; token: from one token to the next, also the mean. tokens_per_second: of all replicas together. held:
+    bytes of the fullest rank, the cache filled; cache_tokens: that a replica's cache has room for."""
 
     layout: Layout
     weights: str
@@ -85,7 +93,17 @@ class Deployment:
     token: float
     tokens_per_second: float
     held: float
+    weight_bytes: float
+    """Of `held`."""
+    workspace: float
+    """Of `held`: what passes through memory in a pass, with an engine's context where it counts that."""
+    token_bytes: float
+    """Of the cache on that rank, for a token of a sequence of the usual length."""
     cache_tokens: int
+    cache: str = "bfloat16"
+    """torch's name of the type of keys and values."""
+    lossy: bool = False
+    """Whether the weights have fewer bits than the model's own."""
 
     @property
     def devices(self) -> int:
@@ -99,7 +117,7 @@ class Deployment:
     def to_json(self) -> dict[str, Any]:
         return {
             "layout": str(self.layout),
-            "weights": TYPES[self.weights],
+            "weights": type_name(self.weights),
             "devices": self.devices,
             "sequences_of_a_replica": self.batch,
             "first_token_seconds": self.first_token,
@@ -107,6 +125,11 @@ class Deployment:
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_device": self.rate,
             "bytes": self.held,
+            "weight_bytes": self.weight_bytes,
+            "workspace_bytes": self.workspace,
+            "cache_bytes_per_token": self.token_bytes,
+            "kv_cache": type_name(self.cache),
+            "lossy": self.lossy,
             "cache_tokens": self.cache_tokens,
         }
 
@@ -126,6 +149,14 @@ class ServingPlan(Answer[Deployment], Printable):
     crossover: tuple[int, int | None] | None
     price: DevicePrice | None = None
     """Of one device; None where it has no list price and none was given."""
+    lossless: Deployment | None = None
+    """The best whose weights keep the model's own bits; None where none fits."""
+    space: _Space | None = field(default=None, repr=False, compare=False)
+    """Prices of deployments."""
+    apart: Disaggregated | None = None
+    """The best instances for prefill and for decoding, weights as the winner's; None where none fit."""
+    rate: float | None = None
+    """Requests per second that each of `ranked` answers; None where the number of clients is given."""
 
     def tables(self) -> Iterator[Renderable]:
         """What `shardwise plan --serve` prints."""
@@ -140,11 +171,48 @@ class ServingPlan(Answer[Deployment], Printable):
         return serving_conclusion(self)
 
     def usd(self, one: Deployment) -> float | None:
-        """US dollars per million tokens."""
-        return self.price and self.price.per_million_tokens(one.devices, one.tokens_per_second)
+        """US dollars per million tokens; of the tokens that are asked for, where a rate is given."""
+        return self.price and self.price.per_million_tokens(one.devices, self.paid(one))
+
+    def paid(self, one: Deployment) -> float:
+        """Tokens/s that share a deployment's price."""
+        asked = float("inf") if self.rate is None else self.rate * self.workload.output
+        return min(one.tokens_per_second, asked)
+
+    def not_runnable(self, one: Deployment) -> str | None:
+        """Why this project's `generate` and `serve` reject a layout; None where they run it."""
+        try:
+            check_generation(one.layout, self.model)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def spread(self, one: Deployment) -> ExpertSpread | None:
+        """Experts over the ranks of a layout; None where all ranks share all of them."""
+        return expert_spread(one.layout, self.model.experts.count) if self.model.experts and one.layout.ep > 1 else None
 
     def _row(self, one: Deployment) -> dict[str, Any]:
-        return one.to_json() | {"usd_per_million_tokens": self.usd(one)}
+        times = {"first_token_seconds": one.first_token, "token_seconds": one.token}
+        rates = {"tokens_per_second": one.tokens_per_second}
+        factor, spread = self.factor(one), self.spread(one)
+        ranges = {f"{name}_range": [value / factor, value * factor] for name, value in (times | rates).items()}
+        experts = spread and {
+            "most_of_a_rank": spread.most, "ranks_with_most": spread.full, "ranks": spread.ranks,
+            "redundant_to_even": spread.redundant, "attention_replicas": experts_across(one.layout),
+        }  # fmt: skip
+        more = {"experts": experts, "not_runnable": self.not_runnable(one)}
+        return one.to_json() | ranges | more | {"usd_per_million_tokens": self.usd(one)}
+
+    def factor(self, one: Deployment) -> float:
+        """The 80% range of a deployment's times and rates: from 1 / factor to factor times what is predicted."""
+        strategy, work = self.strategy(one), self.workload
+        token = strategy.token(one.layout.dp * one.batch, work.prompt + work.output / 2).parts
+        read = strategy.prompt(work.prompt, CHUNK).parts
+        parts = {f"decode {name}": (work.output - 1) * part for name, part in token.items()}
+        parts |= {f"prefill {name}": one.batch * part for name, part in read.items()}
+        pricing = pricing_for(self.cluster, one.batch <= FEW)
+        around = time_range(parts, pricing.constants, routed=bool(self.model.experts))
+        return float(np.sqrt(around.high / around.low))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -155,9 +223,21 @@ class ServingPlan(Answer[Deployment], Printable):
         )
         return tensor_warnings(self.cluster, taken, "the time of a token")
 
+    def words(self, weights: str) -> str:
+        """The format of a type of weights, as the engine stores it."""
+        assert self.space
+        return self.space.words(weights)
+
+    @property
+    def share(self) -> float:
+        """Share of a device's memory that a server may fill."""
+        assert self.space
+        return self.space.engine.cache_share
+
     def strategy(self, one: Deployment) -> DecodeStrategy:
         """The decode strategy that prices a deployment."""
-        return DecodeStrategy(self.model, one.layout, serving_engine(self.engine), self.cluster, one.weights)
+        assert self.space
+        return self.space.strategy(one.layout, one.weights)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: what `plan --serve --json` prints."""
@@ -167,8 +247,11 @@ class ServingPlan(Answer[Deployment], Printable):
             "price": self.price and self.price.to_json(),
             "quantised_on_fewer": self.quantised and self.quantised[0].to_json(),
             "split_on_more": self.quantised and self.quantised[1].to_json(),
+            "lossless": self.lossless and self.lossless.to_json(),
             "gathering": self.gathering and self.gathering.to_json(),
             "crossover": self.crossover and {"ranks": self.crossover[0], "tokens": self.crossover[1]},
+            "disaggregated": self.apart and self.apart.to_json(),
+            "requests_per_second": self.rate,
             "warnings": list(self.warnings),
         }
 
@@ -182,6 +265,9 @@ def plan_serving(
     by: By = "throughput",
     top: int = 10,
     price: float | None = None,
+    weights: Sequence[str] = (),
+    kv_cache: str = "auto",
+    rate: float | None = None,
 ) -> ServingPlan:
     """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
     of tp, pp and replicas, cp and ep by doubling, each type of weights that the device computes with, 1, 2, 4, ...
@@ -189,33 +275,95 @@ def plan_serving(
 
     model, cluster: objects, or their names. engine: a profile of `predict.time.ENGINES`; None for the usual one. by:
     "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token). price: US
-    dollars per device-hour; None for the lowest list price.
+    dollars per device-hour; None for the lowest list price. rate: requests per second, in place of the workload's
+    clients, whose number is then that of the smallest deployment that answers as many (Little's law); ranked are those
+    that do, on the fewest devices first. weights: formats of the blocks' matrices (`model.formats`) in place of all
+    that the engine has; kv_cache: "bf16", "fp8", or "auto" for the engine's own.
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
     """
     model, cluster = as_config(model), as_cluster(cluster)
-    _check(model, cluster, workload, top)
     engine = engine or usual_engine(cluster, ENGINE)
-    room = usable_bytes(cluster)
-    space = _Space(model, cluster, workload, serving_engine(engine), room)
+    profile = serving_engine(engine)
+    room = _room(cluster, profile)
+    space_for = partial(_Space, model, cluster, engine=profile, room=room, asked=_formats(model, weights),
+                        kv_cache=_cache_type(kv_cache))  # fmt: skip
+    if rate is not None:
+        workload = replace(workload, concurrency=1)
+        _check(model, cluster, workload, top)
+        workload = replace(workload, concurrency=_clients_at(rate, space_for(workload=workload)))
+    _check(model, cluster, workload, top)
+    space = space_for(workload=workload, queues=rate is None)
     found, unhurried = [], []
-    for weights in space.types:
-        asked, free = space.split(weights)
+    for kind in space.types:
+        asked, free = space.split(kind)
         found += asked
         unhurried += free
     gathered = list(space.gathered())
     cut = (space.context_parallel, space.expert_parallel)
-    everything = found + gathered + [one for weights in space.types for split in cut for one in split(weights)]
+    everything = found + gathered + [one for kind in space.types for split in cut for one in split(kind)]
     if not everything:
         raise space.nothing()
     ranked = sorted(everything, key=lambda one: _order(one, by))
+    if rate is not None:
+        ranked = [one for one in everything if one.tokens_per_second >= rate * workload.output]
+        ranked.sort(key=lambda one: (one.devices, one.token))
     curve = _curve(unhurried)
     return ServingPlan(
         model, cluster, workload, engine, by, room,
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
         _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
-        price_of(cluster.device, price),
+        price_of(cluster.device, price), next((one for one in ranked if not one.lossy), None), space,
+        None if rate else _apart(space, everything, ranked[0].weights), rate,
     )  # fmt: skip
+
+
+def _room(cluster: Cluster, engine: EngineProfile) -> float:
+    """Bytes of a device for weights, cache and workspace. Raises `UserError` as `usable_bytes` does."""
+    usable = usable_bytes(cluster)
+    return usable if engine.name in OWN else engine_room(cluster, engine) or usable
+
+
+def _formats(model: ModelConfig, weights: Sequence[str]) -> list[str]:
+    """The formats of `weights` by the names that the search has for them. Raises `UserError` for others, and for a
+    model whose files say theirs."""
+    names = {usual: name for name, usual in TYPES.items()}
+    for words in weights:
+        weight_format(words)
+    if weights and model.counted and (stored := model.counted.stored):
+        raise UserError(f"--weights does nothing here: the files of {model.name} are in {stored}")
+    return [names.get(words, words) for words in dict.fromkeys(weights)]
+
+
+def _cache_type(kv_cache: str) -> str:
+    if kv_cache not in KV_CACHES:
+        raise UserError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, not {kv_cache[:40]!r}")
+    return kv_cache
+
+
+def _apart(space: _Space, everything: Sequence[Deployment], weights: str) -> Disaggregated | None:
+    plain = (one for one in everything if one.weights == weights and not one.layout.zero and one.layout.cp == 1)
+    among = instances((one.layout, one.cache_tokens) for one in plain)
+    return best_apart(space.model, space.cluster, space.workload, space.engine, weights, among, among)
+
+
+def _clients_at(rate: float, space: _Space) -> int:
+    """Clients under way where the smallest deployment that answers `rate` requests per second does. Raises `UserError`
+    where none does."""
+    if not 0 < rate < float("inf"):
+        raise UserError(f"--rate must be a positive number of requests per second, not {rate:g}")
+    output = space.workload.output
+    free = [one for weights in space.types for one in space.split(weights)[1]]
+    if not free:
+        raise space.nothing()
+    enough = [one for one in free if one.tokens_per_second >= rate * output]
+    if not enough:
+        most = max(one.tokens_per_second for one in free) / output
+        raise UserError(
+            f"no deployment of {space.model.name} on {space.cluster} answers {rate:g} requests a second: at most "
+            f"{most:.3g}; give it more devices"
+        )
+    return min((one.devices, one.layout.dp * one.batch) for one in enough)[1]
 
 
 def fastest_deployment(
@@ -225,18 +373,14 @@ def fastest_deployment(
     nothing fits. Raises `UserError` as `plan_serving` does."""
     _check(model, cluster, workload, 1)
     profile = serving_engine(engine or usual_engine(cluster, ENGINE))
-    space = _Space(model, cluster, workload, profile, usable_bytes(cluster))
+    space = _Space(model, cluster, workload, profile, _room(cluster, profile))
     result = [one for weights in space.types for one in space.split(weights, curve=False)[0]]
     return min(result, key=lambda one: _order(one, "throughput"), default=None)
 
 
 def least_bytes(model: ModelConfig, tokens: int, weights: str) -> float:
     """Bytes of one GPU that holds the whole model, its blocks in one of `TYPES`, and the cache of one sequence."""
-    plan = plan_of(model, Layout())
-    each = sum(_stored(plan, placed, weights, cpu=False) for unit in plan.units for placed in unit.placed)
-    served = ServingSetup(tokens, 1, int8=weights == "int8")
-    page = model.layers * page_bytes_of_block(model, 1, "bfloat16", PAGE, tokens)
-    return each + passing_bytes(plan, served) + served.pages * page
+    return float(held_by(plan_of(model, Layout()), ServingSetup(tokens, 1, weights=weights)).total)
 
 
 def _check(model: ModelConfig, cluster: Cluster, workload: Workload, top: int) -> None:
@@ -275,33 +419,71 @@ def _quantised_on_fewer(found: Sequence[Deployment]) -> tuple[Deployment, Deploy
     return None if fewer is None else (fewer, split)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of one rank's share under tp, of one type of the blocks' matrices: of a block, of embedding and head."""
+class _RankMemory:
+    """Memory of a rank of one layout and format of weights, stage by stage."""
 
-    block: float
-    """Of the largest block."""
-    blocks: float
-    """Of all blocks."""
-    first: float
-    last: float
-    alone: float
+    def __init__(self, space: _Space, layout: Layout, weights: str) -> None:
+        self.space, self.layout, self.weights = space, layout, weights
+        self.plan = plan_of(space.model, replace(layout, pp=1))
+        if layout.stage == 3:
+            one = held_by(self.plan, space.setup(weights, 1))
+            page = page_bytes(self.plan, PAGE, space.length)
+            self.stages = {ServedStage(one.all_weights, page, True)}
+        else:
+            self.stages = set(stage_bytes(space.model, layout, space.setup(weights, 1)))
 
-    def stage(self, layers: int, pp: int) -> float:
-        """The fullest stage: the first of a pipeline has most layers and the embedding, the last one the head."""
-        if pp == 1:
-            return self.blocks + self.alone
-        return max(ceil(layers / pp) * self.block + self.first, layers // pp * self.block + self.last)
+    def workspace(self, batch: int, head: bool) -> float:
+        """Bytes beside weights and cache. head: whether the rank has the output head."""
+        served = self.space.setup(self.weights, batch)
+        if served.engine is None:
+            return passing_bytes(self.plan, served, head)
+        tokens = served.engine.most_tokens
+        return engine_workspace(self.space.model, self.layout, head, served.engine, tokens, batch)
+
+    def fullest(self, batch: int) -> tuple[float, ServedStage]:
+        """(bytes, stage) of the fullest rank with the cache of `batch` whole sequences."""
+        pages = self.space.setup(self.weights, batch).pages
+        each = ((one.weights + self.workspace(batch, one.head) + pages * one.page, one) for one in self.stages)
+        return max(each)
+
+    def held(self, batch: int) -> float:
+        """Bytes of the fullest rank with the cache of `batch` whole sequences."""
+        return self.fullest(batch)[0]
+
+    def capacity(self) -> tuple[int, int]:
+        """(pages of the cache, sequences that run at a time). The least that is needed at all is remembered for
+        `_Space.nothing`."""
+        space = self.space
+        name = f"{self.layout} in {type_name(self.weights)}"
+        space.least = min(space.least, (self.held(1), name))
+        most = bisect_right(range(1, space.engine.most_sequences + 1), space.room, key=self.held)
+        left = ((space.room - one.weights - self.workspace(max(most, 1), one.head), one.page) for one in self.stages)
+        return min(max(0, int(free // page)) if page else MOST_PAGES for free, page in left), most
+
+    def row(self, batch: int) -> tuple[float, float, float, float]:
+        """(bytes, of them weights, workspace; of the cache per token) of the fullest rank."""
+        held, one = self.fullest(batch)
+        return held, one.weights, self.workspace(batch, one.head), one.page / PAGE
+
+
+RANK_BYTES = ("held", "weight_bytes", "workspace", "token_bytes")
+"""Fields of `Deployment` that `_RankMemory.row` returns."""
+MOST_PAGES = 1 << 40
+"""Pages of a stage without blocks."""
 
 
 class _Space:
     """All candidates of one question."""
 
     def __init__(
-        self, model: ModelConfig, cluster: Cluster, workload: Workload, engine: EngineProfile, room: float
-    ) -> None:
+        self, model: ModelConfig, cluster: Cluster, workload: Workload, engine: EngineProfile, room: float,
+        asked: Sequence[str] = (), kv_cache: str = "auto", queues: bool = True,
+    ) -> None:  # fmt: skip
+        """queues: whether there are as many clients as there are, though a deployment may run fewer sequences."""
         self.model, self.cluster, self.workload, self.engine, self.room = model, cluster, workload, engine, room
+        self.asked, self.kv_cache, self.queues = asked, kv_cache, queues
         self.cpu = cluster.device.kind != "cuda"
+        self.own = engine.name in OWN
         self.considered = 0
         self.least: tuple[float, str] = (np.inf, "")
         self.length = workload.prompt + workload.output
@@ -314,10 +496,10 @@ class _Space:
         pricing = pricing_for(self.cluster, True)
 
         def known(name: str) -> bool:
-            if name == "float8_e4m3fn" and not self.cluster.device.peak(name):
+            if weight_format(name).dtype == "float8_e4m3fn" and not self.cluster.device.peak("float8_e4m3fn"):
                 return False
             try:
-                decode_products(self.model, ServingLayout(name), 1.0, self.engine, pricing)
+                decode_products(self.model, ServingLayout(self.words(name)), 1.0, self.engine, pricing)
             except UserError:
                 return False
             return True
@@ -325,7 +507,31 @@ class _Space:
         if self.model.counted and (stored := self.model.counted.stored):  # the files say which
             name = computing_type(stored)
             return [name if known(name) else "bfloat16"]
+        if self.asked:
+            return [name for name in self.asked if known(name)]
         return [name for name in TYPES if name == "bfloat16" or known(name)]
+
+    def words(self, weights: str) -> str:
+        """The format of a type of weights, as the engine stores it."""
+        return self.engine.int4 if weights == "int4" else weights
+
+    def cache_of(self, weights: str) -> str:
+        """torch's name of the type of keys and values beside weights in a format."""
+        if self.kv_cache != "auto":
+            return weight_format(self.kv_cache).dtype
+        narrow = self.engine.narrow_cache and weight_format(weights).dtype in ("float8_e4m3fn", "float4")
+        return "float8_e4m3fn" if narrow else "bfloat16"
+
+    def lossy(self, weights: str) -> bool:
+        """Whether weights of a type have fewer bits than the model's own."""
+        return weight_format(weights).lossy and not (self.model.counted and self.model.counted.stored)
+
+    def setup(self, weights: str, batch: int) -> ServingSetup:
+        """Settings of a server with as many whole sequences at a time."""
+        return ServingSetup(
+            self.length, batch, cpu=self.cpu, weights=self.words(weights), cache_type=self.cache_of(weights),
+            engine=None if self.own else self.engine,
+        )  # fmt: skip
 
     def split(self, weights: str, curve: bool = True) -> tuple[list[Deployment], list[Deployment]]:
         """Deployments that fit with one type of weights, none of which gathers: for the clients that there are, as many
@@ -334,8 +540,9 @@ class _Space:
         rows = [row for tp in self.tps for row in self._rows(tp, weights) if curve or row[-1]]
         if not rows:
             return [], []
-        tp, pp, dp, batch, cache, held, most = (np.array(column) for column in zip(*rows, strict=True))
-        clients = np.where(most, self.workload.concurrency, dp * batch)
+        columns = [np.array(column) for column in zip(*rows, strict=True)]
+        (tp, pp, dp, batch, cache), held, most = columns[:5], np.stack(columns[5:9], axis=1), columns[9]
+        clients = np.where(most & self.queues, self.workload.concurrency, dp * batch)
         most_clients, fewest = -(-clients // dp), np.maximum(clients // dp, 1)
         slower = faster = self._answered_by(weights, tp, pp, dp, batch, most_clients)
         if (most_clients != fewest).any():
@@ -346,23 +553,23 @@ class _Space:
         for i, times in enumerate(zip(*slower[:2], rates, strict=True)):
             layout = Layout(dp=int(dp[i]), tp=int(tp[i]), pp=int(pp[i]))
             first, each, rate = map(float, times)
-            one = Deployment(layout, weights, int(batch[i]), first, each, rate, float(held[i]), int(cache[i]))
+            bytes_of_rank = dict(zip(RANK_BYTES, held[i].tolist(), strict=True))
+            one = Deployment(
+                layout, weights, int(batch[i]), first, each, rate, **bytes_of_rank, cache_tokens=int(cache[i]),
+                cache=self.cache_of(weights), lossy=self.lossy(weights),
+            )  # fmt: skip
             (asked if most[i] else free).append(one)
         return asked, free
 
-    def _answered_by(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num, clients: Num) -> tuple[Num, Num, Num]:
+    def _answered_by(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num, clients: Num) -> RequestSeconds:
         return self._answered(*self._seconds(weights, tp, pp, dp, np.minimum(batch, clients)), batch, clients)
 
     def _rows(self, tp: int, weights: str) -> Iterator[tuple[float, ...]]:
-        """(tp, pp, replicas, sequences of a replica, tokens of its cache, bytes, whether it is for the clients that
-        there are) of what fits."""
-        plan = plan_of(self.model, Layout(tp=tp))
-        sizes = self._sizes(plan, weights)
+        """(tp, pp, replicas, sequences of a replica, tokens of its cache, bytes, of them weights, workspace, of the
+        cache per token, whether it is for the clients that there are) of what fits."""
         for pp in range(1, min(self.model.layers, self.cluster.devices // tp) + 1):
-            weight, page = sizes.stage(self.model.layers, pp), self._page_bytes(tp, pp)
-            name = f"tp={tp},pp={pp} in {TYPES[weights]}"
-            int8 = weights == "int8"
-            pages, most = self._capacity(plan, weight, page, name, int8)
+            memory = _RankMemory(self, Layout(tp=tp, pp=pp), weights)
+            pages, most = memory.capacity()
             for dp in powers(self.cluster.devices // (tp * pp)):
                 # More replicas than clients are for the curve alone: nobody asks them anything.
                 wanted = [(batch, False) for batch in powers(most)]
@@ -370,37 +577,11 @@ class _Space:
                     self.considered += 1
                     wanted += [(min(most, ceil(self.workload.concurrency / dp)), True)] if most else []
                 for batch, asked in wanted:
-                    yield tp, pp, dp, batch, pages * PAGE, self._held(plan, weight, page, batch, int8), asked
-
-    def _capacity(self, plan: UnitPlan, weight: float, page: float, name: str, int8: bool = False) -> tuple[int, int]:
-        """(pages of the cache, sequences that run at a time) beside `weight` bytes. The least that is needed at all is
-        remembered for `nothing`."""
-        self.least = min(self.least, (self._held(plan, weight, page, 1, int8), name))
-        counts = range(1, self.engine.most_sequences + 1)
-        most = bisect_right(counts, self.room, key=lambda batch: self._held(plan, weight, page, batch, int8))
-        passing = passing_bytes(plan, ServingSetup(self.length, max(most, 1), int8=int8))
-        return max(0, int((self.room - weight - passing) // page)), most
-
-    def _held(self, plan: UnitPlan, weight: float, page: float, batch: int, int8: bool = False) -> float:
-        """Bytes of a rank with the cache of `batch` whole sequences."""
-        served = ServingSetup(self.length, batch, int8=int8)
-        return weight + passing_bytes(plan, served) + served.pages * page
-
-    def _sizes(self, plan: UnitPlan, weights: str) -> _Sizes:
-        """plan: of a rank that has all parts."""
-        each = {unit.name: sum(_stored(plan, p, weights, cpu=self.cpu) for p in unit.placed) for unit in plan.units}
-        tied = each.get("tied", 0.0)
-        first, last = each.get("embedding", 0.0) + tied, each.get("head", 0.0) + tied
-        blocks = [sum(each[unit.name] for unit in plan.units_of(part)) for part in plan.of_kind("block")]
-        return _Sizes(max(blocks), sum(blocks), first, last, first + last - tied)
-
-    def _page_bytes(self, tp: int, pp: int, cp: int = 1) -> int:
-        slots = PageCut(PAGE, cp).slots
-        return ceil(self.model.layers / pp) * page_bytes_of_block(self.model, tp, "bfloat16", slots, self.length)
+                    yield tp, pp, dp, batch, pages * PAGE, *memory.row(batch), asked
 
     def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
         """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
-        serving = ServingLayout(weights, "bfloat16", tp)
+        serving = ServingLayout(self.words(weights), self.cache_of(weights), tp)
         few = np.asarray(batch) <= FEW
         priced = []
         for kind in np.unique(few).tolist():
@@ -417,7 +598,7 @@ class _Space:
             self.model, serving, group, self.workload.prompt + self.workload.output / 2, self.engine, pricing
         )
         block, ends = sum(through.block.values()), through.head + through.host
-        hop = np.where(pp > 1, pricing.collectives.hop(group * self.model.hidden * 2.0, serving.tp * dp), 0.0)
+        hop = _hop(pricing, pp, group * self.model.hidden * 2.0, serving.tp * dp)
         slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
         once = layers * block + ends + pp * hop
         return np.maximum(once, np.minimum(batch, pp) * slowest)
@@ -432,18 +613,16 @@ class _Space:
         )
         block = sum({**one.block, "attention": whole.block["attention"] / pieces}.values())
         ends = one.head + one.host
-        nbytes = ceil(prompt / pieces) * self.model.hidden * 2.0
-        hop = np.where(pp > 1, pricing.collectives.hop(nbytes, serving.tp * dp), 0.0)
+        hop = _hop(pricing, pp, ceil(prompt / pieces) * self.model.hidden * 2.0, serving.tp * dp)
         slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
         return layers * block + ends + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
 
-    def _answered(self, token: Num, read: Num, busy: Num, batch: Num, clients: Num) -> tuple[Num, Num, Num]:
-        """Seconds of (first token, each token, a whole answer) for at most `batch` sequences at a time of `clients` in
-        one replica. busy: of a prompt, those of the busiest stage; the others work on other prompts meanwhile."""
-        running, following = np.minimum(batch, clients), self.workload.output - 1
-        answer = read + following * token + (running - 1) * busy
-        waiting = (clients / running - 1) * answer
-        return waiting + read, token + (running - 1) * busy / max(following, 1), waiting + answer
+    def _answered(self, token: Num, read: Num, busy: Num, batch: Num, clients: Num) -> RequestSeconds:
+        """Means over `clients` in one replica, at most `batch` sequences at a time. busy: of a prompt, seconds of the
+        busiest stage; the others work on other prompts meanwhile."""
+        together = self.engine.most_tokens / self.workload.prompt
+        running = np.minimum(batch, clients)
+        return closed_loop(token, read, busy, running, clients, self.workload.output, together)
 
     def _rate(self, clients: Num, dp: Num, slower: Num, faster: Num) -> Num:
         """Tokens/s of `clients` in `dp` replicas together. slower, faster: seconds of an answer in replicas with
@@ -456,45 +635,39 @@ class _Space:
         stored = self.model.counted.stored if self.model.counted else ""
         for tp in () if stored else self.tps:  # quantized weights are not gathered
             if (dp := self.cluster.devices // tp) > 1:
-                layout = Layout(dp=dp, tp=tp, zero=3)
-                plan = plan_of(self.model, layout)
-                weight = 2.0 * (sum(unit.shard_numel for unit in plan.units) + sum(plan.slots.values()))
-                yield from self._deployed(layout, "bfloat16", weight)
+                yield from self._deployed(Layout(dp=dp, tp=tp, zero=3), "bfloat16")
 
     def context_parallel(self, weights: str) -> Iterator[Deployment]:
         """Deployments whose cache is cut over cp, with one type of weights; degrees of cp, pp and dp by doubling."""
         devices, layers = self.cluster.devices, self.model.layers
         for tp in self.tps:
-            sizes = self._sizes(plan_of(self.model, Layout(tp=tp)), weights)
             for cp in (cp for cp in range(2, devices // tp + 1) if PAGE % cp == 0):
                 for pp in powers(min(layers, devices // (tp * cp))):
                     for dp in powers(min(self.workload.concurrency, devices // (tp * cp * pp))):
-                        layout = Layout(dp=dp, tp=tp, cp=cp, pp=pp)
-                        yield from self._deployed(layout, weights, sizes.stage(layers, pp))
+                        yield from self._deployed(Layout(dp=dp, tp=tp, cp=cp, pp=pp), weights)
 
     def expert_parallel(self, weights: str) -> Iterator[Deployment]:
-        """Deployments whose experts are spread whole, over the ranks of tp or over replicas as well, with one type of
-        weights; pp and replicas by doubling."""
+        """Deployments whose experts are spread whole, over the ranks of tp or over replicas as well (attention is then
+        data-parallel), with one type of weights; pp and replicas by doubling. Where ep does not divide the experts,
+        some ranks have one more, by which all are priced; this project's runtime has no such layout."""
         e, devices, layers = self.model.experts, self.cluster.devices, self.model.layers
         for tp in self.tps if e is not None else ():
             for dp in powers(min(self.workload.concurrency, devices // tp)):
-                for ep in (tp * across for across in powers(dp) if tp * across > 1):
-                    if e is None or e.count % ep:
+                for ep in (tp * across for across in divisors(dp) if tp * across > 1):
+                    if e is None or ep > e.count or (self.own and e.count % ep):
                         continue
-                    sizes = self._sizes(plan_of(self.model, Layout(tp=tp, dp=dp, ep=ep)), weights)
                     for pp in powers(min(layers, devices // (tp * dp))):
-                        yield from self._deployed(Layout(dp=dp, tp=tp, pp=pp, ep=ep), weights, sizes.stage(layers, pp))
+                        yield from self._deployed(Layout(dp=dp, tp=tp, pp=pp, ep=ep), weights)
 
-    def _deployed(self, layout: Layout, weights: str, weight: float) -> Iterator[Deployment]:
-        """A layout for the clients that there are, where it fits. weight: bytes of weights on the fullest rank."""
-        dp, int8 = layout.dp, weights == "int8"
-        strategy = DecodeStrategy(self.model, layout, self.engine, self.cluster, weights)
-        plan, page = plan_of(self.model, layout), self._page_bytes(layout.tp, layout.pp, layout.cp)
-        pages, most = self._capacity(plan, weight, page, str(layout), int8)
+    def _deployed(self, layout: Layout, weights: str) -> Iterator[Deployment]:
+        """A layout for the clients that there are, where it fits."""
+        memory, dp = _RankMemory(self, layout, weights), layout.dp
+        pages, most = memory.capacity()
         self.considered += 1
         if not most:
             return
-        clients = self.workload.concurrency
+        strategy = self.strategy(layout, weights)
+        clients = self.workload.concurrency if self.queues else min(self.workload.concurrency, dp * most)
         busiest = ceil(clients / dp)
         batch = min(most, busiest)
         token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds
@@ -504,8 +677,16 @@ class _Space:
         first, each, answer = map(float, self._answered(token, prompt.seconds, busy, batch, busiest))
         # No replica counts as faster than the busiest one: ranks that gather do so in step.
         rate = float(self._rate(clients, dp, answer, answer))
-        held = self._held(plan, weight, page, batch, int8)
-        yield Deployment(layout, weights, batch, first, each, rate, held, pages * PAGE)
+        row = memory.row(batch)
+        yield Deployment(
+            layout, weights, batch, first, each, rate, **dict(zip(RANK_BYTES, row, strict=True)),
+            cache_tokens=pages * PAGE, cache=self.cache_of(weights), lossy=self.lossy(weights),
+        )  # fmt: skip
+
+    def strategy(self, layout: Layout, weights: str) -> DecodeStrategy:
+        """The decode strategy that prices a layout and a type of weights."""
+        words, cache = self.words(weights), self.cache_of(weights)
+        return DecodeStrategy(self.model, layout, self.engine, self.cluster, words, cache)
 
     def crossover(self) -> tuple[int, int | None] | None:
         """Ranks of one node, and the tokens of a pass from which on gathering is faster there."""
@@ -525,14 +706,6 @@ class _Space:
         )
 
 
-def _stored(plan: UnitPlan, placed: Placed, weights: str, *, cpu: bool) -> float:
-    """Bytes of a parameter: matrices in their type with its scales, the rest in 16 bits."""
-    if plan.model.counted and plan.model.counted.stored:
-        stored = placed.parameter.stored
-        return stored_bytes(stored, placed.shape) if stored else placed.numel * 2.0
-    if weights == "bfloat16" or not has_fewer_bits(plan, placed, weights):
-        return placed.numel * 2.0
-    if weights == "int8":
-        return parameter_int8_bytes(placed, width=2, tiled=cpu)
-    scales = INT4_GROUP_BYTES * placed.numel if weights == "int4" else 4.0
-    return placed.numel * WIDTH[weights] + scales
+def _hop(pricing: Pricing, pp: Num, nbytes: Num, stride: Num) -> Num:
+    """Seconds of a message between stages, 0 without any: one device has no links."""
+    return np.where(pp > 1, pricing.collectives.hop(nbytes, stride), 0.0) if np.any(np.asarray(pp) > 1) else 0.0

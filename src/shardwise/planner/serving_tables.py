@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.model.parameters import count
+from shardwise.layout.experts import experts_across
+from shardwise.layout.model_size import size_words
+from shardwise.model.formats import weight_format
 from shardwise.planner.price_words import money, price_line, priced
-from shardwise.planner.serving import TYPES, Deployment, ServingPlan
+from shardwise.planner.serving import Deployment, ServingPlan, type_name
+from shardwise.predict.cluster_links import link_lines
 from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
@@ -16,8 +19,8 @@ def serving_conclusion(plan: ServingPlan) -> str:
     one = plan.winner
     return (
         f"best of {plan.considered:,} deployments of {plan.model.name} on {plan.cluster}: {one.layout} in "
-        f"{TYPES[one.weights]} on {one.devices} device{'s' * (one.devices > 1)}, "
-        f"{format_count(one.tokens_per_second)} tokens/s, {format_time(one.first_token)} to the first token, "
+        f"{type_name(one.weights)}{' (lossy)' * one.lossy} on {one.devices} device{'s' * (one.devices > 1)}, "
+        f"{format_count(one.tokens_per_second)} tokens/s, {format_time(one.first_token)} to the mean first token, "
         f"{format_time(one.token)} for each after it, "
         f"{format_bytes(one.held)} of {format_bytes(plan.usable)} per device"
     )
@@ -27,24 +30,48 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
     """All that is printed for a plan of serving."""
     work = plan.workload
     clients = f"{work.concurrency:,} client{'s' * (work.concurrency > 1)}"
+    if plan.rate is not None:
+        clients = f"{plan.rate:g} requests a second, of which at most {work.concurrency:,} are under way"
     yield f"{serving_conclusion(plan)}\n"
     yield (
-        f"{plan.model.name}: {format_count(count(plan.model))} parameters, {clients}, prompts of {work.prompt:,} "
+        f"{plan.model.name}: {size_words(plan.model)}, {clients}, prompts of {work.prompt:,} "
         f"tokens, answers of {work.output:,}, software of {plan.engine}"
     )
+    yield from link_lines(plan.cluster)
     yield (
         f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "
-        f"{_ORDERS[plan.by]}\n"
+        f"{_ORDERS[plan.by] if plan.rate is None else _rate(plan)}\n"
     )
     yield _table(plan, plan.ranked)
+    yield from _remarks(plan)
     yield from plan.warnings
+    yield from _spread_experts(plan)
     if plan.by != "pareto":
         yield "\ntokens/s against time per token, with as many clients as the batch size"
         yield _table(plan, _spread(plan.curve, 8))
     yield ""
     best = plan.winner
-    yield price_line(priced(plan.price, best.devices, best.tokens_per_second), plan.cluster.device.name)
+    yield price_line(priced(plan.price, best.devices, plan.paid(best)), plan.cluster.device.name)
     yield from _weighed(plan)
+
+
+def _remarks(plan: ServingPlan) -> Iterator[str]:
+    """The range of the best deployment, and the best one whose weights keep the model's own bits."""
+    one = plan.winner
+    rate, factor = one.tokens_per_second, plan.factor(one)
+    yield (
+        f"80% range of the first row: {format_count(rate / factor)} to {format_count(rate * factor)} tokens/s, "
+        f"{format_time(one.token / factor)} to {format_time(one.token * factor)} per token; first token and per token "
+        "are means over the clients"
+    )
+    if one.lossy and (exact := plan.lossless):
+        yield (
+            f"lossy: weights of fewer bits than the model's own, whose answers differ; best without: {exact.layout} in "
+            f"{type_name(exact.weights)}, {format_count(exact.tokens_per_second)} tokens/s on {exact.devices} "
+            f"device{'s' * (exact.devices > 1)}"
+        )
+    elif one.lossy:
+        yield "lossy: weights of fewer bits than the model's own, whose answers differ; without, nothing fits"
 
 
 _ORDERS = {
@@ -54,9 +81,17 @@ _ORDERS = {
 }
 
 
+def _rate(plan: ServingPlan) -> str:
+    return (
+        f"those that answer {plan.rate:g} requests a second, on the fewest devices first; with arrivals in bursts, "
+        "requests wait besides"
+    )
+
+
 _COLUMNS = (
-    Column("layout", left=True, wraps=True), Column("weights", left=True), Column("devices", drop=4),
-    Column("batch size", drop=1), Column("first token", drop=2), Column("per token"), Column("tokens/s"),
+    Column("layout", left=True, wraps=True), Column("weights", left=True), Column("answers", left=True),
+    Column("devices", drop=4), Column("batch size", drop=1), Column("first token", drop=2), Column("per token"),
+    Column("tokens/s"),
     Column("per device", drop=5), Column("memory", drop=3), Column("cache", drop=7), Column("USD/M tokens", drop=6),
 )  # fmt: skip
 
@@ -65,7 +100,8 @@ def _table(plan: ServingPlan, deployments: Sequence[Deployment]) -> FittedTable:
     table = FittedTable(_COLUMNS)
     for one in deployments:
         table.add_row(
-            str(one.layout), TYPES[one.weights], str(one.devices), f"{one.layout.dp} x {one.batch}",
+            str(one.layout), type_name(one.weights), "lossy" if one.lossy else "own", str(one.devices),
+            f"{one.layout.dp} x {one.batch}",
             format_time(one.first_token), format_time(one.token), format_count(one.tokens_per_second),
             format_count(one.rate), format_bytes(one.held), f"{format_count(one.cache_tokens)} tokens",
             money(plan.usd(one)),
@@ -80,12 +116,38 @@ def _spread(deployments: Sequence[Deployment], most: int) -> list[Deployment]:
     return [deployments[round(i * (len(deployments) - 1) / (most - 1))] for i in range(most)]
 
 
+def _spread_experts(plan: ServingPlan) -> Iterator[str]:
+    """How the best deployment spreads experts, and which deployments shown the runtime here rejects."""
+    best = plan.winner
+    if spread := plan.spread(best):
+        replicas = experts_across(best.layout)
+        if replicas > 1:
+            groups = best.layout.dp // replicas
+            each = f"in each of {groups} groups, {replicas}" if groups > 1 else f"{replicas}"
+            yield (
+                f"attention-dp: {each} replicas of attention, tp={best.layout.tp} each, share experts that are spread "
+                f"over {spread.ranks} ranks"
+            )
+        if not spread.even:
+            yield (
+                f"{spread.full} ranks have {spread.most} experts, {spread.ranks - spread.full} have {spread.most - 1}: "
+                f"priced by {spread.most}; {spread.redundant} redundant experts fill all ranks in as many bytes"
+            )
+    rejected = {reason: str(one.layout) for one in reversed(plan.ranked) if (reason := plan.not_runnable(one))}
+    for reason, layout in list(rejected.items())[::-1][:MOST_REASONS]:
+        yield f"generate and serve do not run {layout} here: {reason}"
+
+
+MOST_REASONS = 3
+"""Reasons for which layouts do not run here that are listed."""
+
+
 def _weighed(plan: ServingPlan) -> Iterator[str]:
     if plan.quantised:
         fewer, split = plan.quantised
         yield (
-            f"quantised on fewer or split on more: {TYPES[fewer.weights]} on {fewer.devices} ({fewer.layout}) gives "
-            f"{format_share(fewer.tokens_per_second / split.tokens_per_second)} of the tokens/s of bf16 on "
+            f"quantised on fewer or split on more: {type_name(fewer.weights)} on {fewer.devices} ({fewer.layout}) "
+            f"gives {format_share(fewer.tokens_per_second / split.tokens_per_second)} of the tokens/s of bf16 on "
             f"{split.devices} ({split.layout}), a token every {format_time(fewer.token)} against "
             f"{format_time(split.token)}"
         )
@@ -96,6 +158,15 @@ def _weighed(plan: ServingPlan) -> Iterator[str]:
             f"gathering weights, at best {one.layout}: {share} of the winner's tokens/s, a token every "
             f"{format_time(one.token)}"
         )
+    if pair := plan.apart:
+        share = format_share(pair.tokens_per_second / plan.winner.tokens_per_second)
+        yield (
+            f"prefill and decoding apart: {pair.prefill} reads prompts, {pair.decode} decodes {pair.batch} sequences "
+            f"at a time on each instance, {pair.devices} devices: {format_count(pair.tokens_per_second)} tokens/s "
+            f"({share} of the winner's), {format_time(pair.first_token)} to the first token, "
+            f"{format_time(pair.token)} for each after it; a request's cache of {format_bytes(pair.cache_bytes)} goes "
+            f"over in {format_time(pair.transfer)}"
+        )
     if plan.crossover:
         ranks, tokens = plan.crossover
         result = f"from about {format_count(tokens)} tokens of one pass on" if tokens else "with no number of tokens"
@@ -103,5 +174,6 @@ def _weighed(plan: ServingPlan) -> Iterator[str]:
     if any(one.weights in ("int8", "int4") for one in plan.ranked):
         yield (
             "int8 and int4: weights alone, multiplied in 16 bits at the speed of 16-bit products on fewer bytes, which "
-            "only good kernels reach; int4 takes 5 bits per weight, with a scale and a zero for each group of 32"
+            f"only good kernels reach; int4 is {plan.words('int4')}, {8 * weight_format(plan.words('int4')).width:.3g} "
+            "bits per weight with scales and zeros"
         )

@@ -14,6 +14,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.experts import experts_across
 from shardwise.model import ModelConfig
+from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.serving import MemoryFit, ServingSetup, fit_on_cluster
 from shardwise.predict.serving_layout import (
     check_generation,
@@ -341,8 +342,11 @@ def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Aske
     strategy = DecodeStrategy(model, layout, engine_of(engine), cluster, "int8" if asked.int8 else None)
     middle = strategy.token(asked.batch, asked.prompt + asked.output / 2)
     around = middle.range(pricing_for(cluster, each <= FEW), routed=bool(model.experts))
+    other = None if engine in OWN else engine_of(engine)
     caches = [
-        fit_on_cluster(model, layout, ServingSetup(length, each, chunk=asked.chunk, int8=asked.int8), cluster)
+        fit_on_cluster(
+            model, layout, ServingSetup(length, each, chunk=asked.chunk, int8=asked.int8, engine=other), cluster
+        )
         for length in (asked.prompt, asked.prompt + asked.output)
     ]
     return Generated(

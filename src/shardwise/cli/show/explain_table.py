@@ -56,24 +56,38 @@ class Training:
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """Memory of one GPU of a server that is left for the cache. weights: bytes; a_token: bytes of its cache for a
-    token; room: bytes that are left for the cache; tokens: that fit there, over the sequences of an engine; None where
-    no cluster tells. length: tokens of the longest sequence. sequences: the most of one iteration."""
+    """Memory of one GPU of a server that is left for the cache, on the stage with room for the fewest tokens."""
 
     model: ModelConfig
-    weights: float
+    weights: int
+    """Bytes."""
     a_token: float
+    """Bytes of the cache for a token of a sequence, the mean of its longest one."""
+    workspace: int
+    """Bytes that the engine sets aside for what passes through memory, its context and libraries."""
+    graphs: float
+    """Bytes of captured graphs, outside of the share that the engine fills."""
     room: float | None
+    """Bytes left for the cache."""
     tokens: int | None
+    """Tokens that fit there, over the sequences of an engine; None where no cluster says."""
     length: int | None
+    """Tokens of the longest sequence."""
     sequences: int | None
+    """The most of one iteration."""
+    cache: str = "bfloat16"
+    """torch's name of the type of keys and values."""
     warning: str = ""
+    """Of tensor parallelism over slow links."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "model": self.model.name,
             "weight_bytes_per_gpu": self.weights,
             "cache_bytes_per_token_per_gpu": self.a_token,
+            "workspace_bytes_per_gpu": self.workspace,
+            "graph_bytes_per_gpu": self.graphs,
+            "kv_cache": self.cache,
             "cache_bytes_per_gpu": self.room,
             "cache_tokens": self.tokens,
             "warning": self.warning or None,
@@ -90,8 +104,10 @@ class CacheRoom:
         if self.room is None or self.tokens is None:
             return [*results, "  how much cache there is room for, --cluster tells"]
         results.append(
-            f"  {format_bytes(self.room)} left for the cache, workspace and graphs apart: {self.tokens:,} tokens"
+            f"  {format_bytes(self.workspace)} of workspace, driver and libraries; captured graphs take about "
+            f"{format_bytes(self.graphs)} outside of the share that may be used"
         )
+        results.append(f"  {format_bytes(self.room)} left for the cache: {self.tokens:,} tokens")
         results += [self.warning] if self.warning else []
         if self.length:
             results.append(f"  at most {self.tokens // self.length:,} sequences of {self.length:,} tokens at a time")
@@ -134,26 +150,43 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
 def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> CacheRoom:
     """Room for the cache. Raises `UserError` where the heads cannot be split so, and where the weights alone do not
     fit."""
-    from shardwise.predict.time.serving import ServingLayout, cache_bytes_per_token, weight_bytes
+    from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, usual_sequences
+    from shardwise.predict.memory.serving import PAGE, ServingSetup, stage_bytes
+    from shardwise.predict.time.profiles import engine
     from shardwise.predict.traffic.slow_links import tensor_warning
 
     assert reading.served
-    served, layout = reading.served, reading.layout
+    served, layout, profile = reading.served, reading.layout, engine(SERVED_AS)
     check(replace(layout, ep=1), model)
-    stored = ServingLayout(served.weights, served.cache, layout.tp, layout.pp)
-    weights, a_token = float(weight_bytes(model, stored)), float(cache_bytes_per_token(model, stored)) / layout.pp
     length = served.length or model.max_positions
+    cache = "" if served.cache == "bfloat16" else served.cache
     memory = cluster.memory_per_device if cluster else None
-    if memory is None:
-        return CacheRoom(model, weights, a_token, None, None, length, served.sequences)
-    room = memory * served.memory - weights
-    slow = tensor_warning(cluster, layout.tp, {}, "") if cluster else None
-    if room <= a_token:
+    sequences = served.sequences or usual_sequences(profile, memory)
+    setup = ServingSetup(length, sequences, weights=served.weights, cache_type=cache, engine=profile)
+    tokens = served.tokens or profile.most_tokens
+    stages = [
+        (one, engine_workspace(model, layout, one.head, profile, tokens, sequences))
+        for one in stage_bytes(model, layout, setup)
+    ]
+    fullest, workspace = max(stages, key=lambda row: row[0].weights + row[1] + setup.pages * row[0].page)
+    told = model, int(fullest.weights), fullest.page / PAGE, workspace, profile.graph_bytes
+    room = engine_room(cluster, profile, served.memory) if cluster else None
+    if room is None:
+        return CacheRoom(*told, None, None, length, served.sequences, served.cache)
+    fits = min((room - one.weights - extra) / one.page * PAGE for one, extra in stages if one.page)
+    if fits <= 1:
         raise UserError(
-            f"{model.name} does not fit: {format_bytes(weights)} of weights on each GPU, of which {served.memory:.0%} "
-            f"of {format_bytes(memory)} may be used; split it over more GPUs, or store it in fewer bits"
+            f"{model.name} does not fit: {format_bytes(fullest.weights)} of weights and {format_bytes(workspace)} of "
+            f"workspace on each GPU, of which {format_bytes(room)} may be used; split it over more GPUs, or store it "
+            "in fewer bits"
         )
-    return CacheRoom(model, weights, a_token, room, int(room / a_token), length, served.sequences, slow or "")
+    left = room - fullest.weights - workspace
+    slow = tensor_warning(cluster, layout.tp, {}, "") if cluster else None
+    return CacheRoom(*told, left, int(fits), length, served.sequences, served.cache, slow or "")
+
+
+SERVED_AS = "vllm"
+"""Profile of the servers whose commands are read; SGLang's is not known apart."""
 
 
 def _moved(report: StepReport) -> list[str]:

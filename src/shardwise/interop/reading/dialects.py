@@ -10,7 +10,9 @@ from shardwise.interop.reading import megatron, transformers
 from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import known, renamed, rows
 from shardwise.interop.reading.settings import FileReader, Reading, ServerSettings
-from shardwise.interop.reading.vllm import attention_dp, check_count
+from shardwise.interop.reading.sglang import attention
+from shardwise.interop.reading.vllm import check_count
+from shardwise.layout import Layout
 
 
 def axolotl(data: Mapping[str, Any], ranks: int | None, other: FileReader) -> Reading:
@@ -48,7 +50,9 @@ def tensorrt_llm(data: Mapping[str, Any], ranks: int | None) -> Reading:
     ep = fields.integer("moe_expert_parallel_size", 1)
     fields.given("moe_tensor_parallel_size")
     check_count(fields, tp * pp, ranks)
-    inside = tp if fields.flag("enable_attention_dp") else 1
+    dp = tp if fields.flag("enable_attention_dp") else 1
+    if dp > 1:
+        tp, ep = attention(fields, tp, dp, ep)
     cache = fields.word("kv_cache_dtype", "auto").lower()
     fields.unsettle("the share of memory for the cache is of what weights leave: counted as 90% of all memory")
     served = ServerSettings(
@@ -57,5 +61,5 @@ def tensorrt_llm(data: Mapping[str, Any], ranks: int | None) -> Reading:
         sequences=fields.integer("max_num_seqs") or None,
         tokens=fields.integer("max_num_batched_tokens") or None,
     )
-    layout = attention_dp(fields, tp, inside, pp, ep)
+    layout = Layout(dp=dp, tp=tp, pp=pp, ep=ep)
     return fields.reading("TensorRT-LLM", layout, model=fields.word("model") or None, served=served)

@@ -57,19 +57,6 @@ def check_count(fields: ConfigFields, used: int, ranks: int | None) -> None:
         fields.note(f"{used} of the {ranks} GPUs are used")
 
 
-def attention_dp(fields: ConfigFields, tp: int, dp: int, pp: int, ep: int, precision: str = "bf16") -> Layout:
-    """Layout of tp ranks, of which dp groups have requests of their own: attention is split tp / dp ways, and experts
-    are spread over all. Raises `UserError` where dp does not divide tp."""
-    if dp == 1:
-        return Layout(tp=tp, pp=pp, ep=ep, precision=precision)
-    if tp % dp:
-        raise UserError(f"attention's {dp} data-parallel groups must divide the {tp} tensor-parallel ranks")
-    fields.fact(f"data parallelism of attention is inside the {tp} tensor-parallel ranks, which share the experts")
-    if ep not in (1, tp):
-        fields.unsettle(f"experts over {ep} of {tp} ranks beside attention's data parallelism: counted over all {tp}")
-    return Layout(dp=dp, tp=tp // dp, pp=pp, ep=tp, precision=precision)
-
-
 def _served(fields: ConfigFields) -> ServerSettings:
     memory = fields.number("gpu_memory_utilization", 0.9)
     if not 0 < memory <= 1:

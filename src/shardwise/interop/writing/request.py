@@ -34,6 +34,11 @@ class WriteRequest:
     notes: tuple[str, ...] = ()
     """Comments on numbers that were not given."""
 
+    @property
+    def stored(self) -> str:
+        """The precision of a quantized model's files, which an engine reads from their configuration; else empty."""
+        return self.model.counted.stored if self.model.counted else ""
+
 
 @dataclass(frozen=True)
 class EngineWriter:

@@ -12,6 +12,7 @@ from shardwise.interop.writing.commands import command, flag_words, nodes_of, wi
 from shardwise.interop.writing.limits import Changes, Limit, always, only, without
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
 from shardwise.layout import Layout
+from shardwise.model.formats import weight_format
 
 KEYS = rows("vllm", "layout")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -27,7 +28,7 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
         KEYS["dp"]: layout.dp,
         KEYS["ep"]: layout.ep > 1,
         KEYS["precision"]: DTYPES[layout.precision],
-        "quantization": quantization("vllm", served.weights),
+        "quantization": None if request.stored else quantization("vllm", served.weights),
         "kv_cache_dtype": "fp8" if served.cache.startswith("float8") else "auto",
         "gpu_memory_utilization": f"{served.memory:g}",
         "max_model_len": served.length,
@@ -42,18 +43,23 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
         comments.append("vLLM cuts layers evenly as it likes: see VLLM_PP_LAYER_PARTITION")
     if request.source in ("", request.model.name) and "/" not in request.model.name:
         comments.append(f"{request.model.name} is the catalog's name: give the folder or the hub's name in its place")
-    comments += checkpoint_needed("vllm", served.weights)
+    comments += (
+        [f"its files are in {request.stored}, which the engine sees"]
+        if request.stored
+        else checkpoint_needed("vllm", served.weights)
+    )
     source = shlex.quote(request.source or request.model.name)
     return command([f"vllm serve {source}", *flag_words(flags)]), comments
 
 
 def quantization(engine: str, weights: str) -> str | None:
     """The engine's word for a type of stored weights; None for 16 and 32 bits. Raises `UserError` without one."""
-    if weights in ("bfloat16", "float16", "float32"):
+    stored = weight_format(weights)
+    if not stored.lossy:
         return None
-    for word, dtype in rows(engine, "weights").items():
+    for word, words in rows(engine, "weights").items():
         # Some store experts alone.
-        if dtype == weights and not word.startswith("experts"):
+        if weight_format(words).form == stored.form and not word.startswith("experts"):
             return word
     raise UserError(f"no quantization of {engine} stores {weights}")
 

@@ -10,6 +10,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -17,13 +19,18 @@ from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.context import PageCut
 from shardwise.layout.experts import expert_share, matrices
 from shardwise.layout.legality import valid_ep, valid_tp
+from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import Placed, cache_shape, width_held
 from shardwise.model import ModelConfig
-from shardwise.model.precision import stored_bytes
+from shardwise.model.formats import stored_bytes, weight_format
+from shardwise.model.operations import AttentionCore
+from shardwise.model.parameters import blueprint
 from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
 from shardwise.ops.limits import SCORES, WIDE_OUTPUTS, row_int8_bytes
 from shardwise.predict.memory.capacity import capacity_of
+from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace
 from shardwise.predict.serving_layout import blocks_of, check_generation, plan_of, rows_here
+from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes
@@ -49,11 +56,22 @@ class ServingSetup:
     int8: bool = False
     cpu: bool = False
     cache: int = 0
+    weights: str = ""
+    """Format of the blocks' matrices (`weight_format`) in place of `int8`; empty: the layout's precision."""
+    cache_type: str = ""
+    """torch's name of the type of keys and values; empty: the layout's precision."""
+    engine: EngineProfile | None = None
+    """Other software than this project's, whose workspace is counted (`engine_workspace`)."""
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "page", "chunk"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def stored(self) -> str:
+        """The format of the blocks' matrices; empty for the layout's precision."""
+        return self.weights or ("int8" if self.int8 else "")
 
     @property
     def full(self) -> int:
@@ -170,10 +188,11 @@ def serving_fit(model: ModelConfig, layout: Layout, served: ServingSetup, room: 
     """Memory of serving on the fullest rank, against `room` bytes a rank. Raises `LayoutError` for layouts that
     generation does not know, `UserError` for models that do not run."""
     check_generation(layout, model)
-    if served.int8 and layout.stage == 3:
-        raise UserError("int8 weights are not gathered: use zero=0 with int8, or leave int8 out")
+    if served.stored and weight_format(served.stored).lossy and layout.stage == 3:
+        words = served.stored
+        raise UserError(f"{words} weights are not gathered: use zero=0 with {words}, or leave {words} out")
     plans = [plan_of(model, layout, stage) for stage in range(layout.pp)]
-    held = max((_held(plan, served) for plan in plans), key=lambda one: one.total)
+    held = max((held_by(plan, served) for plan in plans), key=lambda one: one.total)
     context = batch = None
     if room is not None:
         # The stage that is fullest with one cache need not be with another: each must have the room.
@@ -192,28 +211,32 @@ def fit_on_host(model: ModelConfig, layout: Layout, served: ServingSetup, memory
 def fit_on_cluster(model: ModelConfig, layout: Layout, served: ServingSetup, cluster: Cluster) -> MemoryFit:
     """`serving_fit` on the devices of a cluster. Raises `LayoutError` where there are too few."""
     check_generation(layout, model, cluster.devices)
-    return serving_fit(model, layout, replace(served, cpu=cluster.device.kind != "cuda"), capacity_of(cluster))
+    served = replace(served, cpu=cluster.device.kind != "cuda")
+    room = capacity_of(cluster) if served.engine is None else engine_room(cluster, served.engine)
+    return serving_fit(model, layout, served, room)
 
 
-def weight_bytes(plan: UnitPlan, int8: bool = False, *, cpu: bool = False) -> int:
-    """Weights of a rank as they stay: in the layout's precision, at stage 3 its interval of each unit; with int8, what
-    `has_fewer_bits` as in `int8_bytes` (less on CPUs that have no instructions for bytes)."""
-    width = DTYPE_BYTES[plan.layout.dtype]
+def weight_bytes(plan: UnitPlan, int8: bool = False, *, cpu: bool = False, weights: str = "") -> int:
+    """Weights of a rank as they stay: in the layout's precision, at stage 3 its interval of each unit; with int8 or a
+    format of `weights`, as `parameter_bytes` has them."""
     if plan.layout.stage == 3:
-        return sum(unit.shard_numel for unit in plan.units) * width
-    if not int8 and plan.model.counted and plan.model.counted.stored:
-        each = ((p, p.parameter.stored) for unit in plan.units for p in unit.placed)
-        return int(sum(stored_bytes(stored, p.shape) if stored else p.numel * width for p, stored in each))
-    if not int8:
-        return sum(unit.padded for unit in plan.units) * width
-    tiled = cpu and width == 2
-    return sum(
-        parameter_int8_bytes(placed, width=width, tiled=tiled)
-        if has_fewer_bits(plan, placed, "int8")
-        else placed.numel * width
-        for unit in plan.units
-        for placed in unit.placed
-    )
+        return sum(unit.shard_numel for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
+    stored = weights or ("int8" if int8 else "")
+    return int(sum(parameter_bytes(plan, placed, stored, cpu=cpu) for unit in plan.units for placed in unit.placed))
+
+
+def parameter_bytes(plan: UnitPlan, placed: Placed, weights: str, *, cpu: bool = False) -> float:
+    """Bytes of a parameter on a rank: as the model's files have it, else in a format of weights where it
+    `has_fewer_bits`, else in the layout's precision. cpu: as in `int8_bytes`."""
+    width = DTYPE_BYTES[plan.layout.dtype]
+    if plan.model.counted and plan.model.counted.stored:
+        stored = placed.parameter.stored
+        return stored_bytes(stored, placed.shape) if stored else placed.numel * width
+    if not weights or not weight_format(weights).lossy or not has_fewer_bits(plan, placed, weights):
+        return placed.numel * width
+    if weights == "int8":
+        return parameter_int8_bytes(placed, width=width, tiled=cpu and width == 2)
+    return stored_bytes(weights, placed.shape)
 
 
 def parameter_int8_bytes(placed: Placed, *, width: int, tiled: bool) -> int:
@@ -237,17 +260,40 @@ def has_fewer_bits(plan: UnitPlan, placed: Placed, weights: str) -> bool:
     return matrix and plan.kind(placed.parameter.part) in kinds
 
 
-def page_bytes(plan: UnitPlan, page: int = PAGE, context: int = 0) -> int:
+def page_bytes(
+    plan: UnitPlan, page: int = PAGE, context: int = 0, cache_type: str = "", engine: EngineProfile | None = None
+) -> int:
     """Bytes of one page of keys and values on a rank, all its blocks. context: tokens of a sequence, over which windows
-    and states of a model that is only counted are averaged."""
-    slots = PageCut(page, plan.layout.cp).slots
-    if counted := plan.model.counted:
-        names = blocks_of(plan)
-        first = int(names[0].rpartition(".")[2]) if names else 0
-        tokens = max(context, 1)
-        numbers = counted.cache_numbers(tokens, plan.layout.tp, first, first + len(names)) / tokens
-        return math.ceil(numbers * slots * DTYPE_BYTES[plan.layout.dtype])
-    return len(blocks_of(plan)) * page_bytes_of_block(plan.model, plan.layout.tp, plan.layout.dtype, slots)
+    and states are averaged: of a model that is only counted, and of all under an engine with a `windowed_cache`.
+    cache_type: torch's name of its type; empty for the layout's."""
+    names = blocks_of(plan)
+    first = int(names[0].rpartition(".")[2]) if names else 0
+    served = ServingSetup(max(context, 1), page=page, cache_type=cache_type, engine=engine)
+    return _page_of_blocks(plan.model, plan.layout, served, range(first, first + len(names)))
+
+
+def _page_of_blocks(model: ModelConfig, layout: Layout, served: ServingSetup, blocks: range) -> int:
+    """Bytes of one page of these blocks on a rank."""
+    each = weight_format(served.cache_type).each if served.cache_type else DTYPE_BYTES[layout.dtype]
+    width = PageCut(served.page, layout.cp).slots * each
+    if model.counted:
+        numbers = model.counted.cache_numbers(served.context, layout.tp, blocks.start, blocks.stop) / served.context
+        return math.ceil(numbers * width)
+    block = cache_shape(model, layout.tp).numbers * width
+    if served.engine is None or not served.engine.windowed_cache:
+        return math.ceil(len(blocks) * block)
+    windows = (_windows(model)[i] or served.context for i in blocks)
+    return math.ceil(sum(min(1.0, window / served.context) for window in windows) * block)
+
+
+@lru_cache
+def _windows(model: ModelConfig) -> tuple[int, ...]:
+    """Tokens that each block attends to at most; 0 for all."""
+    found: list[int] = []
+    for part in blueprint(model).of_kind("block"):
+        window = next((o.window for o in part.operations if isinstance(o, AttentionCore)), 0)
+        found += [window] * part.count
+    return tuple(found)
 
 
 def page_bytes_of_block(model: ModelConfig, tp: int, dtype: str, page: int = PAGE, context: int = 0) -> int:
@@ -264,26 +310,69 @@ def largest_page_bytes(model: ModelConfig, layout: Layout, page: int = PAGE) -> 
     return max(page_bytes(plan_of(model, layout, stage), page) for stage in range(layout.pp))
 
 
-def _held(plan: UnitPlan, served: ServingSetup) -> ServingMemory:
+def held_by(plan: UnitPlan, served: ServingSetup) -> ServingMemory:
     slots = sum(plan.slots.values()) if plan.layout.stage == 3 else 0
     return ServingMemory(
-        weight_bytes(plan, served.int8, cpu=served.cpu),
+        weight_bytes(plan, cpu=served.cpu, weights=served.stored),
         slots * DTYPE_BYTES[plan.layout.dtype],
-        served.pages * page_bytes(plan, served.page, served.context),
-        passing_bytes(plan, served),
+        served.pages * page_bytes(plan, served.page, served.context, served.cache_type, served.engine),
+        workspace_bytes(plan, served),
     )
+
+
+def workspace_bytes(plan: UnitPlan, served: ServingSetup) -> int:
+    """What passes through memory on a rank: this runtime's bound, or what another engine sets aside."""
+    if served.engine is None:
+        return passing_bytes(plan, served)
+    head = bool(plan.of_kind("head"))
+    return engine_workspace(plan.model, plan.layout, head, served.engine, served.engine.most_tokens, served.batch)
+
+
+class ServedStage(NamedTuple):
+    """A rank of one pipeline stage, before there is anything in its cache."""
+
+    weights: float
+    page: int
+    """Bytes of a page of the cache."""
+    head: bool
+    """Whether it has the output head."""
+
+
+def stage_bytes(model: ModelConfig, layout: Layout, served: ServingSetup) -> list[ServedStage]:
+    """The stages of a layout without weight gathering, each with its own blocks and ends, as `held_by` counts them."""
+    alone = replace(layout, pp=1) if layout.ep > 1 else Layout(tp=layout.tp, precision=layout.precision)
+    blocks, first, last, tied = _part_bytes(model, alone, served.stored, served.cpu)
+    made, start = [], 0
+    for stage, count in enumerate(stages(model, layout).layers):
+        mine = range(start, start + count)
+        begins, ends = stage == 0, stage == layout.pp - 1
+        weights = sum(blocks[i] for i in mine) + begins * first + ends * last + (begins or ends) * tied
+        made.append(ServedStage(int(weights), _page_of_blocks(model, layout, served, mine), ends))
+        start += count
+    return made
+
+
+@lru_cache(maxsize=256)
+def _part_bytes(
+    model: ModelConfig, layout: Layout, weights: str, cpu: bool
+) -> tuple[tuple[float, ...], float, float, float]:
+    """Bytes of each block, of embedding, head, and a table that both share, without a pipeline."""
+    plan = plan_of(model, layout)
+    each = {unit.name: sum(parameter_bytes(plan, p, weights, cpu=cpu) for p in unit.placed) for unit in plan.units}
+    blocks = tuple(sum(each[unit.name] for unit in plan.units_of(part)) for part in plan.of_kind("block"))
+    return blocks, each.get("embedding", 0.0), each.get("head", 0.0), each.get("tied", 0.0)
 
 
 _INDEX = 16
 """Bytes that name a slot of the cache and its page."""
 
 
-def passing_bytes(plan: UnitPlan, served: ServingSetup) -> int:
+def passing_bytes(plan: UnitPlan, served: ServingSetup, head: bool = True) -> int:
     """A turn's widest moment: residual stream, its normed copy and what the feed-forward opens up to, with the rows of
     experts, or queries, keys, values and their output, and a copy of one block's cache with its mask, where pages do
     not follow each other; or the logits of every sequence, gathered, and again in fp32. With int8 also some rows of
     activations in bytes and of sums in 32 bits, or, without instructions for bytes, some rows of the matrix as they
-    were."""
+    were. head: whether a rank that the plan gives an output head has it."""
     model, tp, cp = plan.model, plan.layout.tp, plan.layout.cp
     width, tokens = DTYPE_BYTES[plan.layout.dtype], rows_here(plan.layout, served.chunk + served.batch)
     opened = tokens * (3 if model.gated else 2) * width_held(_widest(model), tp) * width
@@ -300,11 +389,11 @@ def passing_bytes(plan: UnitPlan, served: ServingSetup) -> int:
     if cp > 1:
         copied += _passing_exchange(plan, tokens * cp, served)
     block = tokens * 3 * model.hidden * width + max(opened, attended + copied)
-    if served.int8:
+    if served.stored == "int8":
         ffn, own = width_held(_widest(model), tp), heads * model.head_dim
         opens = max(model.hidden, ffn * (2 if model.gated else 1), own + shape.numbers)
         block += _passing_product(tokens, max(model.hidden, ffn, own), opens, width)
-    return max(block, _passing_logits(plan, served, served.batch))
+    return max(block, _passing_logits(plan, served, served.batch) if head else 0)
 
 
 def _passing_logits(plan: UnitPlan, served: ServingSetup, rows: int) -> int:
@@ -313,7 +402,7 @@ def _passing_logits(plan: UnitPlan, served: ServingSetup, rows: int) -> int:
         return 0
     width, vocab = DTYPE_BYTES[plan.layout.dtype], padded_vocab(plan)
     logits = rows * vocab * (2 * width + 4)
-    if served.int8 and not plan.model.tied:
+    if served.stored == "int8" and not plan.model.tied:
         logits += _passing_product(rows, plan.model.hidden, vocab // plan.layout.tp, width)
     return logits
 
@@ -384,14 +473,14 @@ def _longest(plan: UnitPlan, served: ServingSetup, room: float) -> int:
     one_each = max(1, served.batch * page_bytes(plan, served.page, most))  # 0 on a stage without blocks
     pages = min(-(-most // served.page), int(room // one_each))
     fitting = bisect_right(
-        range(1, pages + 1), room, key=lambda n: _held(plan, replace(served, context=n * served.page, cache=0)).total
+        range(1, pages + 1), room, key=lambda n: held_by(plan, replace(served, context=n * served.page, cache=0)).total
     )
     return min(fitting * served.page, most)
 
 
 def _most(plan: UnitPlan, served: ServingSetup, room: float) -> int:
     """Sequences of the whole context."""
-    return bisect_right(range(1, MOST), room, key=lambda n: _held(plan, replace(served, batch=n, cache=0)).total)
+    return bisect_right(range(1, MOST), room, key=lambda n: held_by(plan, replace(served, batch=n, cache=0)).total)
 
 
 def _degrees(degrees: tuple[int, ...]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from shardwise.cluster import Device
 from shardwise.errors import UserError
+from shardwise.model.formats import weight_format
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Constants:
     """Relative uncertainty of all times of this device, beside what every device has."""
     fitted_on: tuple[str, ...] = ()
     """Sources of published steps on which rates of this device were fitted: no evidence for them."""
+    experts: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    """Engine -> format of weights -> constants of a routed layer in one grouped launch (`experts.py`)."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of a dtype, or of the wider one that it is widened to where the device lacks it. Raises `UserError`
@@ -88,6 +91,17 @@ class Constants:
         known = [name for name in forms if name != "source"]
         return forms[min(known, key=lambda name: (abs(int(name) - width), int(name)))], dtype
 
+    def expert_form(self, engine: str, weights: str) -> Mapping[str, float]:
+        """Constants of an engine's routed layer: as measured with this format of weights, else with the nearest one
+        whose kernels compute in the same type, else in 16 bits. Raises `UserError` where none was measured."""
+        forms = self.experts.get(engine) or next(iter(self.experts.values()), None)
+        if not forms:
+            raise UserError(f"{self.name}: routed layers in one launch were not measured on it, and this needs them")
+        dtype, words = weight_format(weights).dtype, weights
+        same = [name for name in forms if weight_format(name).dtype == dtype]
+        near = [name for name in same if weight_format(name).block == weight_format(words).block]
+        return forms[words if words in forms else next(iter([*near, *same]), "bf16")]
+
     def with_values(self, **values: float) -> Constants:
         """A copy with some values changed: what a fit tries."""
         return replace(self, values={**self.values, **values})
@@ -107,8 +121,16 @@ _FALLBACK = {
 @lru_cache
 def _file() -> dict[str, Any]:
     home = Path(__file__)
-    files = (json.loads(home.with_name(name).read_text(encoding="utf-8")) for name in ("kernels.json", "devices.json"))
+    names = ("kernels.json", "devices.json")
+    files = (json.loads(home.with_name(name).read_text(encoding="utf-8")) for name in names)
     return {key: value for file in files for key, value in file.items()}
+
+
+@lru_cache
+def _routed_layers(name: str) -> dict[str, Any]:
+    """Constants of routed layers, by engine and format of weights."""
+    stored = json.loads(Path(__file__).with_name("experts.json").read_text(encoding="utf-8"))
+    return stored.get(name, {})
 
 
 def uncertainty() -> dict[str, float]:
@@ -126,8 +148,8 @@ def _entry(name: str) -> dict[str, Any]:
     entry = _file()["devices"].get(name)
     if entry is None:
         raise UserError(
-            f"no constants of time for {name}; known are {', '.join(known_devices())}; to measure another: "
-            "`shardwise calibrate device --ranks N --out FILE.toml` there, then --cluster FILE.toml"
+            f"no constants of time for {name}: measure it, `shardwise calibrate device --ranks N --out FILE.toml`, and "
+            "give --cluster FILE.toml; `shardwise list devices` has those of known times"
         )
     return entry
 
@@ -163,6 +185,7 @@ def constants(device: Device) -> Constants:
         sustained={dtype: told["value"] for dtype, told in entry.get("sustained_flops", {}).items()},
         uncertain=entry.get("uncertain", 0.0),
         fitted_on=tuple(entry.get("fitted_on", ())),
+        experts=_routed_layers(kernels["matmul"]),
     )
 
 
@@ -200,6 +223,7 @@ def _measured(device: Device) -> Constants:
         sources=sources | dict.fromkeys([*own, "matmul", "attention"], device.source),
         nccl=kernels["nccl"] or "",
         sustained={dtype: _figure(name, f"sustained.{dtype}", rate) for dtype, rate in sustained.items()},
+        experts=_routed_layers(kernels["matmul"]) if kernels["matmul"] else {},
     )
 
 

@@ -1,8 +1,9 @@
 """Time of tokens on their way to their experts and back, from one rank of expert parallelism.
 
-Two ways (`EngineProfile.exchange`). "rows": every row of a token and one of its experts travels, as an all-to-all of a
-library does it. "tokens": a token travels once to each node and is fanned out there once to each rank, as the kernels
-of DeepEP and HybridEP do it. Routing is taken as balanced, a token's experts as drawn at random.
+Three ways (`EngineProfile.exchange`). "rows": every row of a token and one of its experts travels, as an all-to-all of
+a library does it. "tokens": a token travels once to each node and is fanned out there once to each rank, as the kernels
+of DeepEP and HybridEP do it. "gather": all ranks gather all tokens, and scatter the sums of what their experts return.
+Routing is taken as balanced, a token's experts as drawn at random.
 """
 
 from __future__ import annotations
@@ -47,3 +48,20 @@ def exchange_seconds(
     sent = pricing.collectives.streamed(across, "network")
     # Both links work at the same time: what has arrived from other nodes is fanned out while more is on its way.
     return np.maximum(fanned, sent)
+
+
+def served_exchange_seconds(
+    experts: Experts, nbytes: Num, across: Num, places: Num, tp: Num, engine: EngineProfile, pricing: Pricing
+) -> Num:
+    """Seconds of a served layer's tokens on their way there and back. nbytes: of the tokens of a rank; across: ranks
+    with tokens of their own, `tp` apart from each other; places: ranks that have different experts and the same tokens.
+    """
+    price = pricing.collectives.seconds
+    if engine.exchange == "gather":
+        full = nbytes * across
+        return price("all_gather_into", full, across, tp) + price("reduce_scatter", full, across, tp)
+    ep = np.asarray(across) * places
+    fullest = np.ceil(experts.count / ep) * ep / experts.count  # rows of a rank that has an expert more than others
+    rows = nbytes * experts.active * fullest / places
+    counts = price("all_to_all", 8 * experts.count / places, across, tp)
+    return counts + 2 * price("all_to_all", rows, across, tp)

@@ -18,7 +18,6 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.axes import EDP
-from shardwise.layout.experts import expert_places, experts_across
 from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import cache_shape
 from shardwise.model import ModelConfig
@@ -92,7 +91,8 @@ def pricing_for(cluster: Cluster, few: bool) -> Pricing:
 class DecodeStrategy:
     """One way to generate: a model split by a layout, on priced devices.
 
-    weights: torch's name of the type that blocks are stored in; None for the layout's precision.
+    weights: format of the blocks' matrices (`weight_format`), or torch's name of a type; None for the layout's
+    precision. cache: torch's name of the type of keys and values; None for the layout's precision.
     """
 
     model: ModelConfig
@@ -100,12 +100,14 @@ class DecodeStrategy:
     engine: EngineProfile
     cluster: Cluster
     weights: str | None = None
+    cache: str | None = None
 
     @property
     def serving(self) -> ServingLayout:
         dtype = self.layout.dtype
         layout = self.layout
-        return ServingLayout(self.weights or dtype, dtype, layout.tp, 1, dtype, layout.ep, layout.expert_tp)
+        cache = self.cache or dtype
+        return ServingLayout(self.weights or dtype, cache, layout.tp, 1, dtype, layout.ep, layout.expert_tp)
 
     def token(self, sequences: int, context: float) -> DecodeTime:
         """Seconds from one token of a sequence to its next one, with `sequences` under way in all ranks together, of
@@ -137,7 +139,6 @@ class DecodeStrategy:
         pricing, group = pricing_for(self.cluster, each <= FEW), -(-each // self.layout.pp)
         rows = rows_here(self.layout, group)
         through = decode_pass(self.model, self.serving, rows, context, self.engine, pricing)
-        through = self._across_experts(through, rows, pricing)
         if self.layout.cp > 1:  # all rows attend to the keys of each rank
             keys = decode_pass(self.model, self.serving, group, context / self.layout.cp, self.engine, pricing)
             through = self._over_context(through, keys.block["attention"], group, group, pricing)
@@ -166,24 +167,9 @@ class DecodeStrategy:
         """One chunk's pass. Its attention is an equal part of the whole prompt's."""
         whole, cp = prefill_pass(self.model, self.serving, each, tokens, self.engine, pricing), self.layout.cp
         if pieces * cp == 1:
-            return self._across_experts(whole, each * tokens, pricing)
+            return whole
         one = prefill_pass(self.model, self.serving, each, tokens / pieces / cp, self.engine, pricing)
-        one = self._across_experts(one, each * tokens / pieces / cp, pricing)
         return self._over_context(one, whole.block["attention"] / pieces / cp, each * tokens / pieces, each, pricing)
-
-    def _across_experts(self, through: PassSeconds, tokens: float, pricing: Pricing) -> PassSeconds:
-        """A pass with the exchanges of each mixture between the ranks across which its experts are: counts, rows, and
-        rows back. tokens: of a rank."""
-        layout, model, across = self.layout, self.model, experts_across(self.layout)
-        if across == 1 or model.experts is None:
-            return through
-        e, places = model.experts, expert_places(layout)
-        price = pricing.collectives.seconds
-        rows = tokens * e.active / places * model.hidden * WIDTH[layout.dtype]
-        one = price("all_to_all", 8 * e.count / places, across, layout.tp)
-        one = one + 2 * price("all_to_all", rows, across, layout.tp)
-        share = max(0, model.layers - e.dense_layers) / model.layers
-        return replace(through, block={**through.block, "experts": share * one})
 
     def _over_context(
         self, through: PassSeconds, attention: Any, tokens: float, sequences: float, pricing: Pricing

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.errors import UserError
-from shardwise.model.lora import NF4_BYTES
+from shardwise.model.formats import FORMS
+from shardwise.model.lora import NF4, NF4_BYTES
 from shardwise.predict.time.constants import Constants
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ Num = Any
 SPLITS = (1, 2, 4, 8)
 """Parts that the contracted dimension is cut into where there are too few tiles for the device."""
 
-WIDTH = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8_e4m3fn": 1.0, "int8": 1.0, "float4": 0.5, "int4": 0.5,
-         "nf4": NF4_BYTES}  # fmt: skip
+_NUMBERS = ("fp32", "bf16", "fp16", "fp8", "int8", "nvfp4", "int4")
+WIDTH = {FORMS[name].dtype: FORMS[name].nbytes for name in _NUMBERS} | {NF4: NF4_BYTES}
 """Bytes an element of each data type."""
 
 

@@ -46,8 +46,9 @@ class EngineProfile:
     """Kernels are captured, so that the host is not waited for."""
     captured: tuple[str, ...] = ()
     """Parts of blocks with experts whose kernels are captured, of "attention", "router" and "experts"."""
-    exchange: Literal["rows", "tokens"] = "rows"
-    """How tokens go to their experts (`exchange.py`): every row by itself, or a token once to each node and rank."""
+    exchange: Literal["rows", "tokens", "gather"] = "rows"
+    """How tokens go to their experts (`exchange.py`): every row by itself, or a token once to each node and rank; when
+    serving also all tokens to all ranks."""
     exchange_overlap: bool = False
     """Tokens are exchanged beside the computation of another micro-batch."""
     exchange_launches: tuple[int, int] = (4, 4)
@@ -141,12 +142,28 @@ class EngineProfile:
     """Serving: without a pipeline, the host prepares a pass while the one before it runs."""
     decode_kernels: int = 6
     """Serving: launches of a block beside its products and its attention."""
+    grouped_experts: str = ""
+    """Serving: the routed experts of a layer are one launch, whose measured constants have this name (`experts.py`)."""
     cache_share: float = 0.9
-    """Serving: share of the memory that is free after loading."""
+    """Serving: share of the memory that the engine fills, of what is free after loading."""
+    cache_of_all: bool = False
+    """Serving: that is the share of the whole memory, weights and workspace included."""
     reserve_bytes: float = 0.0
-    """Serving: bytes of workspace that are allocated first."""
+    """Serving: bytes of workspace, context and libraries; 0: counted (`memory/engine_workspace.py`)."""
+    context_bytes: tuple[float, float] = (0.0, 0.0)
+    """Serving: bytes of the driver's context and of libraries, (one rank, several)."""
+    graph_bytes: float = 0.0
+    """Serving: bytes of captured graphs, which are not in the share that the engine fills."""
+    int4: str = "int4-g128z"
+    """Serving: format of weights in 4 bits (`weight_format`)."""
+    narrow_cache: bool = False
+    """Serving: keys and values have 8 bits where weights have 8 or 4 of floating point."""
+    windowed_cache: bool = False
+    """Serving: a layer with a window keeps no more tokens than that."""
     most_sequences: int = 256
     """Serving: limit of one iteration."""
+    large_sequences: int = 0
+    """Serving: the same on devices of 70 GiB and more; 0: no other."""
     most_tokens: int = 8192
     """Serving: limit of one iteration."""
     request_s: float = 0.0

@@ -14,27 +14,31 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.errors import UserError
+from shardwise.layout import Layout
 from shardwise.model import ModelConfig
+from shardwise.model.formats import weight_format
 from shardwise.model.operations import LinearOp
-from shardwise.model.parameters import blueprint, count_parts
-from shardwise.model.precision import stored_bytes
+from shardwise.model.parameters import blueprint
+from shardwise.predict.memory.engine_workspace import engine_workspace, usual_sequences
+from shardwise.predict.memory.serving import PAGE, ServedStage, ServingSetup, stage_bytes
 from shardwise.predict.time.block import attention_of, on_rank
+from shardwise.predict.time.exchange import served_exchange_seconds
+from shardwise.predict.time.experts import RoutedLayer, experts_hit, grouped_seconds
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
+from shardwise.predict.time.requests import RequestSeconds, closed_loop
 
 Num = Any
 Parts = Mapping[str, Num]
 
-INT4_GROUP_BYTES = 4.0 / 32
-"""Bytes a weight of a scale and a zero in 16 bits for each group of 32 (gpt-fast, quantize.py, int4-g32)."""
-
 
 @dataclass(frozen=True)
 class ServingLayout:
-    """Split and data types of a served model. weights, cache: torch's names of the types that are stored; tp: ranks
-    that share a block; pp: stages; stream: the type of activations, as they are summed over tp and go from stage to
-    stage; ep: ranks that have different experts; etp: ranks that share an expert, 0 for tp."""
+    """Split and data types of a served model. weights: the format of the blocks' matrices (`weight_format`), or torch's
+    name of a type; cache: torch's name of the type of keys and values; tp: ranks that share a block; pp: stages;
+    stream: the type of activations, as they are summed over tp and go from stage to stage; ep: ranks that have
+    different experts; etp: ranks that share an expert, 0 for tp."""
 
     weights: str = "bfloat16"
     cache: str = "bfloat16"
@@ -48,6 +52,11 @@ class ServingLayout:
     def expert_tp(self) -> Num:
         """Ranks that share an expert."""
         return self.tp if np.all(np.asarray(self.etp) == 0) else self.etp
+
+    @property
+    def across(self) -> Num:
+        """Ranks with tokens of their own between which experts are spread."""
+        return np.maximum(np.asarray(self.ep) * self.expert_tp // np.asarray(self.tp), 1)
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ def decode_pass(
     cache = cache_bytes_per_token(model, serving) * np.maximum(seen, 1.0) * batch / model.layers
     block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
     block["memory"] = _elementwise(model, serving, batch, engine, pricing)
-    block["tensor"] = _sums(model, serving, batch, engine, pricing)
+    block |= _between_ranks(model, serving, batch, engine, pricing)
     host = 0.0 if engine.compiled else _host(sum(block.values()) * model.layers, serving, engine, pricing)
     return PassSeconds(block, head, host + batch * engine.request_s)
 
@@ -113,14 +122,14 @@ def decode_products(
     feed-forward part."""
 
     def seconds(products: Sequence[_Products]) -> Num:
-        found = []
-        for wide, deep, copies, rows in products:
+        total, others = _grouped(products, model, serving, engine, pricing)
+        for wide, deep, copies, rows, weights, _ in others:
             # A compiled engine reads all experts of a product in one kernel.
             at_once, times = (wide * copies, 1.0) if engine.compiled else (wide, copies)
-            found.append(times * _product(rows, at_once, deep, serving.weights, engine, pricing))
-        return sum(found)
+            total = total + times * _product(rows, at_once, deep, weights, engine, pricing)
+        return total
 
-    blocks = _products(model, serving, batch)
+    blocks = _products(model, serving, batch, engine)
     attention = sum(share * seconds(half) for share, half, _ in blocks)
     return attention, sum(share * seconds(half) for share, _, half in blocks)
 
@@ -131,17 +140,18 @@ def prefill_pass(
     """`prefill`, part by part. The head's product with one row a prompt is left out."""
     tokens = batch * prompt
     block: dict[str, Num] = {"weights": 0.0}
-    for share, *halves in _products(model, serving, tokens):
-        for wide, deep, copies, rows in chain(*halves):
-            seconds = copies * pricing.kernels.matmul(rows, wide, deep, serving.weights)
-            block["weights"] = block["weights"] + share * seconds
+    for share, *halves in _products(model, serving, tokens, engine):
+        seconds, others = _grouped(list(chain(*halves)), model, serving, engine, pricing)
+        for wide, deep, copies, rows, weights, _ in others:
+            seconds = seconds + copies * pricing.kernels.matmul(rows, wide, deep, weight_format(weights).dtype)
+        block["weights"] = block["weights"] + share * seconds
     heads, kv = model.heads / serving.tp, np.maximum(model.kv_heads / serving.tp, 1)
     block["attention"] = sum(
         share * _prompt_attention(batch, prompt, heads, kv, model.head_dim, window, pricing)
         for window, share in _windows(model)
     )
     block["memory"] = _elementwise(model, serving, tokens, engine, pricing)
-    block["tensor"] = _sums(model, serving, tokens, engine, pricing)
+    block |= _between_ranks(model, serving, tokens, engine, pricing)
     return PassSeconds(block, 0.0, _host(sum(block.values()) * model.layers, serving, engine, pricing))
 
 
@@ -176,27 +186,34 @@ def cache_bytes_per_token(model: ModelConfig, serving: ServingLayout) -> Num:
     return 1.0 * model.layers * kv * WIDTH[serving.cache]
 
 
-def weight_bytes(model: ModelConfig, serving: ServingLayout) -> Num:
-    """Bytes of weights of a rank: blocks in their type with its scales, embedding and head in 16 bits; or as the files
-    of a quantized model have them."""
-    if model.counted and model.counted.stored:
-        whole = sum(part.count * stored_bytes(p.stored, p.shape) if p.stored else 2.0 * part.count * p.numel
-                    for part in blueprint(model).parts for p in part.parameters)  # fmt: skip
-        return whole / serving.tp / serving.pp
-    total, blocks, _ = count_parts(model)
-    each = WIDTH[serving.weights] + {"float4": 1.0 / 16, "int4": INT4_GROUP_BYTES}.get(serving.weights, 0.0)
-    return (blocks * each + (total - blocks) * 2.0) / serving.tp / serving.pp
+def weight_bytes(model: ModelConfig, serving: ServingLayout) -> float:
+    """Bytes of weights of the fullest rank: blocks in their format with its scales, embedding and head in 16 bits; or
+    as the files of a quantized model have them."""
+    return max(one.weights for one in _stages(model, serving, 1, None))
 
 
-def capacity(model: ModelConfig, serving: ServingLayout, length: Num, engine: EngineProfile, pricing: Pricing) -> Num:
-    """Sequences of `length` tokens whose cache fits beside the weights. Raises `UserError` where not even one does."""
+def _stages(model: ModelConfig, serving: ServingLayout, length: int, engine: EngineProfile | None) -> list[ServedStage]:
+    across = int(serving.across)
+    layout = Layout(dp=across, tp=int(serving.tp), pp=int(serving.pp), ep=int(serving.ep), etp=int(serving.etp))
+    setup = ServingSetup(length, 1, weights=serving.weights, cache_type=serving.cache, engine=engine)
+    return stage_bytes(model, layout, setup)
+
+
+def capacity(model: ModelConfig, serving: ServingLayout, length: int, engine: EngineProfile, pricing: Pricing) -> int:
+    """Sequences of `length` tokens whose cache fits beside the weights of every stage. Raises `UserError` where not
+    even one does."""
     memory = pricing.cluster.device.memory_bytes
     assert memory
-    free = memory - weight_bytes(model, serving) - engine.reserve_bytes
-    fitting = np.floor(free * engine.cache_share / (cache_bytes_per_token(model, serving) / serving.pp * length))
-    if np.any(fitting < 1):
+    layout, most = Layout(tp=int(serving.tp), pp=int(serving.pp)), usual_sequences(engine, memory)
+    fitting = most
+    for one in _stages(model, serving, length, engine):
+        taken = one.weights + engine_workspace(model, layout, one.head, engine, engine.most_tokens, most)
+        free = memory * engine.cache_share - taken if engine.cache_of_all else (memory - taken) * engine.cache_share
+        pages = -(-length // PAGE)
+        fitting = min(fitting, int(free // (one.page * pages))) if one.page else fitting
+    if fitting < 1:
         raise UserError(f"{model.name} with {length} tokens does not fit {pricing.cluster}: weights and one sequence")
-    return np.minimum(fitting, engine.most_sequences)
+    return fitting
 
 
 def throughput(
@@ -214,7 +231,7 @@ def throughput(
     As many as fit run at a time; equal lengths make them finish together, so they go in waves, of which the last is
     smaller. A wave reads its prompts, then makes its tokens.
     """
-    fitting = int(capacity(model, serving, prompt + output, engine, pricing))
+    fitting = capacity(model, serving, prompt + output, engine, pricing)
     waves, rest = divmod(requests, fitting)
     parts: dict[str, float] = {}
     for size, times in ((fitting, waves), (rest, 1)):
@@ -222,6 +239,39 @@ def throughput(
             for name, seconds in _wave(model, serving, size, prompt, output, engine, pricing).items():
                 parts[name] = parts.get(name, 0.0) + times * float(seconds)
     return ServedSeconds(sum(parts.values()), parts)
+
+
+def requested(
+    model: ModelConfig,
+    serving: ServingLayout,
+    prompt: int,
+    output: int,
+    clients: float,
+    engine: EngineProfile,
+    pricing: Pricing,
+) -> RequestSeconds:
+    """Means over `clients` of one replica (`closed_loop`), each a `ServedSeconds`: by part, what is computed for the
+    prompts ("prefill ...") and for the tokens after them ("decode ...")."""
+    running = min(float(clients), float(capacity(model, serving, prompt + output, engine, pricing)))
+    stages = int(serving.pp)
+    group = max(1.0, running / stages)
+    together = min(group, max(1.0, engine.most_tokens / prompt))
+    alone, read = (prefill(model, serving, size, prompt, engine, pricing).parts for size in (1.0, together))
+    made = decode_step(model, serving, group, prompt + output / 2, engine, pricing).parts
+    busy = sum(map(float, read.values())) / together / stages
+    token, first = sum(map(float, made.values())), sum(map(float, alone.values()))
+    whole = closed_loop(token, first, busy, running, clients, output, together)
+    # By part: the sequence's own tokens, and prompts, in the shares that each takes of both.
+    made_share, read_share = ({n: float(x) / sum(p.values()) for n, x in p.items()} for p in (made, read))
+    decoding = (0.0, token, (output - 1) * token)
+    return RequestSeconds(*(
+        ServedSeconds(
+            seconds,
+            {f"decode {n}": share * min(own, seconds) for n, share in made_share.items()}
+            | {f"prefill {n}": share * max(0.0, seconds - own) for n, share in read_share.items()},
+        )
+        for seconds, own in zip(map(float, whole), decoding, strict=True)
+    ))  # fmt: skip
 
 
 def _wave(
@@ -251,6 +301,20 @@ def sum_seconds(
     return pricing.collectives.seconds("all_reduce", nbytes, serving.tp, reads_peers=engine.reads_peers)
 
 
+def _between_ranks(
+    model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing
+) -> dict[str, Num]:
+    """Seconds of a block's collectives: sums over tp; and, where experts are spread over ranks with other tokens, the
+    exchange with these, the mean of all blocks."""
+    parts = {"tensor": _sums(model, serving, tokens, engine, pricing)}
+    if model.experts is None or np.all(serving.across == 1):
+        return parts
+    places = np.where(np.asarray(serving.expert_tp) > 1, 1, np.gcd(serving.ep, serving.tp))
+    nbytes = tokens * model.hidden * WIDTH[serving.stream]
+    one = served_exchange_seconds(model.experts, nbytes, serving.across, places, serving.tp, engine, pricing)
+    return parts | {"experts": max(0, model.layers - model.experts.dense_layers) / model.layers * one}
+
+
 def _sums(model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing) -> Num:
     """Seconds of a block's sums over tp, those of norms over all heads included."""
     price, statistics = pricing.collectives.seconds, blueprint(model).of_kind("block")[0].statistics
@@ -269,20 +333,39 @@ class _Products(NamedTuple):
     """How many are read: of experts, those that have rows."""
     rows: Num
     """Of each."""
+    weights: str
+    """Their format."""
+    routing: Num | None = None
+    """Of experts, tokens whose experts are looked up; None for others."""
+
+
+def _grouped(
+    products: Sequence[_Products], model: ModelConfig, serving: ServingLayout, engine: EngineProfile, pricing: Pricing
+) -> tuple[Num, Sequence[_Products]]:
+    """Seconds of routed experts in one launch, where the engine has one, and the other products."""
+    mine = [one for one in products if one.routing is not None]
+    if not mine or not engine.grouped_experts:
+        return 0.0, products
+    form = pricing.constants.expert_form(engine.grouped_experts, serving.weights)
+    first, sizes = mine[0], tuple((one.wide, one.deep) for one in mine)
+    layer = RoutedLayer(first.routing, first.copies * first.rows, first.copies, model.hidden, sizes, serving.ep)
+    seconds = grouped_seconds(layer, serving.weights, form, pricing.constants)
+    return seconds, [one for one in products if one.routing is None]
 
 
 def _products(
-    model: ModelConfig, serving: ServingLayout, tokens: Num
+    model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile
 ) -> list[tuple[float, list[_Products], list[_Products]]]:
     """(share of the blocks, attention's, the feed-forward part's) of the linear layers of each kind of block. Routers
-    are left out."""
+    are left out where the engine launches experts one by one."""
     found = []
+    taken = ("linear", "router") if engine.grouped_experts else ("linear",)
     for part, count in blueprint(model).distinct_blocks:
         kinds = [operation.kind for operation in part.operations]
         core = kinds.index("attention")
         last = core + kinds[core:].index("linear")
         attention, feed_forward = (
-            [_on_rank(op, serving, tokens) for op in half if op.kind == "linear"]
+            [_on_rank(op, serving, tokens) for op in half if isinstance(op, LinearOp) and op.kind in taken]
             for half in (part.operations[: last + 1], part.operations[last + 1 :])
         )
         found.append((count / model.layers, attention, feed_forward))
@@ -294,44 +377,46 @@ def _on_rank(operation: LinearOp, serving: ServingLayout, tokens: Num) -> _Produ
     tp: Num = serving.tp
     copies: Num = 1.0
     rows = tokens
+    routing = None
+    weights = "bf16" if operation.kind == "router" else serving.weights
     if operation.rows == "routed":
         tp, ep = serving.expert_tp, serving.ep
-        together = tokens * ep * tp / serving.tp
-        # The expected number of different experts that this many tokens choose.
-        missed = (1 - operation.active / operation.count) ** np.maximum(together, 1.0)
-        copies = operation.count / ep * (1 - missed)
-        rows = np.maximum(together * operation.active / ep / copies, 1.0)
+        routing = tokens * ep * tp / serving.tp
+        here = np.ceil(operation.count / np.asarray(ep))  # of uneven experts, those of the fullest rank
+        copies = experts_hit(here, operation.active / operation.count, routing)
+        rows = np.maximum(routing * operation.active * here / operation.count / copies, 1.0)
     wide = sum(on_rank(width, tp) for width in operation.outputs)
-    return _Products(wide, on_rank(operation.inputs, tp), copies, rows)
+    return _Products(wide, on_rank(operation.inputs, tp), copies, rows, weights, routing)
 
 
-def _product(batch: Num, wide: Num, deep: Num, dtype: str, engine: EngineProfile, pricing: Pricing) -> Num:
+def _product(batch: Num, wide: Num, deep: Num, weights: str, engine: EngineProfile, pricing: Pricing) -> Num:
     """Seconds of a linear layer on few tokens: reading its weights, or the product where that takes longer."""
-    known = pricing.constants
+    known, stored = pricing.constants, weight_format(weights)
     if not engine.compiled:
-        return pricing.kernels.matmul(batch, wide, deep, dtype)
-    each = WIDTH[dtype] + (INT4_GROUP_BYTES if dtype == "int4" else 0.0)
-    share = known.value(f"gemv_{dtype}")
-    launches = 2 if dtype == "int8" and engine.scales_apart else 1
-    return wide * deep * each / (known.bandwidth * share) + launches * known.value("kernel_gap_s")
+        return pricing.kernels.matmul(batch, wide, deep, stored.dtype)
+    share = known.value(f"gemv_{stored.dtype}")
+    launches = 2 if stored.dtype == "int8" and engine.scales_apart else 1
+    return wide * deep * stored.width / (known.bandwidth * share) + launches * known.value("kernel_gap_s")
 
 
 def _head_type(serving: ServingLayout, engine: EngineProfile) -> str:
-    return serving.weights if engine.head_quantised or WIDTH[serving.weights] > 2 else "bfloat16"
+    return serving.weights if engine.head_quantised or weight_format(serving.weights).each > 2 else "bf16"
 
 
 def _elementwise(
     model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing
 ) -> Num:
     """Norms, rotation, cache update, activation of one block: bytes and kernels."""
-    moved = tokens * 2.0 * (8 * model.hidden + (3 * _opened(model) + 4 * model.q_width) / serving.tp)
+    opened = _opened(model, bool(engine.grouped_experts))
+    moved = tokens * 2.0 * (8 * model.hidden + (3 * opened + 4 * model.q_width) / serving.tp)
     known = pricing.constants
     return moved / (known.bandwidth * known.value("stream")) + engine.decode_kernels * known.value("kernel_gap_s")
 
 
-def _opened(model: ModelConfig) -> float:
-    """Elements between the two maps of a feed-forward part, for a token, the mean of all blocks."""
+def _opened(model: ModelConfig, grouped: bool) -> float:
+    """Elements between the two maps of a feed-forward part, for a token, the mean of all blocks; of routed experts only
+    where these are not `grouped` in one launch, which has them."""
     if not (e := model.experts):
         return model.ffn
-    dense = min(e.dense_layers, model.layers)
-    return (dense * model.ffn + (model.layers - dense) * (e.active + e.shared) * e.ffn) / model.layers
+    dense, active = min(e.dense_layers, model.layers), e.shared + (0 if grouped else e.active)
+    return (dense * model.ffn + (model.layers - dense) * active * e.ffn) / model.layers

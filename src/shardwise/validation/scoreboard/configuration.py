@@ -172,6 +172,18 @@ def dtype_of(row: Row) -> str:
     return next((dtype for pattern, dtype in PRECISIONS if re.match(pattern, text)), "bfloat16")
 
 
+FORMATS = {"float8_e4m3fn": "fp8", "float4": "nvfp4", "int4": "int4-g32s4", "bfloat16": "bf16", "float32": "fp32"}
+"""Type of a row's products -> format of served weights; int4 is gpt-fast's."""
+
+
+def weights_of(row: Row, model: ModelConfig) -> str:
+    """Format of a serving row's weights. Models with latent attention are published in FP8 of blocks."""
+    dtype = dtype_of(row)
+    if dtype == "float8_e4m3fn" and (model.latent_attention or "block" in str(row.get("precision")).lower()):
+        return "fp8-block128x128"
+    return FORMATS.get(dtype, dtype)
+
+
 def model_of(row: Row, assumed: list[str]) -> ModelConfig:
     """The model. Which norms, biases and positions it has follows from the software and from `gated_ffn`: gated models
     are Llama-like. Raises `UserError` for widths that contradict each other."""

@@ -42,7 +42,7 @@ def with_experts(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 def range_of(one: Prediction, sigma: Mapping[str, float]) -> Range:
     """The range of a row with other uncertainties."""
-    known, routed = constants(one.case.cluster.device), one.case.kind == "train" and bool(one.case.model.experts)
+    known, routed = constants(one.case.cluster.device), bool(one.case.model.experts)
     unknown = one.case.software.uncertain
     return time_range(one.parts, known, len(one.case.assumed), routed, unknown, sigma)
 

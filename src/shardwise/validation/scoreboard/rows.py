@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
+from shardwise.model.formats import weight_format
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.profiles import EngineProfile, engine
@@ -22,10 +23,10 @@ from shardwise.predict.time.serving import ServingLayout
 from shardwise.predict.time.step import StepShape
 from shardwise.validation.scoreboard.configuration import (
     Row,
-    dtype_of,
     engine_of,
     model_of,
     split_of,
+    weights_of,
     whole,
 )
 from shardwise.validation.scoreboard.conventions import step_seconds_of
@@ -63,6 +64,11 @@ class PublishedCase:
     prompt: int = 0
     output: int = 0
     requests: int = 0
+    clients: int = 0
+    """Requests at a time, each of which is followed by the next one when it is answered; 0 where all wait from the
+    start."""
+    replicas: int = 1
+    """Of the served layout, among which requests are shared out."""
     assumed: tuple[str, ...] = field(default=())
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the engine's profile that differ in this run."""
@@ -117,14 +123,14 @@ def cases(rows: Sequence[Row]) -> tuple[list[PublishedCase], list[Skipped]]:
     skipped: list[Skipped] = []
     for row in rows:
         try:
-            one = case(row)
+            found = cases_of(row)
         except UserError as error:
             skipped.append(Skipped(row, row["source_id"], str(error)))
             continue
-        if one.source in constants(one.cluster.device).fitted_on:
-            skipped.append(Skipped(row, one.source, f"rates of {one.cluster.device.name} are fitted on it"))
+        if (device := found[0].cluster.device) and row["source_id"] in constants(device).fitted_on:
+            skipped.append(Skipped(row, row["source_id"], f"rates of {device.name} are fitted on it"))
         else:
-            made.append(one)
+            made += found
     merged: dict[tuple[Any, ...], list[PublishedCase]] = {}
     for one in made:
         merged.setdefault(_identity(one), []).append(one)
@@ -135,21 +141,24 @@ def cases(rows: Sequence[Row]) -> tuple[list[PublishedCase], list[Skipped]]:
 
 def _identity(case: PublishedCase) -> tuple[Any, ...]:
     row = case.row
-    keys = ("phase", "isl", "osl", "tp", "pp", "gpus", "gbs", "schedule", "techniques", "fsdp", "compile")
+    keys = (
+        "phase", "isl", "osl", "tp", "pp", "gpus", "gbs", "schedule", "techniques", "fsdp", "compile", "batch",
+        "concurrency", "ep", "attention_dp",
+    )  # fmt: skip
     layout = [repr(row.get(key)) for key in keys]
     run = (case.source, repr(case.model), case.precision, repr(case.split), repr(case.cluster))
-    return (*run, case.engine, repr(case.recipe), *layout)
+    return (*run, case.kind, case.engine, repr(case.recipe), *layout)
 
 
-def case(row: Row) -> PublishedCase:
-    """One row as a case. Raises `UserError` with the reason where it cannot be scored."""
+def cases_of(row: Row) -> list[PublishedCase]:
+    """The questions of one row: one for each of its measurements. Raises `UserError` with the reason where it cannot be
+    scored."""
     assumed: list[str] = []
     model = model_of(row, assumed)
     cluster = cluster_of(row, assumed)
     if row.get("phase") == "train":
-        return _training(row, model, cluster, assumed)
-    rate = row.get("tokens_per_s_total")
-    return _serving(row, model, cluster, _positive(rate, "tokens/s"), assumed)
+        return [_training(row, model, cluster, assumed)]
+    return _serving(row, model, cluster, assumed)
 
 
 def _positive(measured: Any, what: str) -> float:
@@ -158,23 +167,51 @@ def _positive(measured: Any, what: str) -> float:
     return float(measured)
 
 
-def _serving(row: Row, model: ModelConfig, cluster: Cluster, rate: float, assumed: list[str]) -> PublishedCase:
+TIMES = {"ttft_ms": "first token", "itl_ms": "each token", "latency_ms": "answer"}
+"""Key of a row -> the question that it answers: means over requests, in milliseconds."""
+
+
+def _serving(row: Row, model: ModelConfig, cluster: Cluster, assumed: list[str]) -> list[PublishedCase]:
+    """One case for each time of a request, and one for the tokens/s."""
     prompt, output = whole(row, "isl", 0), whole(row, "osl", 0)
-    kind = "decode" if row.get("phase") == "decode" else "throughput"
-    if kind == "throughput" and not (prompt and output):
+    clients = whole(row, "concurrency", 0) or whole(row, "batch", 0)
+    decode = row.get("phase") == "decode"
+    if not decode and not (prompt and output):
         raise UserError("no prompt and output lengths")
     requests = REQUESTS.get((prompt, output), 1500)
-    if kind == "throughput" and (prompt, output) not in REQUESTS:
+    if not decode and not clients and (prompt, output) not in REQUESTS:
         assumed.append(f"number of requests not known: {requests}")
-    weights, name = dtype_of(row), _server(row, assumed)
+    name = _server(row, assumed)
     # The tokens that gpt-fast makes after the prompt: generate.py, --max_new_tokens 200.
     output = output or 200
-    cache = "float8_e4m3fn" if name == "tensorrt-llm" and kind == "throughput" else "bfloat16"
-    served = ServingLayout(weights, cache, whole(row, "tp"), whole(row, "pp"))
-    return PublishedCase(
-        row, row["source_id"], kind, model, cluster, name, str(row.get("precision")), rate,
-        serving=served, prompt=prompt, output=output, requests=requests, assumed=tuple(assumed),
-    )  # fmt: skip
+    replicas, served = _served_layout(row, model, name, decode)
+    measured = {kind: row[key] for key, kind in TIMES.items() if clients and row.get(key) is not None}
+    seconds = {kind: _positive(value, kind) / 1e3 for kind, value in measured.items()}
+    if row.get("tokens_per_s_total") is not None or not seconds:
+        kind = "decode" if decode else "rate" if clients else "throughput"
+        seconds[kind] = _positive(row.get("tokens_per_s_total"), "tokens/s")
+    return [
+        PublishedCase(
+            row, row["source_id"], kind, model, cluster, name, str(row.get("precision")), value,
+            serving=served, prompt=prompt, output=output, requests=requests, clients=clients, replicas=replicas,
+            assumed=tuple(assumed),
+        )
+        for kind, value in seconds.items()
+    ]  # fmt: skip
+
+
+def _served_layout(row: Row, model: ModelConfig, name: str, decode: bool) -> tuple[int, ServingLayout]:
+    """Replicas, and the split of one. attention_dp: each of the tp ranks has sequences of its own, and their share of
+    the experts, by width where ep does not name all ranks."""
+    tp, pp, ep = whole(row, "tp"), whole(row, "pp", 1), whole(row, "ep", 1) if model.experts else 1
+    weights = weights_of(row, model)
+    narrow = name == "tensorrt-llm" and not decode and weight_format(weights).each <= 1
+    cache = "float8_e4m3fn" if narrow else "bfloat16"
+    apart = max(1, tp // ep) if model.experts else 0
+    if row.get("attention_dp"):
+        return tp, ServingLayout(weights, cache, 1, pp, ep=ep, etp=apart)
+    dp = max(1, whole(row, "gpus", tp * pp) // (tp * pp))
+    return dp, ServingLayout(weights, cache, tp, pp, ep=ep, etp=apart)
 
 
 def _server(row: Row, assumed: list[str]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.errors import UserError
 from shardwise.predict.time.constants import Constants, constants
 from shardwise.predict.time.ranges import Range, time_range
-from shardwise.predict.time.serving import decode_step, throughput
+from shardwise.predict.time.serving import ServedSeconds, decode_step, requested, throughput
 from shardwise.predict.time.step import Pricing, training_step
 from shardwise.validation.scoreboard.rows import PublishedCase, Skipped
 
@@ -129,19 +129,34 @@ def _trained(group: list[PublishedCase], prices: _Prices) -> list[Prediction]:
 
 
 def _served(group: list[PublishedCase], prices: _Prices) -> list[Prediction]:
-    case = group[0]
-    serving, pricing, software = case.serving, prices.of(case), case.software
+    case, pricing = group[0], prices.of(group[0])
+    served, tokens = _asked(case, pricing)
+    parts = {name: float(part) / tokens for name, part in served.parts.items()}
+    around = time_range(parts, pricing.constants, len(case.assumed), bool(case.model.experts))
+    exact = Range(float(around.low), float(around.high))
+    measured = case.measured if case.kind in REQUEST_TIMES else 1 / case.measured
+    return [Prediction(case, float(served.seconds) / tokens, measured, exact, parts)]
+
+
+REQUEST_TIMES = ("first token", "each token", "answer")
+"""Questions about one request of `requested`, in its order; others ask for tokens/s."""
+
+
+def _asked(case: PublishedCase, pricing: Pricing) -> tuple[ServedSeconds, float]:
+    """The seconds that a serving row asks for, and of how many tokens they are where it has tokens/s."""
+    serving, software = case.serving, case.software
     assert serving
     if case.kind == "decode":
-        tokens = 1.0
-        served = decode_step(case.model, serving, 1.0, case.prompt + case.output / 2, software, pricing)
-    else:
-        tokens = float(case.requests * case.output)
-        served = throughput(case.model, serving, case.prompt, case.output, case.requests, software, pricing)
-    parts = {name: float(part) / tokens for name, part in served.parts.items()}
-    around = time_range(parts, pricing.constants, len(case.assumed))
-    exact = Range(float(around.low), float(around.high))
-    return [Prediction(case, float(served.seconds) / tokens, 1 / case.measured, exact, parts)]
+        context = case.prompt + case.output / 2
+        return decode_step(case.model, serving, 1.0, context, software, pricing), 1.0
+    sizes = case.model, serving, case.prompt, case.output
+    if not case.clients:
+        requests = -(-case.requests // case.replicas)
+        return throughput(*sizes, requests, software, pricing), float(requests * case.replicas * case.output)
+    found = requested(*sizes, max(1.0, case.clients / case.replicas), software, pricing)
+    if case.kind in REQUEST_TIMES:
+        return found[REQUEST_TIMES.index(case.kind)], 1.0
+    return found.answer, float(case.clients * case.output)
 
 
 def scores(predictions: Sequence[Prediction], skipped: Sequence[Skipped]) -> list[Score]:

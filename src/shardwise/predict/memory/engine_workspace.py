@@ -1,0 +1,60 @@
+"""Memory of other engines beside weights and cache, and the share of a device that they fill."""
+
+from __future__ import annotations
+
+from shardwise.cluster import Cluster
+from shardwise.layout import Layout
+from shardwise.layout.placement import cache_shape, width_held
+from shardwise.model import ModelConfig
+from shardwise.predict.time.profiles import EngineProfile
+from shardwise.report.step_report import DTYPE_BYTES
+
+SAMPLED_BYTES = 22
+"""Bytes per sequence and entry of the vocabulary when tokens are chosen: logits in 16 and 32 bits, probabilities,
+sorted logits, and their indexes in 64 bits (vllm-project/vllm 0.9, v1/sample/ops/topk_topp_sampler.py)."""
+LARGE_MEMORY = 70 * 2**30
+"""Bytes of a device from which on `large_sequences` holds (vllm-project/vllm 0.11, engine/arg_utils.py)."""
+
+
+def engine_workspace(
+    model: ModelConfig, layout: Layout, head: bool, engine: EngineProfile, tokens: int, sequences: int
+) -> int:
+    """Bytes beside weights and cache on a rank, as an engine reserves or measures them when it starts. head: whether
+    the rank has the output head; tokens, sequences: of its largest pass."""
+    if engine.reserve_bytes:
+        return int(engine.reserve_bytes)
+    several = layout.tp * layout.pp > 1
+    return int(engine.context_bytes[several] + widest_pass(model, layout, head, tokens, sequences))
+
+
+def widest_pass(model: ModelConfig, layout: Layout, head: bool, tokens: int, sequences: int) -> float:
+    """Bytes of the widest moment of a pass: residual stream, its normed copy and the block's output, with what a
+    feed-forward part or attention opens up to, and of experts a row for each pair of a token and an expert; or the
+    choice of the next tokens."""
+    tp, width = layout.tp, DTYPE_BYTES[layout.dtype]
+    gates = 3 if model.gated else 2
+    opened: float = tokens * gates * width_held(model.ffn, tp) * width
+    if e := model.experts:
+        rows = tokens * e.active
+        dense = max(e.shared * e.ffn, model.ffn if e.dense_layers else 0)
+        opened = max(
+            rows * (model.hidden + gates * width_held(e.ffn, layout.expert_tp)) * width,
+            tokens * gates * width_held(dense, tp) * width,
+        )
+    shape, heads = cache_shape(model, tp), max(1, model.heads // tp)
+    attended = tokens * (heads * (shape.width + shape.values) + shape.numbers) * width
+    block = tokens * 3 * model.hidden * width + max(opened, attended)
+    chosen = sequences * model.vocab * SAMPLED_BYTES if head else 0
+    return max(block, chosen)
+
+
+def usual_sequences(engine: EngineProfile, memory: float | None) -> int:
+    """The most sequences of one pass where nobody says otherwise."""
+    large = engine.large_sequences and memory is not None and memory >= LARGE_MEMORY
+    return engine.large_sequences if large else engine.most_sequences
+
+
+def engine_room(cluster: Cluster, engine: EngineProfile, share: float | None = None) -> float | None:
+    """Bytes of a device that an engine fills; None where its memory is not known."""
+    memory = cluster.memory_per_device
+    return None if memory is None else memory * (engine.cache_share if share is None else share)
