@@ -169,6 +169,7 @@ def test_the_training_beside_rollouts(more):
     ("name", "script"),
     [
         ("a.sh", "torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file tp8.toml\n"),
+        ("a.sh", "N=${N:-\"8\"}\ntorchrun --nproc_per_node=${N} -m torchtitan.train --job.config_file tp8.toml \"$@\"\n"),
         ("a.sh", "NGPU=8 CONFIG_FILE=\"./tp8.toml\" ./run_train.sh\n"),
         ("a.sh", "export CONFIG_FILE=${CONFIG_FILE:-tp8.toml}\ntorchrun --nproc-per-node 8 torchtitan/train.py "
                  "--job.config_file=${CONFIG_FILE}\n"),
@@ -190,6 +191,19 @@ def test_flags_come_before_the_file(reading):
     ) == ("dp=2,tp=4,zero=3,sp,recompute=full")
     with pytest.raises(UserError, match="cannot read"):
         reading("a.sh", script.replace("t.toml", "none.toml"))
+
+
+def test_the_same_server_on_several_nodes_is_one(reading):
+    serve = "python3 -m sglang.launch_server --model-path x --tp 16 --nnodes 2 --node-rank {}\n"
+    found = reading("two.sh", serve.format(0) + serve.format(1))
+    assert str(found.layout) == "tp=16" and not found.unsettled
+
+
+def test_a_program_with_deepspeed_s_own_flags(reading):
+    file = {"ds.json": DS_AUTO.replace('"enabled": "auto"', '"enabled": true', 1)}
+    for flags in ("--deepspeed --deepspeed_config ds.json --lr 1", "--deepspeed ds.json"):
+        found = reading("run.sh", f"N=4\ndeepspeed --num_gpus=$N main.py {flags}\n", None, file)
+        assert (found.engine, str(found.layout)) == ("DeepSpeed", "dp=4,zero=3")
 
 
 def test_torchtitan_of_0_1(reading):

@@ -21,7 +21,8 @@ from shardwise.layout import Layout
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 _OF_KIND = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 _LAYOUT = rows("accelerate", "layout")
-_SWITCHES = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM"}
+_SWITCHES = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM",
+             "multi_gpu": "MULTI_GPU"}  # fmt: skip
 _BEGINS = {
     "fsdp_": "fsdp_config", "parallelism_config_": "parallelism_config", "megatron_lm_": "megatron_lm_config",
     "deepspeed_config_file": "deepspeed_config", "zero": "deepspeed_config", "offload_": "deepspeed_config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,7 +80,8 @@ def _chosen(found: Sequence[Source], engine: str | None) -> list[tuple[str, Sour
     pairs = [pair for pair in pairs if pair[0] != "torchrun"] or pairs
     if not pairs or pairs[0][0] in UNREAD:
         raise unknown(pairs[0][0] if pairs else "")
-    return [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
+    texts = [re.sub(r"--node[-_]rank[= ]\S+", "", " ".join(source.words or ())) for _, source in pairs]
+    return [pair for number, pair in enumerate(pairs) if pair[1].words is None or texts[number] not in texts[:number]]
 
 
 def _engine(source: Source) -> str:
@@ -151,6 +153,7 @@ def _torchtitan(source: Source, words: list[str], ranks: int | None) -> Reading:
     """torchtitan's command, over the file of --job.config_file or CONFIG_FILE."""
     named = parse(words, {}, frozenset()).flags.get("job.config_file")
     script = words[0].endswith("run_train.sh")
+    named = named[0] if isinstance(named, list) else named
     named = named or (source.variables.get("CONFIG_FILE") if script else None)
     count = source.variables.get("NGPU", "") if script else ""
     ranks = ranks or (int(count) if count.isdigit() else None)

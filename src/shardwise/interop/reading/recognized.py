@@ -36,10 +36,9 @@ def engine_of(keys: Iterable[str]) -> str:
         known[engine] |= {key for name in base.split() for key in known[name]}
     scores = {engine: len(names & given) for engine, names in known.items()}
     best = [engine for engine, score in scores.items() if score == max(scores.values()) > 0]
-    # What a dialect has no key of its own in is its base's.
-    extended = {name for engine in best for name in rows("recognized", "extends").get(engine, "").split()}
-    plain = [engine for engine in best if engine in extended] or best
-    return plain[0] if len(plain) == 1 else ""
+    # A dialect without a key of its own there is its base.
+    best = [name for name in best if not set(best) & set(rows("recognized", "extends").get(name, "").split())]
+    return best[0] if len(best) == 1 else ""
 
 
 def names(table: Mapping[str, Any]) -> set[str]:

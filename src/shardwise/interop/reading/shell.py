@@ -163,12 +163,14 @@ class _Shell:
         if value is None and len(others) == 1:
             self.open.append(f"{name}={said} is set in a branch, which is taken to run")
             return others[0]
-        taken = f"a branch sets {name} to {said}: {' '.join(value)} is taken" if value is not None else ""
+        taken = f"a branch sets {name} to {said}: {' '.join(value) or 'nothing'} is taken" if value is not None else ""
         self.open.append(taken or f"{name} is {said}, by branch: write its value")
         return value
 
     def _expand(self, raw: str) -> list[str]:
         """Words of a raw one. A quoted "--flag value" is two, as options in variables are meant."""
+        if re.fullmatch(r"\"?\$(?:[@*]|\{[@*][^}]*\})\"?", raw):
+            return []
         if match := _WHOLE.fullmatch(raw):
             value = self._value(match[2])
             if value is None:
