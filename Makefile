@@ -7,10 +7,19 @@ BIN := $(VENV)/bin
 ENGINES := $(VENV)/engines
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-# The layouts that `make test` samples rotate with the date; give SHARDWISE_SEED to repeat another day's.
+# What `make test` and `make test-day` sample rotates with the date; give SHARDWISE_SEED to repeat another day's.
 SHARDWISE_SEED ?= $(shell date +%Y%m%d)
+# `make test-day SHARDWISE_PART=rest` leaves out what `make test` has run.
+SHARDWISE_PART ?=
+# `make test-changed` compares with where the branch left this commit.
+BASE ?= main
 # `make test-all` runs so many cases of each test at most.
 SHARDWISE_MOST ?= 40
+
+# Faults of `make faults`, and layouts that they come under.
+N ?= 40
+M ?= 12
+SEED ?= $(SHARDWISE_SEED)
 
 # Ranks that work together have the cores to themselves; all else goes two files at a time, the longest first. So do the
 # tests of ranks that are killed or hang, which mostly wait. Both run, whatever the first says.
@@ -22,7 +31,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all mutation baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling families check-gpu check-kernels bench-gpu clean
+.PHONY: help demo test test-day test-all test-changed durations mutation faults baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling families check-gpu check-kernels bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,17 +39,31 @@ help:  ## show this list
 demo: $(VENV)/.train  ## the tour: predict, train on four processes, compare, one page
 	@$(BIN)/python -m shardwise demo
 
-test test-all mutation baseline bench bench-scaling: export OMP_NUM_THREADS := 1
+test test-day test-all test-changed durations mutation faults baseline bench bench-scaling: export OMP_NUM_THREADS := 1
 
-test: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date
+test: $(VENV)/.test  ## the quick tests, and those of the long ones whose turn is today: about 5 minutes
+	@echo "today's part of the tests by the seed SHARDWISE_SEED=$(SHARDWISE_SEED); make test-day runs the others"
+	@export SHARDWISE_SEED=$(SHARDWISE_SEED) SHARDWISE_PART=quick; $(PYTEST)
+
+test-day: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date: about 24 minutes
 	@echo "layouts are sampled with the seed SHARDWISE_SEED=$(SHARDWISE_SEED)"
-	@export SHARDWISE_SEED=$(SHARDWISE_SEED); $(PYTEST)
+	@export SHARDWISE_SEED=$(SHARDWISE_SEED) SHARDWISE_PART=$(SHARDWISE_PART); $(PYTEST)
+
+test-changed: $(VENV)/.test  ## tests of what differs from BASE=main, by imports: all of the near files, of others the quick part
+	@export SHARDWISE_SEED=$(SHARDWISE_SEED); $(BIN)/python tests/harness/changed.py $(BASE)
+
+durations: $(VENV)/.test  ## record what the tests of test-day cost, on a quiet machine: tests/durations.json
+	@export SHARDWISE_SEED=$(SHARDWISE_SEED) SHARDWISE_DURATIONS=build/durations; mkdir -p build; rm -f build/durations; $(PYTEST)
+	@$(BIN)/python tests/harness/durations.py build/durations tests/durations.json
 
 test-all: $(VENV)/.test  ## all tests, with 40 cases of each that rotate with the date; SHARDWISE_MOST=0: with every layout
 	@export SHARDWISE_ALL=1 SHARDWISE_MOST=$(SHARDWISE_MOST) SHARDWISE_SEED=$(SHARDWISE_SEED); $(PYTEST)
 
 mutation: $(VENV)/.test  ## put known mistakes back, and see that a test fails for each
 	@$(BIN)/python tests/mutation/run.py
+
+faults: $(VENV)/.test  ## N random faults over M random layouts, and what must hold after each: make faults N=300 M=30 SEED=1; ONLY="4 7" for some
+	@PYTHONPATH=tests $(BIN)/python -m faults --count $(N) --layouts $(M) --seed $(SEED) $(ONLY:%=--only %) $(JSON:%=--json)
 
 baseline: $(VENV)/.test  ## estimates, plans, ledgers and manifests against those recorded: tests/baseline/
 	@$(BIN)/python tests/baseline/recorder.py compare

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ import pytest
 from hypothesis import settings
 
 from harness import summary
+
+LEFT_OUT = pytest.StashKey[int]()
+"""Tests that are not in the part of the day that runs."""
 
 # Times are never asserted: the machine that runs the tests may be doing something else.
 settings.register_profile("shardwise", deadline=None)
@@ -27,9 +31,11 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def environment() -> Iterator[None]:
     """What tests depend on, whatever started them: rich takes a terminal that is dumb, or has no name, for 80 columns
-    wide, and the package reads the key of its clients, its place among ranks, and settings of memory."""
+    wide, and the package reads the key of its clients, its place among ranks, and settings of memory.
+    No test connects to the hub."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm")
+        patch.setenv("HF_HUB_OFFLINE", "1")
         for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
             patch.delenv(name, raising=False)
         for name in ("SHARDWISE_API_KEY", "GLIBC_TUNABLES", "CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -63,13 +69,25 @@ def heeded() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every_day: a dear test that the quick part runs every day")
+    if "SHARDWISE_DURATIONS" in os.environ:
+        from harness import durations
+
+        config.pluginmanager.register(durations)
+    config.addinivalue_line("markers", "layouts(of): parameters -> Layout; the quick part deals them out (quick.py)")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from harness.quick import left_out
     from harness.today import too_many
 
     cases: dict[str, list[str]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
-    out = set().union(*(too_many(names, test) for test, names in cases.items()))
+    away = left_out(items)
+    config.stash[LEFT_OUT] = len(away)
+    out = away.union(*(too_many(names, test) for test, names in cases.items()))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in out])
     items[:] = [item for item in items if item.nodeid not in out]
 
@@ -86,7 +104,22 @@ def pytest_report_header() -> str:
     return f"layouts: a sample of {count} cases, SHARDWISE_SEED={seed()}"
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each worker of pytest-xdist has collected the same tests, the process that starts them none."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    from harness.quick import left_to_others
+
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(left_to_others(count))
     for title, lines in summary.sections(terminalreporter.stats.get("passed", [])):
         terminalreporter.section(title)
         for line in lines:

@@ -506,6 +506,8 @@ def _cluster(config: TrainConfig, nodes: int) -> Cluster:
     per_node = config.layout.ranks // nodes
     if config.device == "cpu":
         measured = HostFile.from_environment().cluster if nodes > 1 else None
-        return replace(Cluster.parse(measured or f"{per_node}xcpu"), nodes=nodes, devices_per_node=per_node)
+        return replace(
+            Cluster.parse(measured or f"{per_node}xcpu").without_paths(), nodes=nodes, devices_per_node=per_node
+        )
     gpu = Device("GPU", "cuda", None, None)
     return Cluster(nodes, per_node, gpu, Link(None, None), Link(None, None))

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from simulated import LLAMA, save, state_of
 
-from shardwise.checkpoint import Checkpoint, DamagedError, find, keep_last, kept, latest, set_aside, with_older
+from shardwise.checkpoint import (
+    Checkpoint,
+    DamagedError,
+    find,
+    keep_last,
+    kept,
+    latest,
+    remove_unfinished,
+    set_aside,
+    with_older,
+)
 from shardwise.checkpoint.manifest import NAME
 from shardwise.errors import UserError
 
@@ -111,6 +121,18 @@ def test_known_ones_are_not_opened_again(tmp_path, monkeypatch):
     opened.clear()
     keep_last(tmp_path, 2, known | {tmp_path / "step-6"})
     assert opened == [] and names(tmp_path) == {"step-4", "step-6"}
+
+
+def test_what_saves_that_were_cut_off_left_is_removed_where_all_are_kept(tmp_path):
+    assert remove_unfinished(tmp_path / "nowhere") == []
+    break_off(tmp_path, 1)
+    assert remove_unfinished(tmp_path) == []
+    make(tmp_path, 2, 4)
+    break_off(tmp_path, 3)
+    break_off(tmp_path, 5)  # may be being written
+    (tmp_path / "step-4" / "rank-00000.safetensors").write_bytes(b"")
+    assert remove_unfinished(tmp_path) == [tmp_path / "step-1", tmp_path / "step-3"]
+    assert names(tmp_path) == {"step-2", "step-4", "step-5"} and remove_unfinished(tmp_path) == []
 
 
 def test_the_last_good_one_is_never_removed(tmp_path):

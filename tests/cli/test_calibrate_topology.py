@@ -36,7 +36,7 @@ def test_standard_input_and_json(monkeypatch, capsys):
     assert main(["calibrate", "topology", "-", "--nodes", "2", "--nic-gbits", "400", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["cluster"] == "2x2xH100-PCIe" and found["paths"] == {"NV12": 1}
-    assert found["inter"]["bandwidth"] == 25e9
+    assert (found["inter"]["bandwidth"], found["shared_nics"]) == (50e9, 1), "one NIC for two GPUs"
 
 
 @pytest.mark.parametrize(

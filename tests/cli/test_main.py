@@ -75,6 +75,21 @@ def test_unknown_words(command):
     mistake(command("train", "gpt2", "--se", "8"), "see shardwise train --help")
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("plan llama-3-8b --clutser 8xH100", "--clutser 8xH100; did you mean --cluster?"),
+        ("estimate llama-3-8b --layuot=dp=8", "--layuot=dp=8; did you mean --layout?"),
+        ("checkpoint inspect x --jsn", "--jsn; did you mean --json?"),
+        ("plan llama-3-8b --cluster 8xH100 extra", "extra (see"),
+        ("plan llama-3-8b --qqqqqq", "--qqqqqq (see"),
+    ],
+)
+def test_a_misspelt_option_names_the_nearest(command, line, hint):
+    code, _, err = command(*line.split())
+    assert code == 2 and f"unrecognized arguments: {hint}" in err
+
+
 def test_errors_are_json_under_json(command, tmp_path):
     line = "no such report or run directory: nothing"
     assert command("compare", "nothing") == (2, "", f"shardwise: error: {line}\n")

@@ -5,12 +5,14 @@ import pytest
 from shardwise.cluster import Cluster
 from shardwise.cluster.accelerators import accelerators
 from shardwise.cluster.catalog import lookup
+from shardwise.errors import UserError
 
 ACCELERATORS, ALIASES, HOSTS = accelerators()[:3]
 
 WANTED = [
     "A100-40GB", "A100-80GB", "H100-SXM", "H100-PCIe", "H200", "B200", "GB200-NVL72", "MI300X", "L4", "L40S",
-    "RTX-3090", "RTX-4090", "RTX-5090", "V100", "A10G", "TPU-v5p",
+    "RTX-3090", "RTX-4090", "RTX-5090", "V100", "A10G", "TPU-v5p", "H100-NVL", "H20", "RTX-6000-Ada", "A6000", "A40",
+    "T4", "GH200", "MI325X", "MI355X", "TPU-v5e", "TPU-v6e", "Trainium2", "M1-Max", "M2-Ultra", "M3-Max", "M4-Max",
 ]  # fmt: skip
 
 
@@ -25,7 +27,7 @@ def test_figures_have_sources_and_plausible_units(entry):
     device = entry.device
     assert device.source and entry.intra.source and entry.inter.source
     assert 50 < (device.watts or 400) < 2000 and "power" in device.source
-    assert 2e10 < device.memory_bytes < 4e11
+    assert 1.5e10 < device.memory_bytes < 6e11
     assert 2e11 < device.memory_bandwidth < 1e13
     # Bits taken for bytes, or both directions for one, would leave these bounds.
     for link, most in ((entry.intra, 900e9), (entry.inter, 100e9)):
@@ -66,3 +68,41 @@ def test_a_rack_is_one_node():
     rack = Cluster.parse("72xGB200")
     assert rack.link(0, 71) == rack.intra
     assert str(rack) == "72xGB200-NVL72"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("A100 40GB", "A100-40GB-SXM"),
+        ("a100 sxm4 80 GB", "A100-80GB-SXM"),
+        ("A100_80GB", "A100-80GB-SXM"),
+        ("4090", "RTX-4090"),
+        ("geforce rtx 4090", "RTX-4090"),
+        ("RTX 4090 24GB", "RTX-4090"),
+        ("h100 sxm", "H100-80GB-SXM"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB-SXM"),
+        ("H100 NVL", "H100-NVL"),
+        ("6000 Ada", "RTX-6000-Ada"),
+        ("a6000", "RTX-A6000"),
+        ("Tesla T4", "T4"),
+        ("MI300X 192GB", "MI300X"),
+        ("tpu v5e", "TPU-v5e"),
+        ("Trainium 2", "Trainium2"),
+        ("Apple M2 Ultra", "M2-Ultra-192GB"),
+        ("gb200 nvl72", "GB200-NVL72"),
+    ],
+)
+def test_names_forgive_spaces_case_and_dashes(text, name):
+    assert lookup(text).device.name == name
+    assert Cluster.parse(f"2x8x{text}") == Cluster.parse(f"2 x 8x {text.upper()}") == Cluster.parse(f"2x8x{name}")
+
+
+def test_a_size_in_a_name_must_be_the_devices():
+    for text in ("A100 60GB", "V100 16GB", "A100 40GB PCIe", "M2 Ultra 64GB", "80GB", "6000"):
+        with pytest.raises(UserError, match="did you mean"):
+            lookup(text)
+
+
+@pytest.mark.parametrize("name", [*ACCELERATORS, *ALIASES])
+def test_every_name_is_its_own(name):
+    assert lookup(name.lower().replace("-", " ")) == lookup(name) == ACCELERATORS[ALIASES.get(name, name)]

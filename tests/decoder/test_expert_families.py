@@ -1,7 +1,7 @@
 """Mixtures of experts against `transformers`: logits, every gradient, and files in both directions.
 
-Their routers compute in fp32, ours in float64: hence 1e-6, for gradients of their norm or 3% of all gradients' norm.
-Gradients are compared as their files hold them, read as weights are.
+Both compute in float64: hence 1e-12, for gradients of their norm or 3% of all gradients' norm. Gradients are compared
+as their files hold them, read as weights are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from harness.float64 import oracle
 from harness.huggingface import MIXTURES, SEQ, pretrained, tokens
 from shardwise.checkpoint import Checkpoint, Manifest, PartEntry, Piece, TensorSpec, commit, write_part
 from shardwise.checkpoint.geometry import full
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.parametrize("family", MIXTURES)
 
 def saved(family: str, folder: Path, **options: Any) -> Any:
     """A model of the family in float64, which it leaves in `folder`."""
-    theirs = pretrained(family).double()
+    theirs = oracle(pretrained(family))
     theirs.save_pretrained(folder, **options)
     return theirs
 
@@ -68,7 +69,7 @@ def test_logits_and_every_gradient(family: str, tmp_path: Path) -> None:
     ours = decoder_of(tmp_path / "weights")
     expected, got = theirs(ids[:, :-1]).logits, logits_of(ours, ids[:, :-1])
     assert expected.shape[1] == SEQ and expected.std() > 0.1
-    assert (got - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert (got - expected).abs().max() < 1e-12 * expected.abs().max()
     loss_of(expected, ids).backward()
     loss_of(got, ids).backward()
     for parameter in theirs.parameters():
@@ -83,7 +84,7 @@ def test_logits_and_every_gradient(family: str, tmp_path: Path) -> None:
             continue
         read = gradients.read(f"model/{name}", dtype="float64").reshape(parameter.shape)
         assert parameter.grad is not None and parameter.grad.norm() > 0, name
-        assert np.linalg.norm(parameter.grad.numpy() - read) < 1e-6 * max(np.linalg.norm(read), least), name
+        assert np.linalg.norm(parameter.grad.numpy() - read) < 1e-12 * max(np.linalg.norm(read), least), name
         compared += 1
     assert compared >= 9 * ours.config.layers
 

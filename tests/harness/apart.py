@@ -17,7 +17,7 @@ from harness.experts import expert_cases
 from harness.pipelines import pipeline_cases
 from harness.reference import Case, OneDevice, global_batch
 from harness.space import GENERATOR_SEED, MODELS, Point, all_cases
-from harness.today import EVERYTHING, seed
+from harness.today import EVERY_LAYOUT, seed
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.runtime.sync.rounds import Rounds
@@ -83,7 +83,7 @@ def apart_cases() -> list[Apart]:
 def selected_apart() -> list[Apart]:
     """All of them, or today's."""
     every = apart_cases()
-    if EVERYTHING:
+    if EVERY_LAYOUT:
         return every
     generator = random.Random(seed())
     largest, rest = ([a for a in every if (a.layout.ranks == max(WORLDS)) == large] for large in (True, False))

@@ -9,7 +9,7 @@ from typing import Any
 from harness.pipelines import stage_layers
 from harness.reference import BF16_STEPS, STEPS, Case
 from harness.space import MODELS, WORLDS, Point, covering, first_with, possible_copies, stratified
-from harness.today import EVERYTHING, seed
+from harness.today import EVERY_LAYOUT, seed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.layout.context import SequenceCut
@@ -110,4 +110,4 @@ def _features(point: Point) -> set[tuple[str, Any]]:
 
 def selected_contexts() -> tuple[Point, ...]:
     """What the tests run: every case with SHARDWISE_ALL=1, else today's sample."""
-    return context_cases() if EVERYTHING else stratified(context_cases(), _features, seed(), SAMPLE)
+    return context_cases() if EVERY_LAYOUT else stratified(context_cases(), _features, seed(), SAMPLE)

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.pipelines import stage_layers
 from harness.reference import BF16_STEPS, STEPS, Case, reference
 from harness.space import MODELS, WORLDS, Point, covering, first_with, possible_copies, stratified
-from harness.today import EVERYTHING, seed
+from harness.today import EVERY_LAYOUT, seed
 from shardwise.decoder.experts import Routing, route
 from shardwise.decoder.experts import _within_groups as within_groups
 from shardwise.errors import UserError
@@ -200,4 +200,4 @@ def _features(point: Point) -> set[tuple[str, Any]]:
 
 def selected_experts() -> tuple[Point, ...]:
     """What the tests run: every case with SHARDWISE_ALL=1, else today's sample."""
-    return expert_cases() if EVERYTHING else stratified(expert_cases(), _features, seed(), SAMPLE)
+    return expert_cases() if EVERY_LAYOUT else stratified(expert_cases(), _features, seed(), SAMPLE)

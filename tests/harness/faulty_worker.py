@@ -116,6 +116,12 @@ def _raise(fault: Fault, argv: list[str]) -> None:
     raise ZeroDivisionError("on purpose")
 
 
+def _refuse(fault: Fault, argv: list[str]) -> None:
+    from shardwise.errors import UserError
+
+    raise UserError("cannot write this: No space left on device")
+
+
 def _damage(fault: Fault, argv: list[str]) -> None:
     """The newest checkpoint loses a part, and the rank its life."""
     folder = Path(json.loads(Path(argv[0]).read_text())["out"]) / "checkpoints"
@@ -150,6 +156,7 @@ TROUBLES: dict[str, Callable[[Fault, list[str]], object]] = {
     "freeze": lambda fault, argv: os.kill(os.getpid(), signal.SIGSTOP),
     "kill": lambda fault, argv: os.kill(os.getpid(), signal.SIGKILL),
     "raise": _raise,
+    "refuse": _refuse,
     "damage": _damage,
     "flip": _flip,
     "unlink": lambda fault, argv: shutil.rmtree(fault["folder"]),

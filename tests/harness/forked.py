@@ -20,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -39,6 +40,8 @@ LOADED = (
     "shardwise.runtime.job.trainer",
 )
 ENTER = ["ip", "netns", "exec"]
+_PROCESSES = threading.Lock()
+"""Held while a process is started or looked at: `multiprocessing` does both for all of them, without a lock."""
 Stream = int | IO[Any] | None
 
 
@@ -52,21 +55,24 @@ def context() -> ForkServerContext:
 class Started:
     """A command line that runs on its own: `python -m shardwise WORDS`. It ends at `kill` or with the tests.
 
-    merged: standard error goes where standard output goes. folder: where it runs, if not here.
+    merged: standard error goes where standard output goes. folder: where it runs, if not here. prepare: called in the
+    process first.
     """
 
     def __init__(
-        self, words: Sequence[str], environment: Mapping[str, str], *, merged: bool = False, folder: Path | None = None
-    ) -> None:
+        self, words: Sequence[str], environment: Mapping[str, str], *, merged: bool = False, folder: Path | None = None,
+        prepare: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
         self._folder = tempfile.TemporaryDirectory(prefix="started-")
         out, err = (Path(self._folder.name, name) for name in ("out", "err"))
         self._files = out, err
         command = [sys.executable, "-m", "shardwise", *words]
         # Whoever works on tokens in several threads must not be forked afterwards.
         quiet = {**environment, "TOKENIZERS_PARALLELISM": "false"}
-        arguments = (command, quiet, str(folder or Path.cwd()), str(out), str(out if merged else err))
+        arguments = (command, quiet, str(folder or Path.cwd()), str(out), str(out if merged else err), prepare)
         self._process = context().Process(target=_start, args=arguments, daemon=True)
-        self._process.start()
+        with _PROCESSES:
+            self._process.start()
 
     @property
     def pid(self) -> int:
@@ -75,10 +81,11 @@ class Started:
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with _PROCESSES:
+            return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -86,12 +93,22 @@ class Started:
     def kill(self) -> None:
         self._process.kill()
 
+    def printed(self) -> str:
+        """Standard output so far."""
+        return self._files[0].read_text() if self._files[0].exists() else ""
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """(standard output, standard error) when it has ended. Raises `subprocess.TimeoutExpired`."""
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            self.kill()
-            raise subprocess.TimeoutExpired("shardwise", timeout or 0)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                self.kill()
+                raise subprocess.TimeoutExpired("shardwise", timeout or 0)
+            time.sleep(0.005)
+        return self.written()
+
+    def written(self) -> tuple[str, str]:
+        """(standard output, standard error) so far."""
         out, err = (file.read_text() if file.exists() else "" for file in self._files)
         return out, err
 
@@ -145,9 +162,14 @@ def _call(pipe: Any, target: str, arguments: tuple[Any, ...]) -> None:
     pipe.recv()  # until the other end closes, so that all that was sent is read
 
 
-def _start(command: list[str], environment: Mapping[str, str], folder: str, out: str, err: str) -> NoReturn:
+def _start(
+    command: list[str], environment: Mapping[str, str], folder: str, out: str, err: str,
+    prepare: Callable[[], object] | None,
+) -> NoReturn:  # fmt: skip
     _fork_ranks()
     os.chdir(folder)
+    if prepare is not None:
+        prepare()
     with open(out, "a") as first, open(err, "a") as second:
         _become(command, environment, (subprocess.DEVNULL, first, second))
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from harness.jobs import _errors
 from harness.module_jobs import LR, SETTINGS
-from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
 from shardwise.runtime.module.split import SplitModule, split
 
@@ -107,32 +106,3 @@ def train_idle(rank: int, payload: tuple[IdleTraining, dict[str, Tensor]]) -> tu
     dist.barrier()
     comms.close()
     return errors, module.program.optimizer.missed["never.weight"]
-
-
-def with_reference(rank: int, payload: None) -> tuple[float, str]:
-    """(relative error of the norm of a loss with a pass of its own for its reference, the message where that pass comes
-    last), at zero=3."""
-
-    def early(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            reference = model(2 * x, True)
-        return (model(x, True) - reference).square().mean()
-
-    def late(model: nn.Module, x: Tensor) -> Tensor:
-        y = model(x, True)
-        with torch.no_grad():
-            reference = model(2 * x, True)
-        return (y - reference).square().mean()
-
-    module = _made("dp=2,zero=3")
-    torch.manual_seed(0)
-    plain = NowAndThen().double()
-    early(plain, rows_of(0)).backward()
-    norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
-    outcome = module.train_step(early, rows_of(0).chunk(2)[rank])
-    message = ""
-    try:
-        module.train_step(late, rows_of(0).chunk(2)[rank])
-    except UserError as error:
-        message = str(error)
-    return abs(outcome.grad_norm / norm - 1), message

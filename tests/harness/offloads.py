@@ -11,7 +11,7 @@ from harness.experts import expert_cases, settled
 from harness.pipelines import pipeline_cases
 from harness.reference import Case
 from harness.space import GENERATOR_SEED, Point, all_cases
-from harness.today import EVERYTHING, seed
+from harness.today import EVERY_LAYOUT, seed
 from shardwise.layout import Layout
 
 WAYS = (
@@ -63,7 +63,7 @@ def offload_cases() -> list[Offloaded]:
 def selected_offloads() -> list[Offloaded]:
     """All of them, or today's."""
     every = offload_cases()
-    return every if EVERYTHING else random.Random(seed()).sample(every, TODAY)
+    return every if EVERY_LAYOUT else random.Random(seed()).sample(every, TODAY)
 
 
 def clear(offloaded: Offloaded) -> Case:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from harness.offloads import SPACES, WAYS, Offloaded, clear
 from harness.reference import Case
 from harness.space import GENERATOR_SEED, Point
-from harness.today import some_of
+from harness.today import by_turns
 from shardwise.layout import Layout
 from shardwise.layout.optimizers import DEFAULT, OPTIMIZERS
 from shardwise.runtime.job.config import OptimizerConfig
@@ -56,7 +56,7 @@ def optimizer_cases() -> list[Offloaded]:
 
 def selected_optimizers() -> list[Offloaded]:
     """All of them, or today's."""
-    return some_of(optimizer_cases(), TODAY, "optimizers")
+    return by_turns(optimizer_cases(), TODAY, "optimizers")
 
 
 def settled_case(optimized: Offloaded) -> Case:

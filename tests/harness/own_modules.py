@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.float64 import oracle
+
 VOCAB, WIDTH, SEQ = 24, 16, 6
 
 
@@ -401,6 +403,11 @@ _SMALL = {
 }  # fmt: skip
 FAMILIES = {"llama": llama, "qwen3": qwen3, "phi3": phi3, "gemma3": gemma3, "gpt2": gpt2}
 MIXTURES = {"mixtral": mixtral, "deepseek": deepseek}
+
+
+def exact(family: str) -> nn.Module:
+    """A family's model that computes in float64 throughout."""
+    return oracle((FAMILIES | MIXTURES)[family]())
 
 
 def four_layers(family: Callable[..., nn.Module], changes: dict[str, object]) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.reference import BF16_STEPS, STEPS, Case
 from harness.space import MODELS, SEQ, WORLDS, Point, covering, possible_copies, stratified
-from harness.today import EVERYTHING, seed
+from harness.today import EVERY_LAYOUT, seed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check_runnable, unit_plan
 from shardwise.layout.units import Backend
@@ -127,6 +127,6 @@ def _features(point: Point) -> set[tuple[str, Any]]:
 
 def selected_pipelines() -> tuple[Point, ...]:
     """What the tests run: every case with SHARDWISE_ALL=1, else today's sample."""
-    if EVERYTHING:
+    if EVERY_LAYOUT:
         return pipeline_cases()
     return stratified(pipeline_cases(), _features, seed(), SAMPLE)

@@ -15,7 +15,7 @@ from itertools import combinations
 from typing import Any
 
 from harness.reference import BF16_STEPS, STEPS, Case
-from harness.today import EVERYTHING, seed
+from harness.today import EVERY_LAYOUT, seed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig
@@ -246,4 +246,4 @@ def stratified(
 
 def selected() -> tuple[Point, ...]:
     """What the tests run: every case with SHARDWISE_ALL=1, else today's sample."""
-    return all_cases() if EVERYTHING else sample(seed())
+    return all_cases() if EVERY_LAYOUT else sample(seed())

@@ -46,13 +46,15 @@ class Process:
     """A training that runs on its own; killed at the end of its `with` block at the latest."""
 
     def __init__(
-        self, arguments: list[str], out: Path, *launcher: str, variables: Mapping[str, str] | None = None
-    ) -> None:
+        self, arguments: list[str], out: Path, *launcher: str, variables: Mapping[str, str] | None = None,
+        folder: Path | None = None, prepare: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
+        """folder, prepare: as in `forked.Started`, for a process without a launcher of its own."""
         self.out = out
         self._process: Any
         around = environment() | dict(variables or {})
         if not launcher:
-            self._process = forked.Started(arguments, around, merged=True)
+            self._process = forked.Started(arguments, around, merged=True, folder=folder, prepare=prepare)
             return
         self._process = subprocess.Popen(
             [sys.executable, *launcher, "-m", "shardwise", *arguments],
@@ -68,6 +70,19 @@ class Process:
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def written(self) -> str:
+        """Output so far, of a process without a launcher of its own."""
+        return str(self._process.written()[0])
 
     def workers(self) -> list[int]:
         pid = self._process.pid

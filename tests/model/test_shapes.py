@@ -11,6 +11,7 @@ import pytest
 from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.layout import Workload
+from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.model.formats import stored_bytes
@@ -76,6 +77,9 @@ ABSENT = {
     "internlm2_reward": 7_737_708_544,
     "glm4_9b": 9_399_951_360,
     "phi3_v": 3_821_079_552,
+    "sgl-project/DeepSeek-V4-Flash-FP8": 284_332_230_231,  # as deepseek-ai/DeepSeek-V4-Flash
+    # Tables, 12 x 4 matrices of attention, a dense layer; routers, routed and shared experts of 11; 25 norms.
+    "deepseek_vl2_tiny": 1280 * (2 * 129280 + 12 * 4 * 1280 + 3 * 6848 + 11 * (64 + 64 * 3 * 896 + 3 * 2 * 896) + 25),
 }
 
 
@@ -83,6 +87,28 @@ ABSENT = {
 def test_models_whose_class_transformers_lacks_are_counted_by_the_table(name):
     (row,) = [row for row in ROWS if row["name"] == name]
     assert count(read(row)) == ABSENT[name]
+
+
+def test_a_size_that_no_known_class_reads_is_named():
+    (row,) = [row for row in ROWS if row["name"] == "moonshotai/Kimi-K3"]
+    with pytest.raises(UserError, match="routed_expert_hidden_size=3584: not known for kimi_linear"):
+        read(row)
+
+
+PREDICTING = {
+    # Parameters in the published index beside those of the model: less the corrections of its routers, which are no
+    # parameters of the class.
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 81_324_862_720 - 79_674_391_296,
+    "zai-org/GLM-4.6": 356_785_898_816 - 352_797_814_784 - 90 * 160,
+}
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_layers_for_multi_token_prediction_are_said_apart(name):
+    model = resolve(name)
+    assert model.counted is not None
+    assert model.counted.predicting == PREDICTING[name]
+    assert "for multi-token prediction" in size_words(model)
 
 
 def test_a_vision_model_is_no_language_model():

@@ -37,6 +37,7 @@ def pytest(source: Path, *chosen: str) -> tuple[int, str]:
         "PYTHONPATH": str(source),
         "PYTHONDONTWRITEBYTECODE": "1",
         "SHARDWISE_ALL": "1",  # a mistake may show in a case that is not today's
+        "SHARDWISE_PART": "",
         "SHARDWISE_TEST_LIMIT": str(SECONDS_A_JOB),
         "OMP_NUM_THREADS": "1",
     }

@@ -14,7 +14,7 @@ from harness.checks import assert_ledger, assert_memory, assert_parity, assert_r
 from harness.jobs import RankOutcome
 from harness.reference import Case
 from harness.space import MODELS
-from harness.today import some_of
+from harness.today import by_turns
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.predict.traffic.schedules import predict_transport
 from shardwise.report import StepReport
@@ -52,7 +52,8 @@ def assert_transport(case: Case, layout: Layout, ranks: list[RankOutcome]) -> in
     return carried
 
 
-@pytest.mark.parametrize(("text", "transport"), some_of(LAYOUTS, 4, "layouts with algorithms"))
+@pytest.mark.layouts(lambda text, transport: Layout.parse(text))
+@pytest.mark.parametrize(("text", "transport"), by_turns(LAYOUTS, 4, "layouts with algorithms"))
 def test_training(text: str, transport: str) -> None:
     layout = Layout.parse(text)
     case = case_of(layout)

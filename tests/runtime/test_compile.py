@@ -23,7 +23,7 @@ from harness.experts import EXPERT_MODELS, expert_cases
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.space import MODELS, Point, all_cases, point, sample
-from harness.today import COMPILED, EVERYTHING, of_some, seed, some_of
+from harness.today import COMPILED, EVERY_LAYOUT, by_turns, of_some, seed, some_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable, unit_plan
 from shardwise.predict import estimate
@@ -65,9 +65,10 @@ def assert_all(point: Point, backend: str) -> None:
 
 def traced() -> tuple[Point, ...]:
     few = sample(seed(), count=1, most_ranks=RANKS)
-    return tuple(p for p in all_cases() if p.layout.ranks <= RANKS) if EVERYTHING else few
+    return tuple(p for p in all_cases() if p.layout.ranks <= RANKS) if EVERY_LAYOUT else few
 
 
+@pytest.mark.layouts(lambda point: compiled(point.layout))
 @pytest.mark.parametrize("point", traced(), ids=lambda p: p.id)
 def test_generated_layouts(point: Point) -> None:
     assert_all(point, TRACED)
@@ -88,10 +89,11 @@ def compilable(points: Iterable[Point]) -> list[Point]:
 
 def with_context() -> list[Point]:
     """Every second generated layout with context parallelism, or one of them."""
-    return some_of(compilable(context_cases())[::2], 1, "contexts")
+    return by_turns(compilable(context_cases())[::2], 1, "contexts")
 
 
 @of_some("attention over ranks", COMPILED, 2)
+@pytest.mark.layouts(lambda point: compiled(point.layout))
 @pytest.mark.parametrize("point", with_context(), ids=lambda p: p.id)
 def test_attention_over_ranks_stays_outside_the_graphs(point: Point) -> None:
     assert_all(point, TRACED)
@@ -100,10 +102,11 @@ def test_attention_over_ranks_stays_outside_the_graphs(point: Point) -> None:
 def with_experts() -> list[Point]:
     """Some generated layouts with experts, in float64, where no rounding decides which are chosen."""
     points = [p for p in compilable(expert_cases()) if p.layout.precision == "fp64"][::3]
-    return some_of(points, 1, "experts")
+    return by_turns(points, 1, "experts")
 
 
 @of_some("routing", COMPILED, 2)
+@pytest.mark.layouts(lambda point: compiled(point.layout))
 @pytest.mark.parametrize("point", with_experts(), ids=lambda p: p.id)
 def test_routing_stays_outside_the_graphs(point: Point) -> None:
     assert_all(point, TRACED)

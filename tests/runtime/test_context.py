@@ -11,6 +11,7 @@ from harness.contexts import selected_contexts
 from harness.space import Point
 
 
+@pytest.mark.layouts(lambda point: point.layout)
 @pytest.mark.parametrize("point", selected_contexts(), ids=lambda p: p.id)
 def test_layout(point: Point) -> None:
     trained = partial(train, layout=point.layout, transport=point["transport"])

@@ -26,6 +26,7 @@ def outcomes(point: Point, case: Case) -> list[RankOutcome]:
     return [rank.outcome for rank in train(point, case)]
 
 
+@pytest.mark.layouts(lambda point: point.layout)
 @pytest.mark.parametrize("point", selected_experts(), ids=lambda p: p.id)
 def test_layout(point: Point) -> None:
     case, layout = settled(point.case), point.layout

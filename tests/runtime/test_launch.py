@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -258,6 +259,27 @@ def test_the_folder_of_a_launcher_that_was_killed_goes_with_the_next_start(tmp_p
     assert left.exists()
     with temporary_folder() as folder:
         assert sorted(temporary.iterdir()) == sorted([folder, temporary / "shardwise-foreign"])
+
+
+def test_a_rank_that_is_suspended_in_a_collective_is_named(tmp_path: Path) -> None:
+    """It looks like those that wait for it."""
+    body = """
+        from shardwise.runtime.job.pulse import Pulse, memory
+        signs = Pulse(memory(Path(os.environ["SHARDWISE_PULSE"])))
+        signs.step(1)
+        signs.wait("all_reduce over dp")
+        all_started()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
+    """
+    done = Launched(tmp_path, body, 3, hang=2.0)
+    assert done.code == 1
+    assert re.fullmatch(
+        r"no rank made progress for \d s: each waits for others, ranks 0, 1 and 2 at step 1 in all_reduce over dp; "
+        r"rank 1 is suspended by a signal, such as SIGSTOP; the other 2 were stopped",
+        done.lines[-1],
+    ), done.lines
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -19,6 +19,7 @@ def transport_of(point: Point) -> str:
     return "gloo" if crc32(point.id.encode()) % 4 == 0 else "shared"
 
 
+@pytest.mark.layouts(lambda point: point.layout)
 @pytest.mark.parametrize("point", selected(), ids=lambda p: p.id)
 def test_layout(point: Point) -> None:
     trained = partial(train, layout=point.layout, transport=transport_of(point))

@@ -13,7 +13,7 @@ from harness.checks import assert_replicas_equal, train
 from harness.pool import run_ranks
 from harness.reference import Case, reference
 from harness.space import MODELS
-from harness.today import some_of
+from harness.today import by_turns
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.outer import outer_pieces
 from shardwise.layout.wire import BLOCK
@@ -22,6 +22,7 @@ from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.zero.quantized import LARGEST
 
 
+@pytest.mark.layouts(lambda apart: apart.layout)
 @pytest.mark.parametrize("apart", selected_apart(), ids=lambda a: a.id)
 def test_replicas_train_as_they_would_alone(apart: Apart) -> None:
     ranks = trained(apart)
@@ -29,7 +30,8 @@ def test_replicas_train_as_they_would_alone(apart: Apart) -> None:
     assert_predicted(apart, ranks)
 
 
-@pytest.mark.parametrize("apart", some_of(PACKED, 2, "packed outer gradients"), ids=lambda a: a.id)
+@pytest.mark.layouts(lambda apart: apart.layout)
+@pytest.mark.parametrize("apart", by_turns(PACKED, 2, "packed outer gradients"), ids=lambda a: a.id)
 def test_packed_outer_gradients_are_predicted_and_accounted_for(apart: Apart) -> None:
     """Over all outer steps, the true sums are what was sent and what is left; replicas have the same bits."""
     against = blank(apart.case.model)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
 
 from harness.module_jobs import OwnTraining, trained
-from harness.own_modules import MIXTURES, OWN, PLANS, token_example
+from harness.own_modules import MIXTURES, OWN, PLANS, exact, token_example
 from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, UserError
@@ -15,8 +16,7 @@ from shardwise.runtime.module.comparison import first_difference
 from shardwise.runtime.module.describe import describe
 from shardwise.runtime.module.verify import Verification, VerifyRequest
 
-TOLERANCE = 1e-6
-"""The routers of `transformers` compute in fp32."""
+TOLERANCE = 1e-12
 
 
 def verdict(model, layout: str, plan=None, tolerance=TOLERANCE) -> Verification:
@@ -56,7 +56,7 @@ SPREAD = [
     ("family", "layout"), some_of(product(MIXTURES, WHOLE + SPREAD), 6, "mixtures of a user's module")
 )
 def test_mixtures_are_split_right(family, layout):
-    result = verdict(MIXTURES[family], layout)
+    result = verdict(partial(exact, family), layout)
     assert result, str(result)
     assert result.modules >= 20 and result.parameters >= 18
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.pool import run_ranks
 from shardwise import Layout, UserError, split
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import describe
@@ -68,6 +67,8 @@ class Unknown(Wrapped):
 
 
 class InPlace(nn.Module):
+    """Changes its input, which nothing but recomputation needs."""
+
     def __init__(self) -> None:
         super().__init__()
         self.map = nn.Linear(4, 4)
@@ -77,24 +78,43 @@ class InPlace(nn.Module):
         return self.map(x)
 
 
+class TooLate(InPlace):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.map(x)
+        x += 1.0
+        return y
+
+
+class Halves(nn.Module):
+    """Returns views of one tensor, which autograd does not let anyone change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if isinstance(x, tuple):
+            x[0].add_(1.0)
+            x = torch.cat(x, -1)
+        first, second = self.map(x).chunk(2, -1)
+        return first, second
+
+
 def weight_normed() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
 
 
 class Chain(nn.Module):
-    def __init__(self, block: type[nn.Module], adds: bool = False) -> None:
+    def __init__(self, block: type[nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.enter = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(block() for _ in range(2))
-        self.adds, self.blocks_run = adds, 2
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        for block in self.blocks[: self.blocks_run]:
+        for block in self.blocks:
             x = block(x)
-            if self.adds:
-                x += 1.0
         if isinstance(x, Result):
             return x.x + x.others["x"]
         return getattr(x, "x", x)
@@ -120,6 +140,15 @@ def preference(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     ids=["written-buffers", "dataclasses", "weight-norm", "reference-pass"],
 )
 def test_training_is_that_of_plain_pytorch(block, loss, layout):
+    trained(block, loss, layout)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "zero=3"])
+def test_a_block_may_change_its_input_in_place(layout):
+    trained(InPlace, squares, layout)
+
+
+def trained(block, loss, layout):
     plain = Chain(block).double()
     groups = [
         {"params": [p for p in plain.parameters() if (p.dim() > 1) == matrix], "weight_decay": decay}
@@ -142,28 +171,23 @@ def test_training_is_that_of_plain_pytorch(block, loss, layout):
     )
 
 
+IN_PLACE = r"the backward pass of blocks\.1 needs a tensor that was changed in place"
+
+
 @pytest.mark.parametrize(
-    ("block", "adds", "run", "loss", "message"),
+    ("block", "recompute", "message"),
     [
-        (Wrapped, False, 1, squares, r"blocks\.1 was left out of a forward pass, .* leave it out of blocks="),
-        (nn.Linear, True, 2, squares, r"an output of blocks\.0, or of a block before it, is changed in place"),
-        (InPlace, False, 2, squares, r"an input of blocks\.0, or of a block before it, is changed in place"),
-        (Unknown, False, 2, squares, r"blocks\.0 returns a Box without a tensor that has a gradient"),
-        (
-            Wrapped,
-            False,
-            2,
-            lambda m, x: (m(x) - m(2 * x)).square().mean(),
-            r"called twice with gradients .*torch\.cat",
-        ),
+        (TooLate, "none", IN_PLACE),
+        (TooLate, "full", IN_PLACE),
+        (InPlace, "full", IN_PLACE),
+        (Halves, "none", r"an input of blocks\.1, or of a block before it, is changed in place"),
+        (Unknown, "none", r"blocks\.0 returns a Box without a tensor that has a gradient"),
     ],
 )
-def test_what_does_not_run_is_named(block, adds, run, loss, message):
-    plain = Chain((lambda: nn.Linear(4, 4)) if block is nn.Linear else block, adds)
-    plain.blocks_run = run
-    module = split(plain, "precision=fp32")
+def test_what_does_not_run_is_named(block, recompute, message):
+    module = split(Chain(block), f"precision=fp32,recompute={recompute}")
     with pytest.raises(UserError, match=message) as caught:
-        module.train_step(loss, X)
+        module.train_step(squares, X)
     assert "\n" not in str(caught.value)
 
 
@@ -171,10 +195,3 @@ def test_a_weight_that_is_computed_is_not_cut():
     message = r"blocks\.0 is a ParametrizedLinear whose weight is computed from others; .* replicate it"
     with pytest.raises(UserError, match=message):
         describe(Chain(weight_normed), Layout(tp=2), {"blocks.*": "column"}, [])
-
-
-def test_at_zero_3_a_reference_pass_comes_first():
-    results = run_ranks("harness.idle_jobs:with_reference", 2)
-    assert all(error < 1e-9 for error, _ in results)
-    for _, message in results:
-        assert "at zero=3 a pass without gradients comes before the one with gradients" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from harness.own_modules import (
     PLANS,
     T5_PLAN,
     SkipMLP,
+    exact,
     gpt2,
     image_example,
     llama,
@@ -37,6 +39,8 @@ from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyReque
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 pytestmark = pytest.mark.usefixtures("leftovers")
+EXACT = 1e-12
+"""Of models that compute in float64 throughout."""
 
 
 def shardwise(*words: str) -> subprocess.CompletedProcess[str]:
@@ -64,12 +68,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("family", "layout"), some_of(product(FAMILIES, LAYOUTS), 14, "families by verify"))
 def test_transformers_classes_are_split_right(family, layout):
-    # Gemma-3's norms compute in fp32, the gradients of their weights too.
-    tolerance = 1e-6 if family == "gemma3" else TOLERANCE
     plan = GPT2_PLAN if family == "gpt2" else None
-    result = verdict(FAMILIES[family], layout, token_example(), plan, tolerance)
+    result = verdict(partial(exact, family), layout, token_example(), plan, EXACT)
     assert result, str(result)
-    assert result.modules >= 30 and result.parameters >= 15 and result.error < tolerance
+    assert result.modules >= 30 and result.parameters >= 15 and result.error < EXACT
 
 
 @pytest.mark.parametrize("layout", some_of(LAYOUTS, 2, "layouts of T5"))

@@ -15,6 +15,7 @@ def _bits(ranks: list[RankOutcome]) -> list[tuple]:
     return [(rank.losses, rank.norms, rank.pieces) for rank in ranks]
 
 
+@pytest.mark.layouts(lambda offloaded: offloaded.layout)
 @pytest.mark.parametrize("offloaded", selected_offloads(), ids=lambda o: o.id)
 def test_a_home_changes_no_bit(offloaded: Offloaded) -> None:
     case, layout = clear(offloaded), offloaded.layout

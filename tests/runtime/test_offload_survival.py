@@ -47,6 +47,16 @@ def test_a_kill_during_an_update_loses_no_step(
     assert not (done.out / "offload").exists()
 
 
+def test_a_save_that_a_kill_cut_off_leaves_nothing(runs: Path) -> None:  # noqa: F811
+    """The state on disk is newer than the last checkpoint: the step of that save does not come again."""
+    fault = {"what": "kill", "rank": 1, "where": "save", "step": 4}
+    done = run(runs, "dp=2,zero=3,precision=fp32,offload=nvme", fault, restarts=1, keep_last=0)
+    assert done.result is not None, done.error
+    assert resumed(done) == 4
+    folders = {path.name: (path / "manifest.json").exists() for path in (done.out / "checkpoints").iterdir()}
+    assert folders == {"step-2": True, "step-6": True, "step-8": True}
+
+
 def resumed(done: Attempt) -> int:
     """The step from which the run went on; a line of rank 0 in its own process, seen by the events that follow."""
     (restart,) = [event for event in done.events if "restart" in event]

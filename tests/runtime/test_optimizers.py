@@ -25,6 +25,7 @@ from shardwise.runtime.zero import update as updates
 from shardwise.runtime.zero.update import update
 
 
+@pytest.mark.layouts(lambda optimized: optimized.layout)
 @pytest.mark.parametrize("optimized", selected_optimizers(), ids=lambda o: o.id)
 def test_every_layout_trains_as_one_device(optimized: Offloaded) -> None:
     case, layout = settled_case(optimized), optimized.layout

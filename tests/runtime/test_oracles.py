@@ -1,5 +1,5 @@
-"""Other libraries' parallelism as second oracles: torch's FSDP2, DTensor and pipelining, and transformers' expert
-parallelism, train the same model alike."""
+"""Other libraries as second oracles: torch's FSDP2, DTensor and pipelining, transformers on one device in float64, and
+transformers' expert parallelism, train the same model alike."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from harness.checks import assert_parity, train
+from harness.expert_oracles import alone
 from harness.huggingface import pretrained
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.space import MODELS, SEQ, Point, point
 from harness.today import LIBRARIES, of_some, some_of
 from shardwise.layout import Layout, Workload
+from shardwise.model import ModelConfig
 from shardwise.model.huggingface import from_huggingface
 
 FSDP = (
@@ -64,6 +66,35 @@ def test_torch_pipelining_agrees(schedule: str, name: str, documents: bool) -> N
     assert_parity(case, layout, train(case, layout, against=oracle, memory=False), oracle)
 
 
+def _from(folder: Path) -> ModelConfig:
+    """The model in a folder. Its balance loss, which theirs adds where labels are given, is left out."""
+    model = from_huggingface(folder)
+    return model.replace(experts=model.experts and replace(model.experts, balance_loss=0.0))
+
+
+IN_FLOAT64 = [
+    ("llama", "dp=2,zero=3"),
+    ("llama3", "tp=2,sp,recompute=full"),
+    ("mixtral", "dp=2,zero=2"),
+    ("mixtral", "tp=2"),
+    ("deepseek_v2", "dp=2,zero=1"),
+    ("deepseek_v3", "dp=2,ep=2,zero=3"),
+    ("deepseek_v3_yarn", "tp=2,ep=2"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), some_of(IN_FLOAT64, 3, "transformers in float64"))
+def test_transformers_in_float64_agrees_to_twelve_digits(name: str, text: str, tmp_path: Path) -> None:
+    pretrained(name).save_pretrained(tmp_path)
+    layout = Layout.parse(f"{text},precision=fp64")
+    losses, expected = (
+        run_ranks("harness.expert_oracles:ours", 2, (tmp_path, _from(tmp_path), layout))[0],
+        alone(tmp_path),
+    )
+    assert len(set(losses)) == len(losses) == len(expected)
+    assert losses == pytest.approx(expected, rel=1e-12, abs=0)
+
+
 SHARDED, SPLIT = {"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "enable_expert_parallel": True, "ep_size": 2}
 
 
@@ -80,9 +111,7 @@ def test_expert_parallelism_of_transformers_agrees(
     name: str, sizes: dict[str, int], text: str, options: dict[str, int], tmp_path: Path
 ) -> None:
     pretrained(name, vocab_size=56, **sizes).save_pretrained(tmp_path)
-    model, layout = from_huggingface(tmp_path), Layout.parse(f"{text},precision=fp32")
-    assert model.experts is not None
-    model = model.replace(experts=replace(model.experts, balance_loss=0.0))  # theirs is added where labels are given
+    model, layout = _from(tmp_path), Layout.parse(f"{text},precision=fp32")
     mine = run_ranks("harness.expert_oracles:ours", 2, (tmp_path, model, layout))
     theirs = run_ranks("harness.expert_oracles:theirs", 2, (tmp_path, options))
     assert mine[0] == mine[1] and len(set(mine[0])) == len(mine[0])

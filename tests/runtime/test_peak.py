@@ -18,8 +18,8 @@ from shardwise.runtime.dryrun import _observe
 SEED, PAIRS = 7, 500
 """Of `benchmarks/peak_fuzz.py --seed 7 --pairs 500`, whose result the README states."""
 PER_DAY = 3
-BOUND, WIDE_BOUND = 0.05, 0.15
-"""Of pairs, and of pairs with more features: offloaded activations beside a pipeline are further off."""
+BOUND = 0.05
+"""Of all pairs, those with more features too."""
 OFFLOADED = [
     "dp=2,zero=1,offload_activations=cpu",
     "tp=2,offload_activations=cpu,recompute=selective",
@@ -65,13 +65,32 @@ def test_the_input_of_a_stage_stays_where_the_block_that_saves_it_is_offloaded(f
     assert predict_bytes(plan).total == pytest.approx(_observe(plan, rank, fake).bytes.total, rel=0.03)
 
 
+FURTHEST = {
+    20: "scores with a cap, over cut sequences",
+    94: "scores of grouped heads, over cut sequences",
+    96: "packed gradients of more than one chunk",
+    107: "scores over gathered keys",
+    166: "rows of experts that are kept for their weights",
+    337: "a mask of all tokens that blocks share, beside offloaded activations",
+}
+"""Pairs with features that were 3% to 14% off, and what was counted wrong."""
+
+
+@pytest.mark.parametrize("index", some_of(FURTHEST, 2, "peaks furthest off"), ids=FURTHEST.get)
+def test_pairs_that_were_furthest_off(index: int, fake: FakeTensorMode) -> None:
+    plan, rank = featured(SEED, index)
+    observed, predicted = _observe(plan, rank, fake).bytes, predict_bytes(plan)
+    assert [getattr(predicted, name) for name in EXACT] == [getattr(observed, name) for name in EXACT]
+    assert predicted.total == pytest.approx(observed.total, rel=0.01)
+
+
 @pytest.mark.parametrize("index", some_of(range(PAIRS), 1, "peaks with features"))
 def test_the_prediction_of_a_random_pair_with_features(index: int, fake: FakeTensorMode) -> None:
     plan, rank = featured(SEED, index)
     observed, predicted = _observe(plan, rank, fake).bytes, predict_bytes(plan)
     for name in EXACT:
         assert getattr(predicted, name) == getattr(observed, name), f"{name}: {plan.model.name} {plan.layout}"
-    assert predicted.total == pytest.approx(observed.total, rel=WIDE_BOUND), f"{plan.model.name} {plan.layout}"
+    assert predicted.total == pytest.approx(observed.total, rel=BOUND), f"{plan.model.name} {plan.layout}"
 
 
 @pytest.mark.parametrize("index", some_of(range(PAIRS), PER_DAY, "peaks"))

@@ -16,6 +16,7 @@ from harness.space import MODELS, SEQ, Point
 from shardwise.layout import Layout, Workload
 
 
+@pytest.mark.layouts(lambda point: point.layout)
 @pytest.mark.parametrize("point", selected_pipelines(), ids=lambda p: p.id)
 def test_pipeline(point: Point) -> None:
     trained = partial(train, layout=point.layout, transport=point["transport"])

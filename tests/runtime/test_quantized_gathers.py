@@ -17,7 +17,7 @@ from harness.jobs import RankOutcome, Training
 from harness.pipelines import pipeline_cases
 from harness.pool import run_ranks
 from harness.space import Point, all_cases
-from harness.today import QUANTIZED, of_some, some_of
+from harness.today import QUANTIZED, by_turns, of_some
 from shardwise.layout.wire import BLOCK, packed_bytes
 from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.zero.quantized import LARGEST, add_up_packed, pack, unpack
@@ -80,7 +80,8 @@ def train(point: Point, job: str, quantized: bool) -> list[RankOutcome]:
 
 
 @of_some("gathers", QUANTIZED, 2)
-@pytest.mark.parametrize("point", some_of(POINTS, 2, "quantized gathers"), ids=lambda p: p.id)
+@pytest.mark.layouts(lambda point: replace(point.layout, qwz=True))
+@pytest.mark.parametrize("point", by_turns(POINTS, 2, "quantized gathers"), ids=lambda p: p.id)
 def test_trap_26_gathers_have_the_bits_of_rounded_weights(point: Point) -> None:
     ranks = train(point, "harness.jobs:train", True)
     for one, other in zip(ranks, train(point, "harness.quantized_jobs:rounded", False), strict=True):

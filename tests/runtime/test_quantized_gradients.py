@@ -13,7 +13,7 @@ from harness.pool import run_ranks
 from harness.quantized import GRADIENT_POINTS, rounded
 from harness.quantized_jobs import Summed, numbers
 from harness.space import MODELS, Point, point
-from harness.today import QUANTIZED, of_some, some_of
+from harness.today import QUANTIZED, by_turns, of_some
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.units import GRADIENT_BITS
 from shardwise.layout.wire import BLOCK, packed_bytes
@@ -73,7 +73,8 @@ def train(point: Point, layout: Layout) -> list[RankOutcome]:
 
 
 @of_some("gradients", QUANTIZED, 2)
-@pytest.mark.parametrize("point", some_of(GRADIENT_POINTS, 3, "quantized gradients"), ids=lambda p: p.id)
+@pytest.mark.layouts(lambda point: replace(point.layout, qgz=True, feedback=feeds(point)))
+@pytest.mark.parametrize("point", by_turns(GRADIENT_POINTS, 3, "quantized gradients"), ids=lambda p: p.id)
 def test_ledger_and_bytes_are_exact(point: Point) -> None:
     layout = replace(point.layout, qgz=True, feedback=feeds(point))
     ranks = train(point, layout)

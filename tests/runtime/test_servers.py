@@ -11,7 +11,7 @@ import pytest
 from harness.pool import run_ranks
 from harness.reference import Case, reference
 from harness.server_jobs import Served, ServedOutcome
-from harness.today import EVERYTHING, seed
+from harness.today import EVERY_LAYOUT, seed
 from shardwise.layout import Layout, Workload
 from shardwise.layout.sync_policy import policy_of
 from shardwise.model import ModelConfig
@@ -52,7 +52,7 @@ def layouts() -> list[tuple[str, ModelConfig]]:
 
 def chosen() -> list[tuple[str, ModelConfig]]:
     every = layouts()
-    return every if EVERYTHING else random.Random(seed()).sample(every, TODAY)
+    return every if EVERY_LAYOUT else random.Random(seed()).sample(every, TODAY)
 
 
 def run(
@@ -111,6 +111,7 @@ def check_record(record: UpdateRecord, layout: Layout, updates: int) -> None:
         assert one == pytest.approx(other, abs=1e-6)
 
 
+@pytest.mark.layouts(lambda text, model: Layout.parse(text))
 @pytest.mark.parametrize(("text", "model"), chosen(), ids=lambda value: value if isinstance(value, str) else value.name)
 def test_servers(text: str, model: ModelConfig) -> None:
     case, outcomes = run(text, model)

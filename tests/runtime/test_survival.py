@@ -466,6 +466,23 @@ def test_a_save_that_fails_is_a_warning_and_the_last_one_an_error(runs: Path, la
     assert [event["loss"] for event in done.events if "loss" in event] == undisturbed(runs, TWO, steps=5)
 
 
+def test_a_last_save_that_fails_says_where_to_resume(runs: Path) -> None:
+    done = run(runs, TWO, {"what": "refuse", "rank": 1, "where": "save", "step": STEPS})
+    assert isinstance(done.error, UserError) and not done.alive
+    assert re.fullmatch(
+        r"cannot write this: No space left on device.*\. The run is saved up to step 6; "
+        rf"resume with: shardwise train --resume {done.out}",
+        str(done.error),
+    ), done.error
+    again = api.resume(done.out, rank0_stdout=2, progress=lambda line: None)
+    assert again.losses == undisturbed(runs, TWO)
+
+
+def test_before_the_first_checkpoint_a_save_that_fails_names_none(runs: Path) -> None:
+    done = run(runs, TWO, {"what": "refuse", "rank": 1, "where": "save", "step": STEPS}, save_every=0)
+    assert isinstance(done.error, UserError) and "resume" not in str(done.error)
+
+
 def in_namespace(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a shell script where it may mount; skips the test where that is not possible."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode:
@@ -497,6 +514,7 @@ def test_a_full_disk(runs: Path) -> None:
     assert "code 2" in done.stdout and "verified 0" in done.stdout, (done.stdout, done.stderr)
     assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
     assert "shardwise: warning: cannot write checkpoint" in done.stderr
+    assert done.stderr.rstrip().endswith(f"resume with: shardwise train --resume {disk}/run")
     assert re.findall(r"^step-\d$", done.stdout, re.M) == ["step-2", "step-4"]
 
 

@@ -137,6 +137,7 @@ def test_a_long_table_comes_by_pages(visitor: Any, runs: Any) -> None:
     assert visitor.table("events")["start"] == columns["start"][:200]
 
 
+@pytest.mark.every_day
 def test_the_state_survives_a_reload_and_the_way_back(visitor: Any) -> None:
     page = visitor.open("collectives?ranks=6&_round=3&_tables=rounds")
     page.reload()

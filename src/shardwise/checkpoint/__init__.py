@@ -4,7 +4,16 @@ A run saves under one layout and goes on under any other. `writes` and `needs` s
 `commit` put it on the disk, `Checkpoint.read` gets any piece of it back.
 """
 
-from shardwise.checkpoint.folder import find, keep_last, kept, latest, set_aside, unfinished, with_older
+from shardwise.checkpoint.folder import (
+    find,
+    keep_last,
+    kept,
+    latest,
+    remove_unfinished,
+    set_aside,
+    unfinished,
+    with_older,
+)
 from shardwise.checkpoint.geometry import Piece
 from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
 from shardwise.checkpoint.pieces import LocalInterval, needs, writes
@@ -16,5 +25,5 @@ from shardwise.checkpoint.writer import PartEntry, PartImage, PartWriter, commit
 __all__ = [
     "Checkpoint", "DamagedError", "LocalInterval", "Manifest", "PartEntry", "PartImage", "PartRecord", "PartWriter",
     "Piece", "TensorDifference", "TensorSpec", "commit", "diff", "find", "keep_last", "kept", "latest", "model_of",
-    "needs", "reshard", "set_aside", "shapes", "unfinished", "with_older", "write_part", "writes",
+    "needs", "remove_unfinished", "reshard", "set_aside", "shapes", "unfinished", "with_older", "write_part", "writes",
 ]  # fmt: skip

@@ -159,6 +159,17 @@ def keep_last(folder: Path, count: int, known: set[Path] | None = None) -> list[
     return removed
 
 
+def remove_unfinished(folder: Path) -> list[Path]:
+    """Remove what saves that were cut off left behind before the newest checkpoint that has a manifest.
+
+    Returns what was removed. Raises `UserError` when a folder cannot be removed.
+    """
+    found = [path for _, path in steps(folder)]
+    whole = [(path / NAME).exists() for path in found]
+    newest = len(whole) - whole[::-1].index(True) if any(whole) else 0
+    return [path for path, finished in zip(found[:newest], whole, strict=False) if not finished and _remove(path)]
+
+
 def _remove(path: Path) -> bool:
     """Remove a checkpoint, unless another run resumes from it. Returns whether it is gone.
 

@@ -144,7 +144,7 @@ def _measured(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> 
 def _with_link(cluster: Cluster, network_fit: NetworkFit, args: argparse.Namespace) -> Cluster:
     command = f"shardwise calibrate network --ranks {args.ranks} --transport {args.transport} --rounds {args.rounds}"
     link = replace(network_fit.link("intra", f"{command}, {date.today()}, {_cpu()}"), kind=cluster.intra.kind)
-    return replace(cluster, intra=link, devices_per_node=max(cluster.devices_per_node, args.ranks))
+    return replace(cluster.without_paths(), intra=link, devices_per_node=max(cluster.devices_per_node, args.ranks))
 
 
 def _cpu() -> str:

@@ -153,7 +153,9 @@ def _cluster(before: Cluster | None, device: Device, ranks: int) -> Cluster:
     """The file's cluster with this device; its link inside a node from the messages, where nothing was known of it."""
     cluster = before or Cluster(1, ranks, device, Link(None, None), Link(None, None))
     intra = cluster.intra if cluster.intra.bandwidth else _link(device) or cluster.intra
-    return replace(cluster, device=device, devices_per_node=max(cluster.devices_per_node, ranks), intra=intra)
+    most = max(cluster.devices_per_node, ranks)
+    kept = cluster if most == cluster.devices_per_node else cluster.without_paths()
+    return replace(kept, device=device, devices_per_node=most, intra=intra)
 
 
 def _disk(args: argparse.Namespace) -> tuple[DiskRates | None, str]:

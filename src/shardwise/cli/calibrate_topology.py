@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.cluster.topology import cluster_of, device_of, explained
+    from shardwise.cluster.topology import advice, cluster_of, device_of, explained
     from shardwise.cluster.writing import to_toml
 
     check_name(args.out)
     topology = _topology(args.table)
     device = device_of(topology, args.device)
     cluster = cluster_of(topology, device, args.nodes, args.nic_gbits, args.islands)
-    lines = list(explained(topology))
+    lines = [*explained(topology), *advice(cluster)]
     if args.json:
         print_json(_as_json(topology, cluster, lines))
     if args.out:
@@ -86,5 +86,8 @@ def _as_json(topology: Topology, cluster: Cluster, lines: list[str]) -> dict[str
         "nics": list(topology.nics),
         "near_nics": list(topology.near_nics()),
         "explained": lines,
+        "order": [int(gpu.removeprefix("GPU")) for gpu in topology.ordered().gpus],
+        "by_pair": [list(row) for row in cluster.paths.names] if cluster.paths else None,
+        "shared_nics": cluster.nics or None,
         **links,
     }

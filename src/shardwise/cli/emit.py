@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shardwise.cli.clusters import add_cluster, cluster_of
 from shardwise.cli.flags import add_flags, given
+from shardwise.cli.models import add_offline
 from shardwise.cli.output import print_json
 from shardwise.cli.plan_emit import source_of
 from shardwise.cli.quantities import length_of
@@ -31,10 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", required=True, help="a name of the catalog, a config.json, or its "
                         "folder")  # fmt: skip
     parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
+    add_offline(parser)
     parser.add_argument("--for", dest="engine", metavar="ENGINE", required=True, help="the engine: megatron, "
                         "torchtitan, deepspeed, accelerate, transformers, torchrun, vllm or sglang")  # fmt: skip
     parser.add_argument("--engine-version", metavar="V", default="", help="version of the engine, where names changed")
-    add_cluster(parser)
+    add_cluster(parser, network=False)
     add_flags(parser, Workload, "seq", "batch", "optimizer")
     parser.add_argument("--prompt", type=length_of, metavar="N", help="servers: tokens of a prompt")
     parser.add_argument("--output", type=length_of, metavar="N", help="servers: tokens of an answer")

@@ -34,9 +34,11 @@ from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.model_size import size_json, size_words
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
+from shardwise.predict.cluster_links import link_lines, links_line, with_links
 from shardwise.report.units import format_count
 from shardwise.runtime.job.slow_ranks import SlowRanks
 
@@ -118,8 +120,8 @@ def _step(args: argparse.Namespace) -> int:
         check_alone(args, "compare", "dry_run", "breakdown", "links", "verbose")
         slowed |= engine_of(args)
         a, b = (estimate(model, each, workload, cluster, **slowed) for each in (layout, other))
-        notes = (f"assumed: {note}" for note in assumed)
-        return print_result(args, predictions_json(a, b), chain(notes, prediction_tables(a, b)))
+        head = (*(f"assumed: {note}" for note in assumed), *link_lines(cluster))
+        return print_result(args, with_links(predictions_json(a, b), cluster), chain(head, prediction_tables(a, b)))
     if args.links:
         return _links(args, model, layout, workload, cluster, assumed)
     if args.breakdown:
@@ -140,9 +142,8 @@ def _step(args: argparse.Namespace) -> int:
     else:
         report = estimate(model, layout, workload, cluster, **slowed, **engine_of(args))
     report = noted(report, assumed)
-    return print_result(
-        args, report.to_json, _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
-    )
+    shown = _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
+    return print_result(args, lambda: with_links(report.to_json() | size_json(model), cluster), shown)
 
 
 def _measure(
@@ -152,7 +153,7 @@ def _measure(
     from shardwise.cli.show.measured_table import measured_lines
 
     report, measured = estimate_measure.measured_report(args, model, layout, workload, cluster)
-    data = noted(report, assumed).to_json() | {"measured": measured.to_json()}
+    data = with_links(noted(report, assumed).to_json(), cluster) | {"measured": measured.to_json()}
     head = _head(model, layout, workload, cluster, assumed)
     return print_result(
         args, data, chain(head, measured_lines(report, measured, workload.batch * workload.seq), report.notes)
@@ -176,7 +177,7 @@ def _links(
     if report.time is None:
         raise UserError(f"--links needs the time of a step, which has none on {cluster}: {'; '.join(report.notes)}")
     uses = link_uses(model, layout, cluster, report.roles)
-    data = report.to_json() | {"links": [use.to_json() for use in uses]}
+    data = with_links(report.to_json(), cluster) | {"links": [use.to_json() for use in uses]}
     return print_result(
         args, data, chain(_head(model, layout, workload, cluster, assumed), link_tables(uses, report.time))
     )
@@ -211,7 +212,8 @@ def _breakdown(
         breakdown(model, layout, workload, cluster, report),
         recompute_modes(model, layout, workload, cluster),
     )
-    data = report.to_json() | {"breakdown": terms.to_json() | {"recompute": [asdict(mode) for mode in modes]}}
+    breakdown_json = terms.to_json() | {"recompute": [asdict(mode) for mode in modes]}
+    data = with_links(report.to_json(), cluster) | {"breakdown": breakdown_json}
     head = _head(model, layout, workload, cluster, assumed)
     return print_result(args, data, chain(head, breakdown_tables(terms, modes)))
 
@@ -219,12 +221,13 @@ def _breakdown(
 def _head(
     model: Model, layout: Layout, workload: Workload, cluster: Cluster, assumed: tuple[str, ...]
 ) -> tuple[str, ...]:
-    return *(f"assumed: {note}" for note in assumed), _title(model, layout, workload, cluster)
+    notes = (f"assumed: {note}" for note in assumed)
+    return *notes, *link_lines(cluster), _title(model, layout, workload, cluster)
 
 
 def _title(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> str:
     return (
-        f"{model.name}: {format_count(count(model))} parameters, layout {layout} on {cluster}, "
+        f"{model.name}: {size_words(model)}, layout {layout} on {cluster}, "
         f"{workload.batch} sequences of {workload.seq} tokens a step\n"
     )
 
@@ -257,7 +260,7 @@ def _lines(
     yield f"{report.conclusion(room)}\n"
     yield tables.memory_table(report, room)
     homes = node_line(node_bytes(model, layout, workload, cluster), cluster)
-    yield from (f"{line}\n" for line in (explained(cluster), *homes) if line)
+    yield from (f"{line}\n" for line in (explained(cluster), *homes, links_line(cluster)) if line)
     if verbose:
         yield tables.ledger_table(report)
     else:

@@ -11,6 +11,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from shardwise.cli.clusters import add_network, cluster_of
+from shardwise.cli.models import add_offline
 from shardwise.cli.output import print_result
 from shardwise.cli.quantities import length_of
 from shardwise.cli.show import explain_table
@@ -21,6 +23,7 @@ from shardwise.interop.words import in_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, resolve
 from shardwise.model.changes import change
+from shardwise.predict.cluster_links import link_lines, with_links
 from shardwise.report.terminal import Renderable
 
 Outlook = explain_table.Training | explain_table.CacheRoom | None
@@ -32,8 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "transformers or torchrun")  # fmt: skip
     parser.add_argument("--ranks", type=int, metavar="N", help="processes, where neither it nor --cluster says")
     parser.add_argument("--cluster", metavar="TEXT", help="[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file")
+    add_network(parser)
     parser.add_argument("--model", metavar="MODEL", help="a name of the catalog, a config.json, or its folder")
     parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
+    add_offline(parser)
     parser.add_argument("--seq", type=length_of, metavar="N", help="tokens per sequence, where it does not say")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, where it does not say")
     parser.add_argument("--micro", type=int, metavar="N", help="sequences a micro-batch, where it does not say")
@@ -43,14 +48,16 @@ def run(args: argparse.Namespace) -> int:
     for name in ("ranks", "seq", "batch", "micro"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name} must be a positive integer")
-    cluster = Cluster.parse(args.cluster) if args.cluster else None
+    if args.network is not None and not args.cluster:
+        raise UserError("--network is between the nodes of a cluster: add --cluster, such as 2x8xH100")
+    cluster = cluster_of(args) if args.cluster else None
     reading = read(args.config, args.ranks or (cluster.devices if cluster else None), args.engine)
     layout = replace(reading.layout, micro=args.micro) if args.micro else reading.layout
     reading = replace(reading, layout=layout, seq=args.seq or reading.seq, batch=args.batch or reading.batch)
     model = _model(reading, args)
     outlook = _outlook(reading, model, cluster)
     words = in_words(reading.layout, cluster, serves=reading.served is not None)
-    data = reading.to_json() | {"words": words, "outlook": outlook.to_json() if outlook else None}
+    data = with_links(reading.to_json(), cluster) | {"words": words, "outlook": outlook.to_json() if outlook else None}
     return print_result(args, data, _lines(reading, words, model, outlook, cluster))
 
 
@@ -62,7 +69,7 @@ def _lines(
     yield from _section("What it is:", words)
     yield from _section("It says besides:", reading.facts)
     yield from _section("Worth knowing:", reading.notes)
-    yield from ("", *(outlook.lines(cluster) if outlook else [_missing(reading, model)]))
+    yield from ("", *(outlook.lines(cluster) if outlook else [_missing(reading, model)]), *link_lines(cluster))
     ignored = [", ".join(reading.ignored)] if reading.ignored else []
     yield from _section("Changes neither the split nor the memory:", ignored)
     yield from _section("Not known here:", reading.unknown)
@@ -77,6 +84,8 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
         match = resolve(args.model)
     elif reading.described:
         match = reading.described
+    elif found := _named(reading.model or ""):
+        match = found
     else:
         name = (reading.model or "").lower().rsplit("/", 1)[-1].removeprefix("meta-")
         # Release 3.1 of the largest Llama 3 was its first.
@@ -87,6 +96,14 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
         match = max(known, key=lambda model: len(model.name))
     # Engines drop attention's probabilities inside their fused kernels, which saves nothing.
     return change(match, ",".join(args.set)).replace(attention_dropout=0.0)
+
+
+def _named(text: str) -> ModelConfig | None:
+    """The model of a folder or of an id of the hub that is known here; what explains a file fetches nothing."""
+    try:
+        return resolve(text, fetch=False) if text else None
+    except UserError:
+        return None
 
 
 def _outlook(reading: Reading, model: ModelConfig | None, cluster: Cluster | None) -> Outlook:

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     system.add_argument("--slurm", dest="system", action="store_const", const="slurm", help="a script for sbatch")
     system.add_argument("--k8s", dest="system", action="store_const", const="k8s", help="objects for kubectl apply")
     system.add_argument("--ssh", metavar="HOST,...", help="a script that starts the ranks on these hosts")
-    add_cluster(parser, required=True)
+    add_cluster(parser, required=True, network=False)
     add_flags(parser, JobOptions, *_OPTIONS)
     parser.add_argument("--out", metavar="FILE", help="write the job here (NAME.sbatch, NAME.json or NAME.sh)")
     parser.add_argument("--submit", action="store_true", help="start the job, too: sbatch, or the script for ssh")

@@ -8,13 +8,18 @@ from typing import Any
 
 from shardwise.cli import collective
 from shardwise.cli.actions import actions
+from shardwise.cli.models import add_offline
 from shardwise.cli.output import print_result
 from shardwise.cli.pipeline import listing
 from shardwise.cluster.accelerators import accelerators
 from shardwise.cluster.device import KINDS
 from shardwise.layout.layout import CHOICES, FLAGS, Layout
+from shardwise.layout.model_size import size_json
+from shardwise.model import ModelConfig
+from shardwise.model.caches import cache_json
 from shardwise.model.catalog import catalog, resolve
-from shardwise.model.parameters import count, count_parts
+from shardwise.model.families import family_of
+from shardwise.model.hub import hub_models
 from shardwise.report.terminal import Column, FittedTable
 from shardwise.report.units import format_bytes, format_count, format_time
 
@@ -26,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions(parser)
     models = action("models", "models of the catalog, or those named", _models)
     models.add_argument("models", nargs="*", metavar="MODEL", help="names, or config.json files (the whole catalog)")
+    models.add_argument("--hub", action="store_true", help="add the popular models of the hub that are known offline")
+    add_offline(models)
     models.add_argument("--weights", action="store_true", help="bytes of the weights in fp32, bf16, int8 and int4")
     action("devices", "devices for --cluster", _devices)
     action("links", "links inside nodes and between them", _links)
@@ -37,22 +44,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _models(args: argparse.Namespace) -> int:
     named = [resolve(text) for text in args.models] or list(catalog().values())
-    sizes = (Column("layers"), Column("hidden"), Column("vocabulary", drop=2), Column("positions", drop=3),
-             Column("experts", drop=1))  # fmt: skip
-    more = tuple(map(Column, BITS)) if args.weights else sizes
-    table, data = FittedTable((Column("model", left=True), Column("parameters"), *more)), []
+    named += [resolve(name) for name in hub_models()] if args.hub else []
+    groups: dict[str, list[ModelConfig]] = {}
     for model in named:
-        number, experts = count(model), model.experts.count if model.experts else 0
-        weights = {name: number * bits // 8 for name, bits in BITS.items()}
-        fields_of = {key: value for key, value in model.to_json().items() if key != "counted"}
-        data.append({"name": model.name, "parameters": number, "active_parameters": count_parts(model)[2],
-                     "weight_bytes": weights, "runs": not model.why_not_runnable(), **fields_of})  # fmt: skip
-        plain = (*map(str, (model.layers, model.hidden, model.vocab, model.max_positions)), str(experts or ""))
-        table.add_row(
-            model.name, format_count(number), *(map(format_bytes, weights.values()) if args.weights else plain)
-        )
-    note = ["weights alone, without the scales that quantized ones have beside them"] if args.weights else []
-    return print_result(args, data, [table, *note])
+        groups.setdefault(_family(model), []).append(model)
+    more = map(Column, BITS) if args.weights else (
+        Column("active"), Column("cache/token", drop=2), Column("layers", drop=4), Column("experts", drop=3),
+        Column("positions", drop=5), Column("here", left=True, drop=1),
+    )  # fmt: skip
+    table, data = FittedTable((Column("model", left=True), Column("parameters"), *more)), []
+    for number, (family, members) in enumerate(groups.items()):
+        if len(named) > 1:
+            table.add_row(f"{family}:", *[""] * (len(table.columns) - 1))
+        for model in members:
+            row = {"name": model.name, "family": family, **size_json(model), **cache_json(model), "here": _here(model)}
+            row |= {"weight_bytes": {name: row["parameters"] * bits // 8 for name, bits in BITS.items()}}
+            row |= {key: value for key, value in model.to_json().items() if key not in ("counted", "name")}
+            row["runs"] = "train" in row["here"]
+            data.append(row)
+            last = model is members[-1] and number < len(groups) - 1
+            cells = map(format_bytes, row["weight_bytes"].values()) if args.weights else _cells(row)
+            name = f"{'  ' * (len(named) > 1)}{model.name}"
+            table.add_row(name, format_count(row["parameters"]), *cells, end_section=last)
+    return print_result(args, data, [table, *_model_notes(args)])
+
+
+def _family(model: ModelConfig) -> str:
+    return model.counted.family if model.counted else family_of(model).model_type
+
+
+def _here(model: ModelConfig) -> list[str]:
+    """Commands that a model can be given to: train and generate where a decoder computes it."""
+    return ["count", "plan", *(() if model.why_not_runnable() else ("train", "generate"))]
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    active = format_count(row["active_parameters"]) if row["active_parameters"] != row["parameters"] else ""
+    experts = str(row["experts"]["count"]) if row["experts"] else ""
+    nbytes = row["cache_bytes_per_token"]
+    cache = f"{format_bytes(nbytes)}{' + state' * bool(row['state_bytes_per_sequence'])}"
+    here = "all" if row["runs"] else "plan"
+    return active, cache, str(row["layers"]), experts, str(row["max_positions"]), here
+
+
+def _model_notes(args: argparse.Namespace) -> list[str]:
+    if args.weights:
+        return ["weights alone, without the scales that quantized ones have beside them"]
+    notes = [
+        "active: parameters that one token uses; cache/token: bytes in 16 bits, of all layers, windowed ones included",
+        "here: plan is count and plan; all is train and generate, too",
+    ]
+    more = f"{len(hub_models())} more by their ids on the hub: list models --hub; --json has the cache by kind of layer"
+    return [*notes, *([more] if not args.hub and not args.models else [])]
 
 
 def _devices(args: argparse.Namespace) -> int:

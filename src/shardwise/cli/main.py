@@ -39,10 +39,20 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `UserError`s."""
+    """An argument parser whose errors are `UserError`s, and name the option that is near one that it does not have."""
 
     def error(self, message: str) -> NoReturn:
+        first = message.removeprefix("unrecognized arguments: ").split(maxsplit=1)[0].partition("=")[0]
+        if message.startswith("unrecognized") and first.startswith("-"):
+            hint = did_you_mean(first, self._options(), "")
+            message += f"; {hint}" if hint.endswith("?") else ""
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def _options(self) -> list[str]:
+        """Its options, and those of its actions."""
+        nested = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))
+        parsers = [self, *(parser for each in nested for parser in each.choices.values())]
+        return sorted({option for parser in parsers for option in parser._option_string_actions})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint_file import read_blueprint
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
+from shardwise.model.hub import OFFLINE
 from shardwise.model.lora import Lora
 from shardwise.model.parameters import Model, blueprint
 
@@ -30,6 +33,19 @@ def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
         default=[],
         help="change fields of the model, such as layers=2",
     )
+    add_offline(parser)
+
+
+def add_offline(parser: argparse.ArgumentParser) -> None:
+    """Add --offline, which holds for the whole command."""
+    parser.add_argument(
+        "--offline", action=_Offline, nargs=0, help="do not fetch an unknown model's config.json from the hub"
+    )
+
+
+class _Offline(argparse.Action):
+    def __call__(self, *_: Any) -> None:
+        os.environ[OFFLINE] = "1"
 
 
 def add_lora(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

@@ -7,7 +7,8 @@ If no layout fits, it prints what would have to change.
 sequence, the largest batch and micro-batch, or the speedup of more nodes.
 
 --serve finds the best layouts to serve the model, for prompts of --prompt tokens, answers of --output tokens and
---concurrency clients.
+--concurrency clients, or --rate requests per second; and how many devices to read prompts with and to decode with,
+where these have their own.
 
 Without --cluster, plan prints the smallest number of each device of the catalog that fits, with speed and price. With
 several models, a,b,c, it prints one row per model.
@@ -36,6 +37,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.usual_workload import odd_part
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
+from shardwise.predict.cluster_links import link_lines, with_links
 from shardwise.report.time_parts import GROUPS, grouped
 
 if TYPE_CHECKING:
@@ -100,6 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", metavar="FORMAT,...", help="with --serve: formats of the weights, such as bf16, "
                         "fp8, int4-g128z or nvfp4 (all that the engine has)")  # fmt: skip
     parser.add_argument("--kv-cache", metavar="TYPE", help="with --serve: bf16, fp8, or auto for the engine's own")
+    parser.add_argument("--rate", type=float, metavar="X",
+                        help="with --serve, in place of --concurrency: requests per second")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -170,7 +174,7 @@ TRAINING = (
     "seq", "batch", "fix", "reserve", "tokens", "pue", "host_watts", "mtbf", "save", "restart", "find",
     "deadline", "host_memory", "optimizer", "lora", "links", "precision", "recompute_layers",
 )  # fmt: skip
-SERVING = ("prompt", "output", "concurrency")
+SERVING = ("prompt", "output", "concurrency", "rate")
 SERVED_WITH = ("weights", "kv_cache")
 
 
@@ -181,8 +185,10 @@ def _check_kind(args: argparse.Namespace) -> None:
     if strange:
         kind = "training: leave it out with --serve" if args.serve else "serving: add --serve"
         raise UserError(f"--{strange[0].replace('_', '-')} belongs to {kind}")
-    if missing := [f"--{name}" for name in SERVING if args.serve and getattr(args, name) is None]:
+    if missing := [f"--{name}" for name in SERVING[:2] if args.serve and getattr(args, name) is None]:
         raise UserError(f"plan --serve needs {', '.join(missing)}")
+    if args.serve and (args.concurrency is None) == (args.rate is None):
+        raise UserError("plan --serve needs --concurrency, a number of clients, or --rate, requests per second")
     if args.serve and args.by in ("memory", "fastest"):
         raise UserError(f"--by {args.by} is for training; serving has throughput, cost and pareto")
 
@@ -334,15 +340,17 @@ def _find(
 ) -> int:
     from shardwise.planner.runnable import space_for
     from shardwise.planner.tables import answer_lines
-    from shardwise.predict.memory.capacity import usable_bytes
+    from shardwise.predict.memory.capacity import room_of
 
     space, _ = space_for(model, cluster, workload, profile_of(args), fixed_keys(args), settings_of(args))
+    room = room_of(cluster, space.engine.name, bool(model.experts), reserved(args))
     try:
-        answer = _answer(args, space, usable_bytes(cluster, reserved(args)))
+        answer = _answer(args, space, room.safe)
     finally:
         progress()
     notes = (f"assumed: {note}" for note in assumed)
-    return print_result(args, answer | {"assumed": list(assumed)}, chain(notes, answer_lines(args.find, answer)))
+    data = with_links(answer, cluster) | {"assumed": list(assumed)}
+    return print_result(args, data, chain(notes, link_lines(cluster), answer_lines(args.find, answer)))
 
 
 def _answer(args: argparse.Namespace, space: Space, usable: float) -> dict[str, Any]:

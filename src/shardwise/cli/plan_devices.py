@@ -14,8 +14,9 @@ from shardwise.cli.workloads import workload_of
 from shardwise.cluster.prices import price_date
 from shardwise.errors import UserError
 from shardwise.layout import Workload
+from shardwise.layout.legality import beyond_positions
+from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import count
 from shardwise.planner.device_needs import DeviceNeed, serving_needs, training_needs
 from shardwise.planner.models_that_fit import KINDS, LENGTH, ModelFit, models_that_fit
 from shardwise.planner.price_words import money
@@ -23,8 +24,8 @@ from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_count, format_time
 
 ON_A_CLUSTER = (
-    "fix", "reserve", "tokens", "pue", "host_watts", "mtbf", "save", "restart", "deadline", "host_memory", "emit",
-    "out",
+    "fix", "reserve", "tokens", "pue", "host_watts", "mtbf", "save", "restart", "deadline", "host_memory", "network",
+    "emit", "out",
 )  # fmt: skip
 """Options of `plan` that are about a given cluster."""
 
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         workload, notes = workload_of(args, model)
         needs = training_needs(model, workload, profile_of(args), args.price)
     data = {
-        "model": model.name, "workload": workload.to_json(), "assumed": list(notes), "prices_of": price_date(),
+        "model": model.name, "workload": workload.to_json(), "assumed": list(notes),
+        "notes": list(beyond_positions(model, workload.seq)), "prices_of": price_date(),
         "devices": [need.to_json() for need in needs],
     }  # fmt: skip
     return print_result(args, data, _needs_lines(model, workload, notes, needs, args.price))
@@ -71,10 +73,12 @@ def _needs_lines(
         asked = f"serving {workload.concurrency:,} clients, prompts of {workload.prompt:,} tokens, answers of "
         asked += f"{workload.output:,}"
         choice = "tp and pp, weights in the type that serves fastest on so few"
-    yield f"{model.name}: {format_count(count(model))} parameters, {asked}"
+    yield f"{model.name}: {size_words(model)}, {asked}"
     yield from (f"assumed: {note}" for note in notes)
+    yield from beyond_positions(model, workload.seq)
     yield f"the smallest 1, 2, 4, 8, ... GPUs of each kind that fit, cheapest tokens first ({choice})\n"
     yield _needs_table(needs)
+    yield "\nlinks: each kind's usual ones, `shardwise list links`; --cluster with --network names others"
     yield (
         "\nprices: --price" if price is not None else f"\nprices: the lowest list price of {price_date()} that is "
         "recorded, per device-hour on demand; they vary by provider and month, up to threefold: --price X takes yours"

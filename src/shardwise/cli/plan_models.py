@@ -19,6 +19,7 @@ from shardwise.layout import Workload
 from shardwise.layout.usual_workload import odd_part
 from shardwise.model.parameters import count
 from shardwise.planner.price_words import money, priced
+from shardwise.predict.cluster_links import link_lines, with_links
 from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
     progress()
     if all(row["layout"] is None for row in rows):
         raise UserError(f"none of the {len(rows)} models can be planned; the first: {rows[0]['reason']}")
-    data = {"cluster": str(cluster), "models": rows}
+    data = with_links({"cluster": str(cluster)}, cluster) | {"models": rows}
     return print_result(args, data, _lines(args, cluster, rows))
 
 
@@ -106,7 +107,9 @@ def _served(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
 
 
 def _lines(args: argparse.Namespace, cluster: Cluster, rows: list[dict[str, Any]]) -> Iterator[Renderable]:
-    yield f"the best of each model on {cluster}, {'serving' if args.serve else 'training'}\n"
+    yield f"the best of each model on {cluster}, {'serving' if args.serve else 'training'}"
+    yield from link_lines(cluster)
+    yield ""
     middle = (
         [Column("weights", left=True, drop=2), Column("first token", drop=3), Column("per token")]
         if args.serve

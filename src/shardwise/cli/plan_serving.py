@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from itertools import chain
 
+from shardwise.cli.clusters import cluster_of
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_result, working
 from shardwise.cli.plan_emit import emitted, profile_of
-from shardwise.cluster import Cluster
 from shardwise.interop import ServerSettings, WriteRequest
 from shardwise.interop.reading.settings import PREFILL_TOKENS
 from shardwise.layout import Workload
@@ -17,12 +17,12 @@ from shardwise.planner.serving import Deployment, ServingPlan, plan_serving
 
 def run(args: argparse.Namespace) -> int:
     """Plan serving as `args` asks. Raises `UserError`."""
-    workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
-    model, cluster = model_of(args), Cluster.parse(args.cluster)
+    workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency or 1)
+    model, cluster = model_of(args), cluster_of(args)
     with working(f"pricing deployments of {model.name} on {cluster}"):
         result = plan_serving(
             model, cluster, workload, engine=profile_of(args), by=args.by, top=args.top, price=args.price,
-            weights=(args.weights or "").replace(" ", "").split(",") if args.weights else (),
+            rate=args.rate, weights=(args.weights or "").replace(" ", "").split(",") if args.weights else (),
             kv_cache=args.kv_cache or "auto",
         )  # fmt: skip
     file, lines = emitted(args, [_request(result, one) for one in result.ranked])

@@ -39,10 +39,27 @@ class Accelerator:
     """Host of the machine that it is usually deployed in."""
     of_host: int = 1
     """Devices of that machine."""
+    domain: int = 0
+    """The most devices that one NVLink switch joins over several machines; 0 where it joins those of one."""
 
     def host_of(self, devices: int) -> Host:
         """Host of a node of so many devices: of fewer than its machine has, their part of it."""
         return self.host.part(devices, self.of_host)
+
+
+class KnownNetwork(NamedTuple):
+    """A network between nodes that has a name."""
+
+    gbits: float
+    """Gb/s of one NIC in one direction."""
+    source: str
+    """Source of the numbers."""
+    nics: int = 0
+    """NICs of a node; 0 for one per device."""
+    kind: str = "network"
+    """Kind of its links (`cluster.KINDS`)."""
+    devices: tuple[str, ...] = ()
+    """Devices of the cloud's machines that have it; empty where it is no cloud's."""
 
 
 class Accelerators(NamedTuple):
@@ -57,6 +74,10 @@ class Accelerators(NamedTuple):
     """Known links by name."""
     uses: dict[str, tuple[str, ...]]
     """Link -> devices that usually come with it, inside a node or between nodes."""
+    networks: dict[str, KnownNetwork]
+    """Networks between nodes by name."""
+    network_aliases: dict[str, str]
+    """Alias -> name of a network."""
 
     @property
     def slots(self) -> dict[str, float]:
@@ -70,7 +91,9 @@ def accelerators() -> Accelerators:
     import tomllib
 
     table = tomllib.loads((Path(__file__).parent / "accelerators.toml").read_text(encoding="utf-8"))
-    links = {name: Link(**{"alpha": None, "bandwidth": None, **row}) for name, row in table["links"].items()}
+    links = {
+        name: Link(**{"alpha": None, "bandwidth": None, "name": name, **row}) for name, row in table["links"].items()
+    }
     ports = {
         name: Ports(**row, slot_bandwidth=links[f"PCIe-{row['pcie']}"].bandwidth or 0.0)
         for name, row in table["ports"].items()
@@ -84,8 +107,14 @@ def accelerators() -> Accelerators:
             uses[link].append(name)
         intra, inter = links[row.pop("intra")], links[row.pop("inter")]
         driver_name, of_device = row.pop("driver_name", ""), ports.get(row.pop("ports", ""))
-        host = row.pop("host", "")
+        host, domain = row.pop("host", ""), row.pop("domain", 0)
         devices[name] = Accelerator(
-            Device(name, **row), intra, inter, driver_name, of_device, hosts.get(host, Host()), of_host.get(host, 1)
-        )
-    return Accelerators(devices, table["aliases"], hosts, links, {name: tuple(each) for name, each in uses.items()})
+            Device(name, **row), intra, inter, driver_name, of_device, hosts.get(host, Host()), of_host.get(host, 1),
+            domain,
+        )  # fmt: skip
+    networks = {
+        name: KnownNetwork(**{**row, "devices": tuple(row.get("devices", ()))})
+        for name, row in table["networks"].items()
+    }
+    of_links = {name: tuple(each) for name, each in uses.items()}
+    return Accelerators(devices, table["aliases"], hosts, links, of_links, networks, table["network_aliases"])

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import catalog
+from shardwise.cluster.accelerators import Accelerator
 from shardwise.cluster.device import MOST_OVER_PCIE, PCIE, Device, Link, Speed
 from shardwise.cluster.host import HOST_FIELDS, RATES, UNKNOWN, Host
+from shardwise.cluster.networks import network_of
+from shardwise.cluster.paths import NodePaths, paths_of, slowest
 from shardwise.errors import UserError
 from shardwise.small_files import read_small
 
 MOST_COUNTED = 999_999_999
 """Limit of the number of nodes, and of devices per node."""
 
-_TEXT = re.compile(r"(?:(\d+)x)?(\d+)x(\D.*)", re.IGNORECASE | re.DOTALL)
+_TIMES = r"\s*[x\u00d7*]\s*"
+_TEXT = re.compile(rf"(?:(\d+){_TIMES})?(\d+){_TIMES}(?!\d+{_TIMES})(\S.*)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class Cluster:
     """Host of each node."""
     nics: int = 0
     """NICs of a node, each as fast as `inter`; 0: one for each device."""
+    paths: NodePaths | None = None
+    """Links inside a node by pair, where they differ; `intra` is then that of a ring over all of a node's devices."""
 
     def __post_init__(self) -> None:
         if type(self.nics) is not int or not 0 <= self.nics <= MOST_COUNTED:
@@ -46,6 +53,8 @@ class Cluster:
                 raise UserError(f"a cluster's {what} must be a positive integer, not {value!r}")
             if value > MOST_COUNTED:
                 raise UserError(f"a cluster's {what} must be at most {MOST_COUNTED:,}, not {reprlib.repr(value)}")
+        if self.paths is not None and self.paths.devices != self.devices_per_node:
+            raise UserError(f"paths are those of {self.paths.devices} devices, but a node has {self.devices_per_node}")
         if self.memory_per_device == 0:
             raise UserError(
                 f"device {self.device.name!r}: memory_bytes must be more than {self.device.memory_bytes} for "
@@ -78,8 +87,33 @@ class Cluster:
 
     def link(self, rank: int, other: int) -> Link:
         """The link between two ranks."""
-        same = rank // self.devices_per_node == other // self.devices_per_node
-        return self.intra if same else self.inter
+        per_node = self.devices_per_node
+        if rank // per_node != other // per_node:
+            return self.inter
+        return self.paths.pair(rank % per_node, other % per_node) if self.paths and rank != other else self.intra
+
+    def seen_by(self, ranks: int, stride: int = 1) -> Cluster:
+        """This cluster as groups of `ranks` devices, `stride` apart, that fill it see it: one link inside a node."""
+        if self.paths is None:
+            return self
+        near = min(ranks, -(-self.devices_per_node // stride))
+        if near < 2 or stride >= self.devices_per_node:
+            return replace(self, paths=None)
+        return replace(self, intra=self.paths.groups(near, stride), paths=None)
+
+    def seen_by_group(self, group: Sequence[int]) -> Cluster:
+        """This cluster as one group of devices sees it: with the slowest link that it has inside a node."""
+        if self.paths is None:
+            return self
+        nodes: dict[int, list[int]] = {}
+        for device in group:
+            nodes.setdefault(device // self.devices_per_node, []).append(device % self.devices_per_node)
+        links = [self.paths.group(members) for members in nodes.values() if len(members) > 1]
+        return replace(self, intra=slowest(links) if links else self.intra, paths=None)
+
+    def without_paths(self) -> Cluster:
+        """This cluster with the link of a whole node between all of its devices."""
+        return replace(self, paths=None)
 
     def __str__(self) -> str:
         """The text form, `[NODESx]GPUSxDEVICE`.
@@ -93,7 +127,19 @@ class Cluster:
         """This cluster with another bandwidth inside its nodes, in bytes/s and one direction, in place of what was
         measured there by size. Raises `UserError` for a bandwidth that no link has."""
         source = f"bandwidth given; the rest: {self.intra.source}"
-        return replace(self, intra=replace(self.intra, bandwidth=bandwidth, speeds=(), source=source))
+        link = replace(self.intra, bandwidth=bandwidth, speeds=(), source=source, name="")
+        return replace(self, intra=link, paths=None)
+
+    def with_network(self, text: str) -> Cluster:
+        """This cluster with the network between nodes that a text names (`networks.network_of`). Raises `UserError` for
+        a text that names none, and on one node, which has none."""
+        if self.nodes == 1:
+            raise UserError(f"network {text[:60]!r} is between nodes, and {self} is one node: leave it out")
+        return self._networked(text)
+
+    def _networked(self, text: str) -> Cluster:
+        inter, nics = network_of(text, self.device.name, self.devices_per_node)
+        return replace(self, inter=inter, nics=nics)
 
     def with_host_memory(self, nbytes: int) -> Cluster:
         """This cluster with so much host memory in each node. Raises `UserError` on CPUs, whose memory is the host's,
@@ -111,6 +157,7 @@ class Cluster:
 
             nodes = 2                  # 1 if left out
             devices_per_node = 8
+            network = "8x200Gb"        # or "NDR", "EFA", "RoCE 100Gb": in place of nics and [inter]
             nics = 1                   # of a node, each as fast as [inter]; one for each device if left out
             device = "H100"            # from the catalog, with its usual links; or a table:
             # [device]
@@ -120,6 +167,8 @@ class Cluster:
             # memory_bandwidth = 2e12  # bytes/s
             # peak_flops = { bfloat16 = 300e12 }
             # watts = 700              # what its board may draw
+            paths = ["X NV4", "NV4 X"] # in place of [intra]: links by pair, in the words of nvidia-smi topo -m
+            [links.NV4]                # such a link, where the catalog's device does not say: as [intra]
             [intra]                    # links: these figures, else the catalog's, else not known
             alpha = 3e-6               # seconds
             bandwidth = 200e9          # bytes/s, one direction
@@ -146,8 +195,8 @@ class Cluster:
             return _from_toml(Path(text))
         match = _TEXT.fullmatch(text)
         if not match:
-            known = any(text.lower() == name.lower() for name in catalog.names())
-            hint = f"write 1x{text} for one device" if known else "write [NODESx]GPUSxDEVICE, such as 8xH100 or 4xcpu"
+            usual = "write [NODESx]GPUSxDEVICE, such as 8xH100 or 4xcpu"
+            hint = f"write 1x{text} for one device" if catalog.knows(text) else usual
             raise UserError(f"cluster {text!r} is not understood; {hint}, or the path of a .toml file")
         entry = catalog.lookup(match[3])
         devices = _count(match[2], text)
@@ -179,7 +228,8 @@ def _from_toml(path: Path) -> Cluster:
 
 
 def _from_table(data: dict[str, Any]) -> Cluster:
-    _only(data, "", "nodes", "devices_per_node", "nics", "device", "intra", "inter", "host")
+    _only(data, "", "nodes", "devices_per_node", "network", "nics", "device", "paths", "links", "intra", "inter",
+          "host")  # fmt: skip
     if "device" not in data or "devices_per_node" not in data:
         raise UserError(f"{'device' if 'device' not in data else 'devices_per_node'} is missing")
     if isinstance(data["device"], str):
@@ -196,7 +246,34 @@ def _from_table(data: dict[str, Any]) -> Cluster:
         _link(data, "inter", inter),
         nics=data.get("nics", 0),
     )
-    return replace(cluster, host=_host(data, cluster, entry.host_of(cluster.devices_per_node) if entry else Host()))
+    cluster = _with_paths(data, cluster, entry)
+    cluster = replace(cluster, host=_host(data, cluster, entry.host_of(cluster.devices_per_node) if entry else Host()))
+    if "network" not in data:
+        return cluster
+    if "inter" in data or "nics" in data:
+        raise UserError(f"network names the links between nodes: leave out {'nics' if 'nics' in data else '[inter]'}")
+    if not isinstance(data["network"], str):
+        raise UserError(f"network must be a text, not {data['network']!r}")
+    return cluster._networked(data["network"])
+
+
+def _with_paths(data: dict[str, Any], cluster: Cluster, entry: Accelerator | None) -> Cluster:
+    if "paths" not in data:
+        if "links" in data:
+            raise UserError("[links] describes the links that paths names: give paths")
+        return cluster
+    if "intra" in data:
+        raise UserError("paths names the links inside a node: leave out [intra]")
+    rows = data["paths"]
+    if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
+        raise UserError(f"paths must be a list of texts, one row per device, not {reprlib.repr(rows)}")
+    tables = _table(data, "links") if "links" in data else {}
+    links = {name: _link(tables, name, Link(None, None), "links.") for name in tables}
+    links = {name: replace(link, name=link.name or name) for name, link in links.items()}
+    paths = paths_of([row.split() for row in rows], entry, links)
+    if paths.devices < 2:
+        raise UserError("paths needs the rows of two devices or more")
+    return replace(cluster, intra=paths.group(range(paths.devices)), paths=paths)
 
 
 def _host(data: dict[str, Any], cluster: Cluster, usual: Host) -> Host:
@@ -216,7 +293,7 @@ def _device(table: dict[str, Any]) -> Device:
     name = table.get("name")
     if not isinstance(name, str) or not name[:1].isalpha() or not name.isprintable():
         raise UserError(f"device.name must be a text that starts with a letter, not {name!r}")
-    if name.lower() in (known.lower() for known in catalog.names()):
+    if catalog.knows(name):
         raise UserError(f'device.name {name!r} is in the catalog; write device = "{name}", or choose another name')
     memory = _number(table, "device.", "memory_bytes")
     peaks = _table(table, "peak_flops") if "peak_flops" in table else {}
@@ -232,14 +309,15 @@ def _device(table: dict[str, Any]) -> Device:
     )
 
 
-def _link(data: dict[str, Any], name: str, usual: Link) -> Link:
+def _link(data: dict[str, Any], name: str, usual: Link, of: str = "") -> Link:
     if name not in data:
         return usual
-    table = _table(data, name)
-    _only(table, f"{name}.", "alpha", "bandwidth", "startup", "copy_alpha", "reads", "speeds", "source", "kind")
+    table, name = _table(data, name), of + name
+    _only(table, f"{name}.", "alpha", "bandwidth", "startup", "copy_alpha", "reads", "speeds", "source", "kind", "name")
     alpha, bandwidth = _number(table, f"{name}.", "alpha"), _number(table, f"{name}.", "bandwidth")
     source = str(table.get("source", "the cluster file"))
-    if usual.source and (alpha is None or bandwidth is None):
+    usual_alpha, usual_bandwidth = alpha is None and usual.alpha is not None, bandwidth is None and usual.bandwidth
+    if usual.source and (usual_alpha or usual_bandwidth):
         source = f"{source}; the rest: {usual.source}"
     reads = table.get("reads", False)
     if type(reads) is not bool:
@@ -253,6 +331,7 @@ def _link(data: dict[str, Any], name: str, usual: Link) -> Link:
         reads,
         _speeds(table, f"{name}.speeds"),
         str(table.get("kind", usual.kind)),
+        str(table.get("name", "")),
     )
 
 

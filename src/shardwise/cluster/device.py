@@ -13,6 +13,11 @@ LEAST, MOST = 1e-15, 1e24
 """Limits of every number of a device: outside them there is no machine, and times overflow."""
 
 
+DEVICE_KINDS = ("cuda", "cpu", "tpu", "neuron", "mps")
+"""Kinds of devices: NVIDIA's and AMD's GPUs, as torch names them, processors, Google's TPUs, AWS's Trainium, and
+Apple's GPUs."""
+
+
 def check_number(what: str, value: float | None, zero: bool = False) -> None:
     """Raise `UserError` for a figure that no machine has. zero: whether it may be that."""
     if value is None or (0 if zero else LEAST) <= value <= MOST:
@@ -36,7 +41,7 @@ class Device:
     """
 
     name: str
-    kind: Literal["cuda", "cpu", "tpu"]
+    kind: Literal["cuda", "cpu", "tpu", "neuron", "mps"]
     memory_bytes: int | None
     memory_bandwidth: float | None
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -45,8 +50,9 @@ class Device:
     watts: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("cuda", "cpu", "tpu"):
-            raise UserError(f"device {self.name!r}: kind must be cuda, cpu or tpu, not {self.kind!r}")
+        if self.kind not in DEVICE_KINDS:
+            *others, last = DEVICE_KINDS
+            raise UserError(f"device {self.name!r}: kind must be {', '.join(others)} or {last}, not {self.kind!r}")
         figures = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth, "watts": self.watts}
         figures |= {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         for what, value in figures.items():
@@ -131,6 +137,8 @@ class Link:
     Measured values only: startup, seconds of a collective with no rounds; copy_alpha, additional seconds of a round in
     which a rank copies within its memory; reads, whether ranks read each other's memory instead of sending messages;
     speeds, by size, smallest first; `bandwidth` replaces them where only one number can be used.
+
+    name: what people call it, such as "NVLink4" or "NDR400"; empty where it has none.
     """
 
     alpha: float | None
@@ -141,6 +149,7 @@ class Link:
     reads: bool = False
     speeds: tuple[Speed, ...] = ()
     kind: str = ""
+    name: str = ""
 
     def __post_init__(self) -> None:
         if self.kind and self.kind not in KINDS:

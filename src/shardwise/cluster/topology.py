@@ -14,24 +14,17 @@ from dataclasses import dataclass, replace
 from shardwise.cluster import catalog
 from shardwise.cluster.accelerators import Accelerator, accelerators
 from shardwise.cluster.cluster import Cluster
-from shardwise.cluster.device import Link
+from shardwise.cluster.device import KINDS, Link
+from shardwise.cluster.paths import NEAR, PATHS, NodePaths, paths_of
 from shardwise.errors import UserError
 
-PATHS = {
-    "PIX": "one PCIe switch",
-    "PXB": "several PCIe switches, not the processor",
-    "PHB": "the processor's PCIe host bridge",
-    "NODE": "several host bridges of one NUMA node",
-    "SYS": "the link between NUMA nodes, which all that cross it share",
-}
-"""Paths over PCIe as nvidia-smi names them, nearest first -> what lies on them."""
-
 _OLDER = {"SOC": "SYS"}
-_NEAR = ("PIX", "PXB")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _GPU = re.compile(r"GPU\d{1,4}")
 _NVLINK = re.compile(r"NV(\d{1,3})")
 _LISTED = re.compile(r"GPU \d+: (.+?)(?: \(UUID.*)?")
+MOST_DEGREE = 16
+"""Largest degree of tensor parallelism that advice names."""
 MOST_TEXT = 1_000_000
 """Characters beyond which a text is no such table."""
 
@@ -62,9 +55,32 @@ class Topology:
             found.append(tuple(sorted(island, key=self.gpus.index)))
         return found
 
+    def ordered(self) -> Topology:
+        """The same node with near GPUs beside each other, as ranks are then numbered: those that NVLinks join, those of
+        one PCIe switch, and so on."""
+        return replace(self, gpus=tuple(self._arranged(list(self.gpus), ["NVLink", *PATHS])))
+
+    def _arranged(self, gpus: list[str], levels: list[str]) -> list[str]:
+        """GPUs with each group of the nearest levels together, larger groups first."""
+        if len(levels) == 1 or len(gpus) < 2:
+            return gpus
+        near, left, groups = set(levels[:-1]), list(gpus), []
+        while left:
+            group = [left.pop(0)]
+            for gpu in group:
+                group += [other for other in left if self._level(gpu, other) in near]
+                left = [other for other in left if other not in group]
+            groups.append(sorted(group, key=gpus.index))
+        groups.sort(key=len, reverse=True)
+        return [gpu for group in groups for gpu in self._arranged(group, levels[:-1])]
+
+    def _level(self, one: str, other: str) -> str:
+        path = self.paths[one, other]
+        return path if path in PATHS else "NVLink"
+
     def switched_nics(self) -> tuple[str, ...]:
         """NICs that share a PCIe switch with some GPU."""
-        return tuple(nic for nic in self.nics if any(self.paths[gpu, nic] in _NEAR for gpu in self.gpus))
+        return tuple(nic for nic in self.nics if any(self.paths[gpu, nic] in NEAR for gpu in self.gpus))
 
     def near_nics(self) -> tuple[str, ...]:
         """`switched_nics`; all of them where there are none."""
@@ -148,16 +164,47 @@ def cluster_of(
     topology: Topology, device: str, nodes: int = 1, nic_gbits: float | None = None, islands: bool = False
 ) -> Cluster:
     """`nodes` such nodes. device: its name in the catalog. nic_gbits: Gb/s of one NIC; without, the network is the
-    catalog's usual one. islands: groups that NVLinks join become nodes, with PCIe between them, of one machine.
+    catalog's usual one, of as many NICs as the table has. islands: groups that NVLinks join become nodes, with PCIe
+    between them, of one machine.
 
-    A node has one kind of link, so the slowest path between any two of its GPUs. Raises `UserError`.
+    Where paths differ, the cluster has them by pair, in the order of `Topology.ordered`; its `intra` is then that of a
+    ring over all GPUs. Machines that share an NVLink switch (NVL72) are one node. Raises `UserError`.
     """
     entry = catalog.lookup(device)
     if islands:
         return _islands(topology, entry, nodes, nic_gbits)
     intra = _intra(topology, topology.gpus, entry)
-    devices, network = len(topology.gpus), _network(topology, entry.inter, nic_gbits)
-    return Cluster(nodes, devices, entry.device, intra, network, entry.host_of(devices))
+    gpus, (network, nics) = len(topology.gpus), _network(topology, entry.inter, nic_gbits, nodes)
+    nodes, devices = _joined(nodes, gpus, intra, entry)
+    if devices > gpus:
+        return Cluster(nodes, devices, entry.device, intra, network, entry.host_of(devices))
+    paths = _by_pair(topology, entry)
+    if paths is not None:
+        intra = paths.group(range(gpus))
+    return Cluster(nodes, devices, entry.device, intra, network, entry.host_of(devices), nics, paths)
+
+
+def _joined(nodes: int, devices: int, intra: Link, entry: Accelerator) -> tuple[int, int]:
+    """(nodes, devices of one) where one NVLink switch joins the GPUs of several machines: its GPUs are one node."""
+    if nodes < 2 or intra.kind != "nvlink" or devices >= entry.domain:
+        return nodes, devices
+    machines = entry.domain // devices
+    if nodes > machines and nodes % machines:
+        raise UserError(
+            f"NVLinks join {machines} such nodes of {entry.device.name}: give --nodes up to {machines}, or a multiple"
+        )
+    joined = min(nodes, machines)
+    return nodes // joined, devices * joined
+
+
+def _by_pair(topology: Topology, entry: Accelerator) -> NodePaths | None:
+    """Links by pair; None where one link says all: two GPUs, a switch, or one PCIe path between all."""
+    gpus = topology.ordered().gpus
+    if len(gpus) < 3:
+        return None
+    paths = paths_of([["X" if a == b else topology.paths[a, b] for b in gpus] for a in gpus], entry, {})
+    every = {paths.groups(size).bandwidth for size in range(2, len(gpus) + 1) if len(gpus) % size == 0}
+    return paths if len(paths.counts()) > 1 or len(every) > 1 else None
 
 
 def _islands(topology: Topology, entry: Accelerator, nodes: int, nic_gbits: float | None) -> Cluster:
@@ -206,19 +253,23 @@ def _pcie(topology: Topology, gpus: tuple[str, ...], entry: Accelerator) -> Link
     found = {topology.paths[a, b] for a in gpus for b in gpus if a != b}
     farthest = max(found & PATHS.keys(), key=list(PATHS).index)
     source = f"nvidia-smi topo -m: {farthest}, over {PATHS[farthest]}; at most PCIe {entry.ports.pcie} x16"
-    return Link(None, entry.ports.slot_bandwidth, source, kind="pcie" if farthest in _NEAR else "host")
+    return Link(None, entry.ports.slot_bandwidth, source, kind="pcie" if farthest in NEAR else "host")
 
 
-def _network(topology: Topology, usual: Link, nic_gbits: float | None) -> Link:
+def _network(topology: Topology, usual: Link, nic_gbits: float | None, nodes: int) -> tuple[Link, int]:
+    """The network between nodes, and the NICs that a node's GPUs share; 0 where they have one each, or more."""
+    nics, gpus = len(topology.near_nics()), len(topology.gpus)
+    shared = nics if nics < gpus and nodes > 1 else 0
     if nic_gbits is None:
-        return usual
+        return usual, shared
     if not 0 < nic_gbits < 1e6:
         raise UserError("--nic-gbits must be a positive number of Gb/s")
-    nics = topology.near_nics()
     if not nics:
         raise UserError("--nic-gbits: the table has no NICs")
-    source = f"nvidia-smi topo -m: {len(nics)} NICs of {nic_gbits:g} Gb/s (given) for {len(topology.gpus)} GPUs"
-    return Link(None, len(nics) * nic_gbits * 1e9 / 8 / len(topology.gpus), source, kind="network")
+    source = f"nvidia-smi topo -m: {nics} NICs of {nic_gbits:g} Gb/s (given) for {gpus} GPUs"
+    each = nic_gbits * 1e9 / 8
+    bandwidth = each if shared else each * nics / gpus
+    return Link(None, bandwidth, source, kind="network", name=f"{nics}x{nic_gbits:g}Gb"), shared
 
 
 def explained(topology: Topology) -> Iterator[str]:
@@ -231,5 +282,21 @@ def explained(topology: Topology) -> Iterator[str]:
     groups = topology.islands()
     if 1 < len(groups) < len(topology.gpus):
         yield f"NVLinks join {'; '.join(' '.join(group) for group in groups if len(group) > 1)}, and not all GPUs"
+    ordered = topology.ordered().gpus
+    if ordered != topology.gpus:
+        numbers = ",".join(gpu.removeprefix("GPU") for gpu in ordered)
+        yield f"near GPUs have to be neighbors: start with CUDA_VISIBLE_DEVICES={numbers}, the order of this file"
     if topology.nics:
         yield f"{len(topology.nics)} NICs, {len(topology.switched_nics())} of them behind the PCIe switch of a GPU"
+
+
+def advice(cluster: Cluster) -> Iterator[str]:
+    """One line on the links that tensor parallelism of each degree has inside a node of the cluster."""
+    said = []
+    for size in range(2, min(cluster.devices_per_node, MOST_DEGREE) + 1):
+        if cluster.devices_per_node % size == 0:
+            link = cluster.seen_by(size).intra
+            kind = KINDS[link.kind].words if link.kind else "its link"
+            said.append(f"tp={size} {kind}, {(link.bandwidth or 0.0) / 1e9:.4g} GB/s")
+    if said:
+        yield f"per device and direction: {'; '.join(said)}"

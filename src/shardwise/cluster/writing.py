@@ -11,6 +11,7 @@ from shardwise.cluster.accelerators import Accelerator
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.device import Device, Link, Speed
 from shardwise.cluster.host import HOST_FIELDS, Host
+from shardwise.cluster.paths import NodePaths, named_link
 
 
 def to_toml(cluster: Cluster, header: Sequence[str] = (), remarks: Mapping[str, str] | None = None) -> str:
@@ -21,8 +22,13 @@ def to_toml(cluster: Cluster, header: Sequence[str] = (), remarks: Mapping[str, 
     lines += [f"nodes = {cluster.nodes}", f"devices_per_node = {cluster.devices_per_node}"]
     lines += [f"nics = {cluster.nics}"] if cluster.nics else []
     usual = _usual(cluster.device)
+    if cluster.paths:
+        lines += ["paths = [", *(f"    {json.dumps(' '.join(row))}," for row in cluster.paths.names), "]"]
     lines += [f"device = {json.dumps(cluster.device.name)}"] if usual else _device(cluster.device)
     for name, link in (("intra", cluster.intra), ("inter", cluster.inter)):
+        if name == "intra" and cluster.paths:
+            lines += _pairs(cluster.paths, usual)
+            continue
         if not (usual and link == getattr(usual, name)) and link != Link(None, None):
             # A device of the catalog brings its links' kinds.
             lines += ["", f"[{name}]", *_link(link, f"{name}.", remarks, ["kind"] if usual else [])]
@@ -30,6 +36,15 @@ def to_toml(cluster: Cluster, header: Sequence[str] = (), remarks: Mapping[str, 
         given = [(name, getattr(cluster.host, name)) for name in HOST_FIELDS]
         lines += ["", "[host]", *(f"{name} = {_value(value)}" for name, value in given if value not in (None, ""))]
     return "\n".join(lines) + "\n"
+
+
+def _pairs(paths: NodePaths, usual: Accelerator | None) -> list[str]:
+    """Links of pairs that the device's ports do not say."""
+    lines: list[str] = []
+    for name, link in paths.links:
+        if usual is None or link != named_link(name, usual):
+            lines += ["", f"[links.{_key(name)}]", *_link(link, f"links.{name}.", {}, [])]
+    return lines
 
 
 def _usual(device: Device) -> Accelerator | None:
@@ -75,7 +90,7 @@ def _link(link: Link, prefix: str, remarks: Mapping[str, str], always: Sequence[
         remark = remarks.get(prefix + name)
         return f"{text}  # {remark}" if remark else text
 
-    fields = ("alpha", "bandwidth", "kind", "startup", "copy_alpha", "reads", "source")
+    fields = ("name", "alpha", "bandwidth", "kind", "startup", "copy_alpha", "reads", "source")
     given = [(name, getattr(link, name)) for name in fields]
     # Most of what is zero, false or empty is so, too, when it is left out; an alpha would not be known.
     kept = [(name, value) for name, value in given if value or (name, value) == ("alpha", 0.0) or name in always]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import CP, DATA, PP, SHARD, TP, Axes
+from shardwise.layout.experts import experts_across
 
 _SHARDED = {
     1: "optimizer state is sharded",
@@ -41,6 +42,8 @@ def in_words(layout: Layout, cluster: Cluster | None = None, serves: bool = Fals
 def _data(layout: Layout, cluster: Cluster | None, serves: bool) -> str:
     data = layout.data_ranks
     if serves:
+        if experts_across(layout) > 1:
+            return f"attention data-parallel: {layout.dp} replicas of attention share experts"
         return f"{layout.dp} replicas" if layout.dp > 1 else "one engine"
     if data == 1:
         return "no data parallelism: one copy of the model"

@@ -27,4 +27,4 @@ def lab_cluster(machine: Cluster, links: list[LabLink]) -> Cluster:
     alpha = (machine.intra.alpha or 0.0) + max(link.latency for link in links)
     source = f"a lab's link of {slowest}; latency of a message inside a host added"
     between = Link(alpha, slowest.payload, source, kind="network")
-    return replace(machine, nodes=hosts, devices_per_node=ranks, inter=between, nics=1)
+    return replace(machine.without_paths(), nodes=hosts, devices_per_node=ranks, inter=between, nics=1)

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
+from typing import NamedTuple
 
 from shardwise.layout.axes import CP, DATA, EP, EP_ACROSS, STAGE, TP, Axes
 from shardwise.layout.layout import Layout
-from shardwise.layout.placement import Placed
+from shardwise.layout.placement import Placed, width_held
 from shardwise.ops.expert_share import ExpertShare
 
 LOADS = "expert loads"
@@ -82,12 +83,37 @@ def across_axes(layout: Layout) -> Axes:
     return EP if expert_places(layout) == 1 else EP_ACROSS
 
 
+class ExpertSpread(NamedTuple):
+    """Experts over the ranks of expert parallelism."""
+
+    most: int
+    """Experts of the fullest ranks."""
+    full: int
+    """Ranks with so many; the others have one less."""
+    ranks: int
+
+    @property
+    def even(self) -> bool:
+        return self.full == self.ranks
+
+    @property
+    def redundant(self) -> int:
+        """Copies of experts that would fill all ranks up, as engines' redundant experts do."""
+        return self.ranks - self.full
+
+
+def expert_spread(layout: Layout, experts: int) -> ExpertSpread:
+    """So many experts over the ranks of a layout."""
+    most = width_held(experts, layout.ep)
+    return ExpertSpread(most, experts - (most - 1) * layout.ep, layout.ep)
+
+
 def expert_share(layout: Layout, experts: int, tp_rank: int) -> ExpertShare:
-    """The share of a rank in a mixture of so many experts."""
+    """The share of a rank in a mixture of so many experts; of the fullest where some have one more."""
     places = expert_places(layout)
     copies = 1 if layout.expert_tp > 1 else layout.tp // places
     copy, place = divmod(tp_rank, places) if layout.expert_tp == 1 else (0, 0)
-    return ExpertShare(experts // layout.ep, place, places, copy, copies, layout.ep // places)
+    return ExpertShare(width_held(experts, layout.ep), place, places, copy, copies, layout.ep // places)
 
 
 def matrices(placed: Placed) -> tuple[int, int, int]:

@@ -82,6 +82,13 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
         _check_sequence(layout, model, workload)
 
 
+def check_served(layout: Layout, model: ModelConfig) -> None:
+    """As `check`, for the server of another engine: it spreads experts unevenly where ep does not divide them. Raises
+    `LayoutError`."""
+    uneven = model.experts is not None and 1 < layout.ep < model.experts.count
+    check(replace(layout, ep=1, etp=0) if uneven else layout, model)
+
+
 def check_ranks(layout: Layout, ranks: int) -> None:
     """Raise `LayoutError` when a layout has more or fewer ranks."""
     if layout.ranks != ranks:
@@ -160,6 +167,16 @@ def _check_sequence(layout: Layout, model: ModelConfig, workload: Workload) -> N
             f"sequence length {workload.seq} cannot be cut into tp = {layout.tp} equal pieces; nearest that can: "
             f"{nearest}"
         )
+
+
+def beyond_positions(model: object, seq: int) -> tuple[str, ...]:
+    """A sentence on sequences longer than a model's positions, which rotary ones do not forbid; nothing for others."""
+    if not isinstance(model, ModelConfig) or seq <= model.max_positions:
+        return ()
+    return (
+        f"sequences of {seq:,} tokens are longer than the {model.max_positions:,} positions of {model.name}: counted "
+        "and priced all the same",
+    )
 
 
 def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: int) -> Layout | None:

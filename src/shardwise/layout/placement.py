@@ -104,8 +104,9 @@ def _place_experts(parameter: Parameter, layout: Layout, tp_rank: int, ep_rank: 
     that is packed in them."""
     rows, columns = parameter.shape
     parts = (layout.ep, 1) if parameter.packed else (layout.ep, layout.expert_tp)
-    box = interval(rows, parts[0], ep_rank), interval(columns, parts[1], tp_rank % parts[1])
-    shape = rows // parts[0], width_held(columns, parts[1])
+    held = width_held(parameter.heads, layout.ep) * (rows // parameter.heads)
+    box = (min(ep_rank * held, rows), min((ep_rank + 1) * held, rows)), interval(columns, parts[1], tp_rank % parts[1])
+    shape = held, width_held(columns, parts[1])
     boxes: tuple[Box, ...] = ()
     if parameter.packed and layout.expert_tp > 1:
         each = rows // (parameter.heads * parameter.packed)
@@ -121,7 +122,7 @@ def _stacked(parameter: Parameter, shape: tuple[int, int], ep: int) -> tuple[int
     """Local shape of stacked experts in their module."""
     if len(parameter.module_shape) != 3:
         return ()
-    experts = parameter.heads // ep
+    experts = width_held(parameter.heads, ep)
     return experts, shape[0] // experts, shape[1]
 
 

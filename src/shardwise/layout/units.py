@@ -23,7 +23,7 @@ Under a pipeline the schedule says when stages are gathered and freed, so that e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby, pairwise
@@ -709,27 +709,30 @@ class UnitPlan:
         """The buffers that the transport needs to reduce gradients."""
         return transport_buffers(self)
 
-    def uses(self) -> list[Use]:
+    def uses(self, passes: int = 1) -> list[Use]:
         """Every visit of one micro-batch in order, without the gathers. A root, which computes around all other parts,
-        is the first in both directions."""
-        forward = [Use("forward", "forward", part) for part in self.parts]
+        is the first in both directions. passes: forward passes with gradients, whose backward passes come latest
+        first."""
+        forward = passes * [Use("forward", "forward", part) for part in self.parts]
         backward, blocks = [], self.of_kind("block")
-        for part in self.of_kind("root") + [part for part in reversed(self.parts) if self.kind(part) != "root"]:
+        inner = passes * [part for part in reversed(self.parts) if self.kind(part) != "root"]
+        for part in self.of_kind("root") + inner:
             if self.layout.recompute == "input" and part in blocks:
                 backward += [Use("backward", "recompute", before) for before in blocks[: blocks.index(part)]]
             backward.append(Use("backward", "backward", part))
         return forward + backward
 
-    def gathering_uses(self) -> Iterator[list[Use]]:
-        """For each micro-batch of a step, its uses with the units that stage 3 gathers for each.
+    def gathering_uses(self, passes: Sequence[int] = ()) -> Iterator[list[Use]]:
+        """For each micro-batch of a step, its uses with the units that stage 3 gathers for each. passes: of each
+        micro-batch, where some have more than one.
 
         Residency decides: a slot remembers its unit until another one takes it. The optimizer step, which precedes
         the first micro-batch, empties all slots. The embedding's backward reads no weight.
         """
         resident: dict[str, str] = {}
         gathers = StepGathers(self)
-        for _ in range(self.micro_batches):
-            yield self._gathering(self.uses(), resident, gathers.next)
+        for count in passes or self.micro_batches * (1,):
+            yield self._gathering(self.uses(count), resident, gathers.next)
 
     def generating_uses(self, phase: Phase) -> tuple[list[Use], list[Use]]:
         """The uses of a turn of generation with the units that stage 3 gathers for each: of the first turn, and of

@@ -6,12 +6,10 @@ integer in `published_params` is exact, a float is a rounded figure.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
@@ -31,37 +29,46 @@ def get(name: str) -> ModelConfig:
     return found
 
 
-def resolve(text: str) -> ModelConfig:
+def resolve(text: str, fetch: bool = True) -> ModelConfig:
     """A catalog name, else the path of a `config.json` or of its folder, else a name of Hugging Face's hub.
 
     The catalog goes first; write `./gpt2` for a folder of that name. Of a hub's name, owner/name, the `config.json` in
     the local cache is read, else the second half is looked up in the catalog, else the list of popular models
-    (`hub.json`) has it: nothing is downloaded. Raises `UserError` when it is none of these.
+    (`hub.json`) has it, else the hub is asked for its `config.json`: with `fetch`, and unless HF_HUB_OFFLINE is set.
+    Raises `UserError` when it is none of these.
     """
-    if found := _catalog().get(text.strip().lower()):
+    text = text.strip()
+    if found := _catalog().get(text.lower()):
         return found
+    from shardwise.model import hub
+    from shardwise.model.huggingface import read_fields, read_model
+
     # Path.exists raises for a name that is too long.
-    path = text if text.strip() and os.path.exists(text) else _cached(text)  # noqa: PTH110
-    if path is None:
-        if found := _of_hub(text) or _listed(text):
-            return found
+    if text and os.path.exists(text):  # noqa: PTH110
+        return read_model(text)
+    if path := hub.cached(text):
+        return read_model(path, text)
+    if found := _of_hub(text):
+        return found
+    if entry := hub.listed(text):
+        return read_fields(entry[1], entry[0])
+    near = _nearest(text)
+    if not hub.is_hub_id(text) or hub.offline() or not fetch:
+        forbidden = f", which is not asked (--offline, {hub.OFFLINE})" if hub.is_hub_id(text) and fetch else ""
         raise UserError(
             f"no model {text!r}: neither in the catalog, nor a config.json or a folder with one, nor in the cache of "
-            f"Hugging Face's hub; {_nearest(text)}"
+            f"Hugging Face's hub{forbidden}; {near}"
         )
-    from shardwise.model.huggingface import read_model
+    from shardwise.model.hub_fetch import fetch as fetched
 
-    return read_model(path, None if path == text else text)
+    try:
+        return read_model(fetched(text), text)
+    except UserError as error:
+        raise UserError(f"no model {text!r}: not known here, and {error}{_suggestion(near)}") from None
 
 
-def _cached(text: str) -> Path | None:
-    """The newest `config.json` of a hub's name in the local cache."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        return None
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
-    snapshots = Path(cache, f"models--{text.replace('/', '--')}", "snapshots")
-    return max(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=None)
+def _suggestion(near: str) -> str:
+    return f"; {near}" if near.startswith("did you mean") else ""
 
 
 def _of_hub(text: str) -> ModelConfig | None:
@@ -73,28 +80,11 @@ def _of_hub(text: str) -> ModelConfig | None:
     return _catalog().get(name) or _catalog().get(re.sub(rf"(-(instruct|chat|base|hf|it{first}))+$", "", name))
 
 
-@cache
-def hub_models() -> dict[str, Any]:
-    """Popular models of the hub, as of the date in `hub.json`: id -> the shapes in its `config.json`, or another id."""
-    found: dict[str, Any] = json.loads(Path(__file__).with_name("hub.json").read_text(encoding="utf-8"))
-    return found["models"]
-
-
-def _listed(text: str) -> ModelConfig | None:
-    """A model of the list, whatever the case of its id."""
-    ids = {name.lower(): name for name in hub_models()}
-    name = ids.get(text.strip().lower())
-    if name is None:
-        return None
-    config = hub_models()[name]
-    from shardwise.model.huggingface import read_fields
-
-    return read_fields(hub_models()[config] if isinstance(config, str) else config, name)
-
-
 def _nearest(name: str) -> str:
     # A name from a model hub, owner/name, is most often meant by its second half.
     import difflib
+
+    from shardwise.model.hub import hub_models
 
     others = [other for other in hub_models() if other != name.strip()]
     listed = difflib.get_close_matches(name.strip(), others, n=2, cutoff=0.8) if "/" in name else []

@@ -52,6 +52,8 @@ class Counted:
     stored: str = ""
     """The precision of its files, in words; empty for 16 bits."""
     notes: tuple[str, ...] = field(default=(), compare=False)
+    predicting: int = 0
+    """Parameters for multi-token prediction in its files: beside those of `parts`, and not loaded."""
     digest: str = ""
     """Of the parts: what models are told apart by."""
 

@@ -72,6 +72,7 @@ def read_fields(
     data: dict[str, Any], name: str, where: str = "config.json", beside: dict[str, Any] | None = None
 ) -> ModelConfig:
     """`read_model` of a file's contents. beside: those of `hf_quant_config.json`. Raises `UserError`."""
+    _check_sizes(data, where)
     try:
         if beside is not None or data.get("quantization_config") is not None:
             raise UserError(f"{where}: quantization_config")
@@ -81,13 +82,32 @@ def read_fields(
         return model
     except UserError as error:
         reason = str(error).removeprefix("config.json: ").removeprefix(f"{where}: ")
-        known = data.get("model_type") in FAMILIES and "quantization_config" not in reason
+        kind = data.get("model_type")
+        known = isinstance(kind, str) and kind in FAMILIES and "quantization_config" not in reason
         if known and reason.startswith("required field"):
             raise UserError(f"{where}: {reason}") from None  # the class has a default, which is no one's model
         try:
             return _shapes(data, where, name, reason, beside)
         except UserError as other:
             raise (UserError(f"{where}: {reason}") if known else other) from None
+
+
+_LARGEST = (
+    (re.compile("layers?$|blocks$"), 10_000),
+    (re.compile("size|dim|rank|heads|experts|width|n_embd|n_inner"), 1 << 40),
+)
+"""Names of fields -> largest value of any model."""
+
+
+def _check_sizes(data: Any, where: str) -> None:
+    """Raise `UserError` for sizes that no model has, which would take forever to count."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            _check_sizes(value, where)
+            continue
+        most = next((most for names, most in _LARGEST if names.search(name)), value)
+        if type(value) is int and value > most:
+            raise UserError(f"{where}: {name} must be at most {most:,}, not {str(value)[:24]}")
 
 
 def _shapes(data: dict[str, Any], where: str, name: str, reason: str, beside: dict[str, Any] | None) -> ModelConfig:

@@ -119,11 +119,11 @@ class Explicit:
     """c; 0 for no bound of the scores."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        logits = self._hidden(self._capped(self._products(q, k)), scores)
+        logits = _hide(self._capped(self._products(q, k)), scores)
         lse = torch.logsumexp(logits, -1, keepdim=True)
-        probabilities = torch.exp(logits - lse.clamp(min=torch.finfo(lse.dtype).min))
+        probabilities = logits.sub_(lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
         if scores.keep is not None:
-            probabilities = probabilities * scores.keep(q.shape[2])
+            probabilities.mul_(scores.keep(q.shape[2]))
         kv = v.transpose(1, 2)
         rows = probabilities.to(v.dtype).unflatten(1, (kv.shape[1], -1)).flatten(2, 3)
         out = torch.matmul(rows, kv).view(*probabilities.shape[:3], -1)
@@ -132,27 +132,29 @@ class Explicit:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
-        grad, out = grad.transpose(1, 2), out.transpose(1, 2)
-        capped = self._capped(self._products(q, k))
-        probabilities = torch.exp(self._hidden(capped, scores) - lse[..., None])
-        mean = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
-        kv, values, keys = k.shape[2], v.transpose(1, 2), k.transpose(1, 2)
+        grad, out, kv = grad.transpose(1, 2), out.transpose(1, 2), k.shape[2]
 
         def rows(x: Tensor) -> Tensor:
             """[B, H, S, n] -> [B, K, H / K S, n]: query heads of one key/value head side by side."""
             return x.unflatten(1, (kv, -1)).flatten(2, 3)
 
-        dp = torch.matmul(rows(grad), values.mT).view(probabilities.shape).to(lse.dtype)
-        kept = probabilities
-        if scores.keep is not None:
-            keep = scores.keep(q.shape[2])
-            dp, kept = dp * keep, probabilities * keep
-        ds = probabilities * (dp - mean) * self.scale
-        if self.softcap:
-            ds = ds * (1 - (capped / self.softcap) ** 2)
-        ds = ds.to(q.dtype)
+        mean = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
+        logits = self._capped(self._products(q, k))
+        slope = (logits / self.softcap).square_().neg_().add_(1) if self.softcap else None
+        probabilities = _hide(logits, scores).sub_(lse[..., None]).exp_()
+        keep = None if scores.keep is None else scores.keep(q.shape[2])
+        kept = probabilities if keep is None else probabilities * keep
         dv = torch.matmul(rows(kept.to(grad.dtype)).mT, rows(grad))
-        dq = torch.matmul(rows(ds), keys).view(q.transpose(1, 2).shape)
+        del kept
+        ds = torch.matmul(rows(grad), v.transpose(1, 2).mT).view(probabilities.shape).to(lse.dtype)
+        if keep is not None:
+            ds.mul_(keep)
+        ds.sub_(mean).mul_(probabilities).mul_(self.scale)
+        if slope is not None:
+            ds.mul_(slope)
+        del keep, probabilities, logits, slope
+        ds = ds.to(q.dtype)
+        dq = torch.matmul(rows(ds), k.transpose(1, 2)).view(q.transpose(1, 2).shape)
         dk = torch.matmul(rows(ds).mT, rows(q.transpose(1, 2)))
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -163,16 +165,17 @@ class Explicit:
         return products.float() if q.dtype == torch.bfloat16 else products
 
     def _capped(self, products: Tensor) -> Tensor:
-        return torch.tanh(products / self.softcap) * self.softcap if self.softcap else products
+        """Overwrites its argument."""
+        return products.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else products
 
-    @staticmethod
-    def _hidden(logits: Tensor, scores: Scores) -> Tensor:
-        """The scores with those of pairs that do not see each other at -inf."""
-        if scores.allowed is not None:
-            return logits.masked_fill(~scores.allowed[:, None], -torch.inf)
-        if scores.causal:
-            return logits.masked_fill(torch.ones_like(logits[0, 0], dtype=torch.bool).triu_(1), -torch.inf)
-        return logits
+
+def _hide(logits: Tensor, scores: Scores) -> Tensor:
+    """Set the scores of pairs that do not see each other to -inf."""
+    if scores.allowed is not None:
+        return logits.masked_fill_(~scores.allowed[:, None], -torch.inf)
+    if scores.causal:
+        return logits.masked_fill_(torch.ones_like(logits[0, 0], dtype=torch.bool).triu_(1), -torch.inf)
+    return logits
 
 
 def _as_wide(values: Tensor, keys: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class Alternative:
     best: Priced | None
     """None where nothing with this value fits."""
     least: int
-    """The fewest bytes that any candidate with this value needs, where none fits."""
+    """Where none fits, bytes that every candidate with this value needs at least."""
     slower: float = 0.0
     """Seconds that a step takes longer."""
     part: str = ""

@@ -7,7 +7,9 @@ from typing import Any, Generic, TypeVar
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
+from shardwise.layout.model_size import size_json
 from shardwise.model.parameters import Model
+from shardwise.predict.cluster_links import links_json
 
 One = TypeVar("One")
 
@@ -40,7 +42,9 @@ class Answer(Generic[One]):
         """The question and the numbers of candidates: fields that plans of training and of serving share."""
         return {
             "model": self.model.name,
+            **size_json(self.model),
             "cluster": str(self.cluster),
+            "cluster_links": links_json(self.cluster),
             "workload": self.workload.to_json(),
             "engine": self.engine,
             "by": self.by,

@@ -114,6 +114,8 @@ class MemoryBound:
         ranks = (
             RankBound(self.model, few, place, units, micro, self.backend, self.workload.optimizer).total()
             for place in places(self.model, few.pp, "zb-h1" if "zb-h1" in schedules else "1f1b")
+            # The second of several has at most the blocks of the first and fewer micro-batches: hardly ever more bytes.
+            if place != 1 or few.pp == 2 or self.model.experts or self.model.full_attention_every
         )
         return np.broadcast_to(reduce(np.maximum, ranks), few.shape)[row]
 

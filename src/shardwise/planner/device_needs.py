@@ -27,7 +27,8 @@ from shardwise.planner.ranking import Block, best_of, blocks, bound_of, exact_me
 from shardwise.planner.runnable import space_for
 from shardwise.planner.serving import Deployment, fastest_deployment, type_name
 from shardwise.planner.space import LayoutColumns, Space
-from shardwise.predict.memory.capacity import usable_bytes
+from shardwise.predict.cluster_links import links_json
+from shardwise.predict.memory.capacity import room_of, usable_bytes
 from shardwise.predict.memory.step import state_bytes
 from shardwise.predict.supported import MOST_DEVICES
 from shardwise.predict.time.pricing import Pricing
@@ -74,6 +75,7 @@ class DeviceNeed:
     def to_json(self) -> dict[str, Any]:
         return {
             "cluster": str(self.cluster),
+            "cluster_links": links_json(self.cluster),
             "devices": self.cluster.devices,
             "layout": str(self.layout),
             "weights": self.weights or None,
@@ -151,7 +153,7 @@ def _each_kind(
     for name, kind in accelerators().devices.items():
         if kinds is not None and name not in kinds:
             continue
-        most = NODE if kind.inter.bandwidth is None else MOST_DEVICES
+        most = 1 if kind.intra.bandwidth is None else NODE if kind.inter.bandwidth is None else MOST_DEVICES
         sizes = (1 << k for k in range(most.bit_length()) if least(kind) <= 1 << k <= most)
         found = (need(cluster_of_size(kind, devices)) for devices in sizes)
         if (first := next(filter(None, found), None)) is not None:
@@ -166,7 +168,7 @@ def _order(need: DeviceNeed) -> tuple[bool, float, int]:
 
 def cluster_of_size(kind: Accelerator, devices: int) -> Cluster:
     """So many devices of a kind, in nodes of 8, or racks where NVLink joins 72."""
-    node = min(devices, RACK if kind.device.name.endswith("NVL72") else NODE)
+    node = min(devices, RACK if kind.domain else NODE)
     return Cluster(devices // node, node, kind.device, kind.intra, kind.inter)
 
 
@@ -198,7 +200,7 @@ class _TrainingSizes:
 
     def fastest(self, cluster: Cluster) -> FastestLayout | None:
         """The fastest candidate that fits; None where none does."""
-        usable = usable_bytes(cluster)
+        usable = room_of(cluster, self.space.engine.name, bool(self.model.experts)).safe
         fitting = [block for block in self.blocks(cluster.devices) if (block.nbytes <= usable).any()]
         if not fitting:
             return None
@@ -217,7 +219,9 @@ class _TrainingSizes:
 
     def _blocks(self, devices: int) -> Sequence[Block]:
         """Bytes of the plain candidates of so many devices of any kind."""
-        any_kind = replace(self.exact.cluster, nodes=max(1, devices // NODE), devices_per_node=min(devices, NODE))
+        any_kind = replace(
+            self.exact.cluster.without_paths(), nodes=max(1, devices // NODE), devices_per_node=min(devices, NODE)
+        )
         features = self.space.engine.features
         recompute = tuple(kind for kind in ("none", "full") if kind in features.recompute)
         plain = replace(features, schedules=(), hybrid=False, copies=False, recompute=recompute)

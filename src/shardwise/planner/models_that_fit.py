@@ -15,7 +15,8 @@ from shardwise.model.parameters import count
 from shardwise.planner.runnable import space_for
 from shardwise.planner.serving import TYPES, least_bytes
 from shardwise.planner.shortfall import fits
-from shardwise.predict.memory.capacity import usable_bytes
+from shardwise.predict.memory.capacity import room_of
+from shardwise.report.room import DeviceRoom
 
 LENGTH = 2048
 """Tokens of the one sequence."""
@@ -47,23 +48,25 @@ def models_that_fit(memory: int) -> list[ModelFit]:
     """The models that fit in some way, largest first. Raises `UserError` where none does."""
     unknown = Link(None, None)
     cluster = Cluster(1, 1, Device("device", "cuda", memory, None), unknown, unknown)
-    usable = usable_bytes(cluster)
+    room = room_of(cluster)
     sizes = ((name, model, count(model)) for name, model in catalog().items())
-    rows = [ModelFit(name, params, _held(model, cluster, usable)) for name, model, params in sizes if params < usable]
+    rows = [
+        ModelFit(name, params, _held(model, cluster, room)) for name, model, params in sizes if params < room.usable
+    ]
     fitting = [row for row in rows if row.held]
     if not fitting:
         raise UserError("no model of the catalog fits so little memory; the smallest are tiny ones of `list models`")
     return sorted(fitting, key=lambda row: (-row.parameters, row.name))
 
 
-def _held(model: ModelConfig, cluster: Cluster, usable: float) -> dict[str, float]:
+def _held(model: ModelConfig, cluster: Cluster, room: DeviceRoom) -> dict[str, float]:
     length = min(LENGTH, model.max_positions)
     held = {kind: least_bytes(model, length, kind) for kind in KINDS if kind in TYPES and not model.why_not_runnable()}
     step = Workload(length, 1)
     ways = {"full": model} | ({} if model.experts else {"lora": model.replace(lora=Lora.parse(ADAPTERS))})
     for kind, trained in ways.items():
-        if count(model) * BYTES[kind] > usable:
+        if count(model) * BYTES[kind] > room.safe:
             continue
-        if found := fits(space_for(trained, cluster, step, None, LEANEST)[0], usable):
+        if found := fits(space_for(trained, cluster, step, None, LEANEST)[0], room.safe):
             held[kind] = found.nbytes
-    return {kind: nbytes for kind, nbytes in held.items() if nbytes <= usable}
+    return {kind: nbytes for kind, nbytes in held.items() if nbytes <= room.usable}

@@ -11,6 +11,7 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.prices import DevicePrice, price_of
 from shardwise.errors import UserError
 from shardwise.layout import Workload
+from shardwise.layout.legality import beyond_positions
 from shardwise.model.flops import MFU, training_flops_per_sequence
 from shardwise.model.parameters import Model, count
 from shardwise.planner import shortfall
@@ -93,7 +94,8 @@ class Plan(Answer[Priced], Printable):
         narrow = self.settings.precision
         products = (f"products in {narrow}, as {self.engine} has them",) if narrow else ()
         experts, muon = EXPERTS if self.model.experts else (), (MUON,) if self.workload.optimizer == "muon" else ()
-        return (MFU, *products, *muon, *experts, *large_run(self.winner.layout.ranks))
+        longer = beyond_positions(self.model, self.workload.seq)
+        return (*longer, MFU, *products, *muon, *experts, *large_run(self.winner.layout.ranks))
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -13,16 +13,13 @@ from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
 from shardwise.planner.space import Space
+from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.engine_settings import USUAL, EngineSettings, check_optimizer
 from shardwise.predict.step_seconds import own_engine
 from shardwise.predict.time.features import EVERYTHING, Features
 from shardwise.predict.time.profiles import ENGINES, EngineProfile
 from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.predict.traced_layout import RECOMPUTE, check_piped, check_traced, piped
-
-OWN = ("shardwise", "shardwise-cpu")
-"""The profiles of this project's runtime."""
-
 
 TRACED = Features(context=(), copies=True, recompute=RECOMPUTE, bare_ends=False, uneven=False)
 """Features that a search over a traced module uses, if the engine has them; pipelines where its parts have an order."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,11 +28,13 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.prices import DevicePrice, price_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
 from shardwise.layout.legality import valid_tp
 from shardwise.model import ModelConfig
 from shardwise.model.formats import computing_type, weight_format
 from shardwise.planner.answer import Answer
-from shardwise.planner.space import powers
+from shardwise.planner.disaggregated import Disaggregated, best_apart, instances
+from shardwise.planner.space import divisors, powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.arguments import as_cluster, as_config
 from shardwise.predict.memory.capacity import usable_bytes
@@ -151,6 +153,10 @@ class ServingPlan(Answer[Deployment], Printable):
     """The best whose weights keep the model's own bits; None where none fits."""
     space: _Space | None = field(default=None, repr=False, compare=False)
     """Prices of deployments."""
+    apart: Disaggregated | None = None
+    """The best instances for prefill and for decoding, weights as the winner's; None where none fit."""
+    rate: float | None = None
+    """Requests per second that each of `ranked` answers; None where the number of clients is given."""
 
     def tables(self) -> Iterator[Renderable]:
         """What `shardwise plan --serve` prints."""
@@ -165,15 +171,37 @@ class ServingPlan(Answer[Deployment], Printable):
         return serving_conclusion(self)
 
     def usd(self, one: Deployment) -> float | None:
-        """US dollars per million tokens."""
-        return self.price and self.price.per_million_tokens(one.devices, one.tokens_per_second)
+        """US dollars per million tokens; of the tokens that are asked for, where a rate is given."""
+        return self.price and self.price.per_million_tokens(one.devices, self.paid(one))
+
+    def paid(self, one: Deployment) -> float:
+        """Tokens/s that share a deployment's price."""
+        asked = float("inf") if self.rate is None else self.rate * self.workload.output
+        return min(one.tokens_per_second, asked)
+
+    def not_runnable(self, one: Deployment) -> str | None:
+        """Why this project's `generate` and `serve` reject a layout; None where they run it."""
+        try:
+            check_generation(one.layout, self.model)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def spread(self, one: Deployment) -> ExpertSpread | None:
+        """Experts over the ranks of a layout; None where all ranks share all of them."""
+        return expert_spread(one.layout, self.model.experts.count) if self.model.experts and one.layout.ep > 1 else None
 
     def _row(self, one: Deployment) -> dict[str, Any]:
         times = {"first_token_seconds": one.first_token, "token_seconds": one.token}
         rates = {"tokens_per_second": one.tokens_per_second}
-        factor = self.factor(one)
+        factor, spread = self.factor(one), self.spread(one)
         ranges = {f"{name}_range": [value / factor, value * factor] for name, value in (times | rates).items()}
-        return one.to_json() | ranges | {"usd_per_million_tokens": self.usd(one)}
+        experts = spread and {
+            "most_of_a_rank": spread.most, "ranks_with_most": spread.full, "ranks": spread.ranks,
+            "redundant_to_even": spread.redundant, "attention_replicas": experts_across(one.layout),
+        }  # fmt: skip
+        more = {"experts": experts, "not_runnable": self.not_runnable(one)}
+        return one.to_json() | ranges | more | {"usd_per_million_tokens": self.usd(one)}
 
     def factor(self, one: Deployment) -> float:
         """The 80% range of a deployment's times and rates: from 1 / factor to factor times what is predicted."""
@@ -222,6 +250,8 @@ class ServingPlan(Answer[Deployment], Printable):
             "lossless": self.lossless and self.lossless.to_json(),
             "gathering": self.gathering and self.gathering.to_json(),
             "crossover": self.crossover and {"ranks": self.crossover[0], "tokens": self.crossover[1]},
+            "disaggregated": self.apart and self.apart.to_json(),
+            "requests_per_second": self.rate,
             "warnings": list(self.warnings),
         }
 
@@ -237,6 +267,7 @@ def plan_serving(
     price: float | None = None,
     weights: Sequence[str] = (),
     kv_cache: str = "auto",
+    rate: float | None = None,
 ) -> ServingPlan:
     """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
     of tp, pp and replicas, cp and ep by doubling, each type of weights that the device computes with, 1, 2, 4, ...
@@ -244,20 +275,25 @@ def plan_serving(
 
     model, cluster: objects, or their names. engine: a profile of `predict.time.ENGINES`; None for the usual one. by:
     "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token). price: US
-    dollars per device-hour; None for the lowest list price. weights: formats of the blocks' matrices
-    (`model.formats`) in place of all that the engine has; kv_cache: "bf16", "fp8", or "auto" for the engine's own.
+    dollars per device-hour; None for the lowest list price. rate: requests per second, in place of the workload's
+    clients, whose number is then that of the smallest deployment that answers as many (Little's law); ranked are those
+    that do, on the fewest devices first. weights: formats of the blocks' matrices (`model.formats`) in place of all
+    that the engine has; kv_cache: "bf16", "fp8", or "auto" for the engine's own.
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
     """
     model, cluster = as_config(model), as_cluster(cluster)
-    _check(model, cluster, workload, top)
     engine = engine or usual_engine(cluster, ENGINE)
     profile = serving_engine(engine)
     room = _room(cluster, profile)
-    space = _Space(model, cluster, workload, profile, room, _formats(model, weights), _cache_type(kv_cache))
-    if not space.types:
-        known = ", ".join(map(type_name, _Space(model, cluster, workload, profile, room).types))
-        raise UserError(f"{engine} on {cluster.device.name} has no {', '.join(weights)} weights; known are {known}")
+    space_for = partial(_Space, model, cluster, engine=profile, room=room, asked=_formats(model, weights),
+                        kv_cache=_cache_type(kv_cache))  # fmt: skip
+    if rate is not None:
+        workload = replace(workload, concurrency=1)
+        _check(model, cluster, workload, top)
+        workload = replace(workload, concurrency=_clients_at(rate, space_for(workload=workload)))
+    _check(model, cluster, workload, top)
+    space = space_for(workload=workload, queues=rate is None)
     found, unhurried = [], []
     for kind in space.types:
         asked, free = space.split(kind)
@@ -269,12 +305,16 @@ def plan_serving(
     if not everything:
         raise space.nothing()
     ranked = sorted(everything, key=lambda one: _order(one, by))
+    if rate is not None:
+        ranked = [one for one in everything if one.tokens_per_second >= rate * workload.output]
+        ranked.sort(key=lambda one: (one.devices, one.token))
     curve = _curve(unhurried)
     return ServingPlan(
         model, cluster, workload, engine, by, room,
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
         _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
         price_of(cluster.device, price), next((one for one in ranked if not one.lossy), None), space,
+        None if rate else _apart(space, everything, ranked[0].weights), rate,
     )  # fmt: skip
 
 
@@ -300,6 +340,31 @@ def _cache_type(kv_cache: str) -> str:
     if kv_cache not in KV_CACHES:
         raise UserError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, not {kv_cache[:40]!r}")
     return kv_cache
+
+
+def _apart(space: _Space, everything: Sequence[Deployment], weights: str) -> Disaggregated | None:
+    plain = (one for one in everything if one.weights == weights and not one.layout.zero and one.layout.cp == 1)
+    among = instances((one.layout, one.cache_tokens) for one in plain)
+    return best_apart(space.model, space.cluster, space.workload, space.engine, weights, among, among)
+
+
+def _clients_at(rate: float, space: _Space) -> int:
+    """Clients under way where the smallest deployment that answers `rate` requests per second does. Raises `UserError`
+    where none does."""
+    if not 0 < rate < float("inf"):
+        raise UserError(f"--rate must be a positive number of requests per second, not {rate:g}")
+    output = space.workload.output
+    free = [one for weights in space.types for one in space.split(weights)[1]]
+    if not free:
+        raise space.nothing()
+    enough = [one for one in free if one.tokens_per_second >= rate * output]
+    if not enough:
+        most = max(one.tokens_per_second for one in free) / output
+        raise UserError(
+            f"no deployment of {space.model.name} on {space.cluster} answers {rate:g} requests a second: at most "
+            f"{most:.3g}; give it more devices"
+        )
+    return min((one.devices, one.layout.dp * one.batch) for one in enough)[1]
 
 
 def fastest_deployment(
@@ -413,18 +478,14 @@ class _Space:
     """All candidates of one question."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        cluster: Cluster,
-        workload: Workload,
-        engine: EngineProfile,
-        room: float,
-        asked: Sequence[str] = (),
-        kv_cache: str = "auto",
-    ) -> None:
+        self, model: ModelConfig, cluster: Cluster, workload: Workload, engine: EngineProfile, room: float,
+        asked: Sequence[str] = (), kv_cache: str = "auto", queues: bool = True,
+    ) -> None:  # fmt: skip
+        """queues: whether there are as many clients as there are, though a deployment may run fewer sequences."""
         self.model, self.cluster, self.workload, self.engine, self.room = model, cluster, workload, engine, room
-        self.asked, self.kv_cache = asked, kv_cache
+        self.asked, self.kv_cache, self.queues = asked, kv_cache, queues
         self.cpu = cluster.device.kind != "cuda"
+        self.own = engine.name in OWN
         self.considered = 0
         self.least: tuple[float, str] = (np.inf, "")
         self.length = workload.prompt + workload.output
@@ -448,9 +509,15 @@ class _Space:
         if self.model.counted and (stored := self.model.counted.stored):  # the files say which
             name = computing_type(stored)
             return [name if known(name) else "bfloat16"]
-        if self.asked:
-            return [name for name in self.asked if known(name)]
-        return [name for name in TYPES if name == "bfloat16" or known(name)]
+        all_known = [name for name in TYPES if name == "bfloat16" or known(name)]
+        if not self.asked:
+            return all_known
+        if not (found := [name for name in self.asked if known(name)]):
+            asked, others = (", ".join(map(type_name, names)) for names in (self.asked, all_known))
+            raise UserError(
+                f"{self.engine.name} on {self.cluster.device.name} has no {asked} weights; known are {others}"
+            )
+        return found
 
     def words(self, weights: str) -> str:
         """The format of a type of weights, as the engine stores it."""
@@ -469,10 +536,9 @@ class _Space:
 
     def setup(self, weights: str, batch: int) -> ServingSetup:
         """Settings of a server with as many whole sequences at a time."""
-        own = self.engine.name in OWN
         return ServingSetup(
             self.length, batch, cpu=self.cpu, weights=self.words(weights), cache_type=self.cache_of(weights),
-            engine=None if own else self.engine,
+            engine=None if self.own else self.engine,
         )  # fmt: skip
 
     def split(self, weights: str, curve: bool = True) -> tuple[list[Deployment], list[Deployment]]:
@@ -484,7 +550,7 @@ class _Space:
             return [], []
         columns = [np.array(column) for column in zip(*rows, strict=True)]
         (tp, pp, dp, batch, cache), held, most = columns[:5], np.stack(columns[5:9], axis=1), columns[9]
-        clients = np.where(most, self.workload.concurrency, dp * batch)
+        clients = np.where(most & self.queues, self.workload.concurrency, dp * batch)
         most_clients, fewest = -(-clients // dp), np.maximum(clients // dp, 1)
         slower = faster = self._answered_by(weights, tp, pp, dp, batch, most_clients)
         if (most_clients != fewest).any():
@@ -540,7 +606,7 @@ class _Space:
             self.model, serving, group, self.workload.prompt + self.workload.output / 2, self.engine, pricing
         )
         block, ends = sum(through.block.values()), through.head + through.host
-        hop = np.where(pp > 1, pricing.collectives.hop(group * self.model.hidden * 2.0, serving.tp * dp), 0.0)
+        hop = _hop(pricing, pp, group * self.model.hidden * 2.0, serving.tp * dp)
         slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
         once = layers * block + ends + pp * hop
         return np.maximum(once, np.minimum(batch, pp) * slowest)
@@ -555,8 +621,7 @@ class _Space:
         )
         block = sum({**one.block, "attention": whole.block["attention"] / pieces}.values())
         ends = one.head + one.host
-        nbytes = ceil(prompt / pieces) * self.model.hidden * 2.0
-        hop = np.where(pp > 1, pricing.collectives.hop(nbytes, serving.tp * dp), 0.0)
+        hop = _hop(pricing, pp, ceil(prompt / pieces) * self.model.hidden * 2.0, serving.tp * dp)
         slowest = np.maximum(np.ceil(layers / pp) * block, layers // pp * block + ends) + hop
         return layers * block + ends + (pp - 1) * hop + (pieces - 1) * slowest, pieces * slowest
 
@@ -590,13 +655,14 @@ class _Space:
                         yield from self._deployed(Layout(dp=dp, tp=tp, cp=cp, pp=pp), weights)
 
     def expert_parallel(self, weights: str) -> Iterator[Deployment]:
-        """Deployments whose experts are spread whole, over the ranks of tp or over replicas as well, with one type of
-        weights; pp and replicas by doubling."""
+        """Deployments whose experts are spread whole, over the ranks of tp or over replicas as well (attention is then
+        data-parallel), with one type of weights; pp and replicas by doubling. Where ep does not divide the experts,
+        some ranks have one more, by which all are priced; this project's runtime has no such layout."""
         e, devices, layers = self.model.experts, self.cluster.devices, self.model.layers
         for tp in self.tps if e is not None else ():
             for dp in powers(min(self.workload.concurrency, devices // tp)):
-                for ep in (tp * across for across in powers(dp) if tp * across > 1):
-                    if e is None or e.count % ep:
+                for ep in (tp * across for across in divisors(dp) if tp * across > 1):
+                    if e is None or ep > e.count or (self.own and e.count % ep):
                         continue
                     for pp in powers(min(layers, devices // (tp * dp))):
                         yield from self._deployed(Layout(dp=dp, tp=tp, pp=pp, ep=ep), weights)
@@ -609,7 +675,7 @@ class _Space:
         if not most:
             return
         strategy = self.strategy(layout, weights)
-        clients = self.workload.concurrency
+        clients = self.workload.concurrency if self.queues else min(self.workload.concurrency, dp * most)
         busiest = ceil(clients / dp)
         batch = min(most, busiest)
         token = strategy.token(batch * dp, self.workload.prompt + self.workload.output / 2).seconds
@@ -646,3 +712,8 @@ class _Space:
             f"{self.model.name} with {self.length:,} tokens a sequence does not fit {self.cluster}: the leanest "
             f"({where}) needs {format_bytes(held)} a device, {missing} more than its {format_bytes(self.room)}"
         )
+
+
+def _hop(pricing: Pricing, pp: Num, nbytes: Num, stride: Num) -> Num:
+    """Seconds of a message between stages, 0 without any: one device has no links."""
+    return np.where(pp > 1, pricing.collectives.hop(nbytes, stride), 0.0) if np.any(np.asarray(pp) > 1) else 0.0

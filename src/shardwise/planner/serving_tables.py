@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from shardwise.layout.experts import experts_across
+from shardwise.layout.model_size import size_words
 from shardwise.model.formats import weight_format
-from shardwise.model.parameters import count
 from shardwise.planner.price_words import money, price_line, priced
 from shardwise.planner.serving import Deployment, ServingPlan, type_name
+from shardwise.predict.cluster_links import link_lines
 from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
@@ -28,24 +30,28 @@ def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
     """All that is printed for a plan of serving."""
     work = plan.workload
     clients = f"{work.concurrency:,} client{'s' * (work.concurrency > 1)}"
+    if plan.rate is not None:
+        clients = f"{plan.rate:g} requests a second, of which at most {work.concurrency:,} are under way"
     yield f"{serving_conclusion(plan)}\n"
     yield (
-        f"{plan.model.name}: {format_count(count(plan.model))} parameters, {clients}, prompts of {work.prompt:,} "
+        f"{plan.model.name}: {size_words(plan.model)}, {clients}, prompts of {work.prompt:,} "
         f"tokens, answers of {work.output:,}, software of {plan.engine}"
     )
+    yield from link_lines(plan.cluster)
     yield (
         f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "
-        f"{_ORDERS[plan.by]}\n"
+        f"{_ORDERS[plan.by] if plan.rate is None else _rate(plan)}\n"
     )
     yield _table(plan, plan.ranked)
     yield from _remarks(plan)
     yield from plan.warnings
+    yield from _spread_experts(plan)
     if plan.by != "pareto":
         yield "\ntokens/s against time per token, with as many clients as the batch size"
         yield _table(plan, _spread(plan.curve, 8))
     yield ""
     best = plan.winner
-    yield price_line(priced(plan.price, best.devices, best.tokens_per_second), plan.cluster.device.name)
+    yield price_line(priced(plan.price, best.devices, plan.paid(best)), plan.cluster.device.name)
     yield from _weighed(plan)
 
 
@@ -73,6 +79,13 @@ _ORDERS = {
     "cost": "most tokens/s of a device first",
     "pareto": "the Pareto front of time per token and tokens/s, with as many clients as the batch size",
 }
+
+
+def _rate(plan: ServingPlan) -> str:
+    return (
+        f"those that answer {plan.rate:g} requests a second, on the fewest devices first; with arrivals in bursts, "
+        "requests wait besides"
+    )
 
 
 _COLUMNS = (
@@ -103,6 +116,32 @@ def _spread(deployments: Sequence[Deployment], most: int) -> list[Deployment]:
     return [deployments[round(i * (len(deployments) - 1) / (most - 1))] for i in range(most)]
 
 
+def _spread_experts(plan: ServingPlan) -> Iterator[str]:
+    """How the best deployment spreads experts, and which deployments shown the runtime here rejects."""
+    best = plan.winner
+    if spread := plan.spread(best):
+        replicas = experts_across(best.layout)
+        if replicas > 1:
+            groups = best.layout.dp // replicas
+            each = f"in each of {groups} groups, {replicas}" if groups > 1 else f"{replicas}"
+            yield (
+                f"attention-dp: {each} replicas of attention, tp={best.layout.tp} each, share experts that are spread "
+                f"over {spread.ranks} ranks"
+            )
+        if not spread.even:
+            yield (
+                f"{spread.full} ranks have {spread.most} experts, {spread.ranks - spread.full} have {spread.most - 1}: "
+                f"priced by {spread.most}; {spread.redundant} redundant experts fill all ranks in as many bytes"
+            )
+    rejected = {reason: str(one.layout) for one in reversed(plan.ranked) if (reason := plan.not_runnable(one))}
+    for reason, layout in list(rejected.items())[::-1][:MOST_REASONS]:
+        yield f"generate and serve do not run {layout} here: {reason}"
+
+
+MOST_REASONS = 3
+"""Reasons for which layouts do not run here that are listed."""
+
+
 def _weighed(plan: ServingPlan) -> Iterator[str]:
     if plan.quantised:
         fewer, split = plan.quantised
@@ -118,6 +157,15 @@ def _weighed(plan: ServingPlan) -> Iterator[str]:
         yield (
             f"gathering weights, at best {one.layout}: {share} of the winner's tokens/s, a token every "
             f"{format_time(one.token)}"
+        )
+    if pair := plan.apart:
+        share = format_share(pair.tokens_per_second / plan.winner.tokens_per_second)
+        yield (
+            f"prefill and decoding apart: {pair.prefill} reads prompts, {pair.decode} decodes {pair.batch} sequences "
+            f"at a time on each instance, {pair.devices} devices: {format_count(pair.tokens_per_second)} tokens/s "
+            f"({share} of the winner's), {format_time(pair.first_token)} to the first token, "
+            f"{format_time(pair.token)} for each after it; a request's cache of {format_bytes(pair.cache_bytes)} goes "
+            f"over in {format_time(pair.transfer)}"
         )
     if plan.crossover:
         ranks, tokens = plan.crossover

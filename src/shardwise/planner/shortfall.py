@@ -158,7 +158,7 @@ def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str
         yield f"cut sequences to {seq} tokens"
     for name in ("H200", "B200"):
         entry = catalog.lookup(name)
-        other = replace(space.cluster, device=entry.device, intra=entry.intra, inter=entry.inter)
+        other = replace(space.cluster, device=entry.device, intra=entry.intra, inter=entry.inter, paths=None)
         if fits(replace(space, cluster=other), usable_bytes(other, reserved)):
             yield f"take {other}"
             break
@@ -210,5 +210,5 @@ def more_devices(space: Space, usable: float) -> Cluster | None:
 
 def _doubled(cluster: Cluster) -> Cluster:
     if cluster.nodes == 1 and 2 * cluster.devices_per_node <= NODE and cluster.device.kind != "cpu":
-        return replace(cluster, devices_per_node=2 * cluster.devices_per_node)
+        return replace(cluster.without_paths(), devices_per_node=2 * cluster.devices_per_node)
     return replace(cluster, nodes=2 * cluster.nodes)

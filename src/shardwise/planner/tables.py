@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from shardwise.layout import Mesh
+from shardwise.layout.model_size import size_words
 from shardwise.model.parameters import count
 from shardwise.planner.alternatives import Alternative
 from shardwise.planner.common import SAME, resembling
 from shardwise.planner.price_words import money, price_line
 from shardwise.planner.runnable import OWN
+from shardwise.predict.cluster_links import link_lines
 from shardwise.predict.tables import node_line
 from shardwise.report import time_parts
 from shardwise.report.step_report import Role, StepReport
@@ -60,7 +62,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
         yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
     yield f"{plan_conclusion(plan)}\n"
     yield (
-        f"{plan.model.name}: {format_count(count(plan.model))} parameters, {workload.batch} sequences of "
+        f"{plan.model.name}: {size_words(plan.model)}, {workload.batch} sequences of "
         f"{workload.seq} tokens per step, engine {plan.engine}"
     )
     runs = "" if plan.none_runs else f" that {plan.engine} can run"
@@ -69,6 +71,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
         f"{plan.considered:,} layouts{runs}, up to {plan.fitting:,} fit in {format_bytes(plan.searched)} "
         f"per device; {_ORDERS[plan.by]}"
     )
+    yield from link_lines(plan.cluster)
     yield f"{plan.capacity}\n" if plan.capacity else ""
     yield _ranked(plan)
     yield ""
@@ -176,7 +179,7 @@ def why_not(one: Alternative, plan: Plan) -> str:
     if one.best is None and one.least <= plan.searched:
         return f"{name}: does not fit the host's memory"
     if one.best is None:
-        return f"{name}: does not fit; the leanest such layout needs {format_bytes(one.least)} per device"
+        return f"{name}: does not fit; every such layout needs at least {format_bytes(one.least)} per device"
     crosses = " crosses nodes" if one.crosses else ""
     slower = f"{format_share(one.slower / plan.winner.seconds, signed=True)} (+{format_time(one.slower)} per step)"
     if one.slower <= 0:

@@ -61,10 +61,14 @@ class Winners:
             if place := best_of(blocks, self.exact, "throughput", 1, usable):
                 fastest[choice] = place[0]
             else:
-                lean = best_of(blocks, self.exact, "memory")[0].layout
+                block = min(blocks, key=lambda block: float(block.nbytes.min()))
+                at = int(np.argmin(block.nbytes))
+                lean, leanest[choice] = block.place(at).layout, int(block.nbytes.flat[at])
+                if leanest[choice] <= usable or self._refused(lean):  # the bound is not enough
+                    lean = best_of(blocks, self.exact, "memory")[0].layout
+                    leanest[choice] = self.exact.of(lean).bytes.total
                 if self._refused(lean):
                     continue
-                leanest[choice] = self.exact.of(lean).bytes.total
             choices.append(choice)
         priced = dict(zip(fastest, self._priced(list(fastest.values())), strict=True))
         return [

@@ -10,6 +10,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
 from shardwise.layout.experts import RoutedRows
+from shardwise.layout.legality import beyond_positions
 from shardwise.layout.optimizers import DEFAULT, states_of
 from shardwise.layout.sync import SERVED
 from shardwise.layout.units import Backend, UnitPlan, usual_backend
@@ -71,7 +72,7 @@ def estimate(
     timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
-        *filter(None, [room.warning(peak) if room else ""]),
+        *filter(None, [room.warning(peak) if room else ""]), *beyond_positions(model, workload.seq),
         *(model.counted.assumptions if isinstance(model, ModelConfig) and model.counted else ()),
         *_memory_notes(engine or "", counted, model, layout, workload, backend),
         *_schedule_notes(layout, roles),

@@ -32,6 +32,7 @@ from shardwise.checkpoint import (
     commit,
     keep_last,
     needs,
+    remove_unfinished,
     shapes,
     write_part,
     writes,
@@ -67,9 +68,10 @@ class Position:
 class Saver:
     """Writes a program's checkpoints into `folder`/step-N. Every rank of the job makes one.
 
-    keep: whole checkpoints to keep, 0 for all. later: training goes on while a copy of the state is being written; at
-    most one save is under way. seed, about: as in `Manifest`. timeout: seconds that ranks wait for each other. pulse:
-    where a save under way gives signs of life. others: whole tensors that this rank writes besides, by stored name.
+    keep: whole checkpoints to keep, 0 for all; parts of saves that were cut off before are removed. later: training
+    goes on while a copy of the state is being written; at most one save is under way. seed, about: as in `Manifest`.
+    timeout: seconds that ranks wait for each other. pulse: where a save under way gives signs of life. others: whole
+    tensors that this rank writes besides, by stored name.
     Errors of a save under way are raised by the next `save` or by `finish`, identically on every rank: `UserError` for
     errors of the disk, `NotFiniteError` for a state that is not finite. Nothing is left of that checkpoint then.
     """
@@ -240,6 +242,8 @@ class Saver:
             if self.keep:
                 self._whole.add(folder)
                 keep_last(self.folder, self.keep, self._whole)
+            else:
+                remove_unfinished(self.folder)
         except UserError as error:
             return UserError(str(error))
         return None

@@ -96,6 +96,7 @@ class Network:
             raise UserError(f"{devices.max() + 1} ranks do not fit {cluster}, which has {cluster.devices} devices")
         if nics is not None and nics < 1:
             raise UserError(f"a node needs at least one NIC, not {nics}")
+        cluster = cluster.seen_by_group(devices.tolist())
         node = devices // cluster.devices_per_node
         notes: list[str] = []
         used = len({*node.tolist()})
@@ -163,7 +164,9 @@ def _tier(cluster: Cluster, link: Link, where: str, field: str, notes: list[str]
     if link.bandwidth is None:
         what = "latency and bandwidth" if alpha is None else "bandwidth"
         raise UserError(
-            f"{cluster}: the {what} of the link {where} is not known; give [{field}] alpha and bandwidth in a TOML file"
+            f"{cluster}: the {what} of the link {where} is not known; "
+            + ("name it, --network 100Gb, or " if field == "inter" else "")
+            + f"give [{field}] alpha and bandwidth in a TOML file"
         )
     kind = KINDS.get(link.kind or ("network" if field == "inter" and cluster.device.kind == "cuda" else ""))
     if alpha is None and kind:

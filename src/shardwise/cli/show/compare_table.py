@@ -15,10 +15,10 @@ from shardwise.cli.prompts import read_prompts
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
-from shardwise.model.parameters import count
 from shardwise.report import time_parts
 from shardwise.report.terminal import Renderable, rows_by_name
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
@@ -188,7 +188,7 @@ def tables(comparison: StrategyComparison) -> Iterator[Renderable]:
     if request.batch > 1:
         many = f"batch size {request.batch:,} (a step gives each sequence one token)"
     yield (
-        f"{comparison.model.name}: {format_count(count(comparison.model))} parameters on {comparison.cluster}, "
+        f"{comparison.model.name}: {size_words(comparison.model)} on {comparison.cluster}, "
         f"predicted for the software of {comparison.engine}; {many}, a prompt of {request.prompt:,} tokens and an "
         f"answer of {request.output:,}\n"
     )

@@ -21,10 +21,13 @@ def read(words: list[str], ranks: int | None) -> Reading:
     arguments = parse(words, rows("sglang", "short"), alone.keys)
     fields = ConfigFields(arguments.flags, Known(alone.keys | harmless.keys, ()), shown=dashed)
     tp, pp, dp, ep = (fields.integer(_KEYS[key], 1) for key in ("tp", "pp", "dp", "ep"))
-    if fields.flag("enable_dp_attention"):
-        fields.fact("--enable-dp-attention: attention's replicas share experts; counted as replicas that do not")
     if fields.flag("enable_ep_moe"):
         ep = tp
+    if redundant := fields.integer("ep_num_redundant_experts", 0, 0):
+        fields.fact(f"{redundant} redundant experts: counted where they fill up ranks that have one expert less")
+    replicas = dp if fields.flag("enable_dp_attention") else 1
+    if replicas > 1:
+        tp, ep = _attention(fields, tp, dp, ep)
     if ranks is not None and tp * pp * dp > ranks:
         raise UserError(f"tensor x pipeline x data parallel = {tp * pp * dp} GPUs, but there are {ranks}")
     if ranks is not None and tp * pp * dp < ranks:
@@ -33,10 +36,22 @@ def read(words: list[str], ranks: int | None) -> Reading:
     wide = dtype in ("float", "float32")
     model = fields.word("model_path") or None
     layout = Layout(dp=dp, tp=tp, pp=pp, ep=ep, precision="fp32" if wide else "bf16")
-    return fields.reading("SGLang", layout, model=model, served=_served(fields, wide))
+    return fields.reading("SGLang", layout, model=model, served=_served(fields, wide, replicas))
 
 
-def _served(fields: ConfigFields, wide: bool) -> ServerSettings:
+def _attention(fields: ConfigFields, tp: int, dp: int, ep: int) -> tuple[int, int]:
+    """(tensor-parallel ranks of attention, ranks that experts are over) with --enable-dp-attention, whose `dp` replicas
+    of attention are inside the engine's `tp` ranks. Raises `UserError` where they do not divide them."""
+    if tp % dp:
+        raise UserError(f"--enable-dp-attention: tp-size {tp} must be a multiple of dp-size {dp}")
+    fields.fact(f"--enable-dp-attention: {dp} replicas of attention, tp={tp // dp} each, share experts")
+    if ep == 1:
+        fields.fact(f"experts are split over all {tp} ranks: counted as whole experts over them, in as many bytes")
+    return tp // dp, tp if ep == 1 else ep
+
+
+def _served(fields: ConfigFields, wide: bool, replicas: int) -> ServerSettings:
+    """replicas: of attention in the engine, among which it divides requests and tokens."""
     memory = fields.number("mem_fraction_static", 0.9)
     if not 0 < memory <= 1:
         raise UserError(f"--mem-fraction-static must be between 0 and 1, not {memory:g}")
@@ -51,7 +66,7 @@ def _served(fields: ConfigFields, wide: bool) -> ServerSettings:
         weights="float32" if wide else weights,
         cache="float8_e4m3fn" if cache.startswith("fp8") else "bfloat16",
         length=fields.integer("context_length") or None,
-        sequences=fields.integer("max_running_requests") or None,
-        tokens=fields.integer("chunked_prefill_size") or None,
+        sequences=(fields.integer("max_running_requests") or 0) // replicas or None,
+        tokens=(fields.integer("chunked_prefill_size") or 0) // replicas or None,
         memory=memory,
     )

@@ -32,6 +32,11 @@ class WriteRequest:
     version: str = ""
     """Version of the engine; empty for its newest that is known."""
 
+    @property
+    def stored(self) -> str:
+        """The precision of a quantized model's files, which an engine reads from their configuration; else empty."""
+        return self.model.counted.stored if self.model.counted else ""
+
 
 @dataclass(frozen=True)
 class EngineWriter:

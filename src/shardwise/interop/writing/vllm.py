@@ -28,7 +28,7 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
         KEYS["dp"]: layout.dp,
         KEYS["ep"]: layout.ep > 1,
         KEYS["precision"]: DTYPES[layout.precision],
-        "quantization": quantization("vllm", served.weights),
+        "quantization": None if request.stored else quantization("vllm", served.weights),
         "kv_cache_dtype": "fp8" if served.cache.startswith("float8") else "auto",
         "gpu_memory_utilization": f"{served.memory:g}",
         "max_model_len": served.length,
@@ -43,7 +43,11 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
         comments.append("vLLM cuts layers evenly as it likes: see VLLM_PP_LAYER_PARTITION")
     if request.source in ("", request.model.name) and "/" not in request.model.name:
         comments.append(f"{request.model.name} is the catalog's name: give the folder or the hub's name in its place")
-    comments += checkpoint_needed("vllm", served.weights)
+    comments += (
+        [f"its files are in {request.stored}, which the engine sees"]
+        if request.stored
+        else checkpoint_needed("vllm", served.weights)
+    )
     source = shlex.quote(request.source or request.model.name)
     return command([f"vllm serve {source}", *flag_words(flags)]), comments
 

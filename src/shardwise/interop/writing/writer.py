@@ -10,6 +10,7 @@ from shardwise.interop.writing.canonical import canonical
 from shardwise.interop.writing.limits import Limit, first_broken, nearest
 from shardwise.interop.writing.request import EngineFile, EngineWriter, WriteRequest
 from shardwise.layout import Layout, check
+from shardwise.layout.legality import check_served
 from shardwise.model import ModelConfig
 
 _ENGINES = (
@@ -37,7 +38,7 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     writer = writer_for(engine)
     request = replace(request, version=_version(writer, request.version))
     _check_kind(writer, request)
-    check(request.layout, request.model, request.workload if request.workload.batch else None)
+    _check_layout(request.layout, request)
     if reason := writer.objection(request.model):
         raise UserError(f"{writer.title} cannot express {request.model.name}: {reason}")
     request = replace(request, layout=canonical(request.layout, request.model))
@@ -56,6 +57,13 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     )
 
 
+def _check_layout(layout: Layout, request: WriteRequest) -> None:
+    if request.served is not None:
+        check_served(layout, request.model)
+    else:
+        check(layout, request.model, request.workload if request.workload.batch else None)
+
+
 def nearest_layout(engine: str, request: WriteRequest) -> Layout | None:
     """The layout nearest to the request's that an engine expresses and the model allows; None where repairs of its
     keys lead to none."""
@@ -63,7 +71,7 @@ def nearest_layout(engine: str, request: WriteRequest) -> Layout | None:
     if layout is None:
         return None
     try:
-        check(layout, request.model, request.workload if request.workload.batch else None)
+        _check_layout(layout, request)
     except UserError:
         return None
     return canonical(layout, request.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from shardwise.model.counted import Counted, LayerCache
 from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation, Width
 from shardwise.model.precision import Precision
 from shardwise.model.shapes.reading import Shaped
-from shardwise.model.shapes.table import UNWINDOWED
+from shardwise.model.shapes.table import PREDICTING, UNWINDOWED
 
 _ACTIVE = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_top_k",
            "num_experts_per_topk", "router_top_k", "ffn_config.moe_top_k", "expert_top_k")  # fmt: skip
@@ -82,9 +83,22 @@ def interpret(
         raise UserError(f"{name}: no language model: {model_type} has no table of tokens or no layers")
     config = _config(name, read, layers, ends, table, _experts(read, layers))
     parts, caches = _parts(config, read, layers, ends, table)
-    stored = precision.words if precision else ""
-    counted = Counted(model_type, reason, parts, caches, stored, tuple(notes))
+    stored: dict[str, int] = defaultdict(int)
+    for part in parts:
+        for p in part.parameters:
+            stored[p.stored] += part.count * p.numel * bool(p.stored)
+    most = max(stored, key=lambda words: stored[words])
+    predicting = _predicting(read, layers, caches, config.hidden)
+    counted = Counted(model_type, reason, parts, caches, most, tuple(notes), predicting=predicting)
     return replace(config, counted=counted)
+
+
+def _predicting(read: _Reading, layers: Sequence[Sequence[Shaped]], caches: Sequence[LayerCache], hidden: int) -> int:
+    """Parameters of the layers for multi-token prediction: the last layer with attention, a map of the token's and the
+    stream's vectors to one, three norms (DeepSeek-V3, section 2.2); tables are those of the model."""
+    count = read.integer("num_nextn_predict_layers", "mtp_num_hidden_layers") or PREDICTING.get(read.model_type, 0)
+    last = next((i for i in reversed(range(len(layers))) if caches[i].kind != "linear"), 0)
+    return count * (sum(math.prod(shape) for _, _, shape in layers[last]) + 2 * hidden**2 + 3 * hidden)
 
 
 def _stacks(tensors: Sequence[Shaped]) -> dict[str, int]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.model.config import ModelConfig
+from shardwise.model.hub import cache_folder
 from shardwise.model.precision import read_precision
 from shardwise.model.shapes.interpreting import interpret
 from shardwise.model.shapes.reading import Shaped, attributes_of, composites, families, shaped
-from shardwise.model.shapes.table import ALIASES, prepared
+from shardwise.model.shapes.recording import flat
+from shardwise.model.shapes.table import SHAPELESS, SIZES, family_name, prepared
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
 """Keys of a vision-language model's configuration of its language model."""
@@ -41,8 +42,7 @@ def read_shapes(
         else:
             attributes = attributes_of(family, given)
             tensors = list(shaped(family, attributes))
-        if more := attributes.get("num_nextn_predict_layers"):
-            notes.append(f"{more} layers for predicting several tokens are not counted")
+            notes += _unread(data, model_type, given, family, attributes)
         return interpret(name, model_type, family, attributes, tensors, reason, notes, precision)
     except UserError as error:
         raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
@@ -50,12 +50,29 @@ def read_shapes(
         raise UserError(f"{where}: {model_type} is damaged: {type(error).__name__} {str(error)[:80]}") from None
 
 
+def _unread(
+    data: Mapping[str, Any], model_type: str, given: Mapping[str, Any], family: Mapping[str, Any],
+    attributes: Mapping[str, Any],
+) -> list[str]:  # fmt: skip
+    """A note of the sizes that a class does not read, and that no field that it reads repeats. Raises `UserError` for
+    them in a configuration of another class, whose shapes they may change."""
+    known = {*family["known"], *family["names"], *family["names"].values(), *family["defaults"]}
+    same = {value for name, value in attributes.items() if name in known and type(value) is int}
+    sizes = (f"{name}={value}" for name, value in flat(given).items() if name not in known
+             and type(value) is int and value > 1 and value not in same
+             and SIZES.search(name) and not SHAPELESS.search(name))  # fmt: skip
+    unread = ", ".join(sorted(sizes))
+    if unread and data["model_type"] not in {*families(), *composites()}:
+        raise UserError(f"{unread}: not known for {model_type}, and may change its shapes; delete what does not")
+    return [f"{model_type} does not read {unread}"] if unread else []
+
+
 def language_model(data: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any], list[str]]:
     """(model_type, fields, notes) of the language model in a configuration. Raises `UserError` without a model_type."""
     outer = data.get("model_type")
     if not isinstance(outer, str):
         raise UserError(f"{where}: model_type is missing: give the config.json of a language model")
-    key, kind, tied = composites().get(outer, ("", ALIASES.get(outer, outer), None))
+    key, kind, tied = composites().get(outer, ("", family_name(outer, data), None))
     key = next((k for k in (key, *_TEXT) if isinstance(data.get(k), dict)), "")
     if not key:
         return kind, prepared(outer, dict(data)), []
@@ -88,9 +105,8 @@ def _recorded(
 def _cache(data: Mapping[str, Any]) -> Path:
     import hashlib
 
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    return Path(home, "shardwise", "models", f"{digest}.json")
+    return cache_folder() / "models" / f"{digest}.json"
 
 
 def _record(data: Mapping[str, Any], model_type: str, where: str) -> dict[str, Any]:
@@ -109,8 +125,11 @@ def _record(data: Mapping[str, Any], model_type: str, where: str) -> dict[str, A
             f"{where}: model_type {model_type[:60]!r} is not known, to transformers neither; {known}"
         ) from None
     except Exception as error:
-        line = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-        raise UserError(f"{where}: transformers cannot build {model_type[:60]}: {line}") from None
+        line = " ".join(str(error).split())[:160] or type(error).__name__
+        raise UserError(
+            f"{where}: transformers cannot build {model_type[:60]}: {line}; correct that field, or give a config.json "
+            "of the class"
+        ) from None
     tensors = [(name, -1 if layer is None else layer, s) for name, layer, s in recording.layered(made.tensors)[0]]
     family = {"names": made.names, "cuts": dict(made.cuts), "windowed": made.windowed}
     return {"attributes": made.attributes, "tensors": tensors, "family": family}

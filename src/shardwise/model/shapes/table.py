@@ -7,6 +7,8 @@ counts a published configuration of each.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 ALIASES = {
@@ -18,9 +20,13 @@ ALIASES = {
     "phi3_v": "phi3",
     "chatglm": "glm",
     "minimax_m3": "minimax_m3_vl_text",
+    "deepseek_ref": "deepseek_v4",
 }
 """model_type -> family with tensors of the same sizes."""
 
+PREDICTING = {"qwen3_next": 1}
+"""Families whose files have layers for multi-token prediction that their configuration does not name: `mtp.` tensors of
+the published index."""
 UNWINDOWED = ("phimoe",)
 """Families with a `sliding_window` in their configuration that keep the keys of all tokens."""
 _RENAMED = {
@@ -34,16 +40,34 @@ _RENAMED = {
         "seq_length": "max_position_embeddings",
     },
 }
+SIZES = re.compile(
+    "size|dim|rank|heads?$|heads_|layers?$|experts?|width|inner|hidden|intermediate|interval|freq|group|latent|kernel"
+)
+"""Names of fields that shapes may depend on."""
+SHAPELESS = re.compile("^rotary|^rope|^time_step|^max_window|^dual_chunk|^img_|vision|_token")
+"""Names of those that they do not."""
+WITHOUT_LATENT = "glm4_moe"
+"""Family of a DeepSeek-V2 with `use_mla: false`: plain attention, and experts of the same sizes."""
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 """Letters of Nemotron-H's `hybrid_override_pattern`."""
 _COMPRESSED = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 """Entries of DeepSeek-V4's `compress_ratios`."""
 
 
+def family_name(model_type: str, data: Mapping[str, Any]) -> str:
+    """The family with tensors of the same sizes."""
+    if model_type == "deepseek_v2" and data.get("use_mla") is False:
+        return WITHOUT_LATENT
+    return ALIASES.get(model_type, model_type)
+
+
 def prepared(model_type: str, data: dict[str, Any]) -> dict[str, Any]:
     """The fields of the family's data, from the published fields under `model_type`."""
     result = {_RENAMED.get(model_type, {}).get(k, k): v for k, v in data.items()}
     layers = result.get("num_hidden_layers")
+    if data.get("use_mla") is False:
+        unused = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        result = {"num_nextn_predict_layers": 0} | {k: v for k, v in result.items() if k not in unused}
     for name, value in list(result.items()):
         if (name in ("no_rope_layers",) and value == []) or (name == "moe_layer_end_index" and value == -1):
             del result[name]

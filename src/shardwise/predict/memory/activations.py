@@ -281,7 +281,10 @@ def mask_bytes(plan: UnitPlan, s: Sizes) -> int:
 
 
 def saved_mask(plan: UnitPlan, s: Sizes) -> int:
-    """The mask is saved once, when the fused kernel saves its inputs."""
+    """The mask is saved once, when the fused kernel saves its inputs. Beside offloaded activations it stays, as blocks'
+    shared tables do."""
+    if plan.layout.offload_activations != "none":
+        return 0
     saves = plan.layout.attention == "sdpa" and plan.layout.recompute == "none" and not cuts_attention(plan)
     return mask_bytes(plan, s) if saves else 0
 

@@ -58,17 +58,73 @@ class RingTensors(AttentionTensors):
 
     def _block(self, part: int) -> int:
         """Transients of one block's forward pass. part: 2 for half the pairs of queries and keys of two ranks."""
-        pairs = self.s.tokens * self.s.seq // part
-        mask = pairs * (self.s.element + 1) if self.documents else 0
-        out = self.kernel_out + self.statistics
+        pairs = self._pairs // part
         if not self.explicit:
-            return out + mask + self.padded
-        square = pairs * self.s.heads * self.s.statistic
-        return out + max(3 * square + self.q, 2 * square + self._mask_drawing(pairs))
+            mask = pairs * (self.s.element + 1) if self.documents else 0
+            return self.kernel_out + self.statistics + mask + self.padded
+        live = LiveBytes()
+        self._scores(live, pairs)
+        live.allocate(self.statistics)
+        live.transient(max(self._mask_drawing(pairs), self._keep(pairs)))
+        live.allocate(self._narrow(pairs) if self.wide > 1 else 0)
+        live.transient(self.kernel_out + (self.v if self.copies else 0))
+        return live.most
+
+    @property
+    def _pairs(self) -> int:
+        """Pairs of this rank's queries and its keys."""
+        return self.s.tokens * self.s.seq
+
+    def _narrow(self, pairs: int) -> int:
+        """Bytes of the scores of all heads, in the precision of the products."""
+        return pairs * self.s.heads * self.s.element
+
+    def _scores(self, live: LiveBytes, pairs: int) -> None:
+        """Products of queries and keys, in the statistics' precision."""
+        live.allocate(self.q)  # scaled
+        live.transient(self.q if self.grouped else 0)
+        copied = self.k + (0 if self.grouped else self.q) if self.copies else 0
+        live.allocate(copied + self._narrow(pairs))
+        live.free(copied)
+        if self.wide > 1:
+            live.allocate(self._narrow(pairs) * self.wide)
+            live.free(self._narrow(pairs))
+        live.free(self.q)
+        live.transient(pairs)  # of a byte each: which are hidden
 
     def _mask_drawing(self, pairs: int) -> int:
         """Transients of dropout's mask: counters of 8 bytes and two copies, for all probabilities of a block."""
         return 3 * 8 * pairs * self.s.heads if self.plan.model.attention_dropout else 0
+
+    def _keep(self, pairs: int) -> int:
+        """Bytes of what dropout multiplies the probabilities with, in fp32."""
+        return 4 * pairs * self.s.heads if self.plan.model.attention_dropout else 0
+
+    def _block_backward(self, part: int) -> int:
+        """Transients of one explicit block's backward pass, gradients included (`ops/blockwise.py`)."""
+        pairs, live = self._pairs // part, LiveBytes()
+        narrow, copied = self._narrow(pairs), self.out if self.grouped or self.copies else 0
+        square, keep = narrow * self.wide, self._keep(pairs)
+        live.transient(self.out * (3 * self.wide if self.wide > 1 else 1))
+        self._scores(live, pairs)
+        slope = square if self.plan.model.score_softcap else 0
+        live.allocate(slope)
+        live.transient(self._mask_drawing(pairs))
+        live.allocate(keep)
+        before_values = live.now
+        live.allocate((square if keep else 0) + (narrow if self.wide > 1 else 0))
+        live.transient(copied + self.v)
+        live.free(live.now - before_values)
+        live.allocate(self.v)
+        live.transient(copied + (self.v if self.copies else 0) + narrow)
+        live.allocate(square)
+        live.transient(narrow if self.wide > 1 else 0)
+        live.free(square + slope + keep)
+        live.allocate(narrow if self.wide > 1 else 0)
+        live.free(square if self.wide > 1 else 0)
+        live.allocate(self.q)
+        live.transient(self.k + (self.q if self.grouped or self.copies else 0))
+        return live.most
 
     def backward(self, live: LiveBytes, apart: bool) -> bool:
         """As `AttentionTensors.backward`."""
@@ -78,10 +134,10 @@ class RingTensors(AttentionTensors):
         wide_kv = (self.k + self.v) * self.wide
         live.allocate(self.q * self.wide)
         self._arrive(live)
-        pairs = self.s.tokens * self.s.seq if self.explicit else 0
-        square = pairs * self.s.heads * self.s.statistic
         earlier = (self.ranks - 1) * wide_kv if self.gathers else 0  # gradients for ranks before the last one
-        live.transient(earlier + made + wide_kv + max(4 * square, 3 * square + self._mask_drawing(pairs)))
+        live.transient(earlier + made + wide_kv)
+        if self.explicit:
+            live.transient(max(self._block_backward(1), max(earlier, wide_kv) + self._block_backward(2)))
         live.transient(earlier + made + (self.padded and 2 * self.kernel_out + self.padded))
         if self.gathers:
             # Gathered keys and values are gone when the gradients of all are put together.

@@ -137,8 +137,7 @@ class MixtureTensors:
         live.free(self.rows * self.e.active * hidden + own)
         self._given_back(live)
         kept = sum(self.kept().values()) if apart else 0
-        shared = own if apart else 0  # the rows of experts, saved before, are kept
-        live.free(live.now - start - s.stream * hidden - kept + shared)
+        live.free(live.now - start - s.stream * hidden - kept)
         live.free(sum(self.saved().values()))
 
     def _enter(self, live: LiveBytes) -> int:

@@ -148,8 +148,8 @@ def _entry(name: str) -> dict[str, Any]:
     entry = _file()["devices"].get(name)
     if entry is None:
         raise UserError(
-            f"no constants of time for {name}; known are {', '.join(known_devices())}; to measure another: "
-            "`shardwise calibrate device --ranks N --out FILE.toml` there, then --cluster FILE.toml"
+            f"no constants of time for {name}: measure it, `shardwise calibrate device --ranks N --out FILE.toml`, and "
+            "give --cluster FILE.toml; `shardwise list devices` has those of known times"
         )
     return entry
 

@@ -60,6 +60,8 @@ def served_exchange_seconds(
     if engine.exchange == "gather":
         full = nbytes * across
         return price("all_gather_into", full, across, tp) + price("reduce_scatter", full, across, tp)
-    rows = nbytes * experts.active / places
+    ep = np.asarray(across) * places
+    fullest = np.ceil(experts.count / ep) * ep / experts.count  # rows of a rank that has an expert more than others
+    rows = nbytes * experts.active * fullest / places
     counts = price("all_to_all", 8 * experts.count / places, across, tp)
     return counts + 2 * price("all_to_all", rows, across, tp)

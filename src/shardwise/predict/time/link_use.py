@@ -73,7 +73,8 @@ def _use(
     ranks, stride = len(group), group[1] - group[0]
     per_node = cluster.devices_per_node
     apart = len({rank // per_node for rank in group}) > 1
-    usual = KINDS[cluster.intra.kind].words if cluster.intra.kind else cluster.intra.source
+    link = cluster.seen_by(ranks, stride).intra
+    usual = KINDS[link.kind].words if link.kind else link.source
     between = KINDS[cluster.inter.kind or "network"].words
     return LinkUse(
         role.role, axis, ranks, between if apart else usual,

@@ -57,6 +57,8 @@ class Collectives:
         self._measured, self._timed = constants.collectives, constants.timed
         self._cluster, self._links = _achieved(cluster, constants), {"link": cluster.intra, "network": cluster.inter}
         self._curve = cache(self._sampled)
+        self._paths, self._whole = cluster.paths, cluster
+        self._seen_by, self._apart = cache(self._as_seen_by), cache(self._as_apart)
 
     def seconds(self, op: str, nbytes: Num, ranks: Num, stride: Num = 1, reads_peers: bool = False) -> Num:
         """Seconds of one collective on a full tensor of `nbytes` bytes over `ranks` devices that lie `stride` apart;
@@ -66,6 +68,8 @@ class Collectives:
         over NVLink inside a node (torch, c10d, intra_node_comm; vLLM, custom_all_reduce.py: "not supported on more than
         two PCIe-only GPUs"); the lesser of both counts.
         """
+        if self._paths is not None:
+            return self._by_pair(op, nbytes, ranks, stride, reads_peers)
         price = self._library(op, nbytes, ranks, stride)
         if not reads_peers or op != "all_reduce" or self.over_pcie:
             return price
@@ -74,6 +78,17 @@ class Collectives:
         link = self._cluster.intra.bandwidth if np.any(near) else 1.0
         read = known.value("read_s") + (p - 1) * (known.value("signal_s") + nbytes / link)
         return np.where(near, np.minimum(read, price), price)[()]
+
+    def _by_pair(self, op: str, nbytes: Num, ranks: Num, stride: Num, reads_peers: bool) -> Num:
+        """`seconds` where links inside a node differ: each group's as it sees the cluster."""
+        if np.ndim(ranks) == np.ndim(stride) == 0:
+            return self._seen_by(int(ranks), int(stride)).seconds(op, nbytes, ranks, stride, reads_peers)
+        nbytes, ranks, stride = np.broadcast_arrays(np.asarray(nbytes, dtype=float), ranks, stride)
+        seconds = np.zeros(nbytes.shape)
+        for p, apart in {*zip(ranks.ravel().tolist(), stride.ravel().tolist(), strict=True)}:
+            here = (ranks == p) & (stride == apart)
+            seconds[here] = self._seen_by(int(p), int(apart)).seconds(op, nbytes[here], p, apart, reads_peers)
+        return seconds[()]
 
     def _library(self, op: str, nbytes: Num, ranks: Num, stride: Num) -> Num:
         """`seconds` of NCCL, or of what was measured in its place."""
@@ -88,6 +103,9 @@ class Collectives:
                 here = (ranks == p) & (stride == apart)
                 seconds[here] = self._curve_of(op, int(p), int(apart)).at(nbytes[here])
         return seconds[()]
+
+    def _as_seen_by(self, ranks: int, stride: int) -> Collectives:
+        return Collectives(self._whole.seen_by(ranks, stride), self._constants, self._layout)
 
     def _curve_of(self, op: str, ranks: int, stride: int) -> _Curve:
         schedule = schedule_of(self._layout, op, range(0, ranks * stride, stride))
@@ -115,15 +133,20 @@ class Collectives:
         if not bandwidth:
             if not np.any(nbytes):
                 return 0.0 * nbytes
-            raise UserError(f"the bandwidth of the {which} is not known; give it in a TOML file")
+            name = ", --network 100Gb, or" if which == "network" else ":"
+            raise UserError(f"the bandwidth of the {which} is not known{name} give it in a TOML file")
         share = self._cluster.network_share if which == "network" else 1.0
         return nbytes / (bandwidth * share * self._constants.value(f"exchange_{which}_share"))
 
     def hop(self, nbytes: Num, stride: Num, ranks: Num = 2) -> Num:
         """Seconds that one message takes to a device `stride` ranks away; of a chain of so many ranks, the message that
         has the farthest to go. Raises `UserError` for links not known."""
+        if self._paths is not None:
+            return self._hop_by_pair(nbytes, stride, ranks)
         away = (np.asarray(ranks) - 1) * stride >= self.per_node
         intra, inter = self._cluster.intra, self._cluster.inter
+        if self._cluster.nodes > 1 and not inter.bandwidth and self._cluster.device.kind != "cpu" and np.any(away):
+            raise UserError("the bandwidth between nodes is not known: name the network, --network 100Gb")
         across = inter if inter.bandwidth else intra
         if not (intra.bandwidth and across.bandwidth):
             raise UserError("the bandwidth inside a node is not known; give [intra] bandwidth in a TOML file")
@@ -132,6 +155,21 @@ class Collectives:
             inside = _between(nbytes, self._timed["sizes"], self._timed["message"])
         share = self._cluster.network_share
         return np.where(away, nbytes / (across.bandwidth * share) + (across.alpha or 0.0) + self.base, inside)
+
+    def _hop_by_pair(self, nbytes: Num, stride: Num, ranks: Num) -> Num:
+        """`hop` where links inside a node differ: over the slowest pair of devices that far apart."""
+        nbytes, stride, ranks = np.broadcast_arrays(np.asarray(nbytes, dtype=float), stride, ranks)
+        seconds = np.zeros(nbytes.shape)
+        for apart in np.unique(stride).tolist():
+            here = stride == apart
+            seconds[here] = self._apart(int(apart)).hop(nbytes[here], apart, ranks[here])
+        return seconds[()]
+
+    def _as_apart(self, stride: int) -> Collectives:
+        whole, cluster = self._whole, self._whole.without_paths()
+        if whole.paths is not None and stride < whole.devices_per_node:
+            cluster = replace(cluster, intra=whole.paths.apart(stride))
+        return Collectives(cluster, self._constants, self._layout)
 
     def _sampled(self, op: str, ranks: int, stride: int, schedule: CommSchedule | None) -> _Curve:
         group = tuple(index * stride for index in range(ranks))
@@ -167,7 +205,7 @@ class Collectives:
         name = op.removesuffix("_into")
         if name in self._timed:
             nearest, seconds = _nearest(self._timed[name], ranks)
-            host = replace(self._cluster, nodes=1, devices_per_node=max(nearest, self.per_node))
+            host = replace(self._cluster.without_paths(), nodes=1, devices_per_node=max(nearest, self.per_node))
             prices = pricer(op, tuple(range(nearest)), host)
             names, sizes = _names(prices, nearest), self._timed["sizes"]
             priced = [min(prices.pick(float(n), name)[1].seconds for name in names) for n in sizes]

@@ -382,8 +382,9 @@ def _on_rank(operation: LinearOp, serving: ServingLayout, tokens: Num) -> _Produ
     if operation.rows == "routed":
         tp, ep = serving.expert_tp, serving.ep
         routing = tokens * ep * tp / serving.tp
-        copies = experts_hit(operation.count / ep, operation.active / operation.count, routing)
-        rows = np.maximum(routing * operation.active / ep / copies, 1.0)
+        here = np.ceil(operation.count / np.asarray(ep))  # of uneven experts, those of the fullest rank
+        copies = experts_hit(here, operation.active / operation.count, routing)
+        rows = np.maximum(routing * operation.active * here / operation.count / copies, 1.0)
     wide = sum(on_rank(width, tp) for width in operation.outputs)
     return _Products(wide, on_rank(operation.inputs, tp), copies, rows, weights, routing)
 

@@ -19,10 +19,13 @@ def tensor_warning(cluster: Cluster, tp: int, parts: Mapping[str, float], of: st
             f"warning: tp={tp} spans nodes of {cluster.devices_per_node}: {share}; keep tp inside a node, and use pp "
             "or dp between nodes"
         )
-    if not cluster.over_pcie:
+    seen = cluster.seen_by(tp)
+    if not seen.over_pcie:
         return None
-    over = KINDS[cluster.intra.kind or "host"].words
-    return f"warning: tp={tp} runs over {over}, not NVLink: {share}; compare pp={tp} and smaller tp"
+    over = KINDS[seen.intra.kind or "host"].words
+    joined = [t for t in range(2, tp) if tp % t == 0 and not cluster.seen_by(t).over_pcie]
+    other = f"tp={joined[-1]}, which NVLinks join, with pp={tp // joined[-1]}" if joined else f"pp={tp} and smaller tp"
+    return f"warning: tp={tp} runs over {over}, not NVLink: {share}; compare {other}"
 
 
 def tensor_warnings(cluster: Cluster, taken: Iterable[tuple[int, Mapping[str, float]]], of: str) -> tuple[str, ...]:

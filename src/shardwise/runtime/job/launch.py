@@ -240,6 +240,13 @@ class _Rank:
         except ValueError:
             return f"was killed by signal {-self.code}"
 
+    @property
+    def suspended(self) -> bool:
+        """Whether a signal such as SIGSTOP keeps it from running, where the system says so."""
+        with suppress(OSError, IndexError):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return False
+
     def stack(self) -> str:
         """Stacks of its threads, if it still answers: Python's fault handler needs no lock for that."""
         if not self.stack_file.exists():
@@ -363,6 +370,11 @@ class _Crew:
         return None
 
     def _hung(self, number: int, line: str) -> Ending:
+        # A rank that is suspended in a collective looks like those that wait for it.
+        if suspended := [rank.rank for rank in self.ranks if rank.code is None and rank.suspended]:
+            number = suspended[0]
+            verb = "is" if len(suspended) == 1 else "are"
+            line += f"; {pulse.ranks_in_words(suspended)} {verb} suspended by a signal, such as SIGSTOP"
         stack = self.ranks[number].stack()
         self.stop()
         return Ending(RANK_FAILED, line + self._others(), stuck=number, stack=stack)

@@ -52,7 +52,7 @@ def until_done(config: TrainConfig, launch: LaunchConfig) -> tuple[Ending, Train
         ending = replace(ending, line=f"{ending.line}. The run had finished before")
     elif ending.code:
         _close(out, ending)
-        if ending.code not in (USER_MISTAKE, DIVERGED):
+        if ending.code not in (USER_MISTAKE, DIVERGED) or (ending.code == USER_MISTAKE and _has_saved(config)):
             ending = replace(ending, line=f"{ending.line}. {way_on(out)}")
     return ending, config
 
@@ -199,6 +199,15 @@ def way_on(out: Path) -> str:
     if occupied(out):
         return "The run has no checkpoint yet: start it again with another --out, and with --save-every N to keep some"
     return "The run had not begun: start it again"
+
+
+def _has_saved(config: TrainConfig) -> bool:
+    """Whether a run has saved more than it began with: what then stopped it, such as a full disk, is no mistake in its
+    command, which can be resumed."""
+    from shardwise.checkpoint import latest
+
+    newest = latest(Path(config.out) / "checkpoints")
+    return newest is not None and (config.resume is None or newest.folder.resolve() != Path(config.resume).resolve())
 
 
 def _finished(out: Path, began: float) -> bool:

@@ -69,6 +69,8 @@ def fake_step(
     program = _program(module, described, layout, len(batches))
     with FakeStepRecorder(program) as recorder:
         program.gradients(loss, batches)
+    if program.engine.passes > 1:
+        raise UserError("trace: the loss calls the module twice with gradients, and a prediction has one pass")
     first = [x for x in _pytree.tree_leaves(batches[0]) if isinstance(x, Tensor)]
     recorder.raw.inputs = recorder.followed(first)
     return program.plan, recorder.raw

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree
 
 from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
-from shardwise.layout.units import UnitPlan
+from shardwise.layout.units import UnitPlan, Use
 from shardwise.ops.gradients import GradSlot, WeightGradient, WeightGradients, grad_slot
 from shardwise.runtime.module.chain import ENTRY, EXIT
 from shardwise.runtime.module.describe import ROOT, DescribedModule
@@ -39,13 +40,18 @@ from shardwise.runtime.zero.engine import Engine
 
 
 class _Boundary(torch.autograd.Function):
-    """Identity on several tensors; its backward calls `reached` once the gradients of all of them are there."""
+    """Identity on several tensors; its backward calls `reached` once the gradients of all of them are there.
+
+    What autograd lets it hand on is the same tensor, which may be changed in place later; the others become views.
+    """
 
     @staticmethod
     def forward(ctx: Any, reached: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.reached = reached
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        same = [tensor for tensor in tensors if not tensor.is_leaf and not tensor._is_view()]
+        ctx.mark_dirty(*same)
+        return tuple(tensor if any(tensor is one for one in same) else tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -87,9 +93,12 @@ def _through(reached: Callable[[], None], tree: Any) -> tuple[Any, bool]:
     leaves, made = _opened(tree)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if at:
-        passed = _Boundary.apply(reached, *(leaves[i] for i in at))  # type: ignore[no-untyped-call]
-        for i, tensor in zip(at, passed, strict=True):
-            leaves[i] = tensor
+        tensors = tuple({id(leaves[i]): leaves[i] for i in at}.values())  # some may come twice
+        with _unsafe_preserve_version_counter(tensors):  # nothing is written
+            passed = _Boundary.apply(reached, *tensors)  # type: ignore[no-untyped-call]
+        after = {id(before): tensor for before, tensor in zip(tensors, passed, strict=True)}
+        for i in at:
+            leaves[i] = after[id(leaves[i])]
     return made(leaves), bool(at)
 
 
@@ -125,14 +134,16 @@ class PartRunner:
         if plan.layout.offload_activations != "none":
             lasting = self.engine.lasting() | storages(module.buffers())
             self.offloaded = OffloadedActivations(device, comms, self.engine.host, lasting)
-        self._saved: dict[str, SavedTensors] = {}
-        """Block -> its offloaded tensors of this micro-batch, in the order of the forward pass."""
+        self._saved: dict[tuple[str, int], SavedTensors] = {}
+        """(block, forward pass) -> its offloaded tensors of this micro-batch, in the order of the forward passes."""
+        self._whole_stream = bool(described.sequence.blocks)
+        """Whether the blocks have shards of sequences, from the first one to the last."""
         self.moment: Callable[[list[WeightGradient]], object] = no_moment
         """As of `StageRunner`."""
         self.freezes = plan.blueprint.freezes
         """Whether a parameter on this rank has no gradient, by `requires_grad`, before the split or since."""
-        self._unfinished: list[str] = []
-        """Parts whose inputs have no gradient: their backward passes are over when the next one begins."""
+        self._unfinished: list[tuple[str, int]] = []
+        """(part, forward pass) whose inputs have no gradient: such a backward pass is over when the next one begins."""
         self._latest = ""
         """The tensors of a block that the forward pass has met last, in words."""
         self._open: set[str] = {ROOT}
@@ -219,32 +230,46 @@ class PartRunner:
         self._open = {ROOT}
         self._use("backward", ROOT)
 
-    def end_backward(self) -> None:
-        """The whole backward pass is over. Raises `UserError` when it left out a part."""
-        self._finish_rest()
-        self.finish_part(ROOT)
-        if (use := self.engine.following) is not None:
+    @contextmanager
+    def backward_errors(self) -> Iterator[None]:
+        """Around a backward pass. Raises `UserError` for a tensor that it needs and that was changed in place."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            where = next((name for name in self._open if name != ROOT), "what comes after the blocks")
             raise UserError(
-                f"no gradient reached {use.part}: the loss must depend on every block; leave it out of blocks= to have "
-                "it in the root"
-            )
+                f"the backward pass of {where} needs a tensor that was changed in place after it was saved (as by "
+                "x += 1): write x = x + 1"
+            ) from error
+
+    def end_backward(self) -> None:
+        """The whole backward pass is over: that of blocks which the loss does not depend on, too."""
+        self._finish_rest()
+        self._skip(lambda use: True)
+        for saved in self._saved.values():
+            saved.drop()
+        self.finish_part(ROOT)
 
     def _part(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._use("forward", name)
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return self._whole(forward, args, kwargs) if name == ROOT else forward(*args, **kwargs)
+        number = self.engine.passes
         if name == ROOT:
-            self._saved.clear()
-            return forward(*args, **kwargs)
+            if number == 1:
+                self._saved.clear()
+            return self._whole(forward, args, kwargs)
         if self.freezes:
             args, kwargs = _differentiable((args, kwargs))
-        (args, kwargs), entered = _through(partial(self.finish_part, name), (args, kwargs))
+        (args, kwargs), entered = _through(partial(self.finish_part, name, number), (args, kwargs))
         if self.plan.layout.recompute == "full":
             forward = self._recomputed[name]
         self._latest = f"an input of {name}"
-        with self._saving(name, (args, kwargs)):
+        with self._saving(name, number, (args, kwargs)):
             out = forward(*args, **kwargs)
-        out, leaves = _through(partial(self._begin, name, entered), out)
+        out, leaves = _through(partial(self._begin, name, number, entered), out)
         if not leaves:
             raise UserError(
                 f"{name} returns a {type(out).__name__} without a tensor that has a gradient: return tensors, or "
@@ -253,28 +278,34 @@ class PartRunner:
         self._latest = f"an output of {name}"
         return out
 
+    def _whole(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The root's forward pass, and the blocks after the last one that it has run: other ranks may run them."""
+        out = forward(*args, **kwargs)
+        self._skip(lambda use: use.kind == "forward")
+        return out
+
     @contextmanager
-    def _saving(self, name: str, inputs: Any) -> Iterator[None]:
+    def _saving(self, name: str, number: int, inputs: Any) -> Iterator[None]:
         """Offload what a block saves, but for inputs without a gradient, such as masks, which blocks share."""
         if self.offloaded is None:
             yield
             return
         shared = storages(x for x in _pytree.tree_leaves(inputs) if isinstance(x, Tensor) and not x.requires_grad)
         before = next(reversed(self._saved.values()), None)
-        saved = self._saved[name] = self.offloaded.block(name, lambda: shared, before)
+        saved = self._saved[name, number] = self.offloaded.block(name, lambda: shared, before)
         with saved.saving():
             yield
         saved.saved()
 
-    def _begin(self, name: str, finishes: bool) -> None:
-        """A block's backward pass begins. finishes: whether its end will be seen."""
+    def _begin(self, name: str, number: int, finishes: bool) -> None:
+        """A block's backward pass begins. number: of its forward pass; finishes: whether its end will be seen."""
         self._finish_rest()
         self._use("backward", name)
-        if name in self._saved:
-            self._saved[name].restore(self.device)
+        if (name, number) in self._saved:
+            self._saved[name, number].restore(self.device)
         self._open = {ROOT, name}
         if not finishes:
-            self._unfinished.append(name)
+            self._unfinished.append((name, number))
 
     def _arrives(self, name: str, place: GradSlot, grad: Tensor | None) -> None:
         """Autograd is about to add a gradient to its place, which no map may have written yet. There is memory for a
@@ -289,35 +320,43 @@ class PartRunner:
         place.add_nothing()
         place.arrived = True
 
-    def finish_part(self, name: str) -> None:
-        """A part's backward pass is over: where nothing has come, the gradient is zero."""
-        if name in self._saved:
-            self._saved[name].drop()
+    def finish_part(self, name: str, number: int = 0) -> None:
+        """A part's backward pass is over: where nothing has come, the gradient is zero. number: of its forward pass; 0
+        for none."""
+        if (name, number) in self._saved:
+            self._saved[name, number].drop()
         for unit in self.plan.finished_after(name):
             self.engine.units[unit.name].empty_rest()
         self.engine.finish_backward(name)
 
     def _finish_rest(self) -> None:
-        for name in self._unfinished:
-            self.finish_part(name)
+        for name, number in self._unfinished:
+            self.finish_part(name, number)
         self._unfinished.clear()
 
     def _use(self, kind: str, name: str) -> None:
+        """A part is about to compute: the plan's next use, a later one of the same pass, whose earlier ones are left
+        out, or a further forward pass. Raises `UserError` for another."""
+        use = self.engine.following
+        if (kind, name) == ("forward", ROOT) and use and (use.kind, use.part) == ("backward", ROOT):
+            self.engine.another_pass()
+        elif any((use.kind, use.part) == (kind, name) for use in self.engine.to_come()):
+            self._skip(lambda use: (use.kind, use.part) != (kind, name))
         use = self.engine.following
         if use is None or (use.kind, use.part) != (kind, name):
-            if kind == "backward" and use is not None and use.kind == "forward":
-                raise UserError(
-                    f"{use.part} was left out of a forward pass, which every block runs in: leave it out of blocks=, "
-                    "or give example= to have that done"
-                )
-            if (kind, name) == ("forward", ROOT):
-                raise UserError(
-                    "the module was called twice with gradients in one micro-batch: call it once, with the rows of "
-                    "both (torch.cat), and other passes under torch.no_grad()"
-                )
             expected = f"the {use.kind} pass of {use.part}" if use else "the end of the micro-batch"
             raise UserError(
                 f"the {kind} pass of {name} came where the plan has {expected}: every block runs once per pass, in "
                 "one order; give example= to have the order found, or blocks= to name other blocks"
             )
         self.engine.use_unit(kind, name)
+
+    def _skip(self, leaves_out: Callable[[Use], bool]) -> None:
+        """Leave out the plan's next uses: ranks that do not still find this one in their collectives. Raises
+        `UserError` where blocks have shards of sequences."""
+        while (use := self.engine.following) is not None and leaves_out(use):
+            if self._whole_stream and use.kind == "forward":
+                raise UserError(f"{use.part} was left out of a forward pass; under sp every block runs: leave sp out")
+            self.engine.use_unit(use.kind, use.part)
+            if use.kind == "backward":
+                self.finish_part(use.part)

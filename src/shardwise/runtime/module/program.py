@@ -174,7 +174,8 @@ class ModuleProgram(PartRunner):
                 later += count
             self.moment([])
             self.begin_backward()
-            (loss / (first * len(micro_batches) or 1)).backward()
+            with self.backward_errors():
+                (loss / (first * len(micro_batches) or 1)).backward()
             self.end_backward()
             total += loss.detach()
         self.engine.finish_step()

@@ -10,13 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.decoder import Batch
 from shardwise.layout.homes import TO_DEVICE, TO_HOST
 from shardwise.runtime.transport.buffers import ByteCounter
 from shardwise.runtime.transport.comms import Comms
@@ -179,15 +178,12 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((storage.nbytes() // width,), (1,), 0).view(torch.uint8)
 
 
-def batch_storages(batch: Batch) -> set[int]:
-    """Storages of all tensors of a batch."""
-    return storages(getattr(batch, field.name) for field in fields(batch))
-
-
 def storages(values: Any) -> set[int]:
-    """Storages of all tensors in nested values."""
+    """Storages of all tensors in nested values, such as a batch's."""
     if isinstance(values, Tensor):
         return {values.untyped_storage()._cdata}
+    if is_dataclass(values):
+        values = [getattr(values, field.name) for field in fields(values)]
     if isinstance(values, dict):
         values = values.values()
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):

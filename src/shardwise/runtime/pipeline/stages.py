@@ -17,7 +17,7 @@ from shardwise.decoder import Batch, Decoder
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.gradients import WeightGradient, WeightGradients
 from shardwise.ops.recompute import recompute
-from shardwise.runtime.offload.activations import OffloadedActivations, SavedTensors, batch_storages
+from shardwise.runtime.offload.activations import OffloadedActivations, SavedTensors, storages
 from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.tensor.loss import loss_form, summed_cross_entropy
 from shardwise.runtime.tensor.lowering import lower_for_training, vocabulary_range
@@ -145,7 +145,7 @@ class StageRunner:
         for name in self.plan.stages[stage]:
             from_input = self.plan.layout.recompute == "input"
             if self.offloaded is not None and self.plan.kind(name) == "block" and (not from_input or saved is None):
-                saved = self.offloaded.block(name, partial(batch_storages, batch), saved)
+                saved = self.offloaded.block(name, partial(storages, batch), saved)
             if self.plan.layout.recompute == "input" and self.plan.kind(name) == "block":
                 if name == blocks[0][0]:
                     x = self._blocks_from_input(x, blocks, batch, saved)

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from shardwise.decoder import Decoder
 from shardwise.decoder.modules import TiedLinear
-from shardwise.errors import UserError
 from shardwise.layout.axes import Axes
 from shardwise.layout.homes import TO_HOST, accumulates_on_host
 from shardwise.layout.pipeline import splits_backward
@@ -50,7 +49,7 @@ from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.offload.intervals import StoredIntervals
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter
 from shardwise.runtime.transport.comms import Comms
-from shardwise.runtime.transport.protocol import Work
+from shardwise.runtime.transport.protocol import DONE, Work
 from shardwise.runtime.zero.flat_unit import FlatUnit, torch_dtype
 from shardwise.runtime.zero.packed_sum import PackedSum
 
@@ -117,6 +116,8 @@ class Engine:
         self._residency = Residency(plan) if plan.in_stages else None
         self._uses: list[Use] = []
         self._at = 0
+        self._passes: list[int] = []
+        """Forward passes with gradients of each micro-batch so far."""
         self._forwards: dict[Phase, tuple[list[Use], list[Use]]] = {}
         self._empty = True
         """Whether no turn of generation has gathered anything yet."""
@@ -225,6 +226,7 @@ class Engine:
 
     def begin_step(self) -> None:
         """A training step starts: the optimizer has forgotten the gradients, and at stage 3 nothing is resident."""
+        self._passes = [1] * self.plan.micro_batches
         self._micro_batches = list(self.plan.gathering_uses()) if self._residency is None else []
         self._gathers_of_step = StepGathers(self.plan)
         self._index = -1
@@ -242,22 +244,42 @@ class Engine:
         self._at = 0
         self._gathers.clear()
 
+    @property
+    def passes(self) -> int:
+        """Forward passes with gradients of this micro-batch so far."""
+        return self._passes[self._index]
+
+    def another_pass(self) -> None:
+        """A further forward pass with gradients begins, which the plan does not have; none has gone backward yet."""
+        self._passes[self._index] += 1
+        self._micro_batches = list(self.plan.gathering_uses(self._passes))
+        self._uses = self._micro_batches[self._index]
+
     @contextmanager
     def evaluation_in_step(self) -> Iterator[None]:
-        """A forward pass without gradients inside a step, which the plan does not have. Raises `UserError` where it
-        would need the slots of weights that the step still uses."""
-        uses, at = self._uses, self._at
-        if self.stage == 3 and (at or self._index):
-            raise UserError(
-                "at zero=3 a pass without gradients comes before the one with gradients, in the first micro-batch: "
-                "compute it there, or before train_step"
-            )
+        """A forward pass without gradients inside a step, which the plan does not have. Afterwards the slots of weights
+        are as they were before it."""
+        uses, at, arriving = self._uses, self._at, list(self._gathers)
+        for pending in self._gathers.values():
+            pending.wait()
         self.begin_evaluation()
-        try:
-            yield
-        finally:
-            self._uses, self._at = uses, at
-            self._gathers.clear()
+        yield
+        left = self._resident([self._uses[: self._at]])
+        self._uses, self._at = uses, at
+        self._gathers.clear()
+        if self.stage < 3:
+            return
+        before = self._resident([*self._micro_batches[: self._index], uses[:at]])
+        before |= {self.units[name].unit.slot: name for name in arriving}
+        for slot, name in before.items():
+            if left.get(slot) != name:
+                self._start(self.plan.gather(self.units[name].unit)).wait()
+        self._gathers.update(dict.fromkeys(arriving, DONE))
+
+    def _resident(self, uses: Sequence[Sequence[Use]]) -> dict[str, str]:
+        """Slot -> the unit that these uses leave in it."""
+        gathers = (gather for some in uses for use in some for gather in use.gathers)
+        return {self.units[gather.unit].unit.slot: gather.unit for gather in gathers}
 
     def begin_forward(self, phase: Phase) -> None:
         """A turn of generation: a forward pass which finds in the slots what the turn before has left there."""
@@ -270,6 +292,13 @@ class Engine:
     def following(self) -> Use | None:
         """The plan's next use of weights; None at the end of a micro-batch."""
         return self._uses[self._at] if self._at < len(self._uses) else None
+
+    def to_come(self) -> Iterator[Use]:
+        """The plan's next uses by blocks, of this forward pass, or of the whole backward pass."""
+        for use in self._uses[self._at :]:
+            if self.plan.kind(use.part) == "root":
+                return
+            yield use
 
     def use_unit(self, kind: str, part: str) -> None:
         """`part` is about to compute: its weights are made resident, and the next use's are sent for.
@@ -380,8 +409,12 @@ class Engine:
                 if flat.staging is not None:
                     flat.add_gradients(flat.staging.tensor)
                     flat.staging.free()
-        if self._residency is None and (self.stage >= 2 or self._last_micro_batch):
+        if self._residency is None and (self.stage >= 2 or (self._last_micro_batch and not self._comes_again(part))):
             self._reduce(part)
+
+    def _comes_again(self, part: str) -> bool:
+        """Whether this micro-batch has another backward pass of `part`."""
+        return self._passes[self._index] > 1 and any(use.part == part for use in self._uses[self._at :])
 
     def _finished(self, part: str) -> list[FlatUnit]:
         """The units whose gradients are complete after `part`'s backward."""

@@ -41,16 +41,15 @@ def add_up_packed(pieces: Sequence[Tensor], bits: int, target: Target) -> None:
     the pieces, and rounded once."""
     for start, stop, total in _sums(pieces, bits, len(target.tensor)):
         part = target.tensor[start:stop]
-        if target.adds:
-            part.copy_(total.add_(part))
-        else:
-            part.copy_(total)
+        part.copy_(total.add_(part) if target.adds else total)
+        del total  # before the next one is made
 
 
 def repack(pieces: Sequence[Tensor], bits: int, elements: int, into: Tensor, residual: Tensor | None = None) -> None:
     """Quantize the sum of packed pieces of so many elements, in fp32, into one packed piece. residual: as in `pack`."""
     for start, _, total in _sums(pieces, bits, elements):
         _feed_chunk(total, bits, into, start, elements, residual)
+        del total  # before the next one is made
 
 
 def _sums(pieces: Sequence[Tensor], bits: int, elements: int) -> Iterator[tuple[int, int, Tensor]]:
@@ -60,6 +59,7 @@ def _sums(pieces: Sequence[Tensor], bits: int, elements: int) -> Iterator[tuple[
         for piece in pieces[1:]:
             total.add_(_unpacked_chunk(piece, bits, start, stop, elements))
         yield start, stop, total
+        del total
 
 
 def _feed_chunk(numbers: Tensor, bits: int, into: Tensor, start: int, elements: int, residual: Tensor | None) -> None:

@@ -33,7 +33,7 @@ def data(params: Mapping[str, str]) -> View:
     """One layer of experts on the ranks of a layout; of a model without experts one sentence that says so."""
     query = Query(params)
     names, left_out = offered(_without_experts)
-    model = resolve(query.text("model", "mixtral-8x7b"))
+    model = resolve(query.text("model", "mixtral-8x7b"), fetch=False)
     if not model.experts:
         words = f"{model.name} {_without_experts(model)}. Nothing is routed: choose a model with experts."
         return View(query.state, {"model": names}, {}, {}, {"left_out": left_out, "dense": words, "offered": names})

@@ -26,7 +26,7 @@ _MOST_RANKS = 64
 def opens(state: Mapping[str, Any], layout: Layout, here: str, micro_batches: int = 0) -> list[tuple[str, str]]:
     """(title, address) of the views other than `here` that can show the layout. state: of the view that has the link;
     micro_batches: of a step, 0 where the view has none."""
-    base = resolve(str(state["model"]))
+    base = resolve(str(state["model"]), fetch=False)
     shared = {"model": state["model"]} | {n: state[n] for n in SIZES if state[n] != getattr(base, n)}
     shared["cluster"] = state["cluster"]
     training = {name: state[name] for name in ("seq", "batch") if name in state and here != "tokens"}

@@ -132,7 +132,7 @@ def _fix(one: Alternative) -> str:
 
 def _because(one: Alternative) -> str:
     if one.best is None:
-        return f"the leanest needs {format_bytes(one.least)} a device"
+        return f"each needs at least {format_bytes(one.least)} a device"
     crosses = "its groups leave a node; " if one.crosses else ""
     return f"{crosses}{time_parts.STEP[one.part]} +{format_time(one.grew)}" if one.slower > 0 else "as fast"
 

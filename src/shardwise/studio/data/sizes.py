@@ -27,7 +27,7 @@ _NODE = 8
 
 def sized(query: Query, default: str) -> tuple[ModelConfig, list[str]]:
     """The model of a state with its sizes, and the words of a command line that change it. Raises `UserError`."""
-    model = resolve(query.text("model", default))
+    model = resolve(query.text("model", default), fetch=False)
     target = {name: query.whole(name, getattr(model, name), 1, MOST) for name in SIZES}
     changes = ",".join(f"{name}={value}" for name, value in target.items() if value != getattr(model, name))
     return change(model, changes), ["--set", changes] * bool(changes)

@@ -1,0 +1,26 @@
+"""Size of a model in a headline: parameters, and those that one token uses where there are experts."""
+
+from __future__ import annotations
+
+from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model, count_parts
+from shardwise.report.units import format_count
+
+
+def size_words(model: Model) -> str:
+    """`8.03B parameters`, `117B parameters (5.13B active)` of a model with experts, and what its files have besides."""
+    total, _, active = count_parts(model)
+    used = f" ({format_count(active)} active)" if active != total else ""
+    more = f" and {format_count(extra)} for multi-token prediction" if (extra := _predicting(model)) else ""
+    return f"{format_count(total)} parameters{used}{more}"
+
+
+def size_json(model: Model) -> dict[str, int]:
+    """Numbers of all parameters, and of those that one token uses."""
+    total, _, active = count_parts(model)
+    more = {"multi_token_prediction_parameters": extra} if (extra := _predicting(model)) else {}
+    return {"parameters": total, "active_parameters": active, **more}
+
+
+def _predicting(model: Model) -> int:
+    return model.counted.predicting if isinstance(model, ModelConfig) and model.counted else 0

@@ -1,0 +1,67 @@
+"""Models by their ids on Hugging Face's hub, owner/name: the dated list, and the local cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+OFFLINE = "HF_HUB_OFFLINE"
+"""Variable that forbids connections, here as for huggingface_hub."""
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form owner/name."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text) is not None
+
+
+@cache
+def hub_models() -> dict[str, Any]:
+    """Popular models, as of the date in `hub.json`: id -> the shapes in its `config.json`, or another id."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("hub.json").read_text(encoding="utf-8"))
+    return found["models"]
+
+
+def listed(text: str) -> tuple[str, dict[str, Any]] | None:
+    """(id, shapes) of a model of the list, whatever the case of its id."""
+    name = {name.lower(): name for name in hub_models()}.get(text.strip().lower())
+    if name is None:
+        return None
+    config = hub_models()[name]
+    return name, hub_models()[config] if isinstance(config, str) else config
+
+
+def cached(text: str) -> Path | None:
+    """The newest `config.json` of an id in the hub's local cache, else the one that `hub_fetch` has left."""
+    if not is_hub_id(text):
+        return None
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+    snapshots = Path(cache, f"models--{text.replace('/', '--')}", "snapshots")
+    newest = max(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=None)
+    fetched = fetched_folder(text) / "config.json"
+    return newest or (fetched if fetched.is_file() else None)
+
+
+def cache_folder() -> Path:
+    """Where files about models are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardwise")
+
+
+def fetched_folder(text: str) -> Path:
+    """Where `hub_fetch` keeps the files of an id."""
+    where = re.sub(r"\W+", "-", endpoint().partition("://")[2])
+    return cache_folder() / "hub" / where / text.replace("/", "--")
+
+
+def endpoint() -> str:
+    """Address of the hub: HF_ENDPOINT, else https://huggingface.co."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def offline() -> bool:
+    """Whether connections are forbidden."""
+    return os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE")

@@ -1,0 +1,105 @@
+"""Which links a prediction is made for: one line, the same in JSON, and --network in place of the usual ones."""
+
+import json
+
+import pytest
+
+SERVE = "--serve --prompt 512 --output 128 --concurrency 16"
+COMMANDS = (
+    "plan llama-3.2-1b --cluster {} --seq 1024 --batch 64",
+    "plan llama-3.2-1b,qwen3-0.6b --cluster {} --seq 1024 --batch 64",
+    f"plan llama-3.2-1b --cluster {{}} {SERVE}",
+    "plan llama-3.2-1b --cluster {} --seq 1024 --find batch",
+    "estimate llama-3.2-1b --layout dp=16 --cluster {} --seq 1024 --batch 64",
+    "estimate llama-3.2-1b --layout dp=16 --cluster {} --seq 1024 --batch 64 --links",
+    "estimate llama-3.2-1b --layout dp=16 --compare dp=8,tp=2 --cluster {} --seq 1024 --batch 64",
+    "estimate llama-3.2-1b --layout dp=16 --cluster {} --seq 1024 --batch 64 --breakdown",
+)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_plan_names_its_links(words, command):
+    words = words.format("2x8xH100")
+    code, out, err = command(*words.split())
+    (line,) = [line for line in out.splitlines() if line.startswith("links: ")]
+    assert (code, err) == (0, "") and "NVLink4, 450 GB/s per device inside a node" in line and "NDR400" in line
+    assert "assumed, usual for H100-80GB-SXM" in out.replace("\n", " ")
+    links = json.loads(command(*words.split(), "--json")[1])["cluster_links"]
+    assert links["inside_node"]["name"] == "NVLink4" and links["inside_node"]["assumed"]
+    between = links["between_nodes"]
+    assert (between["name"], between["bandwidth"], between["nics_per_node"]) == ("NDR400", 50e9, 8)
+    assert between["assumed"] and between["kind"] == "network" and "InfiniBand" in between["source"]
+    links = json.loads(command(*words.split(), "--network", "100Gb", "--json")[1])["cluster_links"]
+    between = links["between_nodes"]
+    assert (between["name"], between["bandwidth"], between["nics_per_node"]) == ("100Gb", 12.5e9, 1)
+    assert not between["assumed"] and links["inside_node"]["assumed"]
+
+
+def test_explain_names_them_too(command):
+    words = ("explain", "vllm serve Llama-3.2-1B -tp 8 -pp 2", "--cluster", "2x8xA100", "--network", "EFA")
+    code, out, err = command(*words)
+    assert (code, err) == (0, "") and "EFA, 12.5 GB/s per NIC, 4 per node, between nodes" in out
+    assert json.loads(command(*words, "--json")[1])["cluster_links"]["between_nodes"]["nics_per_node"] == 4
+    code, out, err = command(*words[:2], "--network", "EFA")
+    assert (code, out) == (2, "") and "add --cluster" in err and err.count("\n") == 1
+
+
+def test_a_slower_network_is_dearer(command):
+    words = [
+        "estimate",
+        "llama-3-8b",
+        "--layout",
+        "dp=16",
+        "--cluster",
+        "2x8xH100",
+        "--seq",
+        "1024",
+        "--batch",
+        "16",
+        "--json",
+    ]
+    seconds = [
+        json.loads(command(*words, *network)[1])["time"]
+        for network in ((), ("--network", "8x400Gb"), ("--network", "400Gb"), ("--network", "100Gb"))
+    ]
+    assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("plan llama-3.2-1b --cluster 8xH100 --network NDR", "is one node: leave it out"),
+        ("plan llama-3.2-1b --network NDR", "--network needs --cluster"),
+        ("estimate llama-3.2-1b --layout dp=16 --cluster 2x8xH100 --network fast", "no network of that name"),
+        ("plan llama-3.2-1b --cluster 2x8x4090", "name it, --network 100Gb"),
+        (f"plan llama-3.2-1b --cluster 2x8x4090 {SERVE}", "--network 100Gb"),
+        ("plan llama-3.2-1b --cluster 4xcpu", "`shardwise calibrate device --ranks N --out FILE.toml`"),
+        (f"plan llama-3.2-1b --cluster 4xcpu {SERVE}", "`shardwise calibrate device --ranks N --out FILE.toml`"),
+    ],
+)
+def test_mistakes_are_one_line(words, hint, command):
+    code, out, err = command(*words.split())
+    assert (code, out) == (2, "") and hint in err and err.count("\n") == 1
+
+
+def test_one_device_has_no_links(command):
+    words = ["estimate", "llama-3.2-1b", "--layout", "dp=1", "--cluster", "1xH100", "--seq", "1024", "--batch", "4"]
+    assert "links: " not in command(*words)[1]
+    links = json.loads(command(*words, "--json")[1])["cluster_links"]
+    assert links == {"inside_node": None, "between_nodes": None}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "estimate llama-2-7b --layout dp=8,zero=3 --cluster 8xH100 --seq 8192 --batch 8",
+        "plan llama-2-7b --cluster 8xH100 --seq 8192 --batch 8",
+        "plan llama-2-7b --seq 8192 --batch 8",
+    ],
+)
+def test_sequences_beyond_a_models_positions_are_said(words, command):
+    said = "sequences of 8,192 tokens are longer than the 4,096 positions of llama-2-7b"
+    assert said in command(*words.split())[1].replace("\n", " ")
+    assert any(said in note for note in json.loads(command(*words.split(), "--json")[1])["notes"])
+    shorter = words.replace("8192", "4096")
+    assert "positions of" not in command(*shorter.split())[1]

@@ -1,0 +1,53 @@
+"""Popular models planned for the devices that their authors serve them on: bytes of the published files, commands under
+the hub's id, and what `explain` says of these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwise.model.catalog import resolve
+
+Command = Callable[..., tuple[int, str, str]]
+MODELS = {
+    # (cluster, ranks of one copy, bytes of the published safetensors). gpt-oss-120b: 60.8 GiB (model card, table 1).
+    "openai/gpt-oss-120b": ("8xH100", 8, 60.8 * 2**30),
+    # 1.03 TB of files (its page on the hub); 16 H200 (docs/deploy_guidance.md beside them).
+    "moonshotai/Kimi-K2-Instruct": ("2x8xH200", 16, 1.03e12),
+    # Parameters in the headers of their files, in 16 bits.
+    "zai-org/GLM-4.6": ("8xH200", 8, 2 * 356_785_898_816),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": ("4xH100", 4, 2 * 81_324_862_720),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_of_all_devices_are_the_published_files(name: str, command: Command) -> None:
+    cluster, ranks, published = MODELS[name]
+    code, out, _ = command("explain", f"vllm serve {name} -tp {ranks}", "--cluster", cluster, "--json")
+    assert code == 0
+    predicting = resolve(name).counted.predicting * 2  # in the files, and not loaded
+    weights = json.loads(out)["outlook"]["weight_bytes_per_gpu"] * ranks
+    assert weights + predicting == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_plan_emits_loads_the_hubs_files_and_fits(
+    name: str, engine: str, command: Command, tmp_path: Path
+) -> None:
+    cluster, file = MODELS[name][0], tmp_path / f"{engine}.sh"
+    words = f"plan {name} --serve --cluster {cluster} --prompt 1000 --output 200 --concurrency 16 --emit {engine}"
+    code, out, _ = command(*words.split(), "--out", str(file), "--json")
+    assert code == 0
+    assert json.loads(out)["ranked"][0]["bytes"] < json.loads(out)["usable_bytes"]
+    text = file.read_text()
+    assert name in text.partition("#!")[2].replace("# ", "").split()
+    assert ("--quantization" in text) == (not resolve(name).counted.stored)
+    code, out, _ = command("explain", str(file), "--cluster", cluster, "--json")
+    outlook = json.loads(out)["outlook"]
+    assert code == 0
+    assert outlook["model"] == name
+    assert outlook["longest_sequences"] >= 1

@@ -1,0 +1,153 @@
+"""Losses that call a module twice, or leave blocks out, on ranks and in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.jobs import _errors
+from harness.module_jobs import LR, SETTINGS
+from shardwise.layout.axes import DATA
+from shardwise.runtime.module.split import split
+
+STEPS, ROWS, WIDTH = 3, 4, 4
+
+
+class Leaving(nn.Module):
+    """A map, blocks of which a pass may leave out some, a map. What blocks return may be changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(4)
+        )
+        self.leave = nn.Linear(WIDTH, WIDTH)
+
+    @staticmethod
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+
+    def forward(self, x: Tensor, without: tuple[int, ...] = (), in_place: bool = False) -> Tensor:
+        x = self.enter(x)
+        for number, block in enumerate(self.blocks):
+            if number in without:
+                continue
+            y = block(x)
+            if in_place:
+                y += x
+            x = y if in_place else x + y
+        return self.leave(x)
+
+
+Loss = Callable[[nn.Module, Tensor, int, int], Tensor]
+"""(module, rows, step, rank) -> the mean loss of a rank's rows."""
+
+
+def contrastive(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
+    scores = model(x) @ model(x.flip(0) * 0.5).t()
+    return F.cross_entropy(scores, torch.arange(len(x)))
+
+
+def preference(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
+    """Chosen and rejected rows by passes of their own, each with its reference afterwards."""
+    chosen = model(x)
+    with torch.no_grad():
+        one = model(x + 1)
+    rejected = model(-x)
+    with torch.no_grad():
+        other = model(1 - x)
+    return F.softplus((0.5 * rejected - other).sum(1) - (chosen - one).sum(1)).mean()
+
+
+def chained(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
+    return model(torch.tanh(model(x))).square().mean()
+
+
+def left_out(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
+    """The first, a middle, and the last block, each in a step."""
+    return model(x, without=[(0,), (1, 2), (3,)][step]).square().mean()
+
+
+def left_out_by_rank(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
+    return model(x, without=[(0, rank + 1), (3,) * rank, (2 - rank,)][step]).square().mean()
+
+
+def both(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
+    """Two passes, each without blocks of its own; a third that the loss does not use."""
+    y, z = model(x, without=(3,)), model(x + 1, without=(0, 2))
+    model(x)
+    return (y - z).square().mean()
+
+
+def early_exit(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
+    """The loss does not depend on the later blocks, which run all the same."""
+    seen: list[Tensor] = []
+    inner = getattr(model, "module", model)
+    handle = inner.blocks[1].register_forward_hook(lambda block, given, out: seen.append(out))
+    y = model(x)
+    handle.remove()
+    return seen[0].square().mean() if step else y.square().mean()
+
+
+def in_place(model: nn.Module, x: Tensor, step: int, rank: int) -> Tensor:
+    y = model(x, in_place=True)
+    y += 1
+    return y.square().mean()
+
+
+LOSSES: dict[str, Loss] = {
+    loss.__name__: loss
+    for loss in (contrastive, preference, chained, left_out, left_out_by_rank, both, early_exit, in_place)
+}
+
+
+def rows_of(step: int) -> Tensor:
+    return torch.randn(2 * ROWS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def reference(name: str, accumulate: int = 1) -> dict[str, Tensor]:
+    """Final parameters in plain PyTorch: two ranks' rows, one after the other."""
+    torch.manual_seed(0)
+    module = Leaving().double()
+    groups = [
+        {"params": [p for p in module.parameters() if (p.dim() > 1) == matrix], "weight_decay": decay}
+        for matrix, decay in ((True, SETTINGS.weight_decay), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, LR, SETTINGS.betas, SETTINGS.eps)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank, rows in enumerate(rows_of(step).chunk(2)):
+            for part in rows.chunk(accumulate):
+                (LOSSES[name](module, part, step, rank) / (2 * accumulate)).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), SETTINGS.clip)
+        optimizer.step()
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def train_passes(rank: int, payload: tuple[str, str, int, dict[str, Tensor]]) -> dict[str, float]:
+    """Parameter -> squared distance to plain PyTorch over this rank's interval. payload: (loss, layout, micro-batches
+    per step, final parameters in plain PyTorch)."""
+    name, layout, accumulate, expected = payload
+    torch.manual_seed(0)
+    module = split(Leaving(), f"{layout},precision=fp64", accumulate=accumulate, optimizer=SETTINGS)
+    comms = module.program.comms
+    place = comms.index(DATA)
+
+    def loss(model: Any, batch: tuple[int, Tensor]) -> Tensor:
+        return LOSSES[name](model, batch[1], batch[0], place)
+
+    for step in range(STEPS):
+        rows = rows_of(step).chunk(2)[place]
+        module.train_step(loss, [(step, part) for part in rows.chunk(accumulate)], lr=LR)
+    errors: dict[str, float] = {}
+    for state in module.program.optimizer.states:
+        errors |= _errors(state.flat, state.master, expected)
+    dist.barrier()
+    comms.close()
+    return errors
