@@ -511,9 +511,15 @@ class _Space:
         if self.model.counted and (stored := self.model.counted.stored):  # the files say which
             name = computing_type(stored)
             return [name if known(name) else "bfloat16"]
-        if self.asked:
-            return [name for name in self.asked if known(name)]
-        return [name for name in TYPES if name == "bfloat16" or known(name)]
+        all_known = [name for name in TYPES if name == "bfloat16" or known(name)]
+        if not self.asked:
+            return all_known
+        if not (found := [name for name in self.asked if known(name)]):
+            asked, others = (", ".join(map(type_name, names)) for names in (self.asked, all_known))
+            raise UserError(
+                f"{self.engine.name} on {self.cluster.device.name} has no {asked} weights; known are {others}"
+            )
+        return found
 
     def words(self, weights: str) -> str:
         """The format of a type of weights, as the engine stores it."""
