@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.errors import UserError
 from shardwise.model.shapes import recording
 from shardwise.model.shapes.formulas import Scope, evaluate, holds
 
@@ -395,7 +396,7 @@ def literals(builds: list[Build], layered: bool, fields: set[str]) -> list[str]:
             elif isinstance(value, str) and len(value) < 24:
                 words.add(f"{name}={value}")
     if layered:
-        words |= {f"%{n}{s}" for n in range(2, 9) for s in ("", "+1")} | {"^"}
+        words |= {f"%{n}{s}" for n in range(2, 9) for s in ("", "+1")} | {f"<{n}" for n in range(1, 5)} | {"^"}
     if any("word_embed_proj_dim" in b[1] for b in builds):
         words.add("word_embed_proj_dim~hidden_size")
     return sorted(words, key=lambda w: (w[0] == "%" and w[1].isdigit(), w[-1] == "#", len(w), w))
@@ -757,8 +758,15 @@ def record(model_type: str, seed: int = 0) -> dict[str, Any]:
             "tensors": tensors, "defaults": rules,
             "others": shown, "cuts": family.cuts, "windowed": family.windowed,
             "known": sorted({*family.legacy, *recording.attributes_of(family.kind())})}  # fmt: skip
-    whole = family.attempt({})  # the class's own defaults, which are a published model's
-    check(family, data, [*sample(family, CHECKS, sizes, flags, lists), *([whole] if whole else [])])
+    check(family, data, sample(family, CHECKS, sizes, flags, lists))
+    # The class's own defaults are a published model's; where they contradict, the lists by layer must be given.
+    whole = family.attempt({})
+    try:
+        check(family, data, [whole] if whole else [])
+    except (ValueError, UserError):
+        guessed = [n for n, r in rules.items() if isinstance(r, dict) and r.keys() & {"each", "layers", "index"}]
+        data["defaults"] |= {n: {"unknown": True} for n in guessed}
+        check(family, data, [whole] if whole and not guessed else [])
     return data
 
 
