@@ -161,10 +161,11 @@ def _weighed(plan: ServingPlan) -> Iterator[str]:
     if pair := plan.apart:
         share = format_share(pair.tokens_per_second / plan.winner.tokens_per_second)
         yield (
-            f"prefill and decoding apart: {pair.prefill} reads prompts, {pair.decode} decodes {pair.batch} sequences at "
-            f"a time on each instance, {pair.devices} devices: {format_count(pair.tokens_per_second)} tokens/s ({share} "
-            f"of the winner's), {format_time(pair.first_token)} to the first token, {format_time(pair.token)} for each "
-            f"after it; a request's cache of {format_bytes(pair.cache_bytes)} goes over in {format_time(pair.transfer)}"
+            f"prefill and decoding apart: {pair.prefill} reads prompts, {pair.decode} decodes {pair.batch} sequences "
+            f"at a time on each instance, {pair.devices} devices: {format_count(pair.tokens_per_second)} tokens/s "
+            f"({share} of the winner's), {format_time(pair.first_token)} to the first token, "
+            f"{format_time(pair.token)} for each after it; a request's cache of {format_bytes(pair.cache_bytes)} goes "
+            f"over in {format_time(pair.transfer)}"
         )
     if plan.crossover:
         ranks, tokens = plan.crossover
