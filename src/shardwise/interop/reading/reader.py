@@ -21,11 +21,11 @@ from shardwise.interop.reading import (
 )
 from shardwise.interop.reading.arguments import LAUNCHER_SHORT, launched_ranks, parse
 from shardwise.interop.reading.known_keys import has, known, rows
-from shardwise.interop.reading.recognized import UNREAD, engine_of, names, program_of, unknown
+from shardwise.interop.reading.recognized import READ, UNREAD, engine_of, names, program_of, unknown
 from shardwise.interop.reading.settings import FileReader, Reading
 from shardwise.interop.reading.source import Source, sources
 
-ENGINES = tuple(rows("recognized", "readers")["engines"].split())
+ENGINES = READ
 
 _READERS: dict[str, Callable[[Mapping[str, Any], int | None, FileReader], Reading]] = {
     "vllm": lambda data, ranks, _: vllm.read(data, ranks),

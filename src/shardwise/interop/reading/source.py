@@ -164,7 +164,8 @@ def _called(text: str, path: Path) -> list[Source]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UserError(f"{path} is not valid Python") from None
-    packages, calls = rows("python", "packages"), rows("python", "calls")["names"].split()
+    packages = dict(pair.split("=") for pair in rows("python", "calls")["packages"].split())
+    calls = rows("python", "calls")["names"].split()
     modules: dict[str, str] = {}
     values: dict[str, ast.expr | None] = {}
     for node in ast.walk(tree):
