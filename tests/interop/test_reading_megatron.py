@@ -54,10 +54,19 @@ def test_the_model_of_gpt_s_arguments():
     assert model.vocab == 51200, "padded to a multiple of 128 for each of 8 tensor-parallel ranks"
 
 
-def test_a_model_with_experts_or_without_sizes_is_not_described():
-    experts = read([SCRIPT.replace("--swiglu", "--swiglu --num-experts 8 --moe-ffn-hidden-size 1024")])
-    assert experts.described is None and experts.unknown == ()
-    assert any("--num-experts, --moe-ffn-hidden-size" in fact for fact in experts.facts)
+def test_experts_are_described():
+    moe = "--swiglu --num-experts 8 --moe-ffn-hidden-size 1024 --moe-layer-freq '([0]*3+[1]*77)'"
+    model = read([SCRIPT.replace("--swiglu", f"{moe} --moe-shared-expert-intermediate-size 2048")]).described
+    experts = model.experts
+    assert (experts.count, experts.active, experts.ffn, experts.shared, experts.dense_layers) == (8, 2, 1024, 2, 3)
+    turns = read([SCRIPT.replace("--swiglu", moe.replace("'([0]*3+[1]*77)'", "2"))])
+    assert turns.described is None and any("layers in turns" in fact for fact in turns.facts)
+
+
+def test_a_model_with_latent_attention_or_without_sizes_is_not_described():
+    latent = read([SCRIPT.replace("--swiglu", "--swiglu --multi-latent-attention --q-lora-rank 64")])
+    assert latent.described is None and latent.unknown == ()
+    assert any("--multi-latent-attention, --q-lora-rank" in fact for fact in latent.facts)
     assert read([f"pretrain_gpt.py {PARALLEL} {TRAINING}"], 64).described is None
 
 

@@ -112,6 +112,28 @@ FLAGS = words_of("""
 """)
 
 
+SHELL = st.sampled_from(
+    [
+        "vllm serve x", "torchrun", "pretrain_gpt.py", "--tensor-parallel-size", "--nproc_per_node", "8", "A=2", "A=(",
+        ")", "(", "$A", "${A:-3}", "$((A/0))", "$(( a b ))", "$((", "'", '"', "`", "\\", "\n", ";", "if x; then", "fi",
+        "done", "for A in 1 2; do", "&&", "|", ">", "<<E", "E", "#", "bash -c", "'vllm serve y -tp 2'", "eval", "$@",
+        "${", "}", "=", "ssh h", "accelerate launch",
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(SHELL, st.sampled_from([" ", ""])), max_size=25), st.booleans())
+def test_rubbish_in_a_shell_is_one_line(parts, ranks):
+    text = " " + "".join(word + space for word, space in parts)
+    try:
+        found = read([text], 8 if ranks else None)
+    except UserError as error:
+        assert "\n" not in str(error)
+    else:
+        assert found.layout.ranks >= 1 and json.dumps(found.to_json())
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.none() | st.integers(1, 64))
 def test_rubbish_is_one_line(data, ranks):

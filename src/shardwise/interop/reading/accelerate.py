@@ -6,6 +6,7 @@ Sequence length and batch stand in the training script, not here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -21,14 +22,9 @@ from shardwise.layout import Layout
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 _OF_KIND = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 _LAYOUT = rows("accelerate", "layout")
-_SWITCHES = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM",
-             "multi_gpu": "MULTI_GPU"}  # fmt: skip
-_BEGINS = {
-    "fsdp_": "fsdp_config", "parallelism_config_": "parallelism_config", "megatron_lm_": "megatron_lm_config",
-    "deepspeed_config_file": "deepspeed_config", "zero": "deepspeed_config", "offload_": "deepspeed_config",
-    "gradient_": "deepspeed_config",
-}  # fmt: skip
-"""Beginnings of flags of `accelerate launch` -> the table of its file that has them."""
+_SWITCHES = {f"use_{kind.lower()}": kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")} | {"multi_gpu": "MULTI_GPU"}
+_OF_DEEPSPEED = ("deepspeed_config_file", "zero", "offload_", "gradient_")
+"""Beginnings of flags of `accelerate launch` that are keys of `deepspeed_config`."""
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 
@@ -41,28 +37,25 @@ def read(
     reading = _read(data, ranks, other, trainer or {})
     if not trainer:
         return reading
-    told = ConfigFields(trainer)
-    micro, steps = (told.integer(key, 1) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
-    seq = next((told.integer(key) for key in ("max_length", "max_seq_length") if told.given(key)), reading.seq)
-    layout = replace(reading.layout, micro=micro if told.given("per_device_train_batch_size") else reading.layout.micro)
-    if told.flag("gradient_checkpointing"):
-        layout = replace(layout, recompute="full")
-    batch = micro * steps * layout.dp if told.given("per_device_train_batch_size") else reading.batch
-    return replace(reading, layout=layout, seq=seq, batch=batch, model=told.word("model_name_or_path") or None)
+    fields, micro, batch = ConfigFields(trainer), reading.layout.micro, reading.batch
+    if micro_given := fields.integer("per_device_train_batch_size"):
+        micro, batch = micro_given, micro_given * fields.integer("gradient_accumulation_steps", 1) * reading.layout.dp
+    recompute = "full" if fields.flag("gradient_checkpointing") else reading.layout.recompute
+    seq = fields.integer("max_length") or fields.integer("max_seq_length") or None
+    layout = replace(reading.layout, micro=micro, recompute=recompute)
+    return replace(reading, layout=layout, seq=seq, batch=batch, model=fields.word("model_name_or_path") or None)
 
 
 def merged(data: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """A file with the flags of `accelerate launch` in place of its keys."""
     result = {key: dict(one) if isinstance(one, Mapping) else one for key, one in data.items()}
     for key, value in flags.items():
-        table = next((name for begin, name in _BEGINS.items() if key.startswith(begin)), None)
+        kind = re.match("fsdp|parallelism|megatron_lm", key)
+        table = f"{kind[0]}_config" if kind else "deepspeed_config" if key.startswith(_OF_DEEPSPEED) else ""
         if key in _SWITCHES:
             result["distributed_type"] = _SWITCHES[key]
-        elif table:
-            inner = result.setdefault(table, {})
-            inner[key] = value
         else:
-            result[key] = value
+            (result.setdefault(table, {}) if table else result)[key] = value
     return result
 
 
@@ -138,10 +131,8 @@ def fsdp(table: ConfigFields, processes: int, machines: int) -> dict[str, Any]:
         if strategy.startswith("HYBRID") and processes % machines:
             raise UserError(f"{strategy} shards inside a machine, but num_processes {processes} is no multiple of "
                             f"num_machines {machines}: nearest: {nearest_multiples(processes, machines)}")  # fmt: skip
-        if strategy.startswith("HYBRID") and 1 < machines < processes:
-            words["shard"] = processes // machines
-        if strategy.startswith("HYBRID") and 1 < machines == processes:
-            words["zero"] = 0
+        if strategy.startswith("HYBRID") and machines > 1:
+            words |= {"shard": processes // machines} if machines < processes else {"zero": 0}
     if table.flag(_LAYOUT["recompute"]):
         words["recompute"] = "full"
     if table.flag(_LAYOUT["offload"]):
@@ -209,10 +200,8 @@ def _deepspeed(top: ConfigFields, processes: int, other: FileReader, trainer: Ma
     mixed = top.word("mixed_precision", "no", ("no", "fp16", "bf16", "fp8")).lower()
     ulysses = _ulysses(top, processes)
     if name := table.word("deepspeed_config_file"):
-        said = (deepspeed.settings_of(ConfigFields(trainer)) if trainer else {}) | {
-            "bf16": mixed == "bf16",
-            "fp16": mixed == "fp16",
-        }
+        said = deepspeed.settings_of(ConfigFields(trainer)) if trainer else {}
+        said |= {"bf16": mixed == "bf16", "fp16": mixed == "fp16"}
         file = deepspeed.filled(other(name), **said)
         return deepspeed.within(top, "accelerate with DeepSpeed", deepspeed.read({**file, **ulysses}, processes))
     stage = table.integer("zero_stage", 2, least=0)

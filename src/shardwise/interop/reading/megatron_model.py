@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from typing import Literal
+
 from shardwise.errors import UserError
 from shardwise.interop.reading.fields import ConfigFields
 from shardwise.model import ModelConfig
+from shardwise.model.config import Experts
 
-_OTHERS = ("num_experts", "multi_latent_attention", "heterogeneous_layers_config_path", "hybrid_layer_pattern")
+_OTHERS = ("multi_latent_attention", "heterogeneous_layers_config_path", "hybrid_layer_pattern")
 """Flags of models that are not described here, and, below, those that belong to them."""
 _OF_OTHERS = (
-    "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq", "q_lora_rank", "kv_lora_rank",
-    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups",
-    "mamba_state_dim", "is_hybrid_model",
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mamba_num_heads",
+    "mamba_head_dim", "mamba_num_groups", "mamba_state_dim", "is_hybrid_model",
 )  # fmt: skip
 
 
 def described(fields: ConfigFields, tp: int) -> ModelConfig | None:
-    """The model; None where its sizes are not there, or where it has experts or latent attention.
+    """The model; None where its sizes are not there, or where it has latent attention or layers of other kinds.
 
     tp: the vocabulary is padded for it. Raises `UserError` for sizes that contradict each other.
     """
@@ -37,10 +40,11 @@ def described(fields: ConfigFields, tp: int) -> ModelConfig | None:
     untied = fields.flag("untie_embeddings_and_output_weights")
     if fields.flag("squared_relu"):
         fields.fact("--squared-relu is taken as gelu, which saves as much")
+    experts, known = _experts(fields, ffn)
     others = [key for key in (*_OTHERS, *_OF_OTHERS) if fields.given(key)]
     if others:
         fields.fact(f"its model is not described here ({', '.join(map(fields.name, others))}): --model names it")
-    if others or not (hidden and vocab and sizes["num_layers"] and sizes["num_attention_heads"]):
+    if others or not known or not (hidden and vocab and sizes["num_layers"] and sizes["num_attention_heads"]):
         return None
     if positions not in ("learned_absolute", "rope", "none"):
         raise UserError(f"--position-embedding-type {positions} is not known here; learned_absolute and rope are")
@@ -61,7 +65,28 @@ def described(fields: ConfigFields, tp: int) -> ModelConfig | None:
         bias=("qkv" if qkv_bias else "none") if plain else "all",
         qk_norm=qk_norm,
         tied=not untied,
+        experts=experts,
     )
+
+
+def _experts(fields: ConfigFields, ffn: int) -> tuple[Experts | None, bool]:
+    """(Experts, whether they are all that the flags say). ffn: width of a dense feed-forward, and of an expert's where
+    it has none of its own."""
+    count, active = fields.integer("num_experts"), fields.integer("moe_router_topk", 2)
+    width = fields.integer("moe_ffn_hidden_size", max(1, ffn))
+    shared = fields.integer("moe_shared_expert_intermediate_size")
+    layers = re.fullmatch(r"1|\(?\[0\]\s*\*\s*(\d+)\s*\+\s*\[1\]\s*\*\s*\d+\)?", fields.word("moe_layer_freq", "1"))
+    bias = fields.flag("moe_router_enable_expert_bias")
+    scoring = fields.word("moe_router_score_function", "softmax", ("softmax", "sigmoid"))
+    if not count:
+        return None, True
+    if shared % width or not layers:
+        fields.fact("its experts are not described here (layers in turns, or a shared expert of another width): "
+                    "--model names it")  # fmt: skip
+        return None, False
+    dense = int(layers[1] or 0)
+    kind: Literal["softmax", "sigmoid"] = "sigmoid" if scoring == "sigmoid" else "softmax"
+    return Experts(count, active, width, shared // width, dense_layers=dense, router_bias=bias, scoring=kind), True
 
 
 def _padded(fields: ConfigFields, vocab: int, tp: int) -> int:

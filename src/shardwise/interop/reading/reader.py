@@ -21,11 +21,11 @@ from shardwise.interop.reading import (
 )
 from shardwise.interop.reading.arguments import LAUNCHER_SHORT, launched_ranks, parse
 from shardwise.interop.reading.known_keys import has, known, rows
-from shardwise.interop.reading.recognized import UNREAD, engine_of, names, program_of, unknown
+from shardwise.interop.reading.recognized import READ, UNREAD, engine_of, names, program_of, unknown
 from shardwise.interop.reading.settings import FileReader, Reading
-from shardwise.interop.reading.source import Source, sources
+from shardwise.interop.reading.source import ConfigInput, sources
 
-ENGINES = tuple(rows("recognized", "readers")["engines"].split())
+ENGINES = READ
 
 _READERS: dict[str, Callable[[Mapping[str, Any], int | None, FileReader], Reading]] = {
     "vllm": lambda data, ranks, _: vllm.read(data, ranks),
@@ -60,7 +60,7 @@ def read(
     return replace(reading, unsettled=(*also, *first[1].open, *reading.unsettled))
 
 
-def _other(engine: str, source: Source, ranks: int | None) -> str:
+def _other(engine: str, source: ConfigInput, ranks: int | None) -> str:
     """One more command of a script, in a few words."""
     try:
         reading = _read(engine, source, ranks, None)
@@ -69,7 +69,7 @@ def _other(engine: str, source: Source, ranks: int | None) -> str:
     return f"{reading.engine} on {reading.layout.ranks} GPUs: {reading.layout}"
 
 
-def _chosen(found: Sequence[Source], engine: str | None) -> list[tuple[str, Source]]:
+def _chosen(found: Sequence[ConfigInput], engine: str | None) -> list[tuple[str, ConfigInput]]:
     """The engines' commands, or the one table. Raises `UserError` where there is none."""
     named = [(_engine(source), source) for source in found]
     if engine:
@@ -84,7 +84,7 @@ def _chosen(found: Sequence[Source], engine: str | None) -> list[tuple[str, Sour
     return [pair for number, pair in enumerate(pairs) if pair[1].words is None or texts[number] not in texts[:number]]
 
 
-def _engine(source: Source) -> str:
+def _engine(source: ConfigInput) -> str:
     """The engine of an input; empty where it is not recognized."""
     if source.engine or source.words is None:
         return source.engine or engine_of(names(source.table))
@@ -99,7 +99,7 @@ def _engine(source: Source) -> str:
     return engine or engine_of(names(flags)) or ("torchrun" if starts else "")
 
 
-def _read(engine: str, source: Source, ranks: int | None, precision: str | None) -> Reading:
+def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | None) -> Reading:
     data, launched = source.table, None
     if source.words is None and engine == "torchrun":
         raise UserError("torchrun is read from its arguments: give them, or the script that has them")
@@ -135,7 +135,7 @@ def _read(engine: str, source: Source, ranks: int | None, precision: str | None)
     return reading
 
 
-def _table(engine: str, source: Source, words: Sequence[str]) -> dict[str, Any]:
+def _table(engine: str, source: ConfigInput, words: Sequence[str]) -> dict[str, Any]:
     """Flags of a program, over the keys of the file that one of them names. Raises `UserError` where that cannot be
     read."""
     short = rows(engine, "short") if has(engine, "short") else {}
@@ -149,7 +149,7 @@ def _table(engine: str, source: Source, words: Sequence[str]) -> dict[str, Any]:
     return base | ({"model": model} if model and short and "model" not in flags else {}) | flags
 
 
-def _torchtitan(source: Source, words: list[str], ranks: int | None) -> Reading:
+def _torchtitan(source: ConfigInput, words: list[str], ranks: int | None) -> Reading:
     """torchtitan's command, over the file of --job.config_file or CONFIG_FILE."""
     named = parse(words, {}, frozenset()).flags.get("job.config_file")
     script = words[0].endswith("run_train.sh")

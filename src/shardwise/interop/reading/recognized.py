@@ -9,8 +9,8 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.interop.reading.known_keys import rows
 
-UNREAD = rows("unread", "titles")
-"""Engine that is recognized and not read -> its title and what reads a part of it."""
+READ, UNREAD = (tuple(rows("recognized", "names")[key].split()) for key in ("read", "not_read"))
+"""Engines that are read, and those that are recognized alone."""
 
 
 def program_of(words: Sequence[str]) -> tuple[str, int]:
@@ -54,6 +54,6 @@ def names(table: Mapping[str, Any]) -> set[str]:
 def unknown(engine: str = "") -> UserError:
     """The error for an input that nothing here reads."""
     if engine:
-        return UserError(f"this is {UNREAD[engine]}")
-    engines = ", ".join(rows("recognized", "readers")["engines"].split())
-    return UserError(f"no engine is recognized in this; say which with --engine: {engines}")
+        hint = "give the arguments or the file of the engine that it trains with, or say --engine"
+        return UserError(f"this is {engine}'s configuration, which is not read here: {hint}")
+    return UserError(f"no engine is recognized in this; say which with --engine: {', '.join(READ)}")

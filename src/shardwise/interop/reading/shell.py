@@ -26,6 +26,8 @@ _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _OPENS = ("if", "case", "for", "while", "until", "select")
 _CLOSES = ("fi", "esac", "done")
 _KEYWORDS = ("then", "do", "else", "elif", "{", "}", "!", "time", "exec", "eval", "nohup", "env", "sudo")
+_SHELLS = 4
+"""Shells inside shells that are followed."""
 _PRINTS = frozenset(["echo", "printf", ":", "pip", "grep", "pkill", "pgrep", "tee", "ssh-keygen"])
 """Commands whose arguments may look like another command."""
 
@@ -39,9 +41,9 @@ class Command:
     open: list[str] = field(default_factory=list)
 
 
-def commands(text: str) -> list[Command]:
+def commands(text: str, inside: int = 0) -> list[Command]:
     """The commands of a script in order, without those that print; options in variables that no command uses are the
-    last one. Raises `UserError` for quotes that are not closed."""
+    last one. inside: shells around this one. Raises `UserError` for quotes that are not closed."""
     shell = _Shell()
     text = _HEREDOC.sub(lambda match: match[3], text.replace("\r\n", "\n"))
     found: list[Command] = []
@@ -53,7 +55,7 @@ def commands(text: str) -> list[Command]:
         found += filter(None, [shell.run(words)])
         shell.depth -= branch
         before = [*words[:1], end] if words else before
-    started = [one for command in found if not command.words[0].startswith("-") for one in _inner(command)]
+    started = [one for command in found if not command.words[0].startswith("-") for one in _inner(command, inside)]
     options = [word for command in found if command.words[0].startswith("-") for word in command.words]
     if not started or options:
         unused = (value for value in shell.values.values() if not options and value and value[0].startswith("--"))
@@ -61,14 +63,14 @@ def commands(text: str) -> list[Command]:
     return started + ([Command(options, shell.texts())] if options else [])
 
 
-def _inner(command: Command) -> Iterator[Command]:
+def _inner(command: Command, inside: int) -> Iterator[Command]:
     """The commands in `bash -c TEXT`, or the command itself."""
     words = command.words
     for number, word in enumerate(words):
         shell = re.fullmatch(r"(?:\S*/)?(?:ba|z)?sh -\w*c", " ".join(words[max(0, number - 2) : number]))
-        if " " in word.strip() and (shell or len(words) == 1 or words[0] == "ssh"):
+        if inside < _SHELLS and " " in word.strip() and (shell or len(words) == 1 or words[0] == "ssh"):
             head = words[: max(0, number - 2)] if shell else []
-            for inner in commands(word):
+            for inner in commands(word, inside + 1):
                 yield Command([*head, *inner.words], command.variables | inner.variables, command.open + inner.open)
             return
     yield command

@@ -29,7 +29,7 @@ _HJSON = (
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigInput:
     """One input. table: keys and values; a command has its `words` in their place."""
 
     table: Mapping[str, Any] = field(default_factory=dict)
@@ -47,19 +47,19 @@ class Source:
         return table_of(self.folder / name)
 
 
-def sources(config: Sequence[str]) -> list[Source]:
+def sources(config: Sequence[str]) -> list[ConfigInput]:
     """Inputs in a file, or in arguments. Raises `UserError` for what cannot be read."""
     if not config:
         raise UserError("nothing to explain: give a configuration file, or an engine's arguments")
     path = Path(config[0])
     if len(config) > 1:
-        return [Source(words=tuple(config))]
+        return [ConfigInput(words=tuple(config))]
     if " " in config[0] and not _is_file(path):
         return _started(commands(config[0]), Path())
     if path.suffix in _TABLES:
         data = _documents(path)
         found = [source for one in data for source in _contained(one, path.parent)]
-        return found or [Source(_one_table(path, data), folder=path.parent)]
+        return found or [ConfigInput(_one_table(path, data), folder=path.parent)]
     if not _is_file(path):
         raise UserError(f"no file {config[0]!r}; give a configuration file, or an engine's arguments as one text")
     text = _text(path)
@@ -71,9 +71,10 @@ def table_of(path: Path) -> Mapping[str, Any]:
     return _one_table(path, _documents(path))
 
 
-def _started(found: Sequence[Command], folder: Path, *more: str) -> list[Source]:
+def _started(found: Sequence[Command], folder: Path, *more: str) -> list[ConfigInput]:
     return [
-        Source(words=tuple(one.words), folder=folder, variables=one.variables, open=(*one.open, *more)) for one in found
+        ConfigInput(words=tuple(one.words), folder=folder, variables=one.variables, open=(*one.open, *more))
+        for one in found
     ]
 
 
@@ -136,7 +137,7 @@ def _outside(instead: str, match: re.Match[str]) -> str:
     return match[1] or match.expand(instead)
 
 
-def _contained(node: Any, folder: Path, replicas: int = 1, depth: int = 0) -> Iterator[Source]:
+def _contained(node: Any, folder: Path, replicas: int = 1, depth: int = 0) -> Iterator[ConfigInput]:
     """Commands of containers (Kubernetes, compose), and the engine's arguments of a Ray Serve application."""
     if depth > 30 or not isinstance(node, Mapping | list):
         return
@@ -147,7 +148,7 @@ def _contained(node: Any, folder: Path, replicas: int = 1, depth: int = 0) -> It
     replicas = next((node[key] for key in ("replicas", "num_replicas") if isinstance(node.get(key), int)), replicas)
     more = (f"{replicas} replicas of it are started; this is one",) if replicas > 1 else ()
     if isinstance(node.get("engine_kwargs"), Mapping):
-        yield Source(node["engine_kwargs"], folder=folder, engine="vllm", open=more)
+        yield ConfigInput(node["engine_kwargs"], folder=folder, engine="vllm", open=more)
     elif isinstance(node.get("image"), str) and any(key in node for key in ("command", "args", "entrypoint")):
         parts = [node.get(key) or [] for key in ("entrypoint", "command", "args")]
         text = " ".join(part if isinstance(part, str) else shlex.join(map(str, part)) for part in parts)
@@ -157,14 +158,15 @@ def _contained(node: Any, folder: Path, replicas: int = 1, depth: int = 0) -> It
             yield from _contained(one, folder, replicas, depth + 1)
 
 
-def _called(text: str, path: Path) -> list[Source]:
+def _called(text: str, path: Path) -> list[ConfigInput]:
     """Calls of engines in a Python program: LLM(model=..., tensor_parallel_size=4) is a table. A value that is no
     constant is "$" and its text. Raises `UserError` where there is none."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UserError(f"{path} is not valid Python") from None
-    packages, calls = rows("python", "packages"), rows("python", "calls")["names"].split()
+    packages = dict(pair.split("=") for pair in rows("python", "calls")["packages"].split())
+    calls = rows("python", "calls")["names"].split()
     modules: dict[str, str] = {}
     values: dict[str, ast.expr | None] = {}
     for node in ast.walk(tree):
@@ -182,7 +184,7 @@ def _called(text: str, path: Path) -> list[Source]:
             if call.args and engine != "transformers":
                 table["model"] = _constant(call.args[0], values)
             spread = ("a dictionary of arguments (**) is not read",) * any(one.arg is None for one in call.keywords)
-            found.append(Source(table, folder=path.parent, engine=engine, open=spread))
+            found.append(ConfigInput(table, folder=path.parent, engine=engine, open=spread))
     if not found:
         raise UserError(f"{path} is a Python program without a call that is known here: {', '.join(calls)}")
     return found
