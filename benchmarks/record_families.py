@@ -7,6 +7,7 @@ family of which a build contradicts the formulas is left out, and said.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import inspect
@@ -16,7 +17,6 @@ import multiprocessing
 import random
 import re
 import signal
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
@@ -136,7 +136,7 @@ def probe(family: Family) -> tuple[dict[str, list[Any]], dict[str, list[Any]], d
         if type(value) is bool:
             tries = [not value]
         elif type(value) is int:
-            tries = [2 * value or 2, *([0, None] if value else [])]
+            tries = [2 * value or 2, *([0, None] if value else []), *([1, 2] if name.endswith("layers") else [])]
         elif name.endswith("/layers"):
             continue
         elif value is None and (
@@ -267,6 +267,8 @@ def draw(family: Family, sizes: dict, flags: dict, lists: dict, tries: int = 0) 
             given[name] = rand.choice([*values, 2, 3, 4]) if default is None else rand.randint(1, 6)
             if default is None and re.search("dim|size|rank|width|inner|n_embd", name):
                 given[name] = 32 * rand.choice((1, 2, 3, 5, 7, 11, 13))
+        elif name.endswith("layers"):
+            given[name] = rand.randint(0, layers)
         elif re.search("group", name):
             given[name] = default * rand.choice((1, 1, 2))
         elif re.search("key_value_heads|kv_heads", name) and rand.random() < 0.5:
@@ -388,7 +390,7 @@ def literals(builds: list[Build], layered: bool, fields: set[str]) -> list[str]:
         words |= {f"%{n}{s}" for n in range(2, 9) for s in ("", "+1")} | {"^"}
     if any("word_embed_proj_dim" in b[1] for b in builds):
         words.add("word_embed_proj_dim~hidden_size")
-    return sorted(words, key=lambda w: (w[0] == "%" and w[1].isdigit(), len(w), w))
+    return sorted(words, key=lambda w: (w[0] == "%" and w[1].isdigit(), w[-1] == "#", len(w), w))
 
 
 def split_rows(rows: list[tuple[Scope, Any]], words: list[str]) -> Iterator[tuple[str, list, list]]:
@@ -610,6 +612,8 @@ def defaults_of(family: Family, builds: list[Build], needed: set[str]) -> dict[s
 
 def default_of(family: Family, name: str, free: list[Build]) -> Any:
     """The rule of one attribute."""
+    if any(isinstance(b[1][name], list) for b in free):  # none beside lists: another list says it
+        free = [b for b in free if b[1][name] is not None]
     values = [b[1][name] for b in free]
     if not values or (all(v == values[0] for v in values) and not (isinstance(values[0], list) and len(values[0]) > 3)):
         return values[0] if values else None
@@ -809,28 +813,32 @@ def composites() -> dict[str, Any]:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or model_types()
-    if not sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="MODEL_TYPE", help="all of transformers where none is named")
+    parser.add_argument("--out", type=Path, default=DATA, help="file that they are added to (the package's own)")
+    args = parser.parse_args()
+    wanted = args.families or model_types()
+    if not args.families:
         lines = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in composites().items())
-        DATA.with_name("composites.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        args.out.with_name("composites.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         for model_type, data in pool.imap_unordered(task, wanted):
             if isinstance(data, str):
                 print(f"{model_type}: left out: {data[:1500]}", flush=True)
             else:
-                store(model_type, data)
+                store(model_type, data, args.out)
                 print(f"{model_type}: {len(data['tensors'])} tensors", flush=True)
 
 
-def store(model_type: str, data: dict[str, Any]) -> None:
+def store(model_type: str, data: dict[str, Any], out: Path) -> None:
     """Write a family beside those that are there."""
-    with DATA.with_suffix(".lock").open("w") as lock:
+    with out.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        families = {**(json.loads(DATA.read_text()) if DATA.exists() else {}), model_type: data}
+        families = {**(json.loads(out.read_text()) if out.exists() else {}), model_type: data}
         lines = (f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in sorted(families.items()))
-        DATA.with_suffix(".new").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        DATA.with_suffix(".new").replace(DATA)
-    DATA.with_suffix(".lock").unlink(missing_ok=True)
+        out.with_suffix(".new").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        out.with_suffix(".new").replace(out)
+    out.with_suffix(".lock").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,26 @@ def test_standard_output_is_the_file_alone(command):
     assert code == 0 and not err and out.startswith("#!/usr/bin/env bash\n") and "--nnodes 4" in out
 
 
+@pytest.mark.parametrize("engine", ["megatron", "torchtitan", "deepspeed", "accelerate", "transformers", "torchrun"])
+def test_a_step_is_assumed_as_in_plan_and_forced_keys_are_replaced(command, tmp_path, engine):
+    path = tmp_path / "file"
+    asked = ("emit", "dp=8,zero=3,micro=2", "--model", "llama-3-8b", "--for", engine, "--out", path, "--json")
+    code, out, err = command(*asked)
+    data = json.loads(out)
+    assert code == 0, err
+    assert any(comment.startswith("assumed --seq 8192") for comment in data["comments"])
+    assert any(comment.startswith("assumed --batch 256") for comment in data["comments"])
+    forced = engine in ("torchtitan", "accelerate", "transformers")
+    assert ("grads=fp32" in data["layout"]) == forced
+    assert any("grads=fp32 in place of bf16" in comment for comment in data["comments"]) == forced
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["dp=8", *TRAIN, "--for", "megatro"], "no engine 'megatro'; did you mean megatron?"),
         (["dp=8", *TRAIN, "--for", "vllm"], "vLLM serves: give --prompt"),
         (["dp=8", *SERVE, "--for", "megatron"], "Megatron-LM trains: give --seq"),
-        (["dp=8", "--model", "llama-3-8b", "--for", "deepspeed"], "DeepSpeed trains and needs --seq and --batch"),
         (["dp=8", "--model", "gemma-2-9b", "--seq", 64, "--batch", 8, "--for", "megatron"], "express gemma-2-9b"),
         (["dp=8", "--model", "llama", "--for", "vllm"], "no model 'llama'"),
         (["dp=0", *TRAIN, "--for", "vllm"], "dp must be a positive integer"),

@@ -130,6 +130,46 @@ def test_mistakes_are_one_line_and_exit_2(config, capsys, arguments, line):
     assert line in error and error.count("\n") == 1
 
 
+AUTO = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}}
+
+
+def test_doubts_are_in_the_first_line_and_strict_rejects_them(command, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
+    asked = ("explain", tmp_path / "ds.json", "--ranks", 8)
+    code, out, _ = command(*asked)
+    assert code == 0 and out.startswith("DeepSpeed on 8 GPUs: dp=8,zero=3; in doubt: bf16 are auto")
+    code, _, err = command(*asked, "--strict")
+    assert code == 2 and "--strict: bf16" in err and err.count("\n") == 1
+    assert command(*asked, "--strict", "--precision", "bf16")[0] == 0
+    code, out, _ = command("explain", "vllm serve x -tp 2 --data-paralel-size 4")
+    assert code == 0 and "did you mean --data-parallel-size?" in out.split("What it is")[0]
+
+
+def test_states_that_nothing_counts_are_not_priced(command):
+    words = "torchtitan --training.dtype bfloat16 --training.seq_len 2048 --parallelism.tensor_parallel_degree 8"
+    code, out, _ = command("explain", words, "--cluster", "8xH100", "--model", "qwen3-32b")
+    assert code == 0 and "is not priced: training.dtype is bfloat16" in " ".join(out.split()) and "peak" not in out
+
+
+def test_recomputed_modules_are_priced(command):
+    def peak(modules):
+        words = "torchrun --nproc_per_node 8 pretrain_gpt.py --use-distributed-optimizer --bf16 --seq-length 4096 "
+        words += f"--recompute-granularity selective --recompute-modules {modules} --micro-batch-size 1"
+        code, out, err = command("explain", words, "--model", "qwen3-30b-a3b", "--json", "--cluster", "8xH100")
+        assert code == 0, err
+        return json.loads(out)["outlook"]["report"]["roles"][0]["peak_bytes"]
+
+    assert peak("mlp moe") < peak("core_attn") and peak("core_attn mlp moe") < peak("mlp moe") + 1
+
+
+@pytest.mark.parametrize(("cluster", "said"), [("8xL4", True), ("8xH100", False)])
+def test_tensor_parallel_over_pcie_is_warned_of(command, cluster, said):
+    training = "pretrain_gpt.py --tensor-model-parallel-size 2 --seq-length 512 --micro-batch-size 1 --bf16"
+    for words in (training, "vllm serve x -tp 2 --max-model-len 512"):
+        code, out, err = command("explain", words, "--cluster", cluster, "--model", "gpt2")
+        assert code == 0 and ("warning: tp=2 runs over PCIe" in " ".join(out.split())) == said, (out, err)
+
+
 def test_what_binds_offloading_is_said_without_a_profile_of_the_engine(command, tmp_path):
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     told = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 64, "bf16": {"enabled": True}}

@@ -15,7 +15,7 @@ from harness.contexts import context_cases
 from harness.durations import table
 from harness.experts import expert_cases
 from harness.pipelines import pipeline_cases
-from harness.quick import DAYS, LAYOUTS_A_DAY, RANKS, dealt, is_quick, pairs, today
+from harness.quick import DAYS, LAYOUTS_A_DAY, RANKS, dealt, is_quick, left_out, pairs, today
 from harness.space import all_cases
 
 
@@ -68,6 +68,17 @@ def test_tests_that_share_a_dear_fixture_have_one_turn() -> None:
         first, second, third, other = is_quick(items, day)
         assert first == second == third and other
     assert sum(is_quick(items, day)[0] for day in range(DAYS)) == 1
+
+
+@pytest.mark.usefixtures("costs")
+def test_two_parts_are_the_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [item(f"a.py::test_dear[{n}]") for n in range(20)] + [item("a.py::test_new")]
+    away = {}
+    for part in ("quick", "rest", ""):
+        monkeypatch.setattr(quick, "PART", part)
+        away[part] = left_out(items)
+    assert not away["quick"] & away["rest"] and away["quick"] | away["rest"] == {one.nodeid for one in items}
+    assert "a.py::test_new" in away["rest"] and away[""] == set()
 
 
 @pytest.mark.parametrize("first", ["20261118", "20261225"])

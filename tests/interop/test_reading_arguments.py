@@ -3,10 +3,15 @@
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.arguments import launched_ranks, parse, split
+from shardwise.interop.reading.arguments import launched_ranks, parse
+from shardwise.interop.reading.shell import commands
 
 SHORT = {"-tp": "tensor_parallel_size"}
 ALONE = frozenset({"bf16", "enforce_eager"})
+
+
+def split(text):
+    return [word for command in commands(text) for word in command.words]
 
 
 def flags(text):
@@ -55,15 +60,18 @@ def test_a_script_s_variables_and_arrays_are_filled_in():
 @pytest.mark.parametrize(
     "text",
     [
-        "A=(\n --context-parallel-size 2\n)\ntorchrun x.py",
-        "A=(--context-parallel-size 2)\ntorchrun x.py",
-        "A=' --context-parallel-size 2'\ntorchrun x.py",
-        "A+=('--context-parallel-size 2' x)",
-        "torchrun --context-parallel-size 2; torchrun x.py",
+        "A=(\n --context-parallel-size 2\n)\ntorchrun x.py ${A[@]}",
+        'A=(--context-parallel-size 2)\ntorchrun x.py "${A[@]}"',
+        "A=' --context-parallel-size 2'\ntorchrun x.py $A --bf16",
+        "A+=('--context-parallel-size 2')",
     ],
 )
 def test_what_comes_after_an_array_is_no_value(text):
     assert flags(text)["context_parallel_size"] == "2"
+
+
+def test_options_that_no_command_uses_are_not_its_own():
+    assert "context_parallel_size" not in flags("A=(--context-parallel-size 2)\ntorchrun x.py")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_stage_3_with_offload(reading):
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
             8,
-            "dp=8,zero=3,micro=2,offload=nvme,offload_params=nvme",
+            "dp=8,zero=3,micro=2",
         ),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, 8, "dp=8,zero=2,micro=2,offload=cpu"),
     ],

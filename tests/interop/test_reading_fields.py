@@ -5,6 +5,7 @@ import pytest
 from shardwise.errors import UserError
 from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import Known, known
+from shardwise.layout import Layout
 
 
 def test_values_are_read_as_they_are_written():
@@ -42,7 +43,17 @@ def test_keys_that_nobody_takes_are_harmless_or_unknown():
     )
     fields.integer("taken")
     fields.table("in")
-    assert fields.left() == (("lr", "lr_decay"), ("takn (did you mean taken?)", "in.x"))
+    assert fields.left() == (("lr", "lr_decay"), ("takn (did you mean taken?)", "in.x"), ())
+
+
+def test_keys_named_like_the_layout_change_something():
+    known = Known(frozenset({"bucket_size"}), ("moe_", "zero_init"))
+    keys = {"bucket_size": 1, "moe_x": 1, "moe_parallel": 1, "zero_init_flag": 1}
+    fields = ConfigFields(keys, known)
+    assert fields.left() == (("moe_x",), ("moe_parallel",), ("bucket_size", "zero_init_flag"))
+    found = fields.reading("x", Layout())
+    assert found.unsettled == ("moe_parallel is not known here and may change this",)
+    assert any("bucket_size, zero_init_flag" in fact for fact in found.facts)
 
 
 def test_the_lists_of_harmless_keys_are_sorted_words():

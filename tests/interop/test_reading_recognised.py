@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shardwise.errors import UserError
 from shardwise.interop import ENGINES, read
 from shardwise.interop.reading import deepspeed, megatron, sglang, torchrun, torchtitan, transformers, vllm
+from shardwise.interop.reading.arguments import parse
 
 
 @pytest.mark.parametrize(
@@ -36,10 +37,10 @@ def test_arguments(text, engine):
         (["\0"], None, "no file"),
         (["\0.json"], None, "cannot read"),
         (["."], None, "no file"),
-        (["foo bar"], None, "no engine is recognised"),
+        (["foo bar"], None, "no engine is recognized"),
         (["vllm serve x"], "vlm", "no engine 'vlm'"),
-        (["a b"], "deepspeed", "from its configuration file"),
-        (["a b"], "accelerate", "from its configuration file"),
+        (["a b"], "deepspeed", "its configuration file"),
+        (["a b"], "accelerate", "its configuration file"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(config, engine, line):
@@ -66,9 +67,9 @@ def test_an_engine_can_be_named(tmp_path):
     path = tmp_path / "unusual.json"
     path.write_text(json.dumps({"parallelism": {"tensor_parallel_degree": 2}}))
     assert read([str(path)], 8, "torchtitan").layout.tp == 2
-    with pytest.raises(UserError, match="Megatron-LM is read from its arguments"):
-        read([str(path)], 8, "megatron")
-    assert len(ENGINES) == 8
+    with pytest.raises(UserError, match="torchrun is read from its arguments"):
+        read([str(path)], 8, "torchrun")
+    assert len(ENGINES) == 11
 
 
 VALUE = st.sampled_from(
@@ -119,14 +120,15 @@ def test_rubbish_is_one_line(data, ranks):
         for flag, value in data.draw(st.dictionaries(st.sampled_from(FLAGS), VALUE, max_size=8)).items()
         for word in (f"--{flag.replace('_', '-')}", str(value))
     ]
+    flags = parse(words, {}, frozenset()).flags
     for reader, config in (
         (deepspeed.read, data.draw(tables(DEEPSPEED))),
         (torchtitan.read, data.draw(tables(TORCHTITAN))),
-        (megatron.read, words),
-        (vllm.read, words),
-        (sglang.read, words),
+        (megatron.read, flags),
+        (vllm.read, flags),
+        (sglang.read, flags),
         (torchrun.read, words),
-        (transformers.read, data.draw(tables(TRANSFORMERS))),
+        (lambda table, ranks: transformers.read(table, ranks, {}.__getitem__), data.draw(tables(TRANSFORMERS))),
     ):
         try:
             found = reader(config, ranks)

@@ -1,8 +1,8 @@
 """A layout as the configuration of another engine: a file, or a script with the command.
 
-Training engines take --seq and --batch, servers (vllm and sglang) --prompt, --output and --concurrency. What an engine
-cannot express is an error with the nearest layout that it can; what its files leave to your code is a comment.
-`shardwise explain` reads the file back.
+Training engines take --seq and --batch (where they are left out, usual ones, as in plan), servers (vllm and sglang)
+--prompt, --output and --concurrency. What an engine cannot express is an error with the nearest layout that it can;
+what its files leave to your code is a comment. `shardwise explain` reads the file back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from shardwise.cli.models import add_offline
 from shardwise.cli.output import print_json
 from shardwise.cli.plan_emit import source_of
 from shardwise.cli.quantities import length_of
+from shardwise.cli.workloads import workload_of
 from shardwise.errors import UserError, os_errors
 from shardwise.interop import EngineFile, ServerSettings, WriteRequest, write
 from shardwise.interop.reading.settings import PREFILL_TOKENS
@@ -52,15 +53,19 @@ def run(args: argparse.Namespace) -> int:
     writer = writer_for(args.engine)
     if args.set and writer.loads_model:
         raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
-    model = change(resolve(args.model), ",".join(args.set))
+    model, layout = change(resolve(args.model), ",".join(args.set)), Layout.parse(args.layout)
+    workload, assumed = Workload(**given(args, Workload)), tuple[str, ...]()
+    if not writer.serves and all(getattr(args, name) is None for name in SERVING):
+        workload, assumed = workload_of(args, model, layout.dp * layout.micro)
     request = WriteRequest(
         model,
-        Layout.parse(args.layout),
-        Workload(**given(args, Workload)),
+        layout,
+        workload,
         _served_of(args, writer.serves),
         cluster_of(args) if args.cluster else None,
         args.weights or source_of(args.model),
         args.engine_version,
+        tuple(f"assumed {note}" for note in assumed),
     )
     file = write(args.engine, request)
     return _show_file(args, file)

@@ -1,8 +1,8 @@
 """A configuration of another engine explained: its layout, memory, traffic and time.
 
-CONFIG is a file (DeepSpeed's or transformers' JSON, torchtitan's TOML, accelerate's or vLLM's YAML, a script with the
-arguments of Megatron-LM, torchtitan, vLLM, SGLang or torchrun), or the arguments as one text: shardwise explain "vllm
-serve MODEL -tp 4". With a model and a cluster it says what every GPU holds.
+CONFIG is a file (a table in JSON, TOML or YAML; a script with an engine's command; a Kubernetes, compose or Ray Serve
+file around one; a Python program that calls one), or the arguments as one text: shardwise explain "vllm serve MODEL -tp
+4". Files that it names are read, too. With a model and a cluster it says what every GPU holds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.cli.quantities import length_of
 from shardwise.cli.show import explain_table
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.interop import Reading, read
+from shardwise.interop import ENGINES, Reading, read
 from shardwise.interop.words import in_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, resolve
@@ -31,9 +31,14 @@ Outlook = explain_table.Training | explain_table.CacheRoom | None
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="+", metavar="CONFIG", help="a file, or arguments as one text (or after --)")
-    parser.add_argument("--engine", metavar="NAME", help="vllm, sglang, deepspeed, megatron, torchtitan, accelerate, "
-                        "transformers or torchrun")  # fmt: skip
+    parser.add_argument(
+        "--engine", metavar="NAME", help=f"the engine, where it is not recognized: {', '.join(ENGINES)}"
+    )
     parser.add_argument("--ranks", type=int, metavar="N", help="processes, where neither it nor --cluster says")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), help="what DeepSpeed's file leaves to a trainer"
+    )
+    parser.add_argument("--strict", action="store_true", help="exit 2 where a key is unknown or the layout is in doubt")
     parser.add_argument("--cluster", metavar="TEXT", help="[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file")
     add_network(parser)
     parser.add_argument("--model", metavar="MODEL", help="a name of the catalog, a config.json, or its folder")
@@ -51,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     if args.network is not None and not args.cluster:
         raise UserError("--network is between the nodes of a cluster: add --cluster, such as 2x8xH100")
     cluster = cluster_of(args) if args.cluster else None
-    reading = read(args.config, args.ranks or (cluster.devices if cluster else None), args.engine)
+    reading = read(args.config, args.ranks or (cluster.devices if cluster else None), args.engine, args.precision)
+    if args.strict and (doubts := (*reading.unsettled, *(f"{key} is not known here" for key in reading.unknown))):
+        raise UserError(f"--strict: {'; '.join(doubts)}")
     layout = replace(reading.layout, micro=args.micro) if args.micro else reading.layout
     reading = replace(reading, layout=layout, seq=args.seq or reading.seq, batch=args.batch or reading.batch)
     model = _model(reading, args)
@@ -65,7 +72,8 @@ def _lines(
     reading: Reading, words: list[str], model: ModelConfig | None, outlook: Outlook, cluster: Cluster | None
 ) -> Iterator[Renderable]:
     ranks = reading.layout.ranks
-    yield f"{reading.engine} on {ranks} GPU{'s' * (ranks > 1)}: {reading.layout}"
+    doubts = f"; in doubt: {'; '.join(reading.unsettled)}" if reading.unsettled else ""
+    yield f"{reading.engine} on {ranks} GPU{'s' * (ranks > 1)}: {reading.layout}{doubts}"
     yield from _section("What it is:", words)
     yield from _section("It says besides:", reading.facts)
     yield from _section("Worth knowing:", reading.notes)

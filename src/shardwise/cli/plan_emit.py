@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -83,14 +82,15 @@ def best_file(
 
     own, reason = writer_for(engine).fixed, ""
     for request in requests:
+        changed = replace(request.layout, **own)
         try:
-            return write(engine, request), reason
+            file = write(engine, request)
         except UserError as error:
             reason = reason or str(error)
-        changed = replace(request.layout, **own)
-        if own and changed != request.layout and fits(changed):
-            with suppress(UserError):
-                return write(engine, replace(request, layout=changed)), reason
+            continue
+        if changed == request.layout or fits(changed):
+            return file, reason
+        reason = reason or f"{changed}, as the engine has it, does not fit"
     raise UserError(f"none of the {len(requests)} best layouts can be written (more with --top): {reason}")
 
 

@@ -283,16 +283,15 @@ def plan_serving(
     without requests or longer than the model's positions, and for models that do not run.
     """
     model, cluster = as_config(model), as_cluster(cluster)
+    workload = workload if rate is None else replace(workload, concurrency=1)
+    _check(model, cluster, workload, top)
     engine = engine or usual_engine(cluster, ENGINE)
     profile = serving_engine(engine)
     room = _room(cluster, profile)
     space_for = partial(_Space, model, cluster, engine=profile, room=room, asked=_formats(model, weights),
                         kv_cache=_cache_type(kv_cache))  # fmt: skip
     if rate is not None:
-        workload = replace(workload, concurrency=1)
-        _check(model, cluster, workload, top)
         workload = replace(workload, concurrency=_clients_at(rate, space_for(workload=workload)))
-    _check(model, cluster, workload, top)
     space = space_for(workload=workload, queues=rate is None)
     found, unhurried = [], []
     for kind in space.types:

@@ -77,6 +77,8 @@ class CacheRoom:
     """The most of one iteration."""
     cache: str = "bfloat16"
     """torch's name of the type of keys and values."""
+    warning: str = ""
+    """Of tensor parallelism over slow links."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -88,6 +90,7 @@ class CacheRoom:
             "kv_cache": self.cache,
             "cache_bytes_per_gpu": self.room,
             "cache_tokens": self.tokens,
+            "warning": self.warning or None,
             "longest_sequences": self.tokens // self.length if self.tokens is not None and self.length else None,
         }
 
@@ -105,6 +108,7 @@ class CacheRoom:
             f"{format_bytes(self.graphs)} outside of the share that may be used"
         )
         results.append(f"  {format_bytes(self.room)} left for the cache: {self.tokens:,} tokens")
+        results += [self.warning] if self.warning else []
         if self.length:
             results.append(f"  at most {self.tokens // self.length:,} sequences of {self.length:,} tokens at a time")
         if self.sequences:
@@ -118,14 +122,22 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
     """Memory, traffic and time of a step, the time where there is a profile of the engine. Raises `UserError` where the
     layout does not suit the model, the batch or the cluster."""
     from shardwise.predict import estimate
+    from shardwise.predict.memory.engine_settings import EngineSettings
+    from shardwise.predict.traffic.slow_links import tensor_warning
     from shardwise.report.timing_table import binding
 
+    if reading.unpriced:
+        return Training(model, None, reading.unpriced)
     assert reading.seq and reading.batch
     workload = Workload(seq=reading.seq, batch=reading.batch, optimizer=reading.optimizer or DEFAULT)
     check(reading.layout, model, workload, cluster.devices if cluster else None)
     try:
         engine = PROFILES.get(reading.engine)
-        report = estimate(model, reading.layout, workload, cluster, engine=engine)
+        settings = EngineSettings(modules=reading.recomputed)
+        report = estimate(model, reading.layout, workload, cluster, engine=engine, settings=settings)
+        parts = report.timing["parts"] if report.timing else {}
+        slow = tensor_warning(cluster, reading.layout.tp, parts, "the step") if cluster else None
+        report = replace(report, notes=(*([slow] if slow else []), *report.notes))
         if engine is None and report.timing:
             note = f"no time of a step: there is no profile of what {reading.engine} overlaps and fuses"
             bound = (f"as shardwise would run it, {line}" for line in binding(report.timing))
@@ -141,6 +153,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, usual_sequences
     from shardwise.predict.memory.serving import PAGE, ServingSetup, stage_bytes
     from shardwise.predict.time.profiles import engine
+    from shardwise.predict.traffic.slow_links import tensor_warning
 
     assert reading.served
     served, layout, profile = reading.served, reading.layout, engine(SERVED_AS)
@@ -168,7 +181,8 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
             "in fewer bits"
         )
     left = room - fullest.weights - workspace
-    return CacheRoom(*told, left, int(fits), length, served.sequences, served.cache)
+    slow = tensor_warning(cluster, layout.tp, {}, "") if cluster else None
+    return CacheRoom(*told, left, int(fits), length, served.sequences, served.cache, slow or "")
 
 
 SERVED_AS = "vllm"

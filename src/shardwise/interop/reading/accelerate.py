@@ -6,30 +6,67 @@ Sequence length and batch stand in the training script, not here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.reading import deepspeed
-from shardwise.interop.reading.fields import ConfigFields
+from shardwise.interop.reading.fields import ConfigFields, nearest_multiples
 from shardwise.interop.reading.known_keys import Known, known, rows
-from shardwise.interop.reading.settings import Reading
+from shardwise.interop.reading.settings import FileReader, Reading
 from shardwise.layout import Layout
 
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 _OF_KIND = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 _LAYOUT = rows("accelerate", "layout")
+_SWITCHES = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM",
+             "multi_gpu": "MULTI_GPU"}  # fmt: skip
+_BEGINS = {
+    "fsdp_": "fsdp_config", "parallelism_config_": "parallelism_config", "megatron_lm_": "megatron_lm_config",
+    "deepspeed_config_file": "deepspeed_config", "zero": "deepspeed_config", "offload_": "deepspeed_config",
+    "gradient_": "deepspeed_config",
+}  # fmt: skip
+"""Beginnings of flags of `accelerate launch` -> the table of its file that has them."""
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
-FileReader = Callable[[str], Mapping[str, Any]]
-"""The table in a file that the configuration names."""
+
+def read(
+    data: Mapping[str, Any], ranks: int | None, other: FileReader, trainer: Mapping[str, Any] | None = None
+) -> Reading:
+    """Layout of a file. other: reads the DeepSpeed file that it may name. trainer: arguments of the program, by
+    transformers' names. Raises `UserError` where the number of processes is missing, and where sizes do not multiply to
+    it."""
+    reading = _read(data, ranks, other, trainer or {})
+    if not trainer:
+        return reading
+    told = ConfigFields(trainer)
+    micro, steps = (told.integer(key, 1) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    seq = next((told.integer(key) for key in ("max_length", "max_seq_length") if told.given(key)), reading.seq)
+    layout = replace(reading.layout, micro=micro if told.given("per_device_train_batch_size") else reading.layout.micro)
+    if told.flag("gradient_checkpointing"):
+        layout = replace(layout, recompute="full")
+    batch = micro * steps * layout.dp if told.given("per_device_train_batch_size") else reading.batch
+    return replace(reading, layout=layout, seq=seq, batch=batch, model=told.word("model_name_or_path") or None)
 
 
-def read(data: Mapping[str, Any], ranks: int | None, other: FileReader) -> Reading:
-    """Layout of a file. other: reads the DeepSpeed file that it may name. Raises `UserError` where the number of
-    processes is missing, and where sizes do not multiply to it."""
+def merged(data: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """A file with the flags of `accelerate launch` in place of its keys."""
+    result = {key: dict(one) if isinstance(one, Mapping) else one for key, one in data.items()}
+    for key, value in flags.items():
+        table = next((name for begin, name in _BEGINS.items() if key.startswith(begin)), None)
+        if key in _SWITCHES:
+            result["distributed_type"] = _SWITCHES[key]
+        elif table:
+            inner = result.setdefault(table, {})
+            inner[key] = value
+        else:
+            result[key] = value
+    return result
+
+
+def _read(data: Mapping[str, Any], ranks: int | None, other: FileReader, trainer: Mapping[str, Any]) -> Reading:
     top = ConfigFields(data, known("accelerate"))
     kind = top.word("distributed_type", "NO", _KINDS).upper()
     processes = top.integer("num_processes", 1 if kind == "NO" else 0, least=0) or ranks
@@ -41,10 +78,10 @@ def read(data: Mapping[str, Any], ranks: int | None, other: FileReader) -> Readi
         if kind != other_kind and top.given(key) and data[key]:
             top.note(f"{key} does nothing with distributed_type {kind}")
     if kind == "DEEPSPEED":
-        return _deepspeed(top, processes, other)
+        return _deepspeed(top, processes, other, trainer)
     words = _precision(top, kind)
     if kind == "FSDP":
-        words |= _fsdp(top.table("fsdp_config", known("accelerate", "fsdp")), processes, machines)
+        words |= fsdp(top.table("fsdp_config", known("accelerate", "fsdp")), processes, machines)
     if kind == "MEGATRON_LM":
         words |= _megatron(top, processes)
     else:
@@ -73,7 +110,8 @@ def _precision(top: ConfigFields, kind: str) -> dict[str, Any]:
     return {"grads": "fp32"}
 
 
-def _fsdp(table: ConfigFields, processes: int, machines: int) -> dict[str, Any]:
+def fsdp(table: ConfigFields, processes: int, machines: int) -> dict[str, Any]:
+    """Layout keys of `fsdp_config`. Raises `UserError` for what FSDP rejects."""
     version = table.integer("fsdp_version", 1)
     strategy = table.word("fsdp_sharding_strategy", "FULL_SHARD", [*_STRATEGIES, *"12345"]).upper()
     strategy = _STRATEGIES[int(strategy) - 1] if strategy.isdigit() else strategy
@@ -97,8 +135,13 @@ def _fsdp(table: ConfigFields, processes: int, machines: int) -> dict[str, Any]:
     else:
         table.note("fsdp_version is 1, the default of old files; FSDP2 is fsdp_version: 2")
         words = {"zero": {"SHARD_GRAD_OP": 2, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0}.get(strategy, 3)}
-        if strategy.startswith("HYBRID") and processes % machines == 0 and machines > 1:
+        if strategy.startswith("HYBRID") and processes % machines:
+            raise UserError(f"{strategy} shards inside a machine, but num_processes {processes} is no multiple of "
+                            f"num_machines {machines}: nearest: {nearest_multiples(processes, machines)}")  # fmt: skip
+        if strategy.startswith("HYBRID") and 1 < machines < processes:
             words["shard"] = processes // machines
+        if strategy.startswith("HYBRID") and 1 < machines == processes:
+            words["zero"] = 0
     if table.flag(_LAYOUT["recompute"]):
         words["recompute"] = "full"
     if table.flag(_LAYOUT["offload"]):
@@ -160,35 +203,43 @@ def _megatron(top: ConfigFields, processes: int) -> dict[str, Any]:
     return words
 
 
-def _deepspeed(top: ConfigFields, processes: int, other: FileReader) -> Reading:
+def _deepspeed(top: ConfigFields, processes: int, other: FileReader, trainer: Mapping[str, Any]) -> Reading:
     """DeepSpeed's own file where one is named, else the few keys that accelerate writes into its place."""
     table = top.table("deepspeed_config", known("accelerate", "deepspeed"))
+    mixed = top.word("mixed_precision", "no", ("no", "fp16", "bf16", "fp8")).lower()
+    ulysses = _ulysses(top, processes)
     if name := table.word("deepspeed_config_file"):
-        top.given("mixed_precision")
-        inner = deepspeed.read(other(name), processes)
-        ignored, unknown = top.left()
-        return replace(
-            inner,
-            engine="accelerate with DeepSpeed",
-            ignored=(*ignored, *inner.ignored),
-            unknown=(*unknown, *inner.unknown),
-        )
+        said = (deepspeed.settings_of(ConfigFields(trainer)) if trainer else {}) | {
+            "bf16": mixed == "bf16",
+            "fp16": mixed == "fp16",
+        }
+        file = deepspeed.filled(other(name), **said)
+        return deepspeed.within(top, "accelerate with DeepSpeed", deepspeed.read({**file, **ulysses}, processes))
     stage = table.integer("zero_stage", 2, least=0)
     steps = table.integer("gradient_accumulation_steps", 1)
     clip = table.number("gradient_clipping", 1.0)
     if not table.given("gradient_clipping"):
         top.note("gradient_clipping is not given: accelerate then clips the gradient norm at 1.0")
     devices = [table.word(f"offload_{what}_device", "none", ("none", "cpu", "nvme")) for what in ("optimizer", "param")]
-    mixed = top.word("mixed_precision", "no", ("no", "fp16", "bf16", "fp8")).lower()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": clip,
-        "zero_optimization": {"stage": stage}
-        | {f"offload_{what}": {"device": d} for what, d in zip(("optimizer", "param"), devices, strict=True)},
-    } | ({mixed: {"enabled": True}} if mixed in ("bf16", "fp16") else {})
-    inner = deepspeed.read(config, processes)
+    config: dict[str, Any] = (
+        ulysses
+        | {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": clip,
+            "zero_optimization": {"stage": stage}
+            | {f"offload_{what}": {"device": d} for what, d in zip(("optimizer", "param"), devices, strict=True)},
+        }
+        | ({mixed: {"enabled": True}} if mixed in ("bf16", "fp16") else {})
+    )
+    inner = replace(deepspeed.read(config, processes), batch=None)
     if steps > 1:
         top.fact(f"{steps} micro-batches are accumulated in a step")
-    top.facts += inner.facts
-    top.notes += inner.notes
-    return top.reading("accelerate with DeepSpeed", inner.layout)
+    return deepspeed.within(top, "accelerate with DeepSpeed", inner)
+
+
+def _ulysses(top: ConfigFields, processes: int) -> dict[str, Any]:
+    """DeepSpeed's key for sequence parallelism, of the sizes beside its file. Raises `UserError` for others."""
+    sizes = _degrees(top, processes, {})
+    if sizes.get("tp", 1) > 1 or (sizes.get("cp", 1) > 1 and sizes["cpkind"] != "ulysses"):
+        raise UserError("beside DeepSpeed, parallelism_config has data-parallel sizes and sp_size alone")
+    return {"sequence_parallel_size": sizes["cp"]} if sizes.get("cp", 1) > 1 else {}

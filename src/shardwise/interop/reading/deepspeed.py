@@ -6,7 +6,7 @@ The file does not say on how many processes it runs, which is what its batch equ
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.errors import UserError
@@ -26,11 +26,54 @@ def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
         raise UserError("DeepSpeed's file does not say on how many GPUs it runs: give --ranks N, or --cluster")
     degrees = _degrees(top, ranks)
     batches = _batches(top, degrees["dp"])
-    words = degrees | _zero(top.table("zero_optimization", known("deepspeed", "zero"))) | _precision(top)
+    words = degrees | _zero(top.table("zero_optimization", known("deepspeed", "zero"))) | _precision(top, data)
     _clipping(top)
     _rest(top, words, batches)
     layout, optimizer = Layout(micro=batches.micro, **words), _optimizer(top, data.get("optimizer"))
     return top.reading("DeepSpeed", layout, batch=batches.whole, optimizer=optimizer)
+
+
+def filled(data: Mapping[str, Any], **trainer: Any) -> dict[str, Any]:
+    """The file with a trainer's values where it says "auto". trainer: bf16, fp16, micro, steps, clip; None where the
+    trainer does not say."""
+    result = dict(data)
+    for key, name in (
+        (_KEYS["micro"], "micro"),
+        ("gradient_accumulation_steps", "steps"),
+        ("gradient_clipping", "clip"),
+    ):
+        if result.get(key) == "auto" and trainer.get(name) is not None:
+            result[key] = trainer[name]
+    for key in ("bf16", "fp16"):
+        table = result.get(key)
+        if isinstance(table, Mapping) and table.get("enabled") == "auto" and trainer.get(key) is not None:
+            result[key] = {**table, "enabled": trainer[key]}
+    return result
+
+
+def settings_of(trainer: ConfigFields) -> dict[str, Any]:
+    """What the arguments of Hugging Face's trainer fill in."""
+    return {
+        "bf16": trainer.flag("bf16"),
+        "fp16": trainer.flag("fp16"),
+        "micro": trainer.integer("per_device_train_batch_size", 8),
+        "steps": trainer.integer("gradient_accumulation_steps", 1),
+        "clip": trainer.number("max_grad_norm", 1.0),
+    }
+
+
+def within(top: ConfigFields, engine: str, inner: Reading, **said: Any) -> Reading:
+    """The reading of DeepSpeed's file inside another engine's configuration. said: fields of `Reading`."""
+    top.facts += inner.facts
+    top.notes += inner.notes
+    outer = top.reading(engine, inner.layout, **{"batch": inner.batch, "optimizer": inner.optimizer} | said)
+    return replace(
+        outer,
+        ignored=(*outer.ignored, *inner.ignored),
+        unknown=(*outer.unknown, *inner.unknown),
+        unsettled=(*outer.unsettled, *inner.unsettled),
+        unpriced=outer.unpriced or inner.unpriced,
+    )
 
 
 def _optimizer(top: ConfigFields, table: Any) -> str | None:
@@ -97,8 +140,9 @@ def _zero(zero: ConfigFields) -> dict[str, Any]:
         raise UserError(f"{zero.name('offload_optimizer')} needs stage 1, 2 or 3")
     words: dict[str, Any] = {"zero": stage}
     if devices["param"] != "none" and devices["optimizer"] == "none":
-        zero.fact("optimizer state stays on the GPU; counted where the parameters are, for it has the fp32 ones")
-        devices["optimizer"] = devices["param"]
+        zero.unprice(f"parameters are offloaded to {devices['param']} and the optimizer's state (12 bytes per "
+                     "parameter, sharded) stays on the GPU, which no layout here has")  # fmt: skip
+        devices["param"] = "none"
     words |= {key: place for key, place in (("offload", devices["optimizer"]), ("offload_params", devices["param"]))
               if place != "none"}  # fmt: skip
     if (mics := zero.integer(_KEYS["shard"], 0, least=-1)) > 0:
@@ -143,7 +187,7 @@ def _stage_3(zero: ConfigFields, stage: int) -> None:
         )
 
 
-def _precision(top: ConfigFields) -> dict[str, Any]:
+def _precision(top: ConfigFields, data: Mapping[str, Any]) -> dict[str, Any]:
     on = {}
     for name in ("bf16", "fp16"):
         table = top.table(name, known("deepspeed", "precision"))
@@ -151,12 +195,14 @@ def _precision(top: ConfigFields) -> dict[str, Any]:
         if masters:
             top.fact(f"{name}: master weights, gradients or moments are kept in 16 bits: less than counted here")
         on[name] = table.flag("enabled")
-        if table.automatic("enabled"):
-            top.fact(f"{name}.enabled is auto: Hugging Face's trainer decides; taken as off")
     if on["bf16"] and on["fp16"]:
         raise UserError("bf16 and fp16 are both enabled; DeepSpeed takes one of them")
     if top.table("torch_autocast", Known(frozenset({"dtype", "lower_precision_safe_modules"}), ())).flag("enabled"):
         top.fact("torch_autocast: fp32 weights are cast in every operation, and the casts are saved for backward")
+    unsaid = [name for name in on if isinstance(data.get(name), Mapping) and data[name].get("enabled") == "auto"]
+    if unsaid and not any(on.values()):
+        top.unsettle(f"{' and '.join(unsaid)} are auto, which a trainer decides: counted as bf16; --precision says it")
+        on["bf16"] = True
     accumulated = top.table("data_types", Known(frozenset(), ("param_", "buffer_", "keep_"))).word(_KEYS["grads"])
     if not any(on.values()):
         return {"precision": "fp32"}

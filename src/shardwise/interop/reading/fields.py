@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from shardwise.layout import Layout
 
 NOTHING = ("", "auto")
 """Words that say nothing: Hugging Face's trainer fills in what is "auto"."""
+
+_LAYOUT = re.compile("parallel|degree|size|shard|stage|fsdp|zero")
+"""Parts of names that say how a model is split, or how large something is."""
 
 NO_KEYS = Known(frozenset(), ())
 
@@ -36,6 +40,17 @@ class ConfigFields:
         self._inner: list[ConfigFields] = []
         self.facts: list[str] = []
         self.notes: list[str] = []
+        self.unsettled: list[str] = []
+        self.unpriced: list[str] = []
+
+    def unsettle(self, sentence: str) -> None:
+        """Add a doubt about the layout; for the outermost table as well."""
+        self.unsettled.append(sentence)
+
+    def unprice(self, sentence: str) -> None:
+        """Add a doubt about the layout that leaves its memory unknown."""
+        self.unsettled.append(sentence)
+        self.unpriced.append(sentence)
 
     def fact(self, sentence: str) -> None:
         """Add what the configuration says that a layout has no word for; for the outermost table as well."""
@@ -123,32 +138,51 @@ class ConfigFields:
         if not isinstance(value, Mapping):
             raise UserError(f"{self.name(key)} must be a table, not {_told(value)}")
         inner = ConfigFields(value, harmless, f"{self.name(key)}.")
-        inner.facts, inner.notes = self.facts, self.notes
-        self._inner.append(inner)
+        self.join(inner)
         return inner
+
+    def join(self, inner: ConfigFields) -> None:
+        """Take another table as one in this."""
+        inner.facts, inner.notes = self.facts, self.notes
+        inner.unsettled, inner.unpriced = self.unsettled, self.unpriced
+        self._inner.append(inner)
+
+    def value(self, key: str) -> Any:
+        """A value as it is in the table; None where there is none."""
+        return self._table.get(key)
 
     def reading(self, engine: str, layout: Layout, **said: Any) -> Reading:
         """The configuration as a whole, when all keys have been taken. said: further fields of `Reading`."""
-        ignored, unknown = self.left()
+        ignored, unknown, sizes = self.left()
+        if sizes:
+            self.fact(f"not counted, though named like sizes: {', '.join(sizes)}")
+        doubts = [key for key in unknown if _LAYOUT.search(key.partition(" ")[0].rpartition(".")[2])]
         return Reading(
-            engine, layout, **said, facts=tuple(self.facts), notes=tuple(self.notes), ignored=ignored, unknown=unknown
-        )
+            engine, layout, **said, facts=tuple(self.facts), notes=tuple(self.notes), ignored=ignored, unknown=unknown,
+            unpriced="; ".join(self.unpriced),
+            unsettled=(*self.unsettled, *(f"{key} is not known here and may change this" for key in doubts)),
+        )  # fmt: skip
 
-    def left(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(ignored, unknown) keys of this table and of those in it."""
-        ignored, unknown = [], []
-        for key in self._table:
+    def left(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """(ignored, unknown, known but named like sizes) keys of this table and of those in it."""
+        ignored, unknown, sizes = [], [], []
+        for key, value in self._table.items():
             if key in self._taken:
                 continue
-            if key in self._harmless.keys or key.startswith(self._harmless.prefixes):
+            begun = [prefix for prefix in self._harmless.prefixes if key.startswith(prefix)]
+            telling = _LAYOUT.search(key)
+            if telling and (key in self._harmless.keys or any(map(_LAYOUT.search, begun))):
+                sizes.append(self.name(key))
+            elif not telling and (begun or key in self._harmless.keys):
                 ignored.append(self.name(key))
+                inside = value if isinstance(value, Mapping) else {}
+                unknown += [f"{self.name(key)}.{one}" for one in inside if re.search("parallel|degree", str(one))]
             else:
                 unknown.append(f"{self.name(key)}{self._nearest(key)}")
         for inner in self._inner:
-            more = inner.left()
-            ignored += more[0]
-            unknown += more[1]
-        return tuple(ignored), tuple(unknown)
+            for mine, more in zip((ignored, unknown, sizes), inner.left(), strict=True):
+                mine += more
+        return tuple(ignored), tuple(unknown), tuple(sizes)
 
     def _nearest(self, key: str) -> str:
         near = difflib.get_close_matches(key, self._taken | self._harmless.keys, n=1, cutoff=0.75)

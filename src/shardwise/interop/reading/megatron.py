@@ -1,17 +1,18 @@
 """Megatron-LM's arguments. Names, defaults and checks: NVIDIA/Megatron-LM, megatron/training/arguments.py and config/.
 
-The number of processes stands in torchrun's arguments, if they are there, or is given.
+The number of processes is in the launcher's arguments.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.arguments import dashed, launched_ranks, parse
+from shardwise.interop.reading.arguments import dashed
 from shardwise.interop.reading.fields import ConfigFields, nearest_multiples
-from shardwise.interop.reading.known_keys import Known, known, rows
+from shardwise.interop.reading.known_keys import known, rows
 from shardwise.interop.reading.megatron_model import described
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
@@ -19,35 +20,37 @@ from shardwise.layout import Layout
 _KEYS = rows("megatron", "layout")
 
 
-def read(words: list[str], ranks: int | None) -> Reading:
+def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
     """Layout of the arguments. Raises `UserError` where nothing says how many processes there are, and for values that
     Megatron-LM refuses, too."""
-    arguments = parse(words, {}, known("megatron", "alone").keys)
-    harmless = known("megatron")
-    harmless = Known(harmless.keys | known("torchrun").keys, harmless.prefixes)
-    fields = ConfigFields(arguments.flags, harmless, shown=dashed)
-    ranks = ranks or launched_ranks(arguments.flags)
+    fields = ConfigFields(data, known("megatron"), shown=dashed)
     if ranks is None:
         raise UserError("the arguments do not say on how many GPUs this runs: give --ranks N, or --cluster")
-    found = _degrees(fields, ranks) | _experts(fields)
+    found = _degrees(fields, ranks)
+    found |= _experts(fields, found["dp"] * found["cp"] * found["tp"])
     found |= _pipeline(fields, found["pp"]) | _sharding(fields, found["dp"] * found["cp"])
-    found |= _precision(fields) | _recompute(fields) | _cpu(fields) | _attention(fields)
+    recompute, modules = _recompute(fields)
+    if fields.given("actor_num_nodes"):
+        fields.unsettle("this is the training beside rollouts; its program may set more, such as --bf16")
+    found |= _precision(fields) | recompute | _cpu(fields) | _attention(fields)
     layout = Layout(**found)
     batch = _batch(fields, layout)
     seq = fields.integer("seq_length") or None
     model = described(fields, layout.tp)
-    if not fields.given("global_batch_size"):
+    if not (fields.given("global_batch_size") or fields.given("gradient_accumulation_steps")):
         fields.fact(f"--global-batch-size is not given: micro-batch x data-parallel ranks = {batch}, no accumulation")
     optimizer = None
     if fields.word("optimizer", "adam") == "sgd":
         optimizer = "momentum" if fields.number("sgd_momentum", 0.9) else "sgd"
-    return fields.reading("Megatron-LM", layout, seq=seq, batch=batch, optimizer=optimizer, described=model)
+    return fields.reading("Megatron-LM", layout, seq=seq, batch=batch, optimizer=optimizer, described=model,
+                          recomputed=modules)  # fmt: skip
 
 
 def _batch(fields: ConfigFields, layout: Layout) -> int:
     """Sequences of a step. Raises `UserError` where they are no whole micro-batches on every rank."""
     each = layout.micro * layout.dp
-    batch = fields.integer("global_batch_size", each)
+    # Accumulation is a dialect's: Megatron-LM has the batch alone.
+    batch = fields.integer("global_batch_size", each * fields.integer("gradient_accumulation_steps", 1))
     if batch % each:
         raise UserError(
             f"--global-batch-size {batch} is no multiple of micro-batch x data-parallel ranks = {layout.micro} x "
@@ -77,11 +80,14 @@ def _degrees(fields: ConfigFields, ranks: int) -> dict[str, Any]:
     return found | ({"sp": True} if sequence and tp > 1 else {})
 
 
-def _experts(fields: ConfigFields) -> dict[str, Any]:
-    found = {"ep": fields.integer(_KEYS["ep"], 1)}
-    if fields.given(_KEYS["etp"]):
-        found["etp"] = fields.integer(_KEYS["etp"], 1)
-    return found
+def _experts(fields: ConfigFields, ranks: int) -> dict[str, Any]:
+    # Left out, experts are split as all else, even beside expert parallelism.
+    ep, etp = fields.integer(_KEYS["ep"], 1), fields.integer(_KEYS["etp"], fields.integer(_KEYS["tp"], 1))
+    if ranks % (ep * etp) and not fields.given(_KEYS["etp"]):
+        fields.unsettle(f"{dashed(_KEYS['etp'])} is left out, which is {etp}, but {ranks} ranks cannot be divided by "
+                        f"{ep} x {etp}: counted as 1")  # fmt: skip
+        etp = 1
+    return {"ep": ep, "etp": etp}
 
 
 def _pipeline(fields: ConfigFields, pp: int) -> dict[str, Any]:
@@ -186,7 +192,8 @@ def _precision(fields: ConfigFields) -> dict[str, Any]:
     return {} if narrow else {"grads": "fp32"}
 
 
-def _recompute(fields: ConfigFields) -> dict[str, Any]:
+def _recompute(fields: ConfigFields) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(Layout keys, modules that are recomputed beside attention's core)."""
     granularity = fields.word(_KEYS["recompute"], "", ("full", "selective"))
     if fields.flag("recompute_activations"):
         granularity = granularity or "selective"
@@ -202,12 +209,14 @@ def _recompute(fields: ConfigFields) -> dict[str, Any]:
             fields.fact(f"only {layers} layers a stage are recomputed; counted as all: the estimate is too low")
         elif layers > 1:
             fields.fact(f"{layers} layers together keep one input; counted as one each: the estimate is too high")
-        return {"recompute": "full"}
+        return {"recompute": "full"}, ()
     if granularity == "selective":
-        if modules != "core_attn":
-            fields.fact(f"--recompute-modules {modules}: of these, attention's core alone is counted")
-        return {"recompute": "selective"}
-    return {}
+        listed = tuple(modules.replace(",", " ").split())
+        beside = tuple(module for module in listed if module != "core_attn")
+        if beside:
+            fields.fact(f"backward computes again: {', '.join(listed)}")
+        return ({"recompute": "selective"} if "core_attn" in listed else {}), beside
+    return {}, ()
 
 
 def _attention(fields: ConfigFields) -> dict[str, Any]:

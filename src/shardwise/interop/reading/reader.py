@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from shardwise.data.extras import require
 from shardwise.errors import UserError
 from shardwise.interop.reading import (
     accelerate,
     deepspeed,
+    dialects,
     megatron,
     sglang,
     torchrun,
@@ -21,130 +19,142 @@ from shardwise.interop.reading import (
     transformers,
     vllm,
 )
-from shardwise.interop.reading.arguments import split
-from shardwise.interop.reading.settings import Reading
+from shardwise.interop.reading.arguments import LAUNCHER_SHORT, launched_ranks, parse
+from shardwise.interop.reading.known_keys import has, known, rows
+from shardwise.interop.reading.recognized import UNREAD, engine_of, names, program_of, unknown
+from shardwise.interop.reading.settings import FileReader, Reading
+from shardwise.interop.reading.source import Source, sources
 
-ENGINES = ("vllm", "sglang", "deepspeed", "megatron", "torchtitan", "accelerate", "transformers", "torchrun")
-_TITLES = {"megatron": "Megatron-LM", "torchrun": "torchrun", "sglang": "SGLang"}
-"""Engines that are read from arguments alone."""
+ENGINES = tuple(rows("recognized", "readers")["engines"].split())
 
-Data = Mapping[str, Any] | list[str]
+_READERS: dict[str, Callable[[Mapping[str, Any], int | None, FileReader], Reading]] = {
+    "vllm": lambda data, ranks, _: vllm.read(data, ranks),
+    "sglang": lambda data, ranks, _: sglang.read(data, ranks),
+    "deepspeed": lambda data, ranks, _: deepspeed.read(data, ranks),
+    "megatron": lambda data, ranks, _: megatron.read(data, ranks),
+    "torchtitan": lambda data, ranks, _: torchtitan.read(data, ranks),
+    "accelerate": accelerate.read,
+    "transformers": transformers.read,
+    "tensorrt-llm": lambda data, ranks, _: dialects.tensorrt_llm(data, ranks),
+    "axolotl": dialects.axolotl,
+    "llamafactory": dialects.llamafactory,
+}
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Input of a reader. data: a table, or the words of a command line. folder: where files that it names lie."""
-
-    data: Data
-    kind: str
-    folder: Path
-
-
-def read(config: Sequence[str], ranks: int | None = None, engine: str | None = None) -> Reading:
+def read(
+    config: Sequence[str], ranks: int | None = None, engine: str | None = None, precision: str | None = None
+) -> Reading:
     """Contents of a configuration.
 
-    config: one path of a file (.json, .toml, .yaml, a shell script or a text with arguments), or arguments, as one text
-    or word by word. ranks: processes that it is for, where it does not say. engine: one of `ENGINES`; left out, it is
-    recognised. Raises `UserError` for what cannot be read or recognised, and values that contradict each other.
+    config: one path of a file (.json, .toml, .yaml, .py, a shell script or a text with arguments), or arguments, as one
+    text or word by word. ranks: processes that it is for, where it does not say. engine: one of `ENGINES`; left out, it
+    is recognized. precision: bf16, fp16 or fp32, where DeepSpeed's file leaves it to a trainer. Raises `UserError` for
+    what cannot be read or recognized, and values that contradict each other.
     """
     if engine is not None and engine not in ENGINES:
         raise UserError(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
-    source = _source(config)
-    engine = engine or _recognised(source)
-    if isinstance(source.data, list) and engine in ("deepspeed", "accelerate", "transformers"):
-        raise UserError(f"{engine} is read from its configuration file, not from arguments")
-    if not isinstance(source.data, list) and engine in _TITLES:
-        raise UserError(f"{_TITLES[engine]} is read from its arguments: give them, or the script that has them")
-    if engine == "accelerate":
-        assert not isinstance(source.data, list)
-        return accelerate.read(source.data, ranks, lambda name: _table(source.folder / name))
-    readers: dict[str, Callable[[Any, int | None], Reading]] = {
-        "vllm": vllm.read,
-        "deepspeed": deepspeed.read,
-        "megatron": megatron.read,
-        "torchtitan": torchtitan.read,
-        "torchrun": torchrun.read,
-        "sglang": sglang.read,
-        "transformers": transformers.read,
-    }
-    return readers[engine](source.data, ranks)
+    first, *others = _chosen(sources(config), engine)
+    reading = _read(*first, ranks, precision)
+    also = [f"{len(others) + 1} commands start engines and this is the first; another: {_other(*one, ranks)}"
+            for one in others]  # fmt: skip
+    return replace(reading, unsettled=(*also, *first[1].open, *reading.unsettled))
 
 
-def _source(config: Sequence[str]) -> _Source:
-    if not config:
-        raise UserError("nothing to explain: give a configuration file, or an engine's arguments")
-    path = Path(config[0])
-    if len(config) > 1 or (" " in config[0] and not _is_file(path)):
-        words = [word for text in config for word in (split(text) if len(config) == 1 else [text])]
-        return _Source(words, "arguments", Path())
-    if path.suffix in (".json", ".toml", ".yaml", ".yml"):
-        return _Source(_table(path), path.suffix.lstrip("."), path.parent)
-    if not _is_file(path):
-        raise UserError(f"no file {config[0]!r}; give a configuration file, or an engine's arguments as one text")
-    return _Source(split(_text(path)), "arguments", path.parent)
-
-
-def _is_file(path: Path) -> bool:
-    # What is far too long for a path, or has a null byte, is an error to the system, and no file to us.
+def _other(engine: str, source: Source, ranks: int | None) -> str:
+    """One more command of a script, in a few words."""
     try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
+        reading = _read(engine, source, ranks, None)
+    except UserError as error:
+        return f"{engine}, which is not read: {error}"
+    return f"{reading.engine} on {reading.layout.ranks} GPUs: {reading.layout}"
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise UserError(f"cannot read {path}: it is no text") from None
+def _chosen(found: Sequence[Source], engine: str | None) -> list[tuple[str, Source]]:
+    """The engines' commands, or the one table. Raises `UserError` where there is none."""
+    named = [(_engine(source), source) for source in found]
+    if engine:
+        largest = max(found, key=lambda source: len(source.table if source.words is None else source.words))
+        return [pair for pair in named if pair[0] == engine] or [(engine, largest)]
+    pairs = [pair for pair in named if pair[0]]
+    # Launchers of programs that are no engine's say little beside an engine's command.
+    pairs = [pair for pair in pairs if pair[0] != "torchrun"] or pairs
+    if not pairs or pairs[0][0] in UNREAD:
+        raise unknown(pairs[0][0] if pairs else "")
+    texts = [re.sub(r"--node[-_]rank[= ]\S+", "", " ".join(source.words or ())) for _, source in pairs]
+    return [pair for number, pair in enumerate(pairs) if pair[1].words is None or texts[number] not in texts[:number]]
 
 
-def _table(path: Path) -> Mapping[str, Any]:
-    """The table of a JSON, TOML or YAML file. Raises `UserError` where it is none."""
-    text = _text(path)
-    yaml = require("yaml", "export", f"reading {path.name}") if path.suffix not in (".json", ".toml") else None
-    try:
-        if path.suffix == ".json":
-            data = json.loads(text)
-        elif yaml is None:
-            data = tomllib.loads(text)
-        else:
-            try:
-                data = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ValueError(" ".join(str(error).split())) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid {path.suffix.lstrip('.').upper()}: {error}") from None
-    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-        raise UserError(f"{path} holds no table of keys and values")
-    return data
+def _engine(source: Source) -> str:
+    """The engine of an input; empty where it is not recognized."""
+    if source.engine or source.words is None:
+        return source.engine or engine_of(names(source.table))
+    engine, place = program_of(source.words)
+    head = source.words[:place]
+    if "launch" in head and any(word.endswith("accelerate") for word in head):
+        return engine if engine in ("megatron", "torchtitan", *UNREAD) else "accelerate"
+    flags = parse(source.words[place:], {}, frozenset()).flags
+    starts = any(word.rpartition("/")[2] in ("torchrun", "deepspeed") for word in head) or any(
+        word in ("torch.distributed.run", "torch.distributed.launch") for word in head
+    )
+    return engine or engine_of(names(flags)) or ("torchrun" if starts else "")
 
 
-def _recognised(source: _Source) -> str:
-    """The engine that a configuration is for. Raises `UserError` where nothing tells."""
-    data = source.data
-    if isinstance(data, list):
-        words = " ".join(data)
-        signs = {
-            "sglang": ("sglang", "--mem-fraction-static"),
-            "vllm": ("vllm", "--tensor-parallel-size", "--gpu-memory-utilization", "--max-num-seqs"),
-            "torchtitan": ("torchtitan", "--parallelism.", "--training."),
-            "megatron": ("pretrain_", "--tensor-model-parallel-size", "--micro-batch-size", "--num-layers"),
-            "torchrun": ("torchrun",),
-        }
-        found = next((name for name, marks in signs.items() if any(mark in words for mark in marks)), None)
-    elif source.kind == "toml":
-        found = "torchtitan"
-    elif "distributed_type" in data:
-        found = "accelerate"
-    elif any(key in data for key in (*transformers.TABLES, "per_device_train_batch_size")):
-        found = "transformers"
-    elif any(key.replace("-", "_") in ("tensor_parallel_size", "max_model_len", "max_num_seqs") for key in data):
-        found = "vllm"
-    else:
-        found = "deepspeed" if source.kind == "json" else None
-    if found is None:
-        raise UserError(f"no engine is recognised in this; say which with --engine: {', '.join(ENGINES)}")
-    return found
+def _read(engine: str, source: Source, ranks: int | None, precision: str | None) -> Reading:
+    data, launched = source.table, None
+    if source.words is None and engine == "torchrun":
+        raise UserError("torchrun is read from its arguments: give them, or the script that has them")
+    if source.words is not None:
+        _, place = program_of(source.words)
+        words = list(source.words[place:])
+        head = parse(source.words[:place], LAUNCHER_SHORT, torchrun.ALONE).flags
+        launched = launched_ranks(parse(words, {}, frozenset()).flags | head)
+        if engine == "torchrun":
+            return torchrun.read(words, launched or ranks)
+        if engine == "torchtitan":
+            return _torchtitan(source, words, ranks or launched)
+        data = _table(engine, source, words)
+        if engine == "accelerate":
+            named = head.pop("config_file", None)
+            if not (named or head):
+                raise UserError("accelerate is read from its configuration file, or from accelerate launch's flags")
+            settings = accelerate.merged(source.file(named) if isinstance(named, str) else {}, head)
+            trainer = dialects.trainer_of(program_of(source.words)[0], _table("transformers", source, words))
+            reading = accelerate.read(settings, ranks, source.file, trainer)
+            default = "accelerate's own file of that machine fills in what this does not say"
+            return reading if named else replace(reading, unsettled=(*reading.unsettled, default))
+        if engine == "deepspeed" and not set(data) & set(rows("recognized", "keys")["deepspeed"].split()):
+            raise UserError("DeepSpeed is read from its configuration file: give that, or a command that names it")
+    if precision and engine != "deepspeed":
+        raise UserError("--precision says what DeepSpeed's file leaves to a trainer; leave it out here")
+    if precision:
+        data = deepspeed.filled(data, bf16=precision == "bf16", fp16=precision == "fp16")
+    reading = _READERS[engine](data, ranks or launched, source.file)
+    if launched and ranks and launched != ranks:
+        said = f"the command starts {launched} processes, but {ranks} are given: {ranks} are counted"
+        reading = replace(reading, unsettled=(*reading.unsettled, said))
+    return reading
+
+
+def _table(engine: str, source: Source, words: Sequence[str]) -> dict[str, Any]:
+    """Flags of a program, over the keys of the file that one of them names. Raises `UserError` where that cannot be
+    read."""
+    short = rows(engine, "short") if has(engine, "short") else {}
+    arguments = parse(words, short, known(engine, "alone").keys if has(engine, "alone") else frozenset())
+    flags = dict(arguments.flags)
+    named = [flags.pop(key, None) for key in rows("recognized", "files").get(engine, "").split()]
+    rest = [word for word in arguments.words[1:] if word not in ("serve", "train", "sft", "-m")]
+    tables = [word for word in (*named, *rest) if isinstance(word, str) and word.endswith((".json", ".yaml", ".yml"))]
+    base = {key.replace("-", "_"): value for key, value in source.file(tables[0]).items()} if tables else {}
+    model = next((word for word in rest if not word.startswith(("-", "$@"))), None)
+    return base | ({"model": model} if model and short and "model" not in flags else {}) | flags
+
+
+def _torchtitan(source: Source, words: list[str], ranks: int | None) -> Reading:
+    """torchtitan's command, over the file of --job.config_file or CONFIG_FILE."""
+    named = parse(words, {}, frozenset()).flags.get("job.config_file")
+    script = words[0].endswith("run_train.sh")
+    named = named[0] if isinstance(named, list) else named
+    named = named or (source.variables.get("CONFIG_FILE") if script else None)
+    count = source.variables.get("NGPU", "") if script else ""
+    ranks = ranks or (int(count) if count.isdigit() else None)
+    return torchtitan.read(words, ranks, source.file(named) if isinstance(named, str) else {})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
+
+FileReader = Callable[[str], Mapping[str, Any]]
+"""The table in a file that a configuration names. Raises `UserError` where it cannot be read."""
 
 PREFILL_TOKENS = 8192
 """Tokens of one forward pass at most, as they are written: engines' defaults differ by version and GPU."""
@@ -49,6 +53,12 @@ class Reading:
     notes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    unsettled: tuple[str, ...] = ()
+    """Doubts about the layout, with what would settle them."""
+    unpriced: str = ""
+    """Why memory and time of a step cannot be counted; empty where they can."""
+    recomputed: tuple[str, ...] = ()
+    """Modules that backward computes again, by Megatron-LM's names."""
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary, without what is not said."""

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from shardwise.errors import UserError
-from shardwise.interop.reading.arguments import dashed, parse
+from shardwise.interop.reading.arguments import dashed
 from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import Known, known, rows
 from shardwise.interop.reading.settings import Reading, ServerSettings
+from shardwise.interop.reading.vllm import check_count
 from shardwise.layout import Layout
 
 _KEYS = rows("sglang", "layout")
 
 
-def read(words: list[str], ranks: int | None) -> Reading:
+def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
     """Layout of the arguments. ranks: of the cluster.
 
     Raises `UserError` where there are fewer than the degrees need, and for values that SGLang rejects.
     """
     alone, harmless = known("sglang", "alone"), known("sglang")
-    arguments = parse(words, rows("sglang", "short"), alone.keys)
-    fields = ConfigFields(arguments.flags, Known(alone.keys | harmless.keys, ()), shown=dashed)
+    short = {name.lstrip("-").replace("-", "_"): key for name, key in rows("sglang", "short").items()}
+    fields = ConfigFields(
+        {short.get(key, key): value for key, value in data.items()}, Known(alone.keys | harmless.keys, ()), shown=dashed
+    )
     tp, pp, dp, ep = (fields.integer(_KEYS[key], 1) for key in ("tp", "pp", "dp", "ep"))
     if fields.flag("enable_ep_moe"):
         ep = tp
@@ -27,11 +33,8 @@ def read(words: list[str], ranks: int | None) -> Reading:
         fields.fact(f"{redundant} redundant experts: counted where they fill up ranks that have one expert less")
     replicas = dp if fields.flag("enable_dp_attention") else 1
     if replicas > 1:
-        tp, ep = _attention(fields, tp, dp, ep)
-    if ranks is not None and tp * pp * dp > ranks:
-        raise UserError(f"tensor x pipeline x data parallel = {tp * pp * dp} GPUs, but there are {ranks}")
-    if ranks is not None and tp * pp * dp < ranks:
-        fields.note(f"{tp * pp * dp} of the {ranks} GPUs are used")
+        tp, ep = attention(fields, tp, dp, ep)
+    check_count(fields, tp * pp * dp, ranks)
     dtype = fields.word(_KEYS["precision"], "auto").lower()
     wide = dtype in ("float", "float32")
     model = fields.word("model_path") or None
@@ -39,12 +42,12 @@ def read(words: list[str], ranks: int | None) -> Reading:
     return fields.reading("SGLang", layout, model=model, served=_served(fields, wide, replicas))
 
 
-def _attention(fields: ConfigFields, tp: int, dp: int, ep: int) -> tuple[int, int]:
-    """(tensor-parallel ranks of attention, ranks that experts are over) with --enable-dp-attention, whose `dp` replicas
-    of attention are inside the engine's `tp` ranks. Raises `UserError` where they do not divide them."""
+def attention(fields: ConfigFields, tp: int, dp: int, ep: int) -> tuple[int, int]:
+    """(tensor-parallel ranks of attention, ranks that experts are over) where `dp` replicas of attention are inside the
+    engine's `tp` ranks. Raises `UserError` where they do not divide them."""
     if tp % dp:
-        raise UserError(f"--enable-dp-attention: tp-size {tp} must be a multiple of dp-size {dp}")
-    fields.fact(f"--enable-dp-attention: {dp} replicas of attention, tp={tp // dp} each, share experts")
+        raise UserError(f"attention data parallel: tp-size {tp} must be a multiple of dp-size {dp}")
+    fields.fact(f"attention data parallel: {dp} replicas of attention, tp={tp // dp} each, share experts")
     if ep == 1:
         fields.fact(f"experts are split over all {tp} ranks: counted as whole experts over them, in as many bytes")
     return tp // dp, tp if ep == 1 else ep

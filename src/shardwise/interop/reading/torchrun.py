@@ -10,7 +10,7 @@ from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
 from shardwise.layout.optimizers import DEFAULT, OPTIMIZERS
 
-_ALONE = frozenset({"standalone", "no_python", "isolate_documents"})
+ALONE = frozenset({"standalone", "no_python", "isolate_documents"})
 
 
 def read(words: list[str], ranks: int | None) -> Reading:
@@ -18,13 +18,13 @@ def read(words: list[str], ranks: int | None) -> Reading:
 
     Raises `UserError` where nothing says how many processes there are, and for a layout that needs another number.
     """
-    arguments = parse(words, {}, _ALONE)
+    arguments = parse(words, {}, ALONE)
     launched = launched_ranks(arguments.flags) or ranks
     if launched is None:
         raise UserError("torchrun's arguments do not say how many ranks there are: give --nproc-per-node, or --ranks N")
     if "shardwise" not in words or "train" not in words:
         fields = ConfigFields(arguments.flags, Known(known("torchrun").keys, ("",)), shown=dashed)
-        fields.note("how its ranks split the model is the program's: counted as plain data parallel")
+        fields.unsettle("how its ranks split the model is the program's: counted as plain data parallel")
         return fields.reading("torchrun", Layout(dp=launched))
     fields = ConfigFields(arguments.flags, Known(known("torchrun").keys | {"data", "out"}, ("",)), shown=dashed)
     layout = Layout.parse(fields.word("layout"))

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.interop.reading.arguments import launched_ranks, parse
 from shardwise.interop.reading.fields import ConfigFields, nearest_multiples
-from shardwise.interop.reading.known_keys import known, rows
+from shardwise.interop.reading.known_keys import known, renamed, rows
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
 
@@ -19,14 +19,19 @@ _POLICY = "activation-checkpoint:"
 """Word of arguments that chooses what is recomputed, since 0.3."""
 
 
-def read(data: Mapping[str, Any] | list[str], ranks: int | None) -> Reading:
-    """Layout of a file or of arguments. Raises `UserError` where the degrees do not multiply to the number of
-    processes, or leave one open that nothing tells."""
+def read(data: Mapping[str, Any] | list[str], ranks: int | None, base: Mapping[str, Any] | None = None) -> Reading:
+    """Layout of a file or of arguments. base: the file that the arguments name; theirs come first. Raises `UserError`
+    where the degrees do not multiply to the number of processes, or leave one open that nothing tells."""
+    preset = ""
     if isinstance(data, list):
         flags = parse([word for word in data if not word.startswith(_POLICY)], {}, frozenset()).flags
         ranks = ranks or launched_ranks(flags)
         policies = [word.removeprefix(_POLICY).replace("-", "_") for word in data if word.startswith(_POLICY)]
+        preset = flags.get("config", "")
         data = _nested(flags) | ({"activation_checkpoint": {"mode": policies[-1]}} if policies else {})
+        for section, table in (base or {}).items():
+            data[section] = {**table, **data.get(section, {})} if isinstance(table, Mapping) else table
+    data = _by_new_names(data)
     top = ConfigFields(data, known("torchtitan"))
     training = top.table("training", known("torchtitan", "training"))
     parallel = top.table("parallelism", known("torchtitan", "parallelism"))
@@ -40,9 +45,26 @@ def read(data: Mapping[str, Any] | list[str], ranks: int | None) -> Reading:
         top.fact(f"{batch // (local * words['dp'])} local batches are accumulated in a step")
     model = top.table("model", known("torchtitan", "model"))
     named = _model(model)
+    if preset and not (training.given("seq_len") or training.given("max_context_length")):
+        top.unsettle(f"what is not given here is in torchtitan's preset {preset}, which is not read")
     if model.given("converters") and (converters := data["model"]["converters"]):
         top.fact(f"converters {converters}: matrix products in narrow types; weights and activations count as 16 bits")
     return top.reading("torchtitan", Layout(**words), seq=seq, batch=batch, model=named)
+
+
+def _by_new_names(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A file of 0.1 by the names since 0.2."""
+    table = renamed(data, "torchtitan")
+    parallel = table.setdefault("parallelism", {})
+    for section in (table.get("training"), table.get("experimental")):
+        if isinstance(section, dict) and isinstance(parallel, dict):
+            for key in [key for key in section if "_parallel_" in str(key)]:
+                parallel.setdefault(key, section.pop(key))
+    began = data.get("experimental")
+    if isinstance(began, Mapping) and "pipeline_parallel_degree" in began and isinstance(parallel, dict):
+        # Its local batch is cut into as many micro-batches as stages unless their number is given.
+        parallel.setdefault("num_pp_microbatches", began["pipeline_parallel_degree"])
+    return table
 
 
 def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,9 +148,9 @@ def _numbers(training: ConfigFields, sharded: bool) -> dict[str, Any]:
     stored = training.word("dtype", "float32", ("bfloat16", "float32"))
     words: dict[str, Any] = {"grads": "fp32"} if param == "bfloat16" else {"precision": "fp32"}
     if stored == "bfloat16":
-        training.fact(
-            "training.dtype is bfloat16: weights, gradients and moments are kept in 16 bits, less than counted here"
-        )
+        words = {}
+        training.unprice("training.dtype is bfloat16: weights, gradients and moments are kept in 16 bits, 8 bytes per "
+                         "parameter, which no layout here has")  # fmt: skip
     if training.flag(_KEYS["offload"]) and sharded:
         words |= {"offload": "cpu", "offload_params": "cpu"}
     return words

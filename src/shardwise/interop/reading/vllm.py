@@ -8,30 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.arguments import dashed, parse
+from shardwise.interop.reading.arguments import dashed
 from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import Known, known, rows
 from shardwise.interop.reading.settings import Reading, ServerSettings
 from shardwise.layout import Layout
 
 
-def read(data: Mapping[str, Any] | list[str], ranks: int | None) -> Reading:
+def read(data: Mapping[str, Any], ranks: int | None) -> Reading:
     """Layout of the arguments. ranks: of the cluster; fewer than the degrees need are refused with a `UserError`, as
     are values that vLLM refuses."""
-    model: str | None = None
-    if isinstance(data, list):
-        arguments = parse(data, rows("vllm", "short"), known("vllm", "alone").keys)
-        flags: Mapping[str, Any] = arguments.flags
-        words = [word for word in arguments.words if word not in ("vllm", "serve", "python", "python3", "-m")]
-        model = next((word for word in words if not word.startswith(("-", "vllm."))), None)
-    else:
-        flags = {key.replace("-", "_"): value for key, value in data.items()}
+    flags = {key.replace("-", "_"): value for key, value in data.items()}
     alone, harmless = known("vllm", "alone"), known("vllm")
     fields = ConfigFields(flags, Known(alone.keys | harmless.keys, ()), shown=dashed)
     layout = _layout(fields, ranks)
     served = _served(fields)
-    model = fields.word("model", model or "") or None
-    return fields.reading("vLLM", layout, model=model, served=served)
+    return fields.reading("vLLM", layout, model=fields.word("model") or None, served=served)
 
 
 def _layout(fields: ConfigFields, ranks: int | None) -> Layout:
@@ -45,10 +37,7 @@ def _layout(fields: ConfigFields, ranks: int | None) -> Layout:
             f"the cache is cut by tokens over {context} of the tensor-parallel ranks; it is counted without that"
         )
     experts = fields.flag(names["ep"])
-    if ranks is not None and tp * pp * dp > ranks:
-        raise UserError(f"tensor x pipeline x data parallel = {tp * pp * dp} GPUs, but there are {ranks}")
-    if ranks is not None and tp * pp * dp < ranks:
-        fields.note(f"{tp * pp * dp} of the {ranks} GPUs are used")
+    check_count(fields, tp * pp * dp, ranks)
     if dp > 1:
         fields.fact(f"{dp} engines, each with its own requests and cache")
     dtype = fields.word(names["precision"], "auto").lower()
@@ -58,6 +47,14 @@ def _layout(fields: ConfigFields, ranks: int | None) -> Layout:
         fields.note("pipeline stages make a single request no faster: they hold a larger model, for more hops a token")
     precision = "fp32" if dtype in ("float", "float32") else "bf16"
     return Layout(dp=dp, tp=tp, pp=pp, ep=tp * dp if experts else 1, precision=precision)
+
+
+def check_count(fields: ConfigFields, used: int, ranks: int | None) -> None:
+    """Note that GPUs are left over. Raises `UserError` where there are fewer than the degrees need."""
+    if ranks is not None and used > ranks:
+        raise UserError(f"tensor x pipeline x data parallel = {used} GPUs, but there are {ranks}")
+    if ranks is not None and used < ranks:
+        fields.note(f"{used} of the {ranks} GPUs are used")
 
 
 def _served(fields: ConfigFields) -> ServerSettings:

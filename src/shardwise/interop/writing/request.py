@@ -31,6 +31,8 @@ class WriteRequest:
     """The model as the engine loads it: a folder, a hub's name, or the catalog's."""
     version: str = ""
     """Version of the engine; empty for its newest that is known."""
+    notes: tuple[str, ...] = ()
+    """Comments on numbers that were not given."""
 
     @property
     def stored(self) -> str:
@@ -60,7 +62,7 @@ class EngineWriter:
     profile: str
     """Profile of the planner (`predict.time.ENGINES`) that prices it."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Layout keys that plans do not search, with the value that its layouts have."""
+    """Layout keys that plans do not search, with the only value that it has: it replaces another."""
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     serves: bool = False
     loads_model: bool = False

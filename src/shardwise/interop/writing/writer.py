@@ -33,7 +33,7 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
 
     Raises `UserError` for an engine or a version that there is not, for training with a server's numbers and the
     reverse, for a layout that the model does not allow, and for what the engine cannot express, with the nearest layout
-    that it can.
+    that it can. A key of which it has one value gets that, with a comment.
     """
     writer = writer_for(engine)
     request = replace(request, version=_version(writer, request.version))
@@ -41,12 +41,15 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     _check_layout(request.layout, request)
     if reason := writer.objection(request.model):
         raise UserError(f"{writer.title} cannot express {request.model.name}: {reason}")
-    request = replace(request, layout=canonical(request.layout, request.model))
+    given = canonical(request.layout, request.model)
+    request = replace(request, layout=canonical(replace(given, **writer.fixed), request.model))
     _check_limits(writer, request)
     text, comments = writer.write(request)
     version = f" {request.version}" if request.version else ""
     head = f"{writer.title}{version}: {request.model.name}, layout {request.layout}, {request.layout.ranks} ranks"
-    every = [head, *writer.remarks(request.layout), *comments]
+    forced = [f"{key}={getattr(request.layout, key)} in place of {getattr(given, key)}: {writer.title} has no other"
+              for key in writer.fixed if getattr(request.layout, key) != getattr(given, key)]  # fmt: skip
+    every = [head, *request.notes, *forced, *writer.remarks(request.layout), *comments]
     return EngineFile(
         engine,
         request.version,

@@ -10,10 +10,12 @@ from shardwise.report.units import format_share
 
 def tensor_warning(cluster: Cluster, tp: int, parts: Mapping[str, float], of: str) -> str | None:
     """One line for tp ranks on slow links, with the share that their communication has of a time; None where the links
-    are fast. parts: seconds by part, "tensor" among them; of: what they add up to, for people."""
+    are fast. parts: seconds by part, "tensor" among them, empty where no time is known; of: what they add up to, for
+    people."""
     if tp == 1 or cluster.device.kind == "cpu":
         return None
-    share = f"{format_share(parts.get('tensor', 0.0) / sum(parts.values()))} of {of} is its communication"
+    whole = sum(parts.values())
+    share = f"{format_share(parts.get('tensor', 0.0) / whole)} of {of} is its communication" if whole else "slow"
     if tp > cluster.devices_per_node:
         return (
             f"warning: tp={tp} spans nodes of {cluster.devices_per_node}: {share}; keep tp inside a node, and use pp "
