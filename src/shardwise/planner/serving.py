@@ -290,9 +290,6 @@ def plan_serving(
     room = _room(cluster, profile)
     space_for = partial(_Space, model, cluster, engine=profile, room=room, asked=_formats(model, weights),
                         kv_cache=_cache_type(kv_cache))  # fmt: skip
-    if not space_for(workload=workload).types:
-        known = ", ".join(map(type_name, _Space(model, cluster, workload, profile, room).types))
-        raise UserError(f"{engine} on {cluster.device.name} has no {', '.join(weights)} weights; known are {known}")
     if rate is not None:
         workload = replace(workload, concurrency=_clients_at(rate, space_for(workload=workload)))
     space = space_for(workload=workload, queues=rate is None)
