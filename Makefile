@@ -24,7 +24,7 @@ SEED ?= $(SHARDWISE_SEED)
 # Ranks that work together have the cores to themselves; all else goes two files at a time, the longest first. So do the
 # tests of ranks that are killed or hang, which mostly wait. Both run, whatever the first says.
 RANKS := tests/runtime/ tests/serving/
-LONG := tests/test_readme.py tests/runtime/test_survival.py tests/studio/ tests/test_demo.py \
+LONG := tests/test_readme.py tests/runtime/test_survival.py tests/studio/ tests/test_demo.py tests/faults/ \
 	tests/runtime/test_launch.py tests/runtime/test_dryrun.py
 OTHERS := $(LONG) $(filter-out $(RANKS) $(LONG),$(wildcard tests/*/ tests/test_*.py))
 PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || failed=1; \

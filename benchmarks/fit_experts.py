@@ -25,6 +25,7 @@ import shardwise.predict.time
 from shardwise.cluster.catalog import lookup
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.experts import RoutedLayer, grouped_seconds
+from shardwise.predict.time.ranges import time_range
 
 FILE = Path(shardwise.predict.time.__file__).with_name("experts.json")
 DATA = "aiconfigurator_core/systems/data"
@@ -46,6 +47,9 @@ APART = {("vllm", "fp8")}
 """Measured alone with one kernel for files of modelopt, five times slower than in blocks, as published models are."""
 JUDGED = {(2048, 768, 128), (4096, 1536, 128), (7168, 2048, 256), (4096, 14336, 8)}
 """(hidden, width of an expert, experts) of Qwen3-30B-A3B, Qwen3-235B-A22B, DeepSeek-V3 and Mixtral-8x7B."""
+OTHERS = ("nongated", "min_latency")
+"""Words of kernels that are left out: of models without gates; and those that TensorRT-LLM takes where it is asked to
+(NVIDIA/TensorRT-LLM 1.2, tensorrt_llm/_torch/model_config.py, resolve_moe_backend: CUTLASS but for gpt-oss)."""
 WIDEST = 8
 """Ranks that share an expert at most: more are no layout of serving."""
 ROUTINGS = ("balanced", "power_law_1.01")
@@ -79,7 +83,7 @@ def read(folder: Path, engine: str) -> tuple[Rows, str] | None:
 def chosen(rows: Rows, dtype: str) -> Rows:
     """Of each shape the fastest kernel, with each of `ROUTINGS`: engines choose among kernels."""
     keep = (rows["moe_dtype"] == dtype) & (rows["moe_tp_size"] <= WIDEST) & (rows["latency"] > 0)
-    keep &= np.array(["nongated" not in name for name in rows["kernel_source"]])
+    keep &= np.array([not any(word in name for word in OTHERS) for name in rows["kernel_source"]])
     keep &= np.isin(rows["distribution"].astype(str), ROUTINGS)
     rows = {name: column[keep] for name, column in rows.items()}
     order = np.argsort(rows["latency"], kind="stable")
@@ -158,8 +162,10 @@ def errors(rows: Rows, weights: str, device: str, form: Any) -> str:
     if not len(rows["latency"]):
         return "no rows"
     known = constants(lookup(device).device)
-    off = grouped_seconds(layer_of(rows), weights, form, known) / (rows["latency"] * 1e-3) - 1
-    return f"{np.abs(off).mean():.1%} (bias {off.mean():+.1%}) of {len(off)} rows"
+    seconds, measured = grouped_seconds(layer_of(rows), weights, form, known), rows["latency"] * 1e-3
+    off, around = seconds / measured - 1, time_range({"weights": seconds}, known, routed=True)
+    inside = ((around.low <= measured) & (measured <= around.high)).mean()
+    return f"{np.abs(off).mean():.1%} (bias {off.mean():+.1%}, {inside:.0%} in range) of {len(off)} rows"
 
 
 def main() -> None:

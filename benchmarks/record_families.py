@@ -7,6 +7,7 @@ family of which a build contradicts the formulas is left out, and said.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import inspect
@@ -16,7 +17,6 @@ import multiprocessing
 import random
 import re
 import signal
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.errors import UserError
 from shardwise.model.shapes import recording
 from shardwise.model.shapes.formulas import Scope, evaluate, holds
 
@@ -136,7 +137,7 @@ def probe(family: Family) -> tuple[dict[str, list[Any]], dict[str, list[Any]], d
         if type(value) is bool:
             tries = [not value]
         elif type(value) is int:
-            tries = [2 * value or 2, *([0, None] if value else [])]
+            tries = [2 * value or 2, *([0, None] if value else []), *([1, 2] if name.endswith("layers") else [])]
         elif name.endswith("/layers"):
             continue
         elif value is None and (
@@ -199,6 +200,12 @@ def base_of(family: Family) -> dict[str, Any]:
     empty = {n: 8 for n, v in family.default.items() if v is None and "int" in family.annotations.get(n, "")
              and not IGNORED.search(n) and re.search("expert|group|head|size|dim|rank", n)}  # fmt: skip
     seed = SEEDS.get(family.model_type, {})
+    for name in ("layer_types", "layers_block_type"):
+        if family.default.get(name, ()) is None and not family.attempt({family.layers: 4}):
+            found = [[word] * 4 for word in WORDS if family.attempt({family.layers: 4, name: [word] * 4})]
+            if found:
+                family.default[name] = found[0]
+                return {family.layers: 4, name: found[0]}
     if family.layers not in family.kind().to_dict():  # it follows from a list
         return seed
     for base in (
@@ -253,20 +260,22 @@ def note_moves(family: Family, name: str, first: Build, made: Build) -> None:
 
 def draw(family: Family, sizes: dict, flags: dict, lists: dict, tries: int = 0) -> dict[str, Any]:
     """Fields of a random configuration. Heads stay multiples of key/value heads, and hidden sizes of heads."""
-    rand, layers = family.random, family.random.choice((4, 5, 6, 7, 11, 14))
-    settable = family.base.get(family.layers) == 4
+    rand, settable = family.random, family.layers in family.base
+    layers = rand.choice((4, 5, 6, 7, 11, 14)) + (family.base.get(family.layers, 4) - 4)
     given: dict[str, Any] = {**family.base, family.layers: layers} if settable else dict(family.base)
     follows = family.layers not in family.kind().to_dict()
     layers = layers if follows else given.get(family.layers, family.default.get(family.layers) or 0)
     common = rand.choice((1, 1, 2, 3))
     for name, values in sizes.items():
-        if rand.random() < (0.35 if tries < 3 else 0.7):
-            continue
+        if rand.random() < (0.35 if tries < 3 else 0.7) and not name.endswith("layers"):
+            continue  # but of layers there may be fewer than their default
         default = family.default.get(name)
         if default is None or (default < 8 and not re.search("head|size|dim|rank|vocab", name)):
             given[name] = rand.choice([*values, 2, 3, 4]) if default is None else rand.randint(1, 6)
             if default is None and re.search("dim|size|rank|width|inner|n_embd", name):
                 given[name] = 32 * rand.choice((1, 2, 3, 5, 7, 11, 13))
+        elif name.endswith("layers"):
+            given[name] = rand.randint(0, layers)
         elif re.search("group", name):
             given[name] = default * rand.choice((1, 1, 2))
         elif re.search("key_value_heads|kv_heads", name) and rand.random() < 0.5:
@@ -331,7 +340,9 @@ def plausible(family: Family, attributes: dict[str, Any]) -> bool:
     whole = all(type(n) is int and n for n in own) and not own[0] % own[1]
     if whole or ("head_dim" in family.legacy and attributes.get("head_dim") is None):
         pairs.append((hidden, heads))
-    return all(type(a) is not int or type(b) is not int or (b and not a % b) for a, b in pairs)
+    some = (attributes.get(n) for n in family.fields if n.endswith("layers") and n != family.layers)
+    fewer = all(type(n) is not int or n <= (attributes.get(family.layers) or n) for n in some)
+    return fewer and all(type(a) is not int or type(b) is not int or (b and not a % b) for a, b in pairs)
 
 
 KEPT: list[Scope] = []
@@ -385,10 +396,10 @@ def literals(builds: list[Build], layered: bool, fields: set[str]) -> list[str]:
             elif isinstance(value, str) and len(value) < 24:
                 words.add(f"{name}={value}")
     if layered:
-        words |= {f"%{n}{s}" for n in range(2, 9) for s in ("", "+1")} | {"^"}
+        words |= {f"%{n}{s}" for n in range(2, 9) for s in ("", "+1")} | {f"<{n}" for n in range(1, 5)} | {"^"}
     if any("word_embed_proj_dim" in b[1] for b in builds):
         words.add("word_embed_proj_dim~hidden_size")
-    return sorted(words, key=lambda w: (w[0] == "%" and w[1].isdigit(), len(w), w))
+    return sorted(words, key=lambda w: (w[0] == "%" and w[1].isdigit(), w[-1] == "#", len(w), w))
 
 
 def split_rows(rows: list[tuple[Scope, Any]], words: list[str]) -> Iterator[tuple[str, list, list]]:
@@ -610,6 +621,8 @@ def defaults_of(family: Family, builds: list[Build], needed: set[str]) -> dict[s
 
 def default_of(family: Family, name: str, free: list[Build]) -> Any:
     """The rule of one attribute."""
+    if any(isinstance(b[1][name], list) for b in free):  # none beside lists: another list says it
+        free = [b for b in free if b[1][name] is not None]
     values = [b[1][name] for b in free]
     if not values or (all(v == values[0] for v in values) and not (isinstance(values[0], list) and len(values[0]) > 3)):
         return values[0] if values else None
@@ -721,7 +734,7 @@ def record(model_type: str, seed: int = 0) -> dict[str, Any]:
         if family.layers not in family.kind().to_dict():  # it follows from a list
             names = []
         names += [f"#{n}" for n, v in builds[0][1].items() if isinstance(v, list)]
-        formula = fit(rows, names)
+        formula = fit(rows, names) or fit(rows, [n for n in sorted(family.fields) if type(builds[0][1].get(n)) is int])
         if formula is None:
             raise ValueError(f"no number of layers of {stack}")
         counts[stack] = formula
@@ -746,6 +759,14 @@ def record(model_type: str, seed: int = 0) -> dict[str, Any]:
             "others": shown, "cuts": family.cuts, "windowed": family.windowed,
             "known": sorted({*family.legacy, *recording.attributes_of(family.kind())})}  # fmt: skip
     check(family, data, sample(family, CHECKS, sizes, flags, lists))
+    # The class's own defaults are a published model's; where they contradict, the lists by layer must be given.
+    whole = family.attempt({})
+    try:
+        check(family, data, [whole] if whole else [])
+    except (ValueError, UserError):
+        guessed = [n for n, r in rules.items() if isinstance(r, dict) and r.keys() & {"each", "layers", "index"}]
+        data["defaults"] |= {n: {"unknown": True} for n in guessed}
+        check(family, data, [whole] if whole and not guessed else [])
     return data
 
 
@@ -809,28 +830,32 @@ def composites() -> dict[str, Any]:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or model_types()
-    if not sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="MODEL_TYPE", help="all of transformers where none is named")
+    parser.add_argument("--out", type=Path, default=DATA, help="file that they are added to (the package's own)")
+    args = parser.parse_args()
+    wanted = args.families or model_types()
+    if not args.families:
         lines = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in composites().items())
-        DATA.with_name("composites.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        args.out.with_name("composites.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         for model_type, data in pool.imap_unordered(task, wanted):
             if isinstance(data, str):
                 print(f"{model_type}: left out: {data[:1500]}", flush=True)
             else:
-                store(model_type, data)
+                store(model_type, data, args.out)
                 print(f"{model_type}: {len(data['tensors'])} tensors", flush=True)
 
 
-def store(model_type: str, data: dict[str, Any]) -> None:
+def store(model_type: str, data: dict[str, Any], out: Path) -> None:
     """Write a family beside those that are there."""
-    with DATA.with_suffix(".lock").open("w") as lock:
+    with out.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        families = {**(json.loads(DATA.read_text()) if DATA.exists() else {}), model_type: data}
+        families = {**(json.loads(out.read_text()) if out.exists() else {}), model_type: data}
         lines = (f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in sorted(families.items()))
-        DATA.with_suffix(".new").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        DATA.with_suffix(".new").replace(DATA)
-    DATA.with_suffix(".lock").unlink(missing_ok=True)
+        out.with_suffix(".new").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        out.with_suffix(".new").replace(out)
+    out.with_suffix(".lock").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def heeded() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "every_day: a dear test that the quick part runs every day")
+    config.addinivalue_line("markers", "every_day: an expensive test that the quick part runs every day")
     if "SHARDWISE_DURATIONS" in os.environ:
         from harness import durations
 

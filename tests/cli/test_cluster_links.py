@@ -82,6 +82,14 @@ def test_mistakes_are_one_line(words, hint, command):
     assert (code, out) == (2, "") and hint in err and err.count("\n") == 1
 
 
+def test_trays_of_an_nvl72_are_said_to_be_one_node(command):
+    words = ("estimate", "llama-3.2-1b", "--layout", "dp=8", "--seq", "1024", "--batch", "64", "--cluster")
+    out = command(*words, "2x4xGB200")[1].replace("\n", " ")
+    assert "machines on one NVLink switch are one node: --cluster 8xGB200-NVL72" in out
+    assert "one node" not in command(*words, "8xGB200")[1] and "one node" not in command(*words, "1x8xH100")[1]
+    assert "one node" not in command(*words, "2x4xGB200", "--network", "NDR")[1]
+
+
 def test_one_device_has_no_links(command):
     words = ["estimate", "llama-3.2-1b", "--layout", "dp=1", "--cluster", "1xH100", "--seq", "1024", "--batch", "4"]
     assert "links: " not in command(*words)[1]

@@ -1,6 +1,6 @@
 """2,000 jobs whose names, values and folders try to be code: bash runs each, and every value arrives as it was given.
 
-Programs in a folder stand for those of the cluster. `make test` runs a sample of the day, SHARDWISE_ALL=1 all.
+Programs in a folder stand for those of the cluster. `make test-day` runs a sample of the day, SHARDWISE_ALL=1 all.
 """
 
 from __future__ import annotations

@@ -110,6 +110,19 @@ def test_trap_35_pefts_folder_and_back(root: Path) -> None:
     assert less < held
 
 
+def test_a_dropout_that_is_left_out_is_said_once_by_each_command(root: Path) -> None:
+    result("checkpoint", "export", "lora", "--to", "dropped", folder=root)
+    path = root / "dropped" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": 0.25}))
+    estimate = ("estimate", "base", "--cluster", "1xA100", "--seq", "8", "--batch", "1", "--layout", "dp=1")
+    plan = ("plan", "base", "--cluster", "1xA100", "--seq", "8", "--batch", "1")
+    train = ("train", "--weights", "base", *TEXT, "--no-tensorboard", "--steps", 1, "--out", "without")
+    for words in (estimate, plan, train):
+        done = shardwise(*words, "--lora", "dropped", "--json", folder=root)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("dropped has lora_dropout=0.25: it trains without it") == 1, done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -47,6 +47,18 @@ def test_json_has_the_same(by, capsys):
         ([*SERVE, "--engine", "tensorrt"], "did you mean tensorrt-llm"),
         ([*SERVE, "--engine", "megatron-bridge"], "megatron-bridge does not serve; profiles that do are gpt-fast"),
         ([*SERVE, "--top", "0"], "--top must be a positive integer"),
+        ([*SERVE, "--weights", "fp7"], "no format of weights 'fp7'; did you mean fp8?"),
+        ([*SERVE, "--weights", "fp32"], "--weights fp32: plans of serving store weights in 16 bits or fewer"),
+        ([*SERVE, "--weights", "bf16,"], "no format of weights ''"),
+        (["plan", "llama-3-8b", "--cluster", "4xA100", *SERVE[4:], "--weights", "fp8"],
+         "tensorrt-llm on A100-80GB-SXM has no fp8 weights; known are bf16, int8, int4"),
+        ([*SERVE, "--kv-cache", "int4"], "--kv-cache must be one of auto, bf16, fp8, not 'int4'"),
+        (["plan", "llama-3-8b", "--cluster", "8xH100", "--weights", "fp8"],
+         "--weights belongs to serving: add --serve"),
+        (["plan", "llama-3-8b", "--cluster", "8xH100", "--kv-cache", "fp8"],
+         "--kv-cache belongs to serving: add --serve"),
+        (["plan", "llama-3-8b,llama-3-70b", *SERVE[2:], "--weights", "fp8"],
+         "--weights is for one MODEL on one cluster"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(arguments, words, capsys):

@@ -68,6 +68,7 @@ def test_efa_is_that_of_the_devices_machines():
         ("99999999Tb", "give a speed from"),
         ("0x100Gb", "1 to 1,024 NICs"),
         ("2000x100Gb", "1 to 1,024 NICs"),
+        ("roce " * 50 + "100Gb", "write 100Gb"),
     ],
 )
 def test_other_texts_are_one_line(text, hint):

@@ -215,6 +215,7 @@ def test_any_device_may_have_links_by_pair(tmp_path):
         ("devices_per_node = 4", "devices_per_node = 8", "those of 4 devices, but a node has 8"),
         ("[links.fast]", "[intra]\nbandwidth = 1e9\n[links.fast]", "leave out [intra]"),
         ("bandwidth = 1e11", "bandwidth = -1", "must be positive"),
+        ("bandwidth = 1e11", 'bandwidth = 1e11\nname = "a\\nb"', "links.fast.name must be a short text"),
         ('"X fast slow slow"', "3", "list of texts"),
     ):
         file.write_text(text.replace(wrong, right))

@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     if argv:
         before = set(collected("", Path(argv[0]).resolve())[0])
         missing += [f"only in {argv[0]}: {name}" for name in sorted(functions(before) - functions(day))]
-    print(*missing, sep="\n")
+    print(*missing or ["nothing is left out"], sep="\n")
     return 1 if missing else 0
 
 

@@ -19,7 +19,7 @@ import pytest
 
 RAW = os.environ.get("SHARDWISE_DURATIONS", "")
 """A file to which a line is added for each test: [name, seconds, {fixture: seconds}, fixtures it uses]."""
-DEAR = 0.6
+EXPENSIVE = 0.6
 """Seconds of a test with all of its cases, on two quiet cores, from which on it has turns."""
 Row = list[float | None]
 """[seconds, cases]; no seconds of what has not been recorded yet."""
@@ -52,7 +52,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def table(lines: list[list[Any]], before: dict[str, Row]) -> dict[str, Row]:
-    """Name -> [seconds, cases] of all tests, or fixtures, that are dear."""
+    """Name -> [seconds, cases] of all tests, or fixtures, that are expensive."""
     tests: dict[str, list[float]] = {}
     fixtures: dict[str, float] = defaultdict(float)
     users: dict[str, set[str]] = defaultdict(set)
@@ -71,9 +71,9 @@ def table(lines: list[list[Any]], before: dict[str, Row]) -> dict[str, Row]:
             users[f"{file}::{fixture}"].add(name)
     known = set(tests) | set(fixtures)
     rows: dict[str, Row] = {name: row for name, row in before.items() if name not in known}
-    rows |= {name: [round(row[0], 1), int(row[1])] for name, row in tests.items() if row[0] >= DEAR}
+    rows |= {name: [round(row[0], 1), int(row[1])] for name, row in tests.items() if row[0] >= EXPENSIVE}
     for fixture, seconds in fixtures.items():
-        if seconds >= max(DEAR, sum(tests[name][0] for name in users[fixture] if name in tests)):
+        if seconds >= max(EXPENSIVE, sum(tests[name][0] for name in users[fixture] if name in tests)):
             rows[fixture] = [round(seconds, 1), 1]
     return dict(sorted(rows.items()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from harness.jobs import _errors
 from harness.module_jobs import LR, SETTINGS
+from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
-from shardwise.runtime.module.split import split
+from shardwise.runtime.module.split import SplitModule, split
 
 STEPS, ROWS, WIDTH = 3, 4, 4
 
@@ -130,24 +132,46 @@ def reference(name: str, accumulate: int = 1) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
+def _made(name: str, layout: str, accumulate: int) -> tuple[SplitModule, Callable[[Any, Any], Tensor]]:
+    """(a split module, a loss of (step, rows) by this rank)."""
+    torch.manual_seed(0)
+    parts = ["enter", "blocks.*", "leave"] if "pp" in layout else None
+    plan = {"blocks.*.0": "column", "blocks.*.2": "row"} if "tp" in layout else None
+    folder = tempfile.mkdtemp() if "nvme" in layout else None
+    module = split(
+        Leaving(), f"{layout},precision=fp64", plan, parts=parts, accumulate=accumulate, optimizer=SETTINGS,
+        offload_dir=folder,
+    )  # fmt: skip
+    place = module.program.comms.index(DATA)
+    return module, lambda model, batch: LOSSES[name](model, batch[1], batch[0], place)
+
+
 def train_passes(rank: int, payload: tuple[str, str, int, dict[str, Tensor]]) -> dict[str, float]:
     """Parameter -> squared distance to plain PyTorch over this rank's interval. payload: (loss, layout, micro-batches
     per step, final parameters in plain PyTorch)."""
     name, layout, accumulate, expected = payload
-    torch.manual_seed(0)
-    module = split(Leaving(), f"{layout},precision=fp64", accumulate=accumulate, optimizer=SETTINGS)
+    module, loss = _made(name, layout, accumulate)
     comms = module.program.comms
-    place = comms.index(DATA)
-
-    def loss(model: Any, batch: tuple[int, Tensor]) -> Tensor:
-        return LOSSES[name](model, batch[1], batch[0], place)
-
     for step in range(STEPS):
-        rows = rows_of(step).chunk(2)[place]
+        rows = rows_of(step).chunk(2)[comms.index(DATA)]
         module.train_step(loss, [(step, part) for part in rows.chunk(accumulate)], lr=LR)
     errors: dict[str, float] = {}
     for state in module.program.optimizer.states:
         errors |= _errors(state.flat, state.master, expected)
     dist.barrier()
+    module.close()
     comms.close()
     return errors
+
+
+def rejected(rank: int, payload: tuple[str, str]) -> str:
+    """The message of a step that does not run. payload: (loss, layout)."""
+    name, layout = payload
+    module, loss = _made(name, layout, 2)
+    try:
+        module.train_step(loss, [(0, part.unsqueeze(0) if "sp" in layout else part) for part in rows_of(0).chunk(2)])
+    except UserError as error:
+        return str(error)
+    finally:
+        module.program.comms.close()
+    return "it ran"

@@ -47,7 +47,7 @@ def costs() -> Costs:
 
 @cache
 def turns() -> dict[str, int]:
-    """Name in the table -> the day of its first case. The dearest first, each where least is to do so far."""
+    """Name in the table -> the day of its first case. The most expensive first, each where least is to do so far."""
     load, found = [0.0] * DAYS, {}
     for name, (seconds, cases) in sorted(costs().items(), key=lambda each: (-each[1][0], each[0])):
         first = found[name] = load.index(min(load))

@@ -15,7 +15,7 @@ from harness.contexts import context_cases
 from harness.durations import table
 from harness.experts import expert_cases
 from harness.pipelines import pipeline_cases
-from harness.quick import DAYS, LAYOUTS_A_DAY, RANKS, dealt, is_quick, pairs, today
+from harness.quick import DAYS, LAYOUTS_A_DAY, RANKS, dealt, is_quick, left_out, pairs, today
 from harness.space import all_cases
 
 
@@ -32,7 +32,7 @@ def item(name: str, *fixtures: str, **marks: Any) -> Any:
 
 @pytest.fixture
 def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    rows = {"a.py::test_dear": (20.0, 20), "a.py::test_single": (7.0, 1), "a.py::model": (9.0, 1)}
+    rows = {"a.py::test_expensive": (20.0, 20), "a.py::test_single": (7.0, 1), "a.py::model": (9.0, 1)}
     monkeypatch.setattr(quick, "costs", lambda: rows)
     quick.turns.cache_clear()
     yield
@@ -53,7 +53,7 @@ def test_layouts_of_a_fortnight_have_every_pair() -> None:
 
 @pytest.mark.usefixtures("costs")
 def test_every_case_has_one_turn_and_cheap_tests_have_all() -> None:
-    items = [item(f"a.py::test_dear[{n}]") for n in range(20)]
+    items = [item(f"a.py::test_expensive[{n}]") for n in range(20)]
     items += [item("a.py::test_single"), item("a.py::test_new"), item("a.py::test_single", every_day=object())]
     days = [sum(column) for column in zip(*(is_quick(items, day) for day in range(DAYS)), strict=True)]
     assert days == [1] * 20 + [1, DAYS, DAYS]
@@ -62,12 +62,23 @@ def test_every_case_has_one_turn_and_cheap_tests_have_all() -> None:
 
 
 @pytest.mark.usefixtures("costs")
-def test_tests_that_share_a_dear_fixture_have_one_turn() -> None:
+def test_tests_that_share_an_expensive_fixture_have_one_turn() -> None:
     items = [item(f"a.py::test_{n}", "model") for n in range(3)] + [item("b.py::test_0", "model")]
     for day in range(DAYS):
         first, second, third, other = is_quick(items, day)
         assert first == second == third and other
     assert sum(is_quick(items, day)[0] for day in range(DAYS)) == 1
+
+
+@pytest.mark.usefixtures("costs")
+def test_two_parts_are_the_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [item(f"a.py::test_expensive[{n}]") for n in range(20)] + [item("a.py::test_new")]
+    away = {}
+    for part in ("quick", "rest", ""):
+        monkeypatch.setattr(quick, "PART", part)
+        away[part] = left_out(items)
+    assert not away["quick"] & away["rest"] and away["quick"] | away["rest"] == {one.nodeid for one in items}
+    assert "a.py::test_new" in away["rest"] and away[""] == set()
 
 
 @pytest.mark.parametrize("first", ["20261118", "20261225"])

@@ -89,6 +89,28 @@ def test_models_whose_class_transformers_lacks_are_counted_by_the_table(name):
     assert count(read(row)) == ABSENT[name]
 
 
+LFM2 = {
+    "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "block_ff_dim": 12288, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256, "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "tie_embedding": True,
+    "max_position_embeddings": 128000,
+}  # fmt: skip
+
+
+def test_layers_of_which_a_list_has_the_numbers_have_attention_and_a_cache():
+    model = read_fields(LFM2, "LFM2-1.2B")
+    assert count(model) == 1_170_340_608  # the published file
+    assert model.counted is not None
+    assert [i for i, cache in enumerate(model.counted.caches) if cache.kind == "full"] == LFM2["full_attn_idxs"]
+
+
+def test_last_layers_without_keys_of_their_own_share_a_cache():
+    (row,) = [row for row in ROWS if row["config"]["model_type"] == "gemma3n_text"]
+    caches = read(row).counted.caches
+    assert count(read(row)) == row["text_parameters"]
+    assert [cache.kind for cache in caches] == [*("window",) * 4, "full"] * 4 + ["none"] * 15
+
+
 def test_a_size_that_no_known_class_reads_is_named():
     (row,) = [row for row in ROWS if row["name"] == "moonshotai/Kimi-K3"]
     with pytest.raises(UserError, match="routed_expert_hidden_size=3584: not known for kimi_linear"):

@@ -178,7 +178,7 @@ MISTAKES = (
     Mistake(14, "weights cut by rows are keyed by their local index", FLAT,
             "local // columns + top, local", "local // columns, local", "trap_14"),
     Mistake(15, "stages 0 and 1 synchronise every micro-batch", ENGINE,
-            "(self.stage >= 2 or self._last_micro_batch)", "True", "trap_15"),
+            "(self.stage >= 2 or (self._last_micro_batch and not self._comes_again(part)))", "True", "trap_15"),
     Mistake(15, "a micro-batch's gradient replaces the ones before", FLAT,
             "Target(self.grads.tensor, True) if", "Target(self.grads.tensor) if", "trap_15"),
     Mistake(15, "gradients of the step before stay in", OPTIMIZER,

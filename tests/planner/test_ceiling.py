@@ -61,9 +61,10 @@ CASES = [(device, name, MODELS[(i + j) % 2]) for i, device in enumerate(DEVICES)
 
 @pytest.mark.parametrize(("device", "name", "model"), some_of(CASES, 3, "plans that are held to a ceiling"))
 def test_no_plan_exceeds_what_blocks_reach(device, name, model):
-    nodes = "8x" if Cluster.parse(f"2x8x{device}").inter.bandwidth else ""
+    known = Cluster.parse(f"2x8x{device}")
+    cluster = "8x8x" if known.inter.bandwidth else "8x" if known.intra.bandwidth else "1x"
     try:
-        found = plan(model, f"{nodes}8x{device}", Workload(4096, 512), engine=name, top=1, explain=False)
+        found = plan(model, f"{cluster}{device}", Workload(4096, 512), engine=name, top=1, explain=False)
     except UserError as error:
         assert "fit" in str(error) or "no layout" in str(error)
         return

@@ -6,6 +6,7 @@ Both compute in float64 throughout: hence 1e-12. Files have float32: hence 1e-6 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from shardwise.layout import Layout
 from shardwise.model.huggingface import from_huggingface
 from shardwise.model.parameters import parameters
 
-peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+# It is imported where it is used: that takes seconds, in which no other test could be collected.
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed: pip install peft")
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
@@ -43,6 +45,8 @@ CASES = {
 
 def adapted(name: str, targets: list[str], folder: Path) -> Any:
     """A model of `transformers` with random adapters, both in `folder`."""
+    import peft
+
     model = pretrained(name)
     model.save_pretrained(folder / "base")
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM")
@@ -138,7 +142,9 @@ def test_settings_that_are_not_supported_are_named(tmp_path: Path) -> None:
 
 
 def load(base: Path, adapters: Path) -> Any:
-    return oracle(peft.PeftModel.from_pretrained(plain(base), adapters))
+    from peft import PeftModel
+
+    return oracle(PeftModel.from_pretrained(plain(base), adapters))
 
 
 def plain(folder: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import Layout, UserError, split
+from shardwise.errors import DivergedError
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import describe
 
@@ -141,6 +143,20 @@ def preference(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
 )
 def test_training_is_that_of_plain_pytorch(block, loss, layout):
     trained(block, loss, layout)
+
+
+@pytest.mark.parametrize("mode", ["stop", "skip"])
+def test_a_step_that_is_not_finite_leaves_statistics_as_they_were(mode):
+    """In place, by a batch norm's kernel, and by a new tensor."""
+    module = split(Chain(Counting), "recompute=full,precision=fp32", on_nonfinite=mode)
+    module.train_step(squares, X)
+    before = {name: buffer.clone() for name, buffer in module.module.named_buffers()}
+    with pytest.raises(DivergedError) if mode == "stop" else nullcontext():
+        assert module.train_step(squares, X * torch.nan).skipped
+    for name, buffer in module.module.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    assert not module.train_step(squares, X).skipped
+    assert module.module.blocks[0].calls == before["blocks.0.calls"] + 1
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "zero=3"])

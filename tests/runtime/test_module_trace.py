@@ -180,6 +180,11 @@ class Uneven(nn.Module):
 X = torch.ones(4, 6)
 
 
+def twice(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    (x,) = batch
+    return (model(x) - model(2 * x)).square().mean()
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
@@ -195,6 +200,7 @@ X = torch.ones(4, 6)
         (Uneven, {"plan": {"up": "column", "down": "row"}, "tp": [2]}, r"tp=2 does not divide the 9 outputs of up"),
         (Uneven, {"tp": [2]}, r"tp=2 needs a plan, and Uneven publishes none"),
         (Uneven, {"plan": {"upp": "column"}}, r"no map is named 'upp'; did you mean up"),
+        (Uneven, {"loss": twice}, r"the loss calls the module twice with gradients, and a prediction has one pass"),
         (Uneven, {"example": 7}, r"no tensor with rows"),
         (Uneven, {"example": {"x": X, "y": torch.ones(3)}}, r"same number of rows.*\[4, 6\], \[3\]"),
     ],

@@ -72,8 +72,9 @@ FURTHEST = {
     107: "scores over gathered keys",
     166: "rows of experts that are kept for their weights",
     337: "a mask of all tokens that blocks share, beside offloaded activations",
+    409: "a scaled table alone on a stage",
 }
-"""Pairs with features that were 3% to 14% off, and what was counted wrong."""
+"""Pairs with features that were 3% to 23% off, and what was counted wrong."""
 
 
 @pytest.mark.parametrize("index", some_of(FURTHEST, 2, "peaks furthest off"), ids=FURTHEST.get)

@@ -1,5 +1,5 @@
 """Save under one layout, go on under another: all ordered pairs of twelve layouts, and every third one with pipelines
-or context parallelism; a sample of them in `make test`, beside half of the pairs of cp=4, tp=4 and dp=4,zero=3.
+or context parallelism; a sample of them in `make test-day`, beside half of the pairs of cp=4, tp=4 and dp=4,zero=3.
 
 Every layout trains undisturbed once and saves on the way; under every other one its checkpoint is loaded, saved again,
 and trained on. One model has what layouts stumble over: a tied embedding, key/value heads that tp=4 replicates, a

@@ -143,7 +143,7 @@ def _step(args: argparse.Namespace) -> int:
         report = estimate(model, layout, workload, cluster, **slowed, **engine_of(args))
     report = noted(report, assumed)
     shown = _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
-    return print_result(args, lambda: with_links(report.to_json() | size_json(model), cluster), shown)
+    return print_result(args, lambda: report.to_json() | size_json(model), shown)
 
 
 def _measure(
@@ -153,7 +153,7 @@ def _measure(
     from shardwise.cli.show.measured_table import measured_lines
 
     report, measured = estimate_measure.measured_report(args, model, layout, workload, cluster)
-    data = with_links(noted(report, assumed).to_json(), cluster) | {"measured": measured.to_json()}
+    data = noted(report, assumed).to_json() | {"measured": measured.to_json()}
     head = _head(model, layout, workload, cluster, assumed)
     return print_result(
         args, data, chain(head, measured_lines(report, measured, workload.batch * workload.seq), report.notes)
@@ -177,7 +177,7 @@ def _links(
     if report.time is None:
         raise UserError(f"--links needs the time of a step, which has none on {cluster}: {'; '.join(report.notes)}")
     uses = link_uses(model, layout, cluster, report.roles)
-    data = with_links(report.to_json(), cluster) | {"links": [use.to_json() for use in uses]}
+    data = report.to_json() | {"links": [use.to_json() for use in uses]}
     return print_result(
         args, data, chain(_head(model, layout, workload, cluster, assumed), link_tables(uses, report.time))
     )
@@ -213,7 +213,7 @@ def _breakdown(
         recompute_modes(model, layout, workload, cluster),
     )
     breakdown_json = terms.to_json() | {"recompute": [asdict(mode) for mode in modes]}
-    data = with_links(report.to_json(), cluster) | {"breakdown": breakdown_json}
+    data = report.to_json() | {"breakdown": breakdown_json}
     head = _head(model, layout, workload, cluster, assumed)
     return print_result(args, data, chain(head, breakdown_tables(terms, modes)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ def add_lora(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     )
 
 
-def model_of(args: argparse.Namespace) -> ModelConfig:
-    """The model that the arguments describe. Raises `UserError`."""
+def model_of(args: argparse.Namespace, runs: bool = False) -> ModelConfig:
+    """The model that the arguments describe. runs: whether a run follows, which warns of what adapters' settings it
+    leaves out. Raises `UserError`."""
     described = isinstance(args.model, ModelConfig)
     model = change(args.model if described else resolve(args.model), ",".join(args.set))
     if getattr(args, "lora", None) is None:
@@ -68,7 +70,10 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
     if (folder := adapters_of(args)) is not None:
         from shardwise.checkpoint.huggingface import PeftAdapters
 
-        return PeftAdapters.open(folder, model.replace(lora=Lora(1, base=_folder(args.lora)[1]))).model
+        adapters = PeftAdapters.open(folder, model.replace(lora=Lora(1, base=_folder(args.lora)[1])))
+        if adapters.warning and not runs:
+            print(f"shardwise: warning: {adapters.warning}", file=sys.stderr)
+        return adapters.model
     adapted = model.replace(lora=Lora.parse(args.lora))
     blueprint(adapted)  # raises for targets that it has not
     return adapted

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     usual_cluster(args)
     _check_kind(args)
     _check_numbers(args)
-    for name in ("precision", "recompute_layers"):
+    for name in ("precision", "recompute_layers", *SERVED_WITH):
         if getattr(args, name) is not None and (args.cluster is None or "," in args.model):
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} is for one MODEL on one cluster: give --cluster, or leave it out")

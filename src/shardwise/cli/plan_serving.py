@@ -17,7 +17,8 @@ from shardwise.planner.serving import Deployment, ServingPlan, plan_serving
 
 def run(args: argparse.Namespace) -> int:
     """Plan serving as `args` asks. Raises `UserError`."""
-    workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency or 1)
+    clients = 1 if args.concurrency is None else args.concurrency
+    workload = Workload(prompt=args.prompt, output=args.output, concurrency=clients)
     model, cluster = model_of(args), cluster_of(args)
     with working(f"pricing deployments of {model.name} on {cluster}"):
         result = plan_serving(

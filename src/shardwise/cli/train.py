@@ -115,7 +115,7 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError("--seq and --batch must be positive integers")
     vocab = {} if args.vocab is None else {"vocab": args.vocab}
     workload, optimizer = Workload(**given(args, Workload)), OptimizerConfig(**given(args, OptimizerConfig))
-    whole: dict[str, Any] = {"model": model_of(args), "workload": workload, "optimizer": optimizer}
+    whole: dict[str, Any] = {"model": model_of(args, runs=True), "workload": workload, "optimizer": optimizer}
     if (folder := adapters_of(args)) is not None:
         whole["adapters"] = str(folder)
     return {"layout": "dp=1", **given(args, TrainConfig), **vocab, **whole}

@@ -21,6 +21,8 @@ from shardwise.small_files import read_small
 MOST_COUNTED = 999_999_999
 """Limit of the number of nodes, and of devices per node."""
 
+MOST_NAME = 60
+"""Characters of a link's name."""
 _TIMES = r"\s*[x\u00d7*]\s*"
 _TEXT = re.compile(rf"(?:(\d+){_TIMES})?(\d+){_TIMES}(?!\d+{_TIMES})(\S.*)", re.IGNORECASE | re.DOTALL)
 
@@ -269,7 +271,7 @@ def _with_paths(data: dict[str, Any], cluster: Cluster, entry: Accelerator | Non
         raise UserError(f"paths must be a list of texts, one row per device, not {reprlib.repr(rows)}")
     tables = _table(data, "links") if "links" in data else {}
     links = {name: _link(tables, name, Link(None, None), "links.") for name in tables}
-    links = {name: replace(link, name=link.name or name) for name, link in links.items()}
+    links = {name: replace(link, name=link.name or name[:MOST_NAME]) for name, link in links.items()}
     paths = paths_of([row.split() for row in rows], entry, links)
     if paths.devices < 2:
         raise UserError("paths needs the rows of two devices or more")
@@ -319,6 +321,9 @@ def _link(data: dict[str, Any], name: str, usual: Link, of: str = "") -> Link:
     usual_alpha, usual_bandwidth = alpha is None and usual.alpha is not None, bandwidth is None and usual.bandwidth
     if usual.source and (usual_alpha or usual_bandwidth):
         source = f"{source}; the rest: {usual.source}"
+    called = table.get("name", "")
+    if not isinstance(called, str) or not called.isprintable() or len(called) > MOST_NAME:
+        raise UserError(f"{name}.name must be a short text, not {reprlib.repr(called)}")
     reads = table.get("reads", False)
     if type(reads) is not bool:
         raise UserError(f"{name}.reads must be true or false, not {reads!r}")
@@ -331,7 +336,7 @@ def _link(data: dict[str, Any], name: str, usual: Link, of: str = "") -> Link:
         reads,
         _speeds(table, f"{name}.speeds"),
         str(table.get("kind", usual.kind)),
-        str(table.get("name", "")),
+        called,
     )
 
 

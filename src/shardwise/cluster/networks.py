@@ -18,6 +18,8 @@ MOST_GBITS = 1e6
 MOST_NIC = 800.0
 """Gb/s of the fastest NIC (XDR InfiniBand, 800 Gb/s Ethernet)."""
 MOST_NICS = 1024
+MOST_TEXT = 60
+"""Characters of a network's name."""
 
 EXAMPLES = "100Gb (a node's), 8x400Gb (NICs of a node), 50GB/s, 400Gb per device, NDR, RoCE 400Gb, EFA-p5"
 
@@ -36,6 +38,8 @@ def network_of(text: str, device: str, per_node: int) -> tuple[Link, int]:
     device: its name in the catalog, which decides what "EFA" is. per_node: devices of a node. Raises `UserError` in one
     line for a text that names none.
     """
+    if len(text) > MOST_TEXT:
+        raise UserError(f"network {_short(text)!r}...: write {EXAMPLES}")
     count = _COUNT.search(text)
     rest = _COUNT.sub(" ", text, count=1)
     per = _PER.search(rest)
@@ -57,8 +61,8 @@ def network_of(text: str, device: str, per_node: int) -> tuple[Link, int]:
         gbits /= nics
     # Several NICs of one device work together.
     bandwidth = gbits * 1e9 / 8 * max(1.0, nics / per_node)
-    source = f"--network {text.strip()}" + (f": {known.source}" if known and not rate else "")
     kind, name = known.kind if known else "network", " ".join(text.split())
+    source = f"--network {name}" + (f": {known.source}" if known and not rate else "")
     return Link(None, bandwidth, source, kind=kind, name=name), nics if nics < per_node else 0
 
 

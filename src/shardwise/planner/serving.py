@@ -283,16 +283,15 @@ def plan_serving(
     without requests or longer than the model's positions, and for models that do not run.
     """
     model, cluster = as_config(model), as_cluster(cluster)
+    workload = workload if rate is None else replace(workload, concurrency=1)
+    _check(model, cluster, workload, top)
     engine = engine or usual_engine(cluster, ENGINE)
     profile = serving_engine(engine)
     room = _room(cluster, profile)
     space_for = partial(_Space, model, cluster, engine=profile, room=room, asked=_formats(model, weights),
                         kv_cache=_cache_type(kv_cache))  # fmt: skip
     if rate is not None:
-        workload = replace(workload, concurrency=1)
-        _check(model, cluster, workload, top)
         workload = replace(workload, concurrency=_clients_at(rate, space_for(workload=workload)))
-    _check(model, cluster, workload, top)
     space = space_for(workload=workload, queues=rate is None)
     found, unhurried = [], []
     for kind in space.types:
@@ -329,7 +328,8 @@ def _formats(model: ModelConfig, weights: Sequence[str]) -> list[str]:
     model whose files say theirs."""
     names = {usual: name for name, usual in TYPES.items()}
     for words in weights:
-        weight_format(words)
+        if weight_format(words).each > 2:
+            raise UserError(f"--weights {words}: plans of serving store weights in 16 bits or fewer")
     if weights and model.counted and (stored := model.counted.stored):
         raise UserError(f"--weights does nothing here: the files of {model.name} are in {stored}")
     return [names.get(words, words) for words in dict.fromkeys(weights)]
@@ -426,8 +426,9 @@ class _RankMemory:
         self.space, self.layout, self.weights = space, layout, weights
         self.plan = plan_of(space.model, replace(layout, pp=1))
         if layout.stage == 3:
-            one = held_by(self.plan, space.setup(weights, 1))
-            page = page_bytes(self.plan, PAGE, space.length)
+            served = space.setup(weights, 1)
+            one = held_by(self.plan, served)
+            page = page_bytes(self.plan, PAGE, space.length, served.cache_type, served.engine)
             self.stages = {ServedStage(one.all_weights, page, True)}
         else:
             self.stages = set(stage_bytes(space.model, layout, space.setup(weights, 1)))
@@ -507,9 +508,15 @@ class _Space:
         if self.model.counted and (stored := self.model.counted.stored):  # the files say which
             name = computing_type(stored)
             return [name if known(name) else "bfloat16"]
-        if self.asked:
-            return [name for name in self.asked if known(name)]
-        return [name for name in TYPES if name == "bfloat16" or known(name)]
+        all_known = [name for name in TYPES if name == "bfloat16" or known(name)]
+        if not self.asked:
+            return all_known
+        if not (found := [name for name in self.asked if known(name)]):
+            asked, others = (", ".join(map(type_name, names)) for names in (self.asked, all_known))
+            raise UserError(
+                f"{self.engine.name} on {self.cluster.device.name} has no {asked} weights; known are {others}"
+            )
+        return found
 
     def words(self, weights: str) -> str:
         """The format of a type of weights, as the engine stores it."""

@@ -40,7 +40,9 @@ def links_line(cluster: Cluster) -> str:
     if not parts:
         return ""
     usual = f"assumed, usual for {cluster.device.name}"
-    if cluster.nodes > 1 and between and cluster.inter.bandwidth is None:
+    if between and (rack := _rack(cluster)):
+        change = f"; machines on one NVLink switch are one node: --cluster {rack}"
+    elif cluster.nodes > 1 and between and cluster.inter.bandwidth is None:
         change = "; name the network: --network 100Gb, NDR, EFA"
     else:
         change = "; --network names another" if cluster.nodes > 1 and between else ""
@@ -66,6 +68,15 @@ def _assumed(cluster: Cluster) -> tuple[bool, bool]:
         return False, False
     usual = catalog.lookup(cluster.device.name)
     return cluster.intra == usual.intra, cluster.inter == usual.inter and not cluster.nics
+
+
+def _rack(cluster: Cluster) -> str:
+    """The cluster as it is where one NVLink switch joins devices of several nodes (NVL72); empty where none does."""
+    domain = catalog.lookup(cluster.device.name).domain if catalog.knows(cluster.device.name) else 0
+    if cluster.nodes == 1 or cluster.devices_per_node >= domain:
+        return ""
+    racks = f"{cluster.devices // domain}x" if cluster.devices > domain else ""
+    return f"{racks}{min(cluster.devices, domain)}x{cluster.device.name}"
 
 
 def _by_pair(paths: NodePaths) -> list[tuple[Link, int]]:

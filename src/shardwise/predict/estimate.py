@@ -17,6 +17,7 @@ from shardwise.layout.units import Backend, UnitPlan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
 from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
+from shardwise.predict.cluster_links import links_json
 from shardwise.predict.memory.capacity import try_room
 from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings, check_optimizer
 from shardwise.predict.memory.homes import disk_bytes, host_bytes
@@ -60,8 +61,7 @@ def estimate(
     without sequences and for a slow rank that does not exist.
     """
     model, layout, workload = as_model(model), as_layout(layout), as_workload(workload, seq, batch)
-    cluster = None if cluster is None else as_cluster(cluster)
-    _check(model, layout, workload, cluster)
+    _check(model, layout, workload, cluster := None if cluster is None else as_cluster(cluster))
     (settings := settings or USUAL).check(engine or "", layout)
     check_optimizer(engine or "", workload.optimizer)
     if slow is not None:
@@ -90,6 +90,7 @@ def estimate(
         notes=tuple(notes),
         balance=_balance(model, layout, workload),
         room=room.to_json(peak) if room else None,
+        cluster_links=links_json(cluster) if cluster else None,
     )
 
 

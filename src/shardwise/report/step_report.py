@@ -167,6 +167,8 @@ class StepReport(Printable):
     """Attention's work by context-parallel rank (`ContextBalance.to_json`); None without context parallelism."""
     room: dict[str, Any] | None = None
     """A device's room for the highest peak (`DeviceRoom.to_json`); None where it is not known."""
+    cluster_links: dict[str, Any] | None = None
+    """Links that a predicted step is priced on (`predict.cluster_links.links_json`); None without a cluster."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     @property
@@ -187,10 +189,10 @@ class StepReport(Printable):
         return report_conclusion(self, room)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary, with `peak_bytes` written out for each role, without a `balance` and a `room` that
-        are None and homes that hold nothing."""
+        """A JSON-ready dictionary, with `peak_bytes` written out for each role, without a `balance`, a `room` and
+        `cluster_links` that are None and homes that hold nothing."""
         data = asdict(self)
-        for name in ("balance", "room"):
+        for name in ("balance", "room", "cluster_links"):
             if data[name] is None:
                 del data[name]
         for role, out in zip(self.roles, data["roles"], strict=True):

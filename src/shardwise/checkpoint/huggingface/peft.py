@@ -75,6 +75,11 @@ class PeftAdapters:
         found.dropout = config.get("lora_dropout") or 0.0
         return found
 
+    @property
+    def warning(self) -> str:
+        """A setting that training leaves out; empty without one."""
+        return f"{self.folder} has lora_dropout={self.dropout:g}: it trains without it" if self.dropout else ""
+
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise `UserError` unless these are exactly the tensors that are here (stored name -> shape)."""
         if shapes != {name: place.shape for name, (place, _) in self._stored.items()}:

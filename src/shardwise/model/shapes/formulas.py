@@ -4,9 +4,9 @@ A formula is a sum of products: `2*hidden_size+num_key_value_heads*head_dim`. `-
 and rounds up. A name stands for an integer attribute, or for the layer's entry of a list, `#name` for a list's length.
 
 A condition is a list of literals that must all hold. `flag` and `!flag`: an attribute is set or not. `name=value`: a
-word. `name@value`: the layer's entry of a list; `name@`: it is set. `name#`: the layer is in the list. `name~other`:
-both are equal. `<name`, `>name`: its number is below, or above. `%name+1`: its number plus 1 is a multiple. `^`: it is
-the last layer. `-name`: among the last ones.
+word. `name@value`: the layer's entry of a list, which repeats where there are more layers; `name@`: it is set. `name#`:
+the layer is in the list. `name~other`: both are equal. `<name`, `>name`: its number is below, or above. `%name+1`: its
+number plus 1 is a multiple. `^`: it is the last layer. `-name`: among the last ones, which are not all.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _literal(word: str, scope: Scope) -> bool:
         return bool(scope.layer + 1 == scope.attributes.get("num_hidden_layers"))
     if word[0] == "-":
         last, layers = scope.attributes.get(word[1:]), scope.attributes.get("num_hidden_layers")
-        return type(last) is int and type(layers) is int and scope.layer >= layers - last
+        return type(last) is int and type(layers) is int and last < layers <= scope.layer + last
     if word[0] in "<>":
         bound = int(word[1:]) if word[1:].isdigit() else scope.attributes.get(word[1:])
         return type(bound) is int and (scope.layer < bound if word[0] == "<" else scope.layer > bound)
@@ -92,7 +92,7 @@ def _literal(word: str, scope: Scope) -> bool:
     if sign == "#":
         return isinstance(entries, list) and scope.layer in entries
     if sign == "@":
-        entry = entries[scope.layer] if isinstance(entries, list) and scope.layer < len(entries) else None
+        entry = entries[scope.layer % len(entries)] if isinstance(entries, list) and entries else None
         return str(entry) == value if value else bool(entry)
     return str(scope.value(name)) == value if sign else bool(scope.value(name))
 

@@ -119,7 +119,9 @@ def backwards(
         elif plan.kind(part) == "embedding":
             moments["backward", part] = stream + max(stream_dropout(plan, s), _positions(plan, s), scaled)
             if not apart:
-                moments["backward", part] = max(moments["backward", part], _looked_up(plan, s))
+                # A message stays beside what was scaled of it.
+                message = scaled if part == parts[-1] else 0
+                moments["backward", part] = max(moments["backward", part], message + _looked_up(plan, s))
         elif plan.kind(part) == "head":
             moments["backward", part] = saved + max(_projection_backward(plan, s, adds), _final_norm_backward(plan, s))
         else:

@@ -235,8 +235,8 @@ class TrainingRun:
 
     def _start_from_adapters(self, adapters: PeftAdapters) -> None:
         start_adapters(self.program, adapters)
-        if adapters.dropout and self.rank == 0:
-            say(f"shardwise: warning: {adapters.folder} has lora_dropout={adapters.dropout:g}: it trains without it")
+        if adapters.warning and self.rank == 0:
+            say(f"shardwise: warning: {adapters.warning}")
 
     def _start_from(self, weights: HuggingFaceWeights) -> None:
         start_from(self.program, weights)

@@ -23,6 +23,23 @@ MISSED = "missed"
 """Kind of stored tensor: updates without a gradient for a parameter, where there are any."""
 
 
+class BuffersBefore:
+    """The buffers of a module as they are before a step, such as a batch norm's statistics."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = [
+            (child, leaf, buffer, buffer.clone())
+            for child in module.modules()
+            for leaf, buffer in child._buffers.items()
+            if buffer is not None and not buffer.is_meta
+        ]
+
+    def restore(self) -> None:
+        """Undo what the step has written, in place or by other tensors."""
+        for child, leaf, buffer, values in self._values:
+            child._buffers[leaf] = buffer.copy_(values)
+
+
 def persistent(module: nn.Module) -> dict[str, Tensor]:
     """The buffers of a module's state, by name, but for empty ones."""
     kept = module.state_dict(keep_vars=True)

@@ -65,7 +65,7 @@ def fake_step(
     module: nn.Module, described: DescribedModule, layout: Layout, batches: Sequence[Any], loss: LossFunction
 ) -> tuple[UnitPlan, RawStep]:
     """Record the forward and backward passes of a module that is taken over; its parameters are fake, and this is
-    called on fake tensors, inside `fake_ranks`."""
+    called on fake tensors, inside `fake_ranks`. Raises `UserError` for a loss with more than one pass."""
     program = _program(module, described, layout, len(batches))
     with FakeStepRecorder(program) as recorder:
         program.gradients(loss, batches)

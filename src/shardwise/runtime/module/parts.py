@@ -181,6 +181,11 @@ class PartRunner:
                     f"{self._latest}, or of a block before it, is changed in place (as by x += 1): write x = x + 1, "
                     "or leave these out of blocks="
                 ) from error
+            if self.stages is not None and "a leaf Variable that requires grad" in str(error):
+                raise UserError(
+                    "what a stage of the pipeline takes is changed in place (as by x += 1): write x = x + 1, or leave "
+                    "pp out"
+                ) from error
             # torch's name of int8
             if any(unit.dtype for unit in self.plan.units) and "char" in str(error).lower():
                 raise UserError(

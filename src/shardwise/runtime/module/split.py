@@ -27,7 +27,7 @@ from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.module.adapters import add_adapters
-from shardwise.runtime.module.buffers import restore_buffers, restore_missed, stored_shapes, written
+from shardwise.runtime.module.buffers import BuffersBefore, restore_buffers, restore_missed, stored_shapes, written
 from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.experts import use_exact_products
@@ -208,8 +208,11 @@ class SplitModule(nn.Module):
         measure: whether `report` will be this step's, which follows every tensor and takes longer.
         Raises `DivergedError` on all ranks as `on_nonfinite` says; the split is as it was before the step.
         """
+        before = BuffersBefore(self.module)
         with self._failures.shared():
             outcome = self._train_step(loss_fn, batch if isinstance(batch, list) else [batch], lr, measure)
+        if outcome.skipped:
+            before.restore()
         if outcome.skipped and self._stops:
             raise DivergedError(
                 f"step {self.program.optimizer.steps + 1}: the loss is {outcome.loss}, the gradient norm "

@@ -45,6 +45,8 @@ class ModuleStages:
         self.last = len(ends) - 1
         self.where = pipeline.placement(plan.layout)
         self._stage, self._arrived = 0, torch.empty(0)
+        self._next = 0
+        """Number of the block whose turn is next in this forward pass."""
         for path in chain.entry:
             child = module.get_submodule(path)
             child.forward = partial(self._before, child.forward)  # type: ignore[assignment]
@@ -56,7 +58,7 @@ class ModuleStages:
     def run(self, stage: int, x: Tensor | None, forward: Callable[[], Any]) -> Any:
         """The result of a stage: a tensor, and of the last stage what `forward` returns. x: what has arrived; None on
         the first stage. Raises `UserError` when it ends before the stage's last block."""
-        self._stage = stage
+        self._stage, self._next = stage, 0
         if x is not None:
             self._arrived = x
         try:
@@ -68,7 +70,13 @@ class ModuleStages:
         if stage < self.last:
             block = self.chain.blocks[self.blocks[stage][1] - 1]
             raise UserError(f"the forward pass ended before {block}: each part computes once per pass, in order")
+        if self._next < len(self.chain.blocks):
+            raise self._left_out()
         return result
+
+    def _left_out(self) -> UserError:
+        block = self.chain.blocks[self._next]
+        return UserError(f"{block} was left out of a forward pass; under pp every block runs, in order: leave pp out")
 
     def computes(self, path: str) -> bool:
         """Whether a module's output is that of the whole model now: it is in a part of this stage, or, on the first
@@ -87,6 +95,14 @@ class ModuleStages:
     ) -> Tensor:
         """again: its forward pass that keeps its inputs alone."""
         first, stop = self.blocks[self._stage]
+        if number > self._next:
+            raise self._left_out()
+        if number < self._next:
+            raise UserError(
+                f"{path} came twice in one micro-batch; under pp the module is called once, and each block computes "
+                "once: call it with the rows of both (torch.cat), or leave pp out"
+            )
+        self._next += 1
         if number < first:
             return self._arrived if number == first - 1 else self._nothing()
         if number >= stop:  # the stage has only what is before the blocks

@@ -35,6 +35,8 @@ class StoredIntervals:
         slot = self._slot(flat)
         if self._file is not None and self._coming.get(slot, ("",))[0] != flat.unit.name:
             name = flat.unit.name
+            if slot in self._coming:  # of a use that a pass outside of the plan came before
+                self._coming.pop(slot)[1].result()
             self._coming[slot] = name, *self._file.start_reading(name, self.buffers[slot])
 
     def fetch(self, flat: FlatUnit, comms: Comms) -> Tensor:

@@ -414,7 +414,7 @@ class Engine:
 
     def _comes_again(self, part: str) -> bool:
         """Whether this micro-batch has another backward pass of `part`."""
-        return self._passes[self._index] > 1 and any(use.part == part for use in self._uses[self._at :])
+        return any((use.kind, use.part) == ("backward", part) for use in self._uses[self._at :])
 
     def _finished(self, part: str) -> list[FlatUnit]:
         """The units whose gradients are complete after `part`'s backward."""

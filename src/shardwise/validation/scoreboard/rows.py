@@ -42,8 +42,12 @@ REQUESTS = {
 table under "Preparing a Dataset"."""
 
 
-SERVERS = {"gpt-fast": "gpt-fast", "vllm": "vllm", "tensorrt": "tensorrt-llm", "trtllm": "tensorrt-llm"}
-"""Word of a serving row, in lower case -> the profile of its software."""
+SERVERS = {
+    "gpt-fast": "gpt-fast", "vllm": "vllm", "tensorrt": "tensorrt-llm", "trtllm": "tensorrt-llm",
+    "nvidia nim": "tensorrt-llm", "nvidia.com/nim": "tensorrt-llm", "sglang": "vllm",
+}  # fmt: skip
+"""Word of a serving row, in lower case -> the profile of its software; NIM's optimized engines are TensorRT-LLM's
+(docs.nvidia.com/nim/large-language-models, optimization)."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,8 @@ def _server(row: Row, assumed: list[str]) -> str:
     name = next((name for word, name in SERVERS.items() if word in words), None)
     if name is None:
         assumed.append("software not named: as TensorRT-LLM")
+    elif name not in words and "sglang" in words:
+        assumed.append("SGLang: as vLLM")
     return name or "tensorrt-llm"
 
 
