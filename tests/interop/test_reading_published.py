@@ -493,6 +493,9 @@ def test_containers(reading):
     assert (str(found.layout), found.model, found.unsettled) == ("tp=4", "x/y", ())
     found = reading("k8s.yaml", "kind: Service\n---\n" + KUBERNETES.format(3, "[]", '["--model", "x/y", "-tp", "2"]'))
     assert str(found.layout) == "tp=2" and any("3 replicas" in one for one in found.unsettled)
+    script = '["sh", "-c", "bash /x/multi-node.sh leader --n=2; vllm serve x/y -tp 8 -pp 2"]'
+    found = reading("k8s.yaml", KUBERNETES.format(1, script, "[]"))
+    assert (str(found.layout), found.unsettled) == ("tp=8,pp=2", ())
     compose = (
         "services:\n  llm:\n    image: lmsysorg/sglang\n    command: python3 -m sglang.launch_server --model x --tp 2\n"
     )
@@ -500,6 +503,13 @@ def test_containers(reading):
     assert (found.engine, str(found.layout)) == ("SGLang", "tp=2")
     ray = "applications:\n- args:\n    llm_configs:\n    - engine_kwargs: {tensor_parallel_size: 8}\n"
     assert str(reading("serve.yaml", ray).layout) == "tp=8"
+
+
+def test_keys_that_an_engine_has_beside_its_layout_are_evidence(reading):
+    found = reading("x.yaml", "model: x/y\ntensor-parallel-size: 4\nport: 6379\nuvicorn-log-level: info\n")
+    assert (found.engine, str(found.layout)) == ("vLLM", "tp=4")
+    found = reading("x.sh", "docker run --gpus all vllm/vllm-openai:v0.11 x/y --tensor-parallel-size 2\n")
+    assert (found.engine, str(found.layout), found.model) == ("vLLM", "tp=2", "x/y")
 
 
 @pytest.mark.parametrize(

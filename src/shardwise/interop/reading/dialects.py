@@ -8,11 +8,14 @@ from typing import Any
 
 from shardwise.interop.reading import megatron, transformers
 from shardwise.interop.reading.fields import ConfigFields
-from shardwise.interop.reading.known_keys import known, renamed, rows
+from shardwise.interop.reading.known_keys import known, renamed
 from shardwise.interop.reading.settings import FileReader, Reading, ServerSettings
 from shardwise.interop.reading.sglang import attention
 from shardwise.interop.reading.vllm import check_count
 from shardwise.layout import Layout
+
+_OWN = ("stage", "template", "preprocessing_num_workers", "dataset")
+"""LLaMA-Factory's keys that change no layout."""
 
 
 def axolotl(data: Mapping[str, Any], ranks: int | None, other: FileReader) -> Reading:
@@ -25,18 +28,20 @@ def llamafactory(data: Mapping[str, Any], ranks: int | None, other: FileReader) 
     `UserError` as their readers."""
     if not any(key.endswith("_model_parallel_size") or key == "use_mca" for key in data):
         return transformers.read(trainer_of("llamafactory", data), ranks, other, "LLaMA-Factory")
-    own = set(rows("recognized", "keys")["llamafactory"].split()) - {"cutoff_len"}
-    flags = renamed({key: data[key] for key in data if key not in own}, "llamafactory", "megatron")
+    flags = renamed({key: data[key] for key in data if key not in _OWN}, "llamafactory", "megatron")
     model = flags.pop("model_name_or_path", None)
+    kind = flags.pop("finetuning_type", "full")
     reading = megatron.read({"recompute_method": "uniform"} | flags, ranks)
-    return replace(reading, engine="LLaMA-Factory with Megatron-Core", model=model)
+    why = "" if kind == "full" else f"finetuning_type: {kind}: weights are frozen or narrow: see plan --lora"
+    unsettled = (*reading.unsettled, *filter(None, [why]))
+    return replace(reading, engine="LLaMA-Factory with Megatron-Core", model=model, unpriced=why, unsettled=unsettled)
 
 
 def trainer_of(engine: str, data: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a dialect's trainer by transformers' names; others' as they are."""
     if engine not in ("axolotl", "llamafactory"):
         return dict(data)
-    table = renamed(data, engine)
+    table = renamed({key: data[key] for key in data if key not in _OWN}, engine)
     if engine == "axolotl" and table.get("bf16", "auto") == "auto" and not table.get("fp16"):
         table["bf16"] = True
     return table

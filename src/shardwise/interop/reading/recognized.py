@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.known_keys import rows
+from shardwise.interop.reading.known_keys import has, known, rows
 
 READ, UNREAD = (tuple(rows("recognized", "names")[key].split()) for key in ("read", "not_read"))
 """Engines that are read, and those that are recognized alone."""
@@ -31,14 +31,19 @@ def program_of(words: Sequence[str]) -> tuple[str, int]:
 def engine_of(keys: Iterable[str]) -> str:
     """The engine that has most of these keys among its own; empty where there is none, or several."""
     given = set(keys)
-    known = {engine: set(text.split()) for engine, text in rows("recognized", "keys").items()}
+    marks = {engine: set(text.split()) for engine, text in rows("recognized", "keys").items()}
     for engine, base in rows("recognized", "extends").items():
-        known[engine] |= {key for name in base.split() for key in known[name]}
-    scores = {engine: len(names & given) for engine, names in known.items()}
-    best = [engine for engine, score in scores.items() if score == max(scores.values()) > 0]
+        marks[engine] |= {key for name in base.split() for key in marks[name]}
+    scores = {engine: (len(names & given), _harmless(engine, given)) for engine, names in marks.items()}
+    best = [engine for engine, score in scores.items() if score == max(scores.values()) and score[0]]
     # A dialect without a key of its own there is its base.
     best = [name for name in best if not set(best) & set(rows("recognized", "extends").get(name, "").split())]
     return best[0] if len(best) == 1 else ""
+
+
+def _harmless(engine: str, given: set[str]) -> int:
+    """Number of keys that an engine is known to have though they change no layout."""
+    return sum(len(given & known(engine, table).keys) for table in ("top", "alone") if has(engine, table))
 
 
 def names(table: Mapping[str, Any]) -> set[str]:
