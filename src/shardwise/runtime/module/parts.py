@@ -345,7 +345,7 @@ class PartRunner:
         use = self.engine.following
         if (kind, name) == ("forward", ROOT) and use and (use.kind, use.part) == ("backward", ROOT):
             self.engine.another_pass()
-        elif (kind, name) in ((use.kind, use.part) for use in self.engine.to_come()):
+        elif any((use.kind, use.part) == (kind, name) for use in self.engine.to_come()):
             self._skip(lambda use: (use.kind, use.part) != (kind, name))
         use = self.engine.following
         if use is None or (use.kind, use.part) != (kind, name):
