@@ -156,3 +156,11 @@ def test_emitted_commands_carry_the_hubs_id(hub, capsys):
     words = "plan someone/small --cluster 1xH100 --serve --prompt 64 --output 32 --concurrency 2 --emit vllm"
     assert main(words.split()) == 0
     assert "vllm serve someone/small" in capsys.readouterr().out
+
+
+def test_servers_load_the_files_of_an_id_as_they_are_stored():
+    text = "deepseek-ai/DeepSeek-V3"
+    assert resolve(text).counted is None
+    served = resolve(text, fetch=False, stored=True)
+    assert served.name == text and served.counted and served.counted.stored.startswith("fp8")
+    assert resolve("Qwen/Qwen3-8B", fetch=False, stored=True) == resolve("Qwen/Qwen3-8B")

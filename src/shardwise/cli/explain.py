@@ -89,10 +89,10 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
     Raises `UserError` for a --model that there is not.
     """
     if args.model:
-        match = resolve(args.model)
+        match = resolve(args.model, stored=bool(reading.served))
     elif reading.described:
         match = reading.described
-    elif found := _named(reading.model or ""):
+    elif found := _named(reading.model or "", bool(reading.served)):
         match = found
     else:
         name = (reading.model or "").lower().rsplit("/", 1)[-1].removeprefix("meta-")
@@ -106,10 +106,10 @@ def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
     return change(match, ",".join(args.set)).replace(attention_dropout=0.0)
 
 
-def _named(text: str) -> ModelConfig | None:
+def _named(text: str, stored: bool) -> ModelConfig | None:
     """The model of a folder or of an id of the hub that is known here; what explains a file fetches nothing."""
     try:
-        return resolve(text, fetch=False) if text else None
+        return resolve(text, fetch=False, stored=stored) if text else None
     except UserError:
         return None
 

@@ -64,7 +64,9 @@ def model_of(args: argparse.Namespace, runs: bool = False) -> ModelConfig:
     """The model that the arguments describe. runs: whether a run follows, which warns of what adapters' settings it
     leaves out. Raises `UserError`."""
     described = isinstance(args.model, ModelConfig)
-    model = change(args.model if described else resolve(args.model), ",".join(args.set))
+    model = change(
+        args.model if described else resolve(args.model, stored=getattr(args, "serve", False)), ",".join(args.set)
+    )
     if getattr(args, "lora", None) is None:
         return model
     if (folder := adapters_of(args)) is not None:

@@ -29,12 +29,13 @@ def get(name: str) -> ModelConfig:
     return found
 
 
-def resolve(text: str, fetch: bool = True) -> ModelConfig:
+def resolve(text: str, fetch: bool = True, stored: bool = False) -> ModelConfig:
     """A catalog name, else the path of a `config.json` or of its folder, else a name of Hugging Face's hub.
 
     The catalog goes first; write `./gpt2` for a folder of that name. Of a hub's name, owner/name, the `config.json` in
     the local cache is read, else the second half is looked up in the catalog, else the list of popular models
     (`hub.json`) has it, else the hub is asked for its `config.json`: with `fetch`, and unless HF_HUB_OFFLINE is set.
+    stored: the list goes before the catalog where it says in which precision an id's files are, as servers load them.
     Raises `UserError` when it is none of these.
     """
     text = text.strip()
@@ -48,9 +49,12 @@ def resolve(text: str, fetch: bool = True) -> ModelConfig:
         return read_model(text)
     if path := hub.cached(text):
         return read_model(path, text)
+    entry = hub.listed(text)
+    if entry and stored and "quantization_config" in entry[1]:
+        return read_fields(entry[1], entry[0])
     if found := _of_hub(text):
         return found
-    if entry := hub.listed(text):
+    if entry:
         return read_fields(entry[1], entry[0])
     near = _nearest(text)
     if not hub.is_hub_id(text) or hub.offline() or not fetch:
