@@ -143,7 +143,7 @@ def _step(args: argparse.Namespace) -> int:
         report = estimate(model, layout, workload, cluster, **slowed, **engine_of(args))
     report = noted(report, assumed)
     shown = _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
-    return print_result(args, lambda: report.to_json() | size_json(model), shown)
+    return print_result(args, lambda: report.to_json() | {"size": size_json(model)}, shown)
 
 
 def _measure(

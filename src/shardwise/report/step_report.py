@@ -212,6 +212,7 @@ class StepReport(Printable):
             raise UserError(f"not a StepReport of schema version {SCHEMA_VERSION} (found {version!r})")
         try:
             told = dict(_checked(data, StepReport, "report"))
+            told.pop("size", None)  # the model's, which `estimate --json` adds
             told["roles"] = tuple(_role(role) for role in data["roles"])
             told["notes"] = tuple(data.get("notes", ()))
             return cls(**told)
