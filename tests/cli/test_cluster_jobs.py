@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import stat
@@ -426,9 +428,12 @@ def test_a_job_over_ssh_trains(
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Below those that the system gives to connections, one of which could take it before the job does."""
+    while True:
+        port = secrets.choice(range(20_000, 30_000))
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 OWN_TRAINING = """
