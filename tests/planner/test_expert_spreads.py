@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from shardwise.cluster import Cluster
@@ -78,13 +77,11 @@ def test_bytes_and_times_are_those_of_the_fullest_rank():
     cluster, software = Cluster.parse("8x8xH100"), engine("tensorrt-llm")
     strategies = {ep: DecodeStrategy(model, Layout(dp=ep, ep=ep), software, cluster) for ep in (32, 40, 48, 63, 64)}
     products = {ep: float(one.token(ep * 64, 1024).parts["weights"]) for ep, one in strategies.items()}
-    # 40 ranks have 4 experts at most, as 32 have; 63 have 3, as 48.
-    assert products[40] == pytest.approx(products[32], rel=0.05) and products[63] == pytest.approx(
-        products[48], rel=0.05
-    )
+    # The fullest of 40 ranks has 4 experts, as each of 32, with a quarter more rows for each; of 63 3, where 64 have 2.
+    assert products[32] < products[40] < 1.25 * products[32]
     assert products[64] < 0.9 * products[63]
-    rows = {ep: float(one.token(ep * 64, 1024).parts["experts"]) for ep, one in strategies.items()}
-    assert rows[40] > np.interp(40, [32, 64], [rows[32], rows[64]])
+    travel = {ep: float(one.token(ep * 64, 1024).parts["experts"]) for ep, one in strategies.items()}
+    assert travel[32] < travel[40] < travel[48] < travel[64]
 
 
 def test_this_runtime_is_not_offered_uneven_experts(monkeypatch):

@@ -185,10 +185,14 @@ def _check_kind(args: argparse.Namespace) -> None:
     if strange:
         kind = "training: leave it out with --serve" if args.serve else "serving: add --serve"
         raise UserError(f"--{strange[0].replace('_', '-')} belongs to {kind}")
-    if missing := [f"--{name}" for name in SERVING[:2] if args.serve and getattr(args, name) is None]:
-        raise UserError(f"plan --serve needs {', '.join(missing)}")
-    if args.serve and (args.concurrency is None) == (args.rate is None):
-        raise UserError("plan --serve needs --concurrency, a number of clients, or --rate, requests per second")
+    needed = SERVING[:2] if args.rate is not None else SERVING[:3]
+    if missing := [f"--{name}" for name in needed if args.serve and getattr(args, name) is None]:
+        other = " (clients) or --rate (requests per second)" if "--concurrency" in missing else ""
+        raise UserError(f"plan --serve needs {', '.join(missing)}{other}")
+    if args.serve and args.concurrency is not None and args.rate is not None:
+        raise UserError(
+            "plan --serve takes --concurrency, a number of clients, or --rate, requests per second, not both"
+        )
     if args.serve and args.by in ("memory", "fastest"):
         raise UserError(f"--by {args.by} is for training; serving has throughput, cost and pareto")
 
