@@ -45,7 +45,7 @@ test: $(VENV)/.test  ## the quick tests, and those of the long ones whose turn i
 	@echo "today's part of the tests by the seed SHARDWISE_SEED=$(SHARDWISE_SEED); make test-day runs the others"
 	@export SHARDWISE_SEED=$(SHARDWISE_SEED) SHARDWISE_PART=quick; $(PYTEST)
 
-test-day: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date: about 24 minutes
+test-day: $(VENV)/.test  ## all tests, with a sample of layouts that rotates with the date: about 30 minutes
 	@echo "layouts are sampled with the seed SHARDWISE_SEED=$(SHARDWISE_SEED)"
 	@export SHARDWISE_SEED=$(SHARDWISE_SEED) SHARDWISE_PART=$(SHARDWISE_PART); $(PYTEST)
 
