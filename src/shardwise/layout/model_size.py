@@ -1,4 +1,4 @@
-"""Size of a model in a headline: parameters, and those that one token uses where there are experts."""
+"""Size of a model in a headline: parameters, and the active ones of a token where there are experts."""
 
 from __future__ import annotations
 

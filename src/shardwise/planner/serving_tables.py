@@ -83,8 +83,8 @@ _ORDERS = {
 
 def _rate(plan: ServingPlan) -> str:
     return (
-        f"those that answer {plan.rate:g} requests a second, on the fewest devices first; with arrivals in bursts, "
-        "requests wait besides"
+        f"deployments that answer {plan.rate:g} requests a second, fewest devices first; requests of a burst wait "
+        "longer"
     )
 
 

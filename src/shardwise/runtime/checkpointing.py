@@ -187,7 +187,7 @@ class Saver:
         self._together("the broadcast that all is saved", dist.broadcast_object_list, verdict, 0)
         if verdict[0] is not None:
             self._clear(folder, outcome, begun=not isinstance(verdict[0], NotFiniteError))
-            # Nobody goes on, and looks or saves there again, while a peer still has a part to remove.
+            # No rank continues, and reads or saves there again, while a peer still has a part to remove.
             self._together("the barrier after a save that failed", dist.barrier)
             raise verdict[0]
         self.saved, self.step = folder, position.step

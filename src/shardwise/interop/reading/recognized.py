@@ -10,7 +10,7 @@ from shardwise.errors import UserError
 from shardwise.interop.reading.known_keys import has, known, rows
 
 READ, UNREAD = (tuple(rows("recognized", "names")[key].split()) for key in ("read", "not_read"))
-"""Engines that are read, and those that are recognized alone."""
+"""Engines that are read, and engines that are only recognized."""
 
 
 def program_of(words: Sequence[str]) -> tuple[str, int]:

@@ -49,7 +49,7 @@ def widest_pass(model: ModelConfig, layout: Layout, head: bool, tokens: int, seq
 
 
 def usual_sequences(engine: EngineProfile, memory: float | None) -> int:
-    """The most sequences of one pass where nobody says otherwise."""
+    """The default for the most sequences of one pass."""
     large = engine.large_sequences and memory is not None and memory >= LARGE_MEMORY
     return engine.large_sequences if large else engine.most_sequences
 

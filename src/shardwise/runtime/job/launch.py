@@ -370,7 +370,7 @@ class _Crew:
         return None
 
     def _hung(self, number: int, line: str) -> Ending:
-        # A rank that is suspended in a collective looks like those that wait for it.
+        # A rank that is suspended in a collective looks like the ranks that wait for it.
         if suspended := [rank.rank for rank in self.ranks if rank.code is None and rank.suspended]:
             number = suspended[0]
             verb = "is" if len(suspended) == 1 else "are"
