@@ -208,6 +208,22 @@ def test_nothing_heavy_is_loaded(code):
     assert loaded_by(code) == set()
 
 
+TYPOS = """
+from shardwise.cli.commands import COMMANDS
+from shardwise.cli.main import main
+lines = [[name, "--jsno"] for name in COMMANDS] + [["pln"], ["plan", "llama-3-9b", "--cluster", "8xH100"]]
+lines += [["plan", "llama-3-8b", "--cluster", "8xH10"]]
+lines += [["estimate", "llama-3-8b", "--cluster", "8xH100", "--layout", "tpp=8"], ["plan", "gpt2", "--by", "fastst"]]
+for argv in lines:
+    assert main(argv) == 2, argv
+"""
+
+
+def test_a_typo_is_answered_before_anything_heavy_is_loaded():
+    """A misspelt command, flag, choice, model, device or key is answered about as fast as `import numpy`."""
+    assert loaded_by(TYPOS) == set()
+
+
 def test_a_time_needs_arrays_and_no_more():
     assert loaded_by(COMMAND.format(argv=ESTIMATE)) == {"numpy"}
 

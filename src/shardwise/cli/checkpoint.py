@@ -13,9 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint import Checkpoint, DamagedError, TensorDifference, diff, find, reshard, with_older
-from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.resharding import model_of as model_in
 from shardwise.cli.actions import actions
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_result
@@ -26,7 +23,9 @@ from shardwise.report.terminal import Renderable, plain_table
 from shardwise.report.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint import Checkpoint, TensorDifference
     from shardwise.checkpoint.huggingface import Exported
+    from shardwise.checkpoint.manifest import Manifest
 
 _SHOWN = 20
 """Lines of a table of differences; --json has them all."""
@@ -99,6 +98,8 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import find
+
     checkpoint = find(args.checkpoint)
     tensors = {name: {"shape": spec.shape, "dtype": spec.dtype} for name, spec in checkpoint.tensors.items()}
     return print_result(args, {**_summary(checkpoint), "tensors": tensors}, _contents(checkpoint, args.tensors))
@@ -118,6 +119,8 @@ def _contents(checkpoint: Checkpoint, tensors: bool) -> Iterator[Renderable]:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import DamagedError, find, with_older
+
     checkpoint = find(args.checkpoint)
     try:
         nonfinite = checkpoint.verify()
@@ -137,6 +140,8 @@ def _warn_of_nonfinite(names: Sequence[str], count: int, where: Path) -> None:
 
 
 def _reshard(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import find, reshard
+
     layout = Layout.parse(args.layout)
     manifest = reshard(find(args.checkpoint), args.out, layout)
     count = len(manifest.parts)
@@ -173,6 +178,8 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import diff, find
+
     a, b = find(args.a), find(args.b)
     result = diff(a, b)
     differences = [asdict(d) | {"largest": _number(d.largest)} for d in result]
@@ -182,6 +189,9 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import find
+    from shardwise.checkpoint.resharding import model_of as model_in
+
     if args.format != "huggingface":
         return _export_foreign(args)
     if args.names or args.weights_only:
@@ -207,6 +217,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _export_foreign(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import find
     from shardwise.checkpoint.foreign import export_foreign
 
     if args.dtype:
@@ -233,6 +244,7 @@ def _export_adapters(args: argparse.Namespace, checkpoint: Checkpoint, made: Exp
 
 
 def _merge(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import find
     from shardwise.checkpoint.huggingface import merge, merge_checkpoint
 
     if (args.adapters / "adapter_config.json").exists():

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import collective_bench
 from shardwise.cli.actions import actions
@@ -21,8 +21,10 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
 from shardwise.report.terminal import Column, FittedTable, Renderable, plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
-from shardwise.schedule import Algorithm, algorithms, build, find
-from shardwise.schedule.choose import Choice, Pricer, pricer
+
+if TYPE_CHECKING:
+    from shardwise.schedule import Algorithm
+    from shardwise.schedule.choose import Choice, Pricer
 
 MOST_SHOWN = 1024
 """Ranks, and segments, that are shown round by round."""
@@ -72,12 +74,15 @@ def _add_algorithm(parser: argparse.ArgumentParser, optional: bool = False) -> N
 
 def list_all(args: argparse.Namespace) -> int:
     """Print all collectives and their algorithms."""
+    from shardwise.schedule import algorithms
+
     fields = ("collective", "name", "summary", "natural", "source", "reads", "options")
     data = [{name: getattr(algorithm, name) for name in fields} for algorithm in algorithms()]
     return print_result(args, data, _listed())
 
 
 def _listed() -> Iterator[Renderable]:
+    from shardwise.schedule import algorithms
     from shardwise.schedule.collectives import COLLECTIVES
 
     table = FittedTable(
@@ -95,6 +100,7 @@ def _listed() -> Iterator[Renderable]:
 
 
 def _show(args: argparse.Namespace) -> int:
+    from shardwise.schedule import build
     from shardwise.schedule.show import describe, frames
 
     for name in ("ranks", "segments"):
@@ -135,6 +141,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> list[Algorithm]:
+    from shardwise.schedule import algorithms, find
+
     if args.all and args.collective:
         raise UserError(f"{args.action} takes either --all or names")
     if not args.all and not args.collective:
@@ -144,6 +152,7 @@ def _chosen(args: argparse.Namespace) -> list[Algorithm]:
 
 def _verified(algorithm: Algorithm, ranks: list[int]) -> dict[str, Any]:
     """The findings of one algorithm over numbers of ranks; on a terminal, with a line that says how far it is."""
+    from shardwise.schedule import build
     from shardwise.schedule.verify import verify
 
     name = f"{algorithm.collective} {algorithm.name}"
@@ -168,6 +177,7 @@ def _print_verified(result: dict[str, Any]) -> None:
 
 def _cost(args: argparse.Namespace) -> int:
     from shardwise.schedule.algorithms import collective_name
+    from shardwise.schedule.choose import pricer
 
     nbytes, cluster = bytes_of("--bytes", args.bytes), cluster_of(args)
     if args.ranks < 1:

@@ -15,13 +15,11 @@ from shardwise.cli.output import print_json
 from shardwise.cli.prompts import read_prompts
 from shardwise.errors import UserError
 from shardwise.report.units import format_share, format_time
-from shardwise.runtime.job.launch import RunFailed
-from shardwise.runtime.job.locks import temporary_folder
-from shardwise.serving.job import Ready, ServingJob
 from shardwise.serving.messages import Finished, Sampling, Token
 
 if TYPE_CHECKING:
     from shardwise.serving.bubble import Filled
+    from shardwise.serving.job import Ready, ServingJob
     from shardwise.serving.service import Service
 
 ROUNDS = 5
@@ -36,6 +34,7 @@ def add_argument(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.runtime.job.locks import temporary_folder
     from shardwise.schedule.pipeline.times import seconds_of
     from shardwise.serving import bubble
 
@@ -88,6 +87,8 @@ def _read(job: ServingJob, prompt: list[int]) -> Ready:
 
 
 def _once(service: Service, prompt: list[int]) -> None:
+    from shardwise.runtime.job.launch import RunFailed
+
     heard: SimpleQueue[Token | Finished] = SimpleQueue()
     service.submit(prompt, Sampling(max_tokens=1), heard.put)
     while not isinstance(said := heard.get(), Finished):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.cli.flags import add_flags, given
 from shardwise.cli.gpus import cuda_memory
 from shardwise.cli.quantities import bytes_of
-from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.predict.memory import serving
-from shardwise.predict.memory.capacity import RESERVED_BYTES
-from shardwise.predict.memory.serving import MemoryFit
-from shardwise.predict.serving_layout import check_generation
 from shardwise.serving.job import ServingJob, weights_in
+
+if TYPE_CHECKING:
+    from shardwise.predict.memory.serving import MemoryFit
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +31,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
     """The engine that the arguments of `add_engine`, and `args.model`, describe. Raises `UserError`."""
+    from shardwise.predict.memory.serving import largest_page_bytes
+    from shardwise.predict.serving_layout import check_generation
+
     layout = Layout.parse(args.layout)
     if args.precision:
         layout = replace(layout, precision=args.precision)
@@ -40,7 +42,7 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
     check_generation(layout, model)
     options = given(args, ServingJob) | {"report": report}
     if args.cache is not None:
-        page = serving.largest_page_bytes(model, layout)
+        page = largest_page_bytes(model, layout)
         options["pages"] = bytes_of("--cache", args.cache) // page
         if not options["pages"]:
             raise UserError(f"--cache {args.cache} holds no page: one takes {page:,} bytes")
@@ -49,6 +51,10 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
 
 def fit_of(job: ServingJob) -> MemoryFit:
     """Whether weights and cache fit, before anything is loaded."""
+    from shardwise.cluster.catalog import lookup
+    from shardwise.predict.memory import serving
+    from shardwise.predict.memory.capacity import RESERVED_BYTES
+
     served = job.setup
     if job.device == "cpu":
         return serving.fit_on_host(job.model, job.layout, served, lookup("CPU").device.memory_bytes)

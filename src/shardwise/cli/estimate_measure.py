@@ -10,15 +10,15 @@ from shardwise.cli.output import progress
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
-from shardwise.layout.units import Backend, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
-from shardwise.report import StepReport
 from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
     from shardwise.emulate.measured_step import MeasuredStep
+    from shardwise.layout.units import Backend
+    from shardwise.report import StepReport
 
 MOST_REPEATS = 1000
 _OTHERS = ("compare", "dry_run", "slow", "emulate", "breakdown", "links", "verbose")
@@ -99,6 +99,8 @@ def _device(wanted: str, cluster: Cluster) -> Literal["cpu", "cuda"]:
 
 def _backend(transport: str, cluster: Cluster) -> Backend:
     """Backend of the real run's collectives."""
+    from shardwise.layout.units import usual_backend
+
     usual = usual_backend(cluster)
     if transport == "auto":
         return usual

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import emulate
@@ -25,8 +24,6 @@ from shardwise.cli.run_file import add_config
 from shardwise.cli.show import compare_table
 from shardwise.errors import UserError, os_errors
 from shardwise.runtime.installed import require
-from shardwise.runtime.job.launch import RunFailed
-from shardwise.runtime.job.locks import temporary_folder
 from shardwise.serving.messages import Finished, Sampling, Token
 
 if TYPE_CHECKING:
@@ -142,6 +139,10 @@ def _generate(
 
     Raises `RunFailed` when a rank dies.
     """
+    from queue import SimpleQueue
+
+    from shardwise.runtime.job.launch import RunFailed
+
     sampling = replace(sampling, stop_tokens=stops)
     heard: SimpleQueue[Token | Finished] = SimpleQueue()
     started = time.monotonic()
@@ -207,6 +208,7 @@ def _report_folder(out: Path | None) -> Iterator[str | None]:
         yield None
         return
     from shardwise.api import check_unused
+    from shardwise.runtime.job.locks import temporary_folder
 
     check_unused(out)
     with os_errors(f"make {out}", "; choose another --report"):

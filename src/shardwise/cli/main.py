@@ -16,7 +16,7 @@ import os
 import sys
 from contextlib import suppress
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwise.cli.actions import FLAGS, Run
 from shardwise.cli.commands import COMMANDS, overview
@@ -47,6 +47,12 @@ class Parser(argparse.ArgumentParser):
             hint = did_you_mean(first, self._options(), "")
             message += f"; {hint}" if hint.endswith("?") else ""
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            hint = did_you_mean(str(value), names, "one of")
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
 
     def _options(self) -> list[str]:
         """Its options, and those of its actions."""

@@ -209,13 +209,15 @@ def _check_find(args: argparse.Namespace) -> None:
 def _plan(
     args: argparse.Namespace, model: Model, cluster: Cluster, workload: Workload, assumed: tuple[str, ...]
 ) -> int:
+    fixed = fixed_keys(args)
+
     from shardwise.planner import plan
     from shardwise.planner.tables import campaign_lines, plan_tables
 
     chosen = {"engine": profile_of(args), "by": args.by, "top": args.top, "price": args.price}
     chosen |= {
         "settings": settings_of(args),
-        "fixed": fixed_keys(args),
+        "fixed": fixed,
         "reserved": reserved(args),
         "refuses": refusals(args, model),
     }

@@ -10,9 +10,7 @@ launch writes such jobs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,15 +19,12 @@ from shardwise.cli.engine import add_engine, fit_of, job_of
 from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.run_file import add_config
 from shardwise.errors import UserError
-from shardwise.predict.memory.serving import MemoryFit
 from shardwise.runtime.installed import require
-from shardwise.runtime.job import rank
-from shardwise.runtime.job.output import say
-from shardwise.serving.job import Ready, ServingJob, tokenizer_of, weights_in
-from shardwise.serving.remote import check_ranks, launched_ranks
 
 if TYPE_CHECKING:
+    from shardwise.predict.memory.serving import MemoryFit
     from shardwise.serving.http.chat import Chat
+    from shardwise.serving.job import Ready, ServingJob
     from shardwise.serving.text import Text
 
 PORT, QUEUE, GRACE = 8000, 256, 30.0
@@ -54,10 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     require("serving", "starlette", "uvicorn", "jinja2", "tokenizers", "torch", extra="serve")
     from shardwise import __version__
+    from shardwise.runtime.job import rank
+    from shardwise.runtime.job.output import say
     from shardwise.serving.http.app import application
     from shardwise.serving.http.generation import Front
     from shardwise.serving.http.server import bind, is_public, url_of
     from shardwise.serving.http.server import run as run_server
+    from shardwise.serving.remote import check_ranks, launched_ranks
     from shardwise.serving.service import Service, become_rank
 
     key, name = _checked(args)
@@ -100,6 +98,7 @@ def _checked(args: argparse.Namespace) -> tuple[str | None, str]:
 def _text_and_chat(folder: str) -> tuple[Text, Chat]:
     """The tokenizer of a folder and its chat template. Raises `UserError`."""
     from shardwise.serving.http.chat import Chat
+    from shardwise.serving.job import tokenizer_of, weights_in
     from shardwise.serving.text import Text
 
     weights_in(folder)
@@ -111,6 +110,9 @@ def _text_and_chat(folder: str) -> tuple[Text, Chat]:
 
 def _tell(url: str, name: str, job: ServingJob, fit: MemoryFit, ready: Ready, as_json: bool) -> None:
     """Say that requests are taken: on standard output, since programs wait for that line."""
+    import json
+    from dataclasses import asdict
+
     if not as_json:
         print(f"{name} is served on {url}: context {ready.context:,}, {ready.transport}", flush=True)
         return

@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, show
 from shardwise.errors import UserError
 from shardwise.report.terminal import plain_table
-from shardwise.validation import scoreboard
-from shardwise.validation.scoreboard import MISS, Prediction, Score
+
+if TYPE_CHECKING:
+    from shardwise.validation import scoreboard
+    from shardwise.validation.scoreboard import Prediction, Score
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.validation import scoreboard
+
     if args.blocks:
         return _blocks(args)
     rows = [row for table in _tables(args) for row in scoreboard.read(table)]
@@ -64,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tables(args: argparse.Namespace) -> list[Path]:
+    from shardwise.validation import scoreboard
+
     if args.runs:
         return [*args.tables, scoreboard.RUNS]
     if args.memory:
@@ -109,6 +115,8 @@ def _memory_json(score: scoreboard.MemoryScore) -> dict[str, Any]:
 
 def _experts(predictions: list[Prediction], as_json: bool) -> int:
     """Print the errors of models with experts, one model at a time."""
+    from shardwise.validation import scoreboard
+
     ranked = scoreboard.mixture_scores(predictions)
     if not ranked:
         raise UserError("no row of these tables trains a model with experts that can be predicted")
@@ -127,6 +135,8 @@ def _experts(predictions: list[Prediction], as_json: bool) -> int:
 
 def _left_out(ranked: list[scoreboard.LeftOutScore], as_json: bool) -> int:
     """Print each source's error with and without it among what was fitted on."""
+    from shardwise.validation import scoreboard
+
     if not any(score.rows for score in ranked):
         reasons = "; ".join(dict.fromkeys(why for score in ranked for why in score.skipped))
         raise UserError(f"no row of these tables can be predicted{f': {reasons}' if reasons else ''}")
@@ -154,6 +164,8 @@ def _left_out(ranked: list[scoreboard.LeftOutScore], as_json: bool) -> int:
 
 def _blocks(args: argparse.Namespace) -> int:
     """Print the errors of kernels and blocks, one model left out at a time."""
+    from shardwise.validation import scoreboard
+
     scores = scoreboard.block_scores(*scoreboard.read_blocks(args.blocks))
     if args.json:
         print_json([asdict(score) for score in scores])
@@ -171,6 +183,9 @@ def _rows(count: int) -> str:
 
 
 def _row(one: Prediction) -> dict[str, Any]:
+    from shardwise.validation import scoreboard
+    from shardwise.validation.scoreboard import MISS
+
     return {
         "case": one.case.describe(),
         "seconds": one.seconds,
@@ -197,6 +212,8 @@ def _print_scores(ranked: list[Score]) -> None:
 
 def _print_memory(rows: list[Any]) -> None:
     """Errors of predicted states and activations for rows with measured memory."""
+    from shardwise.validation import scoreboard
+
     for score in scoreboard.memory_scores(rows):
         if score.mean_abs_error is not None and score.bias is not None:
             print(
@@ -222,6 +239,9 @@ def _print_skipped(ranked: Sequence[Score | scoreboard.LeftOutScore]) -> None:
 
 
 def _print_rows(predictions: list[Prediction], every: bool) -> None:
+    from shardwise.validation import scoreboard
+    from shardwise.validation.scoreboard import MISS
+
     listed = [one for one in predictions if every or abs(one.error) > MISS]
     if not listed:
         return

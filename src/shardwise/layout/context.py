@@ -14,6 +14,9 @@ from typing import NamedTuple
 from shardwise.errors import LayoutError
 from shardwise.layout.layout import Layout
 
+PAGE, CHUNK = 16, 256
+"""Tokens of a page of the cache, and of a chunk of a prompt, where nothing else is asked for."""
+
 
 class VisibleBlock(NamedTuple):
     """A rank's queries `rows` that attend to the keys `columns` of one rank, as positions in their local order."""

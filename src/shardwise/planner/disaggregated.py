@@ -23,10 +23,11 @@ import numpy as np
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
+from shardwise.layout.context import PAGE
 from shardwise.model import ModelConfig
 from shardwise.planner.space import powers
 from shardwise.planner.strategies import CHUNK
-from shardwise.predict.memory.serving import PAGE, page_bytes_of_block
+from shardwise.predict.memory.serving import page_bytes_of_block
 from shardwise.predict.time.generation import DecodeStrategy, pricing_for
 from shardwise.predict.time.profiles import EngineProfile
 

@@ -28,6 +28,7 @@ from shardwise.cluster import Cluster
 from shardwise.cluster.prices import DevicePrice, price_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.context import PAGE
 from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
 from shardwise.layout.legality import valid_tp
 from shardwise.model import ModelConfig
@@ -41,7 +42,6 @@ from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace
 from shardwise.predict.memory.serving import (
-    PAGE,
     ServedStage,
     ServingSetup,
     held_by,

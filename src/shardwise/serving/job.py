@@ -10,21 +10,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from shardwise.checkpoint import Checkpoint, Piece, find, model_of
-from shardwise.checkpoint.huggingface import HuggingFaceWeights
-from shardwise.checkpoint.huggingface.companions import companions_of
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
-from shardwise.layout.context import PageCut
+from shardwise.layout.context import CHUNK, PAGE, PageCut
 from shardwise.model import ModelConfig
 from shardwise.options import check_fields, option
-from shardwise.predict.memory.serving import CHUNK, PAGE, ServingSetup, logit_rows
 from shardwise.predict.serving_layout import check_generation, check_runs, plan_of
 from shardwise.runtime import DEVICES, MOST_THREADS, TRANSPORTS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shardwise.checkpoint import Checkpoint, Piece
+    from shardwise.predict.memory.serving import ServingSetup
 
 CONTEXT = 4096
 """Longest sequence where nobody asked for another, and the model knows so many positions."""
@@ -104,12 +104,16 @@ class ServingJob:
     @property
     def setup(self) -> ServingSetup:
         """The engine as its memory is counted."""
+        from shardwise.predict.memory.serving import ServingSetup
+
         int8, cpu = self.quantize == "int8", self.device == "cpu"
         return ServingSetup(self.context, self.batch, self.page, self.chunk, int8, cpu, self.pages)
 
     @property
     def logit_rows(self) -> int:
         """Rows of logits in an engine step that there is room for."""
+        from shardwise.predict.memory.serving import logit_rows
+
         return logit_rows(plan_of(self.model, self.layout, self.layout.pp - 1), self.setup)
 
     def to_json(self) -> dict[str, Any]:
@@ -142,6 +146,9 @@ def weights_in(folder: Path | str) -> tuple[ModelConfig, Weights]:
     What training drops at random, generation keeps: the model has no dropout. Only headers are read.
     Raises `UserError` when there are none, or they are not whole.
     """
+    from shardwise.checkpoint import find, model_of
+    from shardwise.checkpoint.huggingface import HuggingFaceWeights
+
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"no such folder: {folder}; give a Hugging Face folder, a checkpoint or a run directory")
@@ -163,6 +170,9 @@ def _without_dropout(model: ModelConfig) -> ModelConfig:
 
 def tokenizer_of(folder: Path | str) -> Path | None:
     """The tokenizer.json that belongs to a folder's weights: its own, or that of the text a run was trained on."""
+    from shardwise.checkpoint import find
+    from shardwise.checkpoint.huggingface.companions import companions_of
+
     folder = Path(folder)
     if (folder / "tokenizer.json").is_file():
         return folder / "tokenizer.json"

@@ -6,15 +6,14 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.cli.quantities import bytes_of
 from shardwise.errors import UserError
-from shardwise.schedule.pipeline import PipelineSchedule, build, find
-from shardwise.schedule.pipeline.plan import MOST_PASSES
-from shardwise.schedule.pipeline.stages import StageLayers
-from shardwise.schedule.pipeline.text import from_csv, from_text
-from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
-from shardwise.schedule.pipeline.verify import verify
+
+if TYPE_CHECKING:
+    from shardwise.schedule.pipeline import PipelineSchedule
+    from shardwise.schedule.pipeline.times import Times
 
 GENERATOR_OPTIONS = {
     "warmup": "forwards of rank 0 before its first pair (1f1b); left out, P - 1",
@@ -69,6 +68,8 @@ def add_stages(parser: argparse.ArgumentParser) -> None:
 
 def schedule_of(args: argparse.Namespace) -> PipelineSchedule:
     """The schedule of --file, or of a name and numbers. Raises `UserError` where these are missing or not legal."""
+    from shardwise.schedule.pipeline import build, find
+
     if bool(args.schedule) == bool(args.file):
         raise UserError(f"{args.action} needs either SCHEDULE or --file")
     if args.file:
@@ -86,6 +87,8 @@ def schedule_of(args: argparse.Namespace) -> PipelineSchedule:
 
 def sized(ranks: int, micro: int, virtual: int, tokens: int = 1) -> None:
     """Raise `UserError` for numbers that make no schedule, or one too large to be written out action by action."""
+    from shardwise.schedule.pipeline.plan import MOST_PASSES
+
     for name, value in (("ranks", ranks), ("micro", micro), ("virtual", virtual), ("tokens", tokens)):
         if value < 1:
             raise UserError(f"--{name} must be a positive integer, not {value}")
@@ -100,6 +103,8 @@ def sized(ranks: int, micro: int, virtual: int, tokens: int = 1) -> None:
 def read(args: argparse.Namespace, others: Sequence[str]) -> PipelineSchedule:
     """The schedule of --file. Raises `UserError` that names it, and for those of the flags `others`, and of --zero and
     --tied, that say what stands in the file."""
+    from shardwise.schedule.pipeline.text import from_csv, from_text
+
     path: Path = args.file
     if path.suffix != ".csv":
         others = (*others, "zero", "tied")
@@ -118,12 +123,16 @@ def read(args: argparse.Namespace, others: Sequence[str]) -> PipelineSchedule:
 
 def check(schedule: PipelineSchedule) -> None:
     """Raises `UserError` for a schedule that is wrong."""
+    from shardwise.schedule.pipeline.verify import verify
+
     if wrong := verify(schedule):
         raise UserError(f"this schedule is wrong: {wrong[0]}")
 
 
 def timing_of(args: argparse.Namespace) -> Callable[[PipelineSchedule], Times]:
     """Schedule -> times, from the flags. Raises `UserError` for flags without effect."""
+    from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
+
     params, alpha = parse_times(args.times), seconds_of(args.hop)
     if (args.bytes is None) != (args.bandwidth is None):
         raise UserError("--bytes and --bandwidth go together: a message takes --hop + bytes / bandwidth")
@@ -144,6 +153,9 @@ def timing_of(args: argparse.Namespace) -> Callable[[PipelineSchedule], Times]:
 
 def shares_of(args: argparse.Namespace, schedule: PipelineSchedule) -> tuple[float, ...]:
     """Each stage's part of the model's work; empty for equal ones. Raises `UserError` for layers that do not fit."""
+    from shardwise.schedule.pipeline.plan import MOST_PASSES
+    from shardwise.schedule.pipeline.stages import StageLayers
+
     layers = getattr(args, "layers", None)
     if layers is not None and layers < 1:
         raise UserError(f"--layers must be a positive integer, not {layers}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, show
 from shardwise.cli.pipeline.arguments import add_times, count, sized, timing_of
@@ -13,9 +13,10 @@ from shardwise.cli.show.pipeline_table import named, totals
 from shardwise.errors import UserError
 from shardwise.report.terminal import plain_table
 from shardwise.report.units import format_share
-from shardwise.schedule.pipeline import ScheduleGenerator, find, generators
-from shardwise.schedule.pipeline.bubbles import LeastMicroBatches, curve, least_micro
-from shardwise.schedule.pipeline.show import plot
+
+if TYPE_CHECKING:
+    from shardwise.schedule.pipeline import ScheduleGenerator
+    from shardwise.schedule.pipeline.bubbles import LeastMicroBatches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.schedule.pipeline.bubbles import curve, least_micro
+
     target, timing = None if args.want is None else _share(args.want), timing_of(args)
     micro = numbers("--micro", args.micro)
     results: list[dict[str, Any]] = []
@@ -61,6 +64,8 @@ def _answer(least: LeastMicroBatches) -> str:
 
 def _compared(args: argparse.Namespace) -> list[tuple[ScheduleGenerator, int]]:
     """The schedules to compare, each with its chunks a rank."""
+    from shardwise.schedule.pipeline import find, generators
+
     sized(args.ranks, max(numbers("--micro", args.micro)), 1 if args.virtual is None else args.virtual)
     named = [find(name) for name in args.schedules]
     p = args.ranks
@@ -78,6 +83,8 @@ def _compared(args: argparse.Namespace) -> list[tuple[ScheduleGenerator, int]]:
 
 
 def _print_bubbles(ranks: int, micro: list[int], rows: list[dict[str, Any]], wanted: float | None) -> None:
+    from shardwise.schedule.pipeline.show import plot
+
     print(f"bubble on {count(ranks, 'rank')}, over ideal / of the total time, against micro-batches")
     shown = micro if len(micro) <= 10 else micro[:: -(-len(micro) // 10)]
     table = plain_table([""], map(str, shown))

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from shardwise.cli.output import print_result
 from shardwise.report.terminal import Column, FittedTable, Renderable
-from shardwise.schedule.pipeline import generators
-from shardwise.schedule.pipeline.closed_forms import FORMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.schedule.pipeline import generators
+    from shardwise.schedule.pipeline.closed_forms import FORMS
+
     fields = ("name", "summary", "source", "shape", "train", "virtual", "options")
     data = [
         {name: getattr(g, name) for name in fields} | {"bubble": FORMS[g.name].text, "holds": FORMS[g.name].note}
@@ -25,6 +26,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines() -> Iterator[Renderable]:
+    from shardwise.schedule.pipeline import generators
+    from shardwise.schedule.pipeline.closed_forms import FORMS
+
     table = FittedTable(
         [
             Column("schedule", left=True), Column("V", left=True, drop=1), Column("options", left=True, drop=3),

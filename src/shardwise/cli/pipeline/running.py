@@ -18,14 +18,10 @@ from shardwise.report.trace import write_trace
 from shardwise.report.units import format_bytes, format_time
 from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
-from shardwise.schedule.pipeline import PipelineSchedule, build, generators
-from shardwise.schedule.pipeline.memory import peaks
-from shardwise.schedule.pipeline.simulate import simulate
-from shardwise.schedule.pipeline.timeline import report
-from shardwise.schedule.pipeline.times import parse_times, seconds_of
 
 if TYPE_CHECKING:
     from shardwise.emulate.job import EmulationCase, MeasuredCase
+    from shardwise.schedule.pipeline import PipelineSchedule
 
 MOST_RANKS = 64
 _LONG = 10.0
@@ -54,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.emulate.job import measure
+    from shardwise.schedule.pipeline.times import seconds_of
 
     if args.emulate is None or args.layout is not None:
         model = f"shardwise train MODEL --layout {args.layout or 'pp=4,schedule=1f1b'}"
@@ -88,6 +85,7 @@ def _nbytes(args: argparse.Namespace) -> int:
 def _cases(args: argparse.Namespace) -> tuple[list[EmulationCase], dict[str, str]]:
     """What is to be run; and with --all the schedules that these numbers are not for: name -> why."""
     from shardwise.emulate.job import EmulationCase
+    from shardwise.schedule.pipeline.times import parse_times
 
     params = parse_times(args.emulate)
     saved = _nbytes(args) if args.saved is None else bytes_of("--saved", args.saved)
@@ -105,6 +103,8 @@ def _cases(args: argparse.Namespace) -> tuple[list[EmulationCase], dict[str, str
 
 def _every(args: argparse.Namespace, left_out: dict[str, str]) -> list[PipelineSchedule]:
     """Every schedule that is legal, with --virtual chunks a rank where it can have that many."""
+    from shardwise.schedule.pipeline import build, generators
+
     if args.schedule or args.file or args.warmup is not None or args.tokens is not None:
         raise UserError("run takes either --all, or SCHEDULE or --file with the options of that schedule")
     if args.ranks is None or args.micro is None or min(args.ranks, args.micro, args.virtual or 1) < 1:
@@ -123,6 +123,9 @@ def _every(args: argparse.Namespace, left_out: dict[str, str]) -> list[PipelineS
 
 def _feasible(args: argparse.Namespace, cases: list[EmulationCase]) -> None:
     """Refuse what this host cannot do, and say how long it takes where that is long."""
+    from shardwise.schedule.pipeline.memory import peaks
+    from shardwise.schedule.pipeline.simulate import simulate
+
     ranks = cases[0].schedule.ranks
     if ranks > MOST_RANKS:
         raise UserError(f"--ranks {ranks}: at most {MOST_RANKS} are run on one host")
@@ -141,5 +144,7 @@ def _feasible(args: argparse.Namespace, cases: list[EmulationCase]) -> None:
 
 
 def _write_trace(measured: MeasuredCase, path: Path) -> None:
+    from shardwise.schedule.pipeline.timeline import report
+
     notes = ("a measured schedule, its arithmetic emulated: timelines only, no bytes and no ledger",)
     write_trace(replace(report(measured.median), source="measured", notes=notes), path)

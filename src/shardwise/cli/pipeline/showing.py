@@ -8,9 +8,6 @@ from pathlib import Path
 from shardwise.cli.output import print_json
 from shardwise.cli.pipeline.arguments import add_schedule, schedule_of, title
 from shardwise.errors import UserError, os_errors
-from shardwise.schedule.pipeline.show import grid
-from shardwise.schedule.pipeline.text import to_csv, to_text
-from shardwise.schedule.pipeline.verify import verify
 
 FIELDS = ("name", "micro", "ranks", "stages", "placement", "train", "gather", "reduce", "tied", "ring", "options")
 """Attributes of a schedule that --json shows."""
@@ -25,6 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.schedule.pipeline.show import grid
+    from shardwise.schedule.pipeline.text import to_csv, to_text
+    from shardwise.schedule.pipeline.verify import verify
+
     schedule = schedule_of(args)
     if args.compute_only and (not args.out or args.out.suffix != ".csv"):
         raise UserError("--compute-only is a form of CSV: give --out FILE.csv")

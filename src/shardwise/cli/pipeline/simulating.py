@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.cli.output import print_json, show
 from shardwise.cli.pipeline import arguments
@@ -12,9 +13,10 @@ from shardwise.errors import UserError
 from shardwise.report.terminal import plain_table
 from shardwise.report.trace import write_trace
 from shardwise.report.units import format_share, format_time
-from shardwise.schedule.pipeline.memory import MicroBatchMemory, Peak, peaks
-from shardwise.schedule.pipeline.simulate import Simulated, simulate
-from shardwise.schedule.pipeline.timeline import report
+
+if TYPE_CHECKING:
+    from shardwise.schedule.pipeline.memory import Peak
+    from shardwise.schedule.pipeline.simulate import Simulated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.schedule.pipeline.memory import MicroBatchMemory, peaks
+    from shardwise.schedule.pipeline.simulate import simulate
+    from shardwise.schedule.pipeline.timeline import report
+
     timing, schedule = arguments.timing_of(args), arguments.schedule_of(args)
     arguments.check(schedule)
     shares = arguments.shares_of(args, schedule)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_json, progress
 from shardwise.cli.pipeline.arguments import add_variants, count, read, sized
 from shardwise.cli.quantities import numbers
 from shardwise.errors import UserError
-from shardwise.schedule.pipeline import PipelineSchedule, ScheduleGenerator, build, find, generators
-from shardwise.schedule.pipeline.verify import verify
+
+if TYPE_CHECKING:
+    from shardwise.schedule.pipeline import PipelineSchedule, ScheduleGenerator
 
 NUMBERS = {"ranks": "1-16", "micro": "1-64", "virtual": "1-4"}
 
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _to_verify(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[tuple[str, PipelineSchedule]]]]:
     """(name, its schedules with their numbers in words)."""
+    from shardwise.schedule.pipeline import find, generators
+
     if (args.schedule is not None) + args.all + (args.file is not None) != 1:
         raise UserError("verify needs one of SCHEDULE, --all and --file")
     if args.file:
@@ -58,6 +61,8 @@ def _to_verify(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[tuple[s
 def _legal(
     known: ScheduleGenerator, numbers: list[list[int]], args: argparse.Namespace
 ) -> Iterator[tuple[str, PipelineSchedule]]:
+    from shardwise.schedule.pipeline import build
+
     ranks, micro, virtual = numbers
     cases = [(p, m, v) for p in ranks for v in virtual for m in micro]
     legal = [case for case in cases if not known.objection(*case)]
@@ -73,6 +78,8 @@ def _legal(
 
 def _verified(name: str, schedules: Iterator[tuple[str, PipelineSchedule]]) -> dict[str, Any]:
     """The findings of one generator's schedules; on a terminal, with a line that says how far it is."""
+    from shardwise.schedule.pipeline.verify import verify
+
     findings, checked = [], 0
     for case, schedule in schedules:
         progress(f"{name}: {case}")

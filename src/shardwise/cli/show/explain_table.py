@@ -150,8 +150,9 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
 def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> CacheRoom:
     """Room for the cache. Raises `UserError` where the heads cannot be split so, and where the weights alone do not
     fit."""
+    from shardwise.layout.context import PAGE
     from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, usual_sequences
-    from shardwise.predict.memory.serving import PAGE, ServingSetup, stage_bytes
+    from shardwise.predict.memory.serving import ServingSetup, stage_bytes
     from shardwise.predict.time.profiles import engine
     from shardwise.predict.traffic.slow_links import tensor_warning
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.output import show
 from shardwise.report.terminal import plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
-from shardwise.schedule.pipeline.memory import peaks
-from shardwise.schedule.pipeline.simulate import Simulated
 
 if TYPE_CHECKING:
     from shardwise.emulate.job import EmulationResult, MeasuredCase
+    from shardwise.schedule.pipeline.simulate import Simulated
 
 APART = 1.05
 """Schedules whose simulated makespans differ by more than this factor should be measured in that order."""
@@ -37,6 +36,8 @@ def summed_up(result: EmulationResult, hop: float) -> dict[str, Any]:
 
 
 def _row(each: MeasuredCase, hop: float, overlap: bool) -> Row:
+    from shardwise.schedule.pipeline.memory import peaks
+
     schedule, simulated = each.case.schedule, each.simulated(hop, overlap)
     expected = peaks(schedule, each.case.held)
     return {

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
-from shardwise.layout.context import PageCut
+from shardwise.layout.context import CHUNK, PAGE, PageCut
 from shardwise.layout.experts import expert_share, matrices
 from shardwise.layout.legality import valid_ep, valid_tp
 from shardwise.layout.pipeline import stages
@@ -34,9 +34,6 @@ from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes
-
-PAGE, CHUNK = 16, 256
-"""Tokens of a page of the cache, and of prompts in a turn, where nobody says otherwise."""
 
 MOST = 1 << 20
 """Sequences beyond which nobody asks for more."""
