@@ -36,13 +36,13 @@ BASES = (
 HEAD = """\
 # Layouts for other engines
 
-`shardwise emit LAYOUT --model MODEL --for ENGINE` writes a layout as another engine's configuration. `shardwise plan
+`shardwise emit MODEL --layout LAYOUT --for ENGINE` writes a layout as another engine's configuration. `shardwise plan
 ... --emit ENGINE` does it for the best layout that the engine can express: it prices with the engine's profile, and
 shows the layout's step under every engine's. `shardwise explain FILE` reads the result back.
 
 ```
-shardwise emit dp=8,tp=2,zero=1,sp --model llama-3-8b --seq 8192 --batch 128 --for megatron --out train.sh
-shardwise emit tp=4,dp=2 --model llama-3-8b --prompt 1024 --output 256 --concurrency 64 --for vllm
+shardwise emit llama-3-8b --layout dp=8,tp=2,zero=1,sp --seq 8192 --batch 128 --for megatron --out train.sh
+shardwise emit llama-3-8b --layout tp=4,dp=2 --prompt 1024 --output 256 --concurrency 64 --for vllm
 shardwise plan llama-3-8b --cluster 8xH100 --seq 4096 --batch 64 --emit deepspeed --out ds.json
 ```
 

@@ -76,12 +76,12 @@ def assert_chats(folder: Path, base: Path) -> None:
 
 @pytest.mark.parametrize("name", ["run", "resumed"])
 def test_an_export_has_what_lay_beside_the_base(folders: Path, tmp_path: Path, name: str) -> None:
-    shardwise("checkpoint", "export", folders / name, "--to", tmp_path / "out")
+    shardwise("checkpoint", "export", folders / name, "--out", tmp_path / "out")
     assert_chats(tmp_path / "out", folders / "moved")
 
 
 def test_a_merge_has_what_lay_beside_the_base(folders: Path, tmp_path: Path) -> None:
-    shardwise("checkpoint", "merge", folders / "adapters", "--base", folders / "moved", "--to", tmp_path / "out")
+    shardwise("checkpoint", "merge", folders / "adapters", "--base", folders / "moved", "--out", tmp_path / "out")
     assert_chats(tmp_path / "out", folders / "moved")
 
 

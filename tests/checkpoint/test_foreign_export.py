@@ -237,7 +237,7 @@ def test_nothing_is_left_of_a_damaged_checkpoint(format, tmp_path):
 
 def test_the_command_exports_and_says_what(tmp_path, capsys):
     checkpoint = checkpoint_of(FEW, tmp_path)
-    words = ["checkpoint", "export", str(checkpoint.folder), "--to"]
+    words = ["checkpoint", "export", str(checkpoint.folder), "--out"]
     assert main([*words, str(tmp_path / "a"), "--format", "dcp", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["format"] == "dcp" and told["names"] == "huggingface" and told["step"] == 7

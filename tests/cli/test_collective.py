@@ -31,7 +31,7 @@ def test_list_has_every_algorithm(collective):
 
 def test_show_prints_rounds_and_writes_frames(collective, tmp_path):
     file = tmp_path / "frames.json"
-    code, out, _ = collective("show", "all-reduce", "ring", "--ranks", 4, "--elements", 10, "--frames", file)
+    code, out, _ = collective("show", "all-reduce", "ring", "--ranks", 4, "--elements", 10, "--out", file)
     assert code == 0 and "round 5: all-gather" in out and "rank 0 → rank 1: copy chunk 2 (2 elements)" in out
     code, printed, _ = collective("show", "all-reduce", "ring", "--ranks", 4, "--elements", 10, "--json")
     assert code == 0 and json.loads(printed) == json.loads(file.read_text())
@@ -84,7 +84,7 @@ def test_cost_marks_the_cheapest_and_tells_crossovers(collective):
         (["show", "all-reduce", "ring", "--ranks", "0"], "positive integer"),
         (["show", "all-reduce", "ring", "--ranks", "4", "--elements", "-1"], "--elements must lie between 0 and"),
         (["show", "all-reduce", "ring", "--ranks", "4", "--root", "1"], "no option 'root'"),
-        (["show", "all-reduce", "ring", "--ranks", "2", "--frames", "/nowhere/f.json"], "cannot write frames"),
+        (["show", "all-reduce", "ring", "--ranks", "2", "--out", "/nowhere/f.json"], "cannot write frames"),
         (["show", "all-reduce", "ring", "--ranks", "1025"], "--ranks 1025: up to 1,024 can be shown"),
         (["show", "broadcast", "chain", "--ranks", "4", "--segments", "9999"], "--segments 9999: up to 1,024"),
         (["show", "all-reduce", "ring", "--ranks", "2", "--elements", "9" * 20], "--elements must lie between 0"),

@@ -33,8 +33,8 @@ def test_llama_3_70b_on_eight_h100(capsys):
 
 
 def test_json_has_the_same(capsys):
-    assert main([*NODE, "--compare", "tp=4", "zero=3,dp=4", "pp=4", "--prompt-tokens", "500", "--max-tokens", "1000",
-                 "--batch", "4", "--json"]) == 0  # fmt: skip
+    assert main([*NODE, "--compare", "tp=4", "zero=3,dp=4", "pp=4", "--prompt-tokens", "500", "--max-new-tokens",
+                 "1000", "--batch", "4", "--json"]) == 0  # fmt: skip
     found = json.loads(capsys.readouterr().out)["predicted"]
     assert [one["layout"] for one in found["strategies"]] == ["tp=4", "dp=4,zero=3", "pp=4"]
     (ratio,) = found["ratios"]
@@ -77,8 +77,8 @@ def test_prediction_needs_no_torch():
         ([*NODE, "--compare", "dp=2,zero=1"], "use zero=0"),
         ([*NODE, "--compare", "tp=8", "tp=8"], "twice"),
         ([*NODE, "--compare", "--prompt-tokens", "0"], "prompt must be a positive number, not 0"),
-        ([*NODE, "--compare", "--max-tokens", "-1"], "output must be a positive number, not -1"),
-        ([*NODE, "--compare", "--max-tokens", "9000"], "knows 8192 positions"),
+        ([*NODE, "--compare", "--max-new-tokens", "-1"], "output must be a positive number, not -1"),
+        ([*NODE, "--compare", "--max-new-tokens", "9000"], "knows 8192 positions"),
         ([*NODE, "--compare", "--layout", "tp=8"], "--layout does nothing here"),
         ([*NODE, "--compare", "--prompt", "Once"], "--prompt does nothing here"),
         ([*NODE, "--compare", "--top-p", "0.5"], "--top-p does nothing here"),
@@ -131,20 +131,20 @@ def compare_here(ranks_command, tmp_path):
 
 
 def test_sequences_that_begin_and_end_apart_count_where_all_are_decoded(compare_here):
-    sizes = ("--batch", 3, "--prompt-tokens", 7, "--chunk", 3, "--max-tokens", 5)
+    sizes = ("--batch", 3, "--prompt-tokens", 7, "--chunk", 3, "--max-new-tokens", 5)
     (one,) = json.loads(compare_here("zero=3,dp=2", *sizes, "--json"))["measured"]["strategies"]
     assert [len(tokens) for tokens in one["tokens"]] == [5, 5, 5]
     assert one["ring_bytes_of_a_token"] == one["predicted_ring_bytes_of_a_token"]
 
 
 def test_what_one_or_two_tokens_do_not_tell_is_blank(compare_here):
-    (one,) = json.loads(compare_here("dp=1", "--max-tokens", 2, "--json"))["measured"]["strategies"]
+    (one,) = json.loads(compare_here("dp=1", "--max-new-tokens", 2, "--json"))["measured"]["strategies"]
     assert (
         one["growth"] is None and min(one[name] for name in ("token_seconds", "tokens_per_second", "cache_bytes")) > 0
     )
     assert one["ring_bytes_of_a_token"] == one["predicted_ring_bytes_of_a_token"]
-    out = compare_here("dp=1", "--max-tokens", 1)
-    assert "1 token each" in out and "dp=1: no turn decoded all sequences" in out
+    out = compare_here("dp=1", "--max-new-tokens", 1)
+    assert "1 token each" in out and "dp=1: no step decoded all sequences" in out
     rows = {line.strip() for line in out.splitlines()}
     assert rows >= {"tokens/s, all sequences", "time of a token (median)", "cache of a rank before the last tokens"}
 
@@ -172,7 +172,7 @@ def test_full_rounds_are_those_in_which_every_sequence_has_one_more_token(tmp_pa
 
 def test_what_runs_here_moves_what_was_predicted(compare_here, tmp_path):
     layouts = ["zero=3,dp=2", "tp=2"] if EVERYTHING else ["zero=3,dp=2"]
-    words = ("--precision", "fp32", "--tokens", "1,2,3,4,5", "--max-tokens", 6, "--cluster", "8xH100", "--json")
+    words = ("--precision", "fp32", "--tokens", "1,2,3,4,5", "--max-new-tokens", 6, "--cluster", "8xH100", "--json")
     told = json.loads(compare_here(*layouts, *words))
     gathering, *rest = told["measured"]["strategies"]
     assert (told["predicted"]["prompt_tokens"], told["predicted"]["max_tokens"]) == (5, 6)

@@ -70,7 +70,7 @@ def test_answers_are_those_of_transformers_as_text_and_as_json(folder: Path) -> 
     ids = tokenizer.encode("the quick").ids
     tokens = expected(folder, ids, 24)
     whole = tokenizer.decode(tokens)
-    common = ("--precision", "fp32", "--max-tokens", 24)
+    common = ("--precision", "fp32", "--max-new-tokens", 24)
     shown = generate(folder, "--prompt", "the quick", "--layout", "tp=2", *common)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.rstrip("\n") == whole.rstrip("\N{REPLACEMENT CHARACTER}\n")
@@ -109,7 +109,7 @@ def test_reports_of_every_turn(folder: Path, tmp_path: Path, layout: str, capsys
     out = tmp_path / "reports"
     done = generate(
         folder, "--tokens", ",".join(map(str, range(1, 11))), "--layout", layout, "--precision", "fp32",
-        "--chunk", 6, "--max-tokens", 4, "--report", out, "--json",
+        "--chunk", 6, "--max-new-tokens", 4, "--report", out, "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     names = [path.name for path in sorted(out.iterdir())]
@@ -158,7 +158,7 @@ def test_a_turn_has_the_tokens_and_rows_of_each_data_rank_once(
         (("--prompt", "x", "--layout", "tp=3"), "valid tp: 1, 2, 4"),
         (("--prompt", "x", "--temperature", "-1"), "temperature must be between 0 and 100"),
         (("--prompt", "x", "--context", "100", "--cache", "5kB"), "the largest that does: "),
-        (("--prompt", "x", "--max-tokens", "256"), "exceed the context of 256"),
+        (("--prompt", "x", "--max-new-tokens", "256"), "exceed the context of 256"),
         (("--tokens", "1,x"), "give token ids"),
         (("--tokens", "300"), "token 300 does not exist"),
         (("--tokens", "1", "--hang", "1e300"), "hang must be a positive number, at most 1e+09"),
@@ -211,7 +211,7 @@ def test_the_bubble_of_pretended_stages_is_laid_beside_the_simulated_one(
     refused(capsys, "measures one pipeline", folder, "--layout", "tp=2", "--emulate", "1ms")
     refused(capsys, "such as 20ms", folder, "--layout", "pp=2", "--emulate", "0ms")
     refused(capsys, "one prompt", folder, "--layout", "pp=2", "--emulate", "1ms", "--tokens", 1, "--tokens", 2)
-    refused(capsys, "leave --max-tokens out", folder, "--layout", "pp=2", "--emulate", "1ms", "--max-tokens", 3)
+    refused(capsys, "leave --max-new-tokens out", folder, "--layout", "pp=2", "--emulate", "1ms", "--max-new-tokens", 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -255,7 +255,7 @@ def test_a_signal_before_there_are_ranks_leaves_nothing_behind(
 def test_an_interrupt_leaves_nothing_behind(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "shardwise", "generate", str(folder), "--tokens", "1", "--layout", "tp=2",
-         "--max-tokens", "255", "--temperature", "1", "--precision", "fp32"],
+         "--max-new-tokens", "255", "--temperature", "1", "--precision", "fp32"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment(), start_new_session=True,
         # A shell that runs the tests in its background has them ignore SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

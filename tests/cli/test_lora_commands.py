@@ -36,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     plain = ("train", "tiny-llama", *TEXT, "--set", "layers=2", "--layout", FULL, "--no-tensorboard")
     shardwise(*plain, "--steps", 2, "--out", "whole", folder=folder)
-    shardwise("checkpoint", "export", "whole", "--to", "base", "--dtype", "float32", folder=folder)
+    shardwise("checkpoint", "export", "whole", "--out", "base", "--dtype", "float32", folder=folder)
     lora = ("--weights", "base", *TEXT, "--lora", "rank=3,alpha=12", "--no-tensorboard")
     straight = ("train", *lora, "--layout", FULL, "--steps", 4, "--save-every", 2, "--lr", "1e-2")
     shardwise(*straight, "--report", "--out", "lora", folder=folder)
@@ -59,7 +59,7 @@ def test_a_run_is_as_predicted(root: Path) -> None:
 
 
 def test_trap_35_merged_weights_are_the_sum(root: Path) -> None:
-    result("checkpoint", "merge", "lora", "--to", "merged", "--dtype", "float32", folder=root)
+    result("checkpoint", "merge", "lora", "--out", "merged", "--dtype", "float32", folder=root)
     checkpoint = Checkpoint.open(root / "lora" / "checkpoints" / "step-4")
     before, after = (load_file(root / name / "model.safetensors") for name in ("base", "merged"))
     assert before.keys() == after.keys()
@@ -82,22 +82,22 @@ def test_a_base_in_8_bits_is_read_again_and_merged(root: Path) -> None:
     assert result(*words, "--out", "narrower", folder=root)["loss"] == pytest.approx(straight["loss"], rel=1e-5)
     plain = json.loads((root / "lora" / "result.json").read_text())
     assert plain["loss"] != straight["loss"] and plain["loss"] == pytest.approx(straight["loss"], rel=0.01)
-    result("checkpoint", "merge", "narrow", "--to", "widened", "--dtype", "float32", folder=root)
+    result("checkpoint", "merge", "narrow", "--out", "widened", "--dtype", "float32", folder=root)
     before, after = (load_file(root / name / "model.safetensors") for name in ("base", "widened"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert 0 < np.abs(after[name] - before[name]).max() < 0.1
 
 
 def test_trap_35_pefts_folder_and_back(root: Path) -> None:
-    made = result("checkpoint", "export", "lora", "--to", "adapters", folder=root)
+    made = result("checkpoint", "export", "lora", "--out", "adapters", folder=root)
     assert made["tensors"] == 7 * 2 * 2
     stored = load_file(root / "adapters" / "adapter_model.safetensors")
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     assert stored[key].shape[0] == 3 and stored[key].dtype == np.float32
     config = json.loads((root / "adapters" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 12, "base")
-    result("checkpoint", "merge", "adapters", "--base", "base", "--to", "again", "--dtype", "float32", folder=root)
-    result("checkpoint", "merge", "lora", "--to", "once", "--dtype", "float32", folder=root)
+    result("checkpoint", "merge", "adapters", "--base", "base", "--out", "again", "--dtype", "float32", folder=root)
+    result("checkpoint", "merge", "lora", "--out", "once", "--dtype", "float32", folder=root)
     assert (root / "again" / "model.safetensors").read_bytes() == (root / "once" / "model.safetensors").read_bytes()
     # Training continues from them: its first validation is the last one of the run that wrote them.
     words = ("train", "--weights", "base", *TEXT, "--lora", "adapters", "--layout", f"dp=2,zero=1,{FULL}")
@@ -111,7 +111,7 @@ def test_trap_35_pefts_folder_and_back(root: Path) -> None:
 
 
 def test_a_dropout_that_is_left_out_is_said_once_by_each_command(root: Path) -> None:
-    result("checkpoint", "export", "lora", "--to", "dropped", folder=root)
+    result("checkpoint", "export", "lora", "--out", "dropped", folder=root)
     path = root / "dropped" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": 0.25}))
     estimate = ("estimate", "base", "--cluster", "1xA100", "--seq", "8", "--batch", "1", "--layout", "dp=1")
@@ -127,9 +127,9 @@ def test_a_dropout_that_is_left_out_is_said_once_by_each_command(root: Path) -> 
     ("words", "message"),
     [
         (("generate", "lora", "--prompt", "a"), "merge them first"),
-        (("checkpoint", "merge", "whole", "--to", "x"), "has no adapters"),
-        (("checkpoint", "export", "lora", "--to", "x", "--format", "dcp"), "exported for peft"),
-        (("checkpoint", "merge", "base", "--to", "x"), "no checkpoint"),
+        (("checkpoint", "merge", "whole", "--out", "x"), "has no adapters"),
+        (("checkpoint", "export", "lora", "--out", "x", "--format", "dcp"), "exported for peft"),
+        (("checkpoint", "merge", "base", "--out", "x"), "no checkpoint"),
         (("train", "--resume", "lora", "--lora", "rank=3"), "leave out --lora"),
         (("train", "tiny-llama", *TEXT, "--lora", "nowhere"), "no adapter_config.json"),
         (("train", "tiny-llama", *TEXT, "--lora", "rank=3,targets=x"), "has no linear map 'x'"),

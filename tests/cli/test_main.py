@@ -505,3 +505,28 @@ class TestTrain:
         at = small.index("--out")
         mistake(command(*small[:at]), "under torchrun", "--out")
         mistake(command(*small, "--port", 1234), "leave out --port")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["checkpoint", "export", "nowhere", "--to", "x"], "nowhere"),
+        (["checkpoint", "merge", "nowhere", "--to=x"], "nowhere"),
+        (["generate", "nowhere", "--prompt", "x", "--max-tokens", "3"], "nowhere"),
+        (["studio", "--export", ".", "--view", "pipelines"], "cannot write .: it is a folder"),
+        (["emit", "tp=8", "--model", "llama-3-9b", "--for", "vllm"], "no model 'llama-3-9b'"),
+    ],
+)  # fmt: skip
+def test_former_names_of_options_are_accepted(command, words, line):
+    mistake(command(*words), line)
+
+
+@pytest.mark.parametrize("words", [["collective", "list"], ["pipeline", "list"]])
+def test_former_lists(command, words):
+    code, out, _ = command(*words, "--json")
+    assert code == 0 and json.loads(out)
+
+
+def test_list_alone_says_what_there_is(command):
+    kinds = json.loads(command("list", "--json")[1])
+    assert len(kinds) == 7 and all(command("list", kind, "--json")[0] == 0 for kind in kinds)

@@ -59,7 +59,7 @@ def test_it_serves_until_it_is_interrupted_without_torch(tmp_path: Path) -> None
 
 def test_export_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "page.html"
-    assert main(["studio", "--export", str(path), "--view", "pipelines?ranks=2&micro=2", "--json"]) == 0
+    assert main(["studio", "--out", str(path), "--view", "pipelines?ranks=2&micro=2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"written": str(path)}
     assert '"ranks": "2"' in path.read_text()
 
@@ -68,13 +68,13 @@ def test_export_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("arguments", "line"),
     [
         (["--view", "memry", "--no-browser"], "--view memry: there are tokens"),
-        (["--export", "page.html", "--view", "pipelines?rank=2"], "this view has no 'rank'; did you mean ranks?"),
-        (["--export", "missing/page.html", "--view", "pipelines"], "cannot write missing/page.html"),
-        (["--export", ".", "--view", "pipelines"], "cannot write .: it is a folder; name a file"),
+        (["--out", "page.html", "--view", "pipelines?rank=2"], "this view has no 'rank'; did you mean ranks?"),
+        (["--out", "missing/page.html", "--view", "pipelines"], "cannot write missing/page.html"),
+        (["--out", ".", "--view", "pipelines"], "cannot write .: it is a folder; name a file"),
         (["--runs", "text.txt", "--no-browser"], "--runs text.txt: that is a file"),
-        (["--export", "page.html", "--view", "pipelines", "--runs", "text.txt"], "--runs text.txt: that is a file"),
+        (["--out", "page.html", "--view", "pipelines", "--runs", "text.txt"], "--runs text.txt: that is a file"),
         (["--port", "70000", "--no-browser"], "a port is 0 to 65535"),
-        (["--export", "page.html", "--view", "runs?run=none", "--runs", "nowhere"], "nowhere holds no run 'none'"),
+        (["--out", "page.html", "--view", "runs?run=none", "--runs", "nowhere"], "nowhere holds no run 'none'"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -86,7 +86,7 @@ def test_generation_on_two_hosts_gives_the_tokens_of_one(runs: Path, tmp_path: P
         str(runs / "model"),
         "--prompt",
         "12 is one",
-        "--max-tokens",
+        "--max-new-tokens",
         "8",
         "--layout",
         "tp=2",

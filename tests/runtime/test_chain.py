@@ -40,7 +40,17 @@ def test_train_kill_resume_serve(tmp_path: Path) -> None:
     after = losses(resumed)
     assert set(after) == set(range(min(after), STEPS + 1)) and min(after) >= 3
     assert {**losses(killed), **after} == pytest.approx(losses(whole), rel=1e-4)
-    words = ["generate", str(resumed), "--prompt", PROMPT, "--max-tokens", str(TOKENS), "--precision", "fp32", "--json"]
+    words = [
+        "generate",
+        str(resumed),
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        str(TOKENS),
+        "--precision",
+        "fp32",
+        "--json",
+    ]
     (answer,) = json.loads(shardwise(*words))["answers"]
     assert served(resumed) == answer["text"] != ""
 

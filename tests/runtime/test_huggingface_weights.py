@@ -235,7 +235,7 @@ def test_commands_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     again = _shardwise("train", "--resume", run, "--steps", "3", "--json")
     assert again.returncode == 0, again.stderr
 
-    made = _shardwise("checkpoint", "export", run, "--to", out, "--dtype", "bfloat16", "--json")
+    made = _shardwise("checkpoint", "export", run, "--out", out, "--dtype", "bfloat16", "--json")
     assert made.returncode == 0, made.stderr
     assert json.loads(made.stdout)["step"] == 3
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
@@ -252,12 +252,12 @@ def test_commands_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     # So small a step changes no bit: what comes out is what went in, and nothing that the seed has drawn.
     still = _shardwise(*train, 1, *layout[:-1], tmp_path / "still", "--lr", "1e-30")
     assert still.returncode == 0, still.stderr
-    same = _shardwise("checkpoint", "export", tmp_path / "still", "--to", tmp_path / "same", "--dtype", "float32")
+    same = _shardwise("checkpoint", "export", tmp_path / "still", "--out", tmp_path / "same", "--dtype", "float32")
     assert same.returncode == 0, same.stderr
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "same"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
-    twice = _shardwise("checkpoint", "export", run, "--to", out)
+    twice = _shardwise("checkpoint", "export", run, "--out", out)
     assert twice.returncode == 2 and "nothing was overwritten" in twice.stderr
     other = _shardwise("train", "tiny-llama", *train[1:], 1, "--out", tmp_path / "x")
     assert other.returncode == 2 and "its vocab is 300, not 2048" in other.stderr

@@ -16,9 +16,11 @@ Run = Callable[[argparse.Namespace], int]
 """Runs a command or an action. Returns the exit code."""
 
 
-def actions(parser: argparse.ArgumentParser) -> Callable[[str, str, Run], argparse.ArgumentParser]:
+def actions(
+    parser: argparse.ArgumentParser, required: bool = True
+) -> Callable[[str, str, Run], argparse.ArgumentParser]:
     """A function (name, help text, what runs it) -> parser that gives `parser` one action after the other."""
-    added_to = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    added_to = parser.add_subparsers(dest="action", metavar="ACTION", required=required)
 
     def action(name: str, summary: str, run: Run) -> argparse.ArgumentParser:
         added = added_to.add_parser(name, help=summary, description=summary, allow_abbrev=False)

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     merge.add_argument("adapters", metavar="ADAPTERS", type=Path, help="a run, a checkpoint, or a folder of peft's")
     merge.add_argument("--base", type=Path, metavar="FOLDER", help="their weights, if these "
                        "are elsewhere by now")  # fmt: skip
-    merge.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="the new folder")
+    merge.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new folder")
     merge.add_argument(
         "--dtype", choices=("bfloat16", "float32", "float16"), help="of every tensor (that of their weights)"
     )
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    parser.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="the new folder")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new folder")
     parser.add_argument(
         "--format",
         choices=("huggingface", "dcp", "deepspeed-universal"),
@@ -172,7 +172,7 @@ def _import(args: argparse.Namespace) -> int:
     if run is not None:
         lines.append(f"resume with: shardwise train --resume {args.out} --layout LAYOUT --steps N --out RUN")
     else:
-        lines.append(f"its weights for train --weights: shardwise checkpoint export {args.out} --to FOLDER")
+        lines.append(f"its weights for train --weights: shardwise checkpoint export {args.out} --out FOLDER")
     data = {"checkpoint": str(args.out), "imported": manifest.about["imported"], **_counts(manifest)}
     return print_result(args, data, lines)
 
@@ -201,9 +201,9 @@ def _export(args: argparse.Namespace) -> int:
 
     checkpoint = find(args.checkpoint)
     if model_in(checkpoint).lora:
-        return _export_adapters(args, checkpoint, export_adapters(checkpoint, args.to))
+        return _export_adapters(args, checkpoint, export_adapters(checkpoint, args.out))
     dtype = dtype_of(checkpoint, args.dtype)
-    made = export(checkpoint, args.to, dtype)
+    made = export(checkpoint, args.out, dtype)
     _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     what = f"{made.tensors} tensors in {dtype}, {format_bytes(made.nbytes)}"
     lines = [f"wrote {made.folder}: the weights of step {checkpoint.manifest.step}, {what}"]
@@ -223,7 +223,7 @@ def _export_foreign(args: argparse.Namespace) -> int:
     if args.dtype:
         raise UserError(f"--format {args.format} keeps every element's bits: leave out --dtype")
     checkpoint, names = find(args.checkpoint), args.names or "huggingface"
-    made = export_foreign(checkpoint, args.to, args.format, names=names, weights_only=args.weights_only)
+    made = export_foreign(checkpoint, args.out, args.format, names=names, weights_only=args.weights_only)
     _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     state = "weights" if args.weights_only else "weights and AdamW's state"
     data = {
@@ -248,9 +248,9 @@ def _merge(args: argparse.Namespace) -> int:
     from shardwise.checkpoint.huggingface import merge, merge_checkpoint
 
     if (args.adapters / "adapter_config.json").exists():
-        made = merge(args.adapters, args.to, args.base, args.dtype)
+        made = merge(args.adapters, args.out, args.base, args.dtype)
     else:
-        made = merge_checkpoint(find(args.adapters), args.to, args.base, args.dtype)
+        made = merge_checkpoint(find(args.adapters), args.out, args.base, args.dtype)
     _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     line = f"wrote {made.folder}: merged weights, {made.tensors} tensors in {made.dtype}, {format_bytes(made.nbytes)}"
     data = {"folder": str(made.folder), "dtype": made.dtype, "files": made.files, "tensors": made.tensors,

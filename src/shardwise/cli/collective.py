@@ -38,7 +38,6 @@ MOST_EXCHANGED = {"all-to-all": 24_576, "reduce-scatter": 24_576}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions(parser)
-    action("list", "all collectives and their algorithms", list_all)
     rounds = action("show", "every round of an algorithm: who sends what to whom, and what each rank then holds", _show)
     _add_algorithm(rounds)
     rounds.add_argument("--ranks", type=int, required=True, metavar="P", help="how many take part")
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("node", "ranks of a node (hierarchical)"),
     ):
         rounds.add_argument(f"--{option}", type=int, metavar="N", help=text)
-    rounds.add_argument("--frames", type=Path, metavar="FILE", help="write the rounds as JSON for a page")
+    rounds.add_argument("--out", type=Path, metavar="FILE", help="write the rounds as JSON for a page")
     verify = action(
         "verify", "prove algorithms right for numbers of ranks; the exit code is 1 where one is wrong", _verify
     )
@@ -111,9 +110,9 @@ def _show(args: argparse.Namespace) -> int:
     elements = schedule.chunks if args.elements is None else args.elements
     if not 0 <= elements <= MOST_ELEMENTS:
         raise UserError(f"--elements must lie between 0 and {MOST_ELEMENTS:,}, not {elements}")
-    if args.frames:
-        with os_errors(f"write frames to {args.frames}"):
-            args.frames.write_text(json.dumps(frames(schedule, elements)) + "\n")
+    if args.out:
+        with os_errors(f"write frames to {args.out}"):
+            args.out.write_text(json.dumps(frames(schedule, elements)) + "\n")
     if args.json:
         print_json(frames(schedule, elements))
     else:

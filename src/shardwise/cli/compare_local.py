@@ -193,7 +193,7 @@ def tables(name: str, measured: Sequence[Here], prompts: int) -> Iterator[Render
     yield from (_against(measured[0], one) for one in measured[1:])
     for one in measured:
         if one.ring_bytes_of_a_token is None:
-            yield f"{one.layout}: no turn decoded all sequences, so what a token sends is not known: more --max-tokens"
+            yield f"{one.layout}: no step decoded all sequences, which a token's traffic needs: more --max-new-tokens"
 
 
 def _against(base: Here, one: Here) -> str:

@@ -29,9 +29,9 @@ SERVING = ("prompt", "output", "concurrency")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("layout", metavar="LAYOUT", help="how the model is split, such as tp=8,dp=8,zero=1")
-    parser.add_argument("--model", metavar="MODEL", required=True, help="a name of the catalog, a config.json, or its "
-                        "folder")  # fmt: skip
+    parser.add_argument("model", metavar="MODEL", help="a name of the catalog, a config.json, or its folder")
+    parser.add_argument("--layout", metavar="TEXT", help="how the model is split, such as tp=8,dp=8,zero=1")
+    parser.add_argument("--model", dest="former", help=argparse.SUPPRESS)
     parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
     add_offline(parser)
     parser.add_argument("--for", dest="engine", metavar="ENGINE", required=True, help="the engine: megatron, "
@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.former is not None:
+        # The former order, emit LAYOUT --model MODEL.
+        args.model, args.layout = args.former, args.model
+    if args.layout is None:
+        raise UserError("emit needs --layout, such as tp=8,dp=8,zero=1; plan --emit finds one")
     for name in ("seq", "batch", *SERVING):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name} must be a positive integer")

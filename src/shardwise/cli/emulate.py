@@ -59,7 +59,12 @@ def _check(args: argparse.Namespace, seconds: float) -> None:
         raise UserError(f"--emulate {args.emulate}: give the time of a chunk, such as 20ms")
     if len(args.prompt) + len(args.prompt_file) + len(args.tokens) > 1:
         raise UserError("--emulate reads one prompt: give one, or none for a whole context")
-    unused = {"--report": args.report, "--max-tokens": args.max_tokens, "--batch": args.batch, "--cache": args.cache}
+    unused = {
+        "--report": args.report,
+        "--max-new-tokens": args.max_tokens,
+        "--batch": args.batch,
+        "--cache": args.cache,
+    }
     if wrong := [name for name, value in unused.items() if value is not None]:
         raise UserError(f"--emulate reads a prompt and generates nothing: leave {wrong[0]} out")
     if args.device not in (None, "cpu"):

@@ -24,7 +24,7 @@ EXAMPLES = {
         "shardwise train --resume runs/first --layout dp=4,zero=1 --steps 20 --out runs/elsewhere",
     ),
     "generate": (
-        'shardwise generate runs/first --layout tp=2 --prompt "def main" --max-tokens 16',
+        'shardwise generate runs/first --layout tp=2 --prompt "def main" --max-new-tokens 16',
         'shardwise generate llama-3-70b --compare "tp=8" "zero=3,dp=8" "pp=8" --cluster 8xH100',
     ),
     "serve": (
@@ -43,7 +43,7 @@ EXAMPLES = {
     "compare": ("shardwise compare runs/first", "shardwise compare a.json b.json"),
     "checkpoint": (
         "shardwise checkpoint verify runs/first",
-        "shardwise checkpoint export runs/first --to exported --dtype float32",
+        "shardwise checkpoint export runs/first --out exported --dtype float32",
     ),
     "sync": (
         "shardwise sync simulate dp=4,sync=ssp,staleness=2 --slow rank=1,factor=3,probability=0.25",
@@ -51,7 +51,7 @@ EXAMPLES = {
     ),
     "studio": (
         "shardwise studio",
-        "shardwise studio --export page.html --view collectives",
+        "shardwise studio --out page.html --view collectives",
     ),
     "verify": (
         "shardwise verify model.py:build --layout dp=2",
@@ -66,9 +66,9 @@ EXAMPLES = {
         'shardwise explain "pretrain_gpt.py --tensor-model-parallel-size 2 --use-distributed-optimizer" --ranks 8',
     ),
     "emit": (
-        "shardwise emit dp=8,tp=2,zero=1,sp --model llama-3-8b --seq 8192 --batch 128 --for megatron "
+        "shardwise emit llama-3-8b --layout dp=8,tp=2,zero=1,sp --seq 8192 --batch 128 --for megatron "
         "--cluster 2x8xH100",
-        "shardwise emit tp=8 --model llama-3-70b --for vllm",
+        "shardwise emit llama-3-70b --layout tp=8 --for vllm",
     ),
     "list": ("shardwise list models", "shardwise list models llama-3-8b qwen2.5-32b --weights"),
     "collective": (

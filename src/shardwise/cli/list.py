@@ -23,23 +23,26 @@ from shardwise.model.hub import hub_models
 from shardwise.report.terminal import Column, FittedTable
 from shardwise.report.units import format_bytes, format_count, format_time
 
+MODELS = "models of the catalog, or those named"
 BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 """Bits of a weight by format."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    action = actions(parser)
-    models = action("models", "models of the catalog, or those named", _models)
+    action = actions(parser, required=False)
+    models = action("models", MODELS, _models)
     models.add_argument("models", nargs="*", metavar="MODEL", help="names, or config.json files (the whole catalog)")
     models.add_argument("--hub", action="store_true", help="add the popular models of the hub that are known offline")
     add_offline(models)
     models.add_argument("--weights", action="store_true", help="bytes of the weights in fp32, bf16, int8 and int4")
-    action("devices", "devices for --cluster", _devices)
-    action("links", "links inside nodes and between them", _links)
-    action("engines", "software that plan and estimate can price (plan --engine)", _engines)
-    action("schedules", "pipeline schedules (schedule=)", listing.run)
-    action("algorithms", "algorithms of collectives (algorithm=)", collective.list_all)
-    action("layout-keys", "keys of a layout, with defaults", _keys)
+    for name, (summary, run_action) in OTHERS.items():
+        action(name, summary, run_action)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Without an action: what there is to list."""
+    kinds = {"models": MODELS} | {name: summary for name, (summary, _) in OTHERS.items()}
+    return print_result(args, kinds, (f"shardwise list {name:<13}{summary}" for name, summary in kinds.items()))
 
 
 def _models(args: argparse.Namespace) -> int:
@@ -166,3 +169,14 @@ def _keys(args: argparse.Namespace) -> int:
         default = "off" if field.name in FLAGS else "" if field.default == () else str(field.default)
         table.add_row(field.name, default, f"{meaning}: {', '.join(choices)}" if choices else meaning)
     return print_result(args, data, [table])
+
+
+OTHERS = {
+    "devices": ("devices for --cluster", _devices),
+    "links": ("links inside nodes and between them", _links),
+    "engines": ("software that plan and estimate can price (plan --engine)", _engines),
+    "schedules": ("pipeline schedules (schedule=)", listing.run),
+    "algorithms": ("algorithms of collectives (algorithm=)", collective.list_all),
+    "layout-keys": ("keys of a layout, with defaults", _keys),
+}
+"""Action -> its help text, and what runs it."""

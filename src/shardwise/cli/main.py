@@ -157,7 +157,7 @@ def _dispatch(argv: list[str]) -> int:
 
         print(f"shardwise {__version__}")
         return 0
-    name, *rest = argv
+    name, *rest = FORMER_ACTIONS.get(" ".join(argv[:2]), argv[:2]) + argv[2:]
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         raise UserError(f"unknown {kind} {name!r}; {did_you_mean(name, COMMANDS, 'commands:')}")
@@ -166,9 +166,20 @@ def _dispatch(argv: list[str]) -> int:
     return run(args)
 
 
+FORMER = {
+    "checkpoint": {"--to": "--out"},
+    "collective": {"--frames": "--out"},
+    "generate": {"--max-tokens": "--max-new-tokens"},
+    "studio": {"--export": "--out"},
+}
+"""Command -> former names of options, which are still accepted and which no help text shows."""
+FORMER_ACTIONS = {"collective list": ["list", "algorithms"], "pipeline list": ["list", "schedules"]}
+
+
 def _arguments(name: str, argv: list[str]) -> argparse.Namespace:
     """The arguments of a command, those of a file included."""
-    parser = parser_of(name)
+    parser, former = parser_of(name), FORMER.get(name, {})
+    argv = [former.get(flag, flag) + equals + value for flag, equals, value in (word.partition("=") for word in argv)]
     if not any(word.partition("=")[0] == "--config" for word in argv):
         return parser.parse_args(argv)
     from shardwise.cli.run_file import parsed

@@ -159,7 +159,7 @@ def weights_in(folder: Path | str) -> tuple[ModelConfig, Weights]:
     model = model_of(checkpoint)
     if model.lora:
         raise UserError(
-            f"{checkpoint.folder} has adapters alone: merge them first (checkpoint merge {folder} --to FOLDER)"
+            f"{checkpoint.folder} has adapters alone: merge them first (checkpoint merge {folder} --out FOLDER)"
         )
     return _without_dropout(model), checkpoint
 

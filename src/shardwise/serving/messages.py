@@ -26,7 +26,9 @@ Top = tuple[tuple[int, float], ...]
 class Sampling:
     """Options for choosing tokens, and for ending an answer. Raises `UserError` for values outside their range."""
 
-    max_tokens: int = option(16, "tokens of each answer at most", metavar="N", least=0, shown="64")
+    max_tokens: int = option(
+        16, "tokens of each answer at most", metavar="N", least=0, shown="64", flag="--max-new-tokens"
+    )
     """0 only scores the prompt."""
     temperature: float = option(0.0, "0 takes the likeliest token", metavar="X", least=0, most=100)
     top_k: int = option(0, "among the N likeliest, 0 for all", metavar="N", least=0)

@@ -1,7 +1,7 @@
-"""Pipeline schedules: list and draw them, prove them right, simulate their time and memory, run them.
+"""Pipeline schedules: draw them, prove them right, simulate their time and memory, run them.
 
-SCHEDULE is a name such as 1f1b; `list` shows all of them. --ranks is the number of pipeline ranks, --micro that of
-micro-batches, --virtual that of chunks of the model on each rank.
+SCHEDULE is a name such as 1f1b; `shardwise list schedules` shows all of them. --ranks is the number of pipeline
+ranks, --micro that of micro-batches, --virtual that of chunks of the model on each rank.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 
 from shardwise.cli.actions import actions
-from shardwise.cli.pipeline import bubbles, listing, running, showing, simulating, verifying
+from shardwise.cli.pipeline import bubbles, running, showing, simulating, verifying
 
 ACTIONS = {
-    "list": (listing, "all schedules, with the numbers that they are for"),
     "show": (showing, "what each rank does, drawn over time and as lists; or written to a file"),
     "verify": (verifying, "prove schedules right; the exit code is 1 where one is wrong"),
     "simulate": (simulating, "a schedule in time: makespan, bubbles, what each rank holds, its timeline"),

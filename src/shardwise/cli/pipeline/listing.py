@@ -1,4 +1,4 @@
-"""`shardwise pipeline list`: which schedules there are."""
+"""`shardwise list schedules`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from collections.abc import Iterator
 
 from shardwise.cli.output import print_result
 from shardwise.report.terminal import Column, FittedTable, Renderable
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
 
 
 def run(args: argparse.Namespace) -> int:

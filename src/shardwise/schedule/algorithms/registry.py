@@ -113,7 +113,7 @@ def find(collective: str, name: str) -> Algorithm:
 def build(collective: str, algorithm: str, ranks: int, **options: int) -> CommSchedule:
     """The schedule of a collective by an algorithm for `ranks` ranks, 1 or more; the same for every size of buffer.
 
-    options: the algorithm's own (`root`, `segments`, `node`: see `shardwise collective list`).
+    options: the algorithm's own (`root`, `segments`, `node`: see `shardwise list algorithms`).
     Raises `UserError` for unknown names and options, and for values that make no sense.
     """
     found = find(collective, algorithm)

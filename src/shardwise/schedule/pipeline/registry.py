@@ -137,7 +137,7 @@ def build(
     zero: the ZeRO stage: from 2 on, gradients are reduced for each micro-batch; at 3, parameters are gathered and freed
     by stage, `resident` of them at a time. tied: the embedding is the head's table, too. ahead: receives posted ahead.
     early: a B whose input's gradient another rank waits for is I, the message, then W; what formulas say of a schedule
-    holds without. options: the generator's own (`warmup`, `tokens`: see `shardwise pipeline list`).
+    holds without. options: the generator's own (`warmup`, `tokens`: see `shardwise list schedules`).
     Raises `UserError` for unknown names and options, and for numbers that the schedule is not for, with what would be.
     """
     found = find(name)

@@ -237,7 +237,7 @@ def _linked(query: Query, cluster: Cluster) -> Cluster:
 
 def _command(words: list[Any], layouts: list[Layout], request: Asked) -> str:
     """`generate --compare` with the same numbers. words: of the model and the cluster."""
-    sizes = ("--prompt-tokens", request.prompt, "--max-tokens", request.output, "--batch", request.batch)
+    sizes = ("--prompt-tokens", request.prompt, "--max-new-tokens", request.output, "--batch", request.batch)
     return command_line("generate", *words, "--compare", *layouts, *sizes)
 
 

@@ -231,7 +231,7 @@ function header() {
 
 function footer() {
   const line = inside
-    ? "Written by shardwise studio --export: one state, with everything in this file. Run shardwise studio to change it."
+    ? "Written by shardwise studio --out: one state, with everything in this file. Run shardwise studio to change it."
     : "Computed on this machine when it is shown. The address holds the state: copy it to share a view.";
   return h("footer", {}, h("p", {}, line));
 }
