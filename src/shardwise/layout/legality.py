@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import pipeline
+from shardwise.layout.keys import KEYS, changed, defaults, goes_with
 from shardwise.layout.layout import Layout
 from shardwise.layout.optimizers import check_own
 from shardwise.layout.workload import Workload
@@ -100,10 +102,9 @@ def check_ranks(layout: Layout, ranks: int) -> None:
 
 def _check_adapters(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:
     """Raise `LayoutError` for what frozen weights cannot have yet. Without a workload, any layout may store them."""
-    usual = Layout()
-    for key in ("tpkind", "sync", "compile") if workload is not None else ():
-        if (value := getattr(layout, key)) != getattr(usual, key):
-            raise LayoutError(f"{key}={value} does not go with the adapters of {model.name} yet: leave it out")
+    for key, value in changed(layout).items() if workload is not None else ():
+        if "unadapted" in key.marks:
+            raise LayoutError(f"{key.text(value)} does not go with the adapters of {model.name} yet: leave it out")
     if model.lora and model.lora.base:
         check_narrow_base(layout)
     if layout.pp > 1 and pipeline.splits_backward(layout.schedule):
@@ -182,15 +183,16 @@ def beyond_positions(model: object, seq: int) -> tuple[str, ...]:
 def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: int) -> Layout | None:
     """The layout with the largest smaller dp that runs on at most `ranks`, all else as it was; None when there is none.
 
-    A shard group that the smaller dp cannot be cut into shrinks with it, and so do the ranks of a second copy (hpz).
+    A shard group that the smaller dp cannot be cut into shrinks with it, and so do the ranks of a second copy.
     """
+    groups = [(name, group) for name in goes_with("zero") if (group := KEYS[name].group)]
     for dp in range(min(layout.dp - 1, ranks // (layout.ranks // layout.dp)), 0, -1):
-        data = dp * layout.cp
-        shard = max((n for n in range(2, min(layout.shard, data) + 1) if data % n == 0), default=0)
-        among = shard or data
-        hpz = max((n for n in range(2, min(layout.hpz, among - 1) + 1) if among % n == 0), default=0)
         try:
-            smaller = replace(layout, dp=dp, shard=shard, hpz=hpz)
+            smaller = replace(layout, dp=dp, **defaults(*(name for name, _ in groups)))
+            for name, group in groups:
+                sizes = [n for n in group.sizes(getattr(smaller, group.whole)) if n <= getattr(layout, name)]
+                changes: dict[str, Any] = {name: max(sizes, default=0)}
+                smaller = replace(smaller, **changes)
             check_runnable(smaller, model, workload)
         except UserError:
             continue
@@ -202,7 +204,7 @@ def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks
     """Raise `LayoutError` if the runtime cannot run `layout` yet, or if `check` rejects it."""
     check(layout, model, workload, ranks)
     check_own(workload.optimizer)
-    if layout.sync == "local" and layout.offload_home == "nvme":
+    if layout.local_sgd and layout.offload_home == "nvme":
         raise LayoutError(
             f"sync=local does not go with offload={layout.offload} yet: an outer step changes weights that are on disk "
             "already; choose offload=cpu"

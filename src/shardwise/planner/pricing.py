@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.keys import changed
 from shardwise.model.parameters import Model
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.space import RECOMPUTE, BatchChoice, Homes, LayoutColumns, ScheduleChoice, ZeroChoice
@@ -165,21 +166,9 @@ _COLUMNS = (
 def frame_of(model: Model, layout: Layout, workload: Workload) -> LayoutColumns:
     """The frame that has this layout alone. Raises `UserError` where the batch does not divide, and for a layout that
     is in no search space."""
-    usual = Layout()
-    for key in (
-        "tpkind",
-        "etp",
-        "qwz",
-        "qgz",
-        "stages",
-        "offload_activations",
-        "compile",
-        "precision",
-        "grads",
-        "order",
-    ):
-        if (value := getattr(layout, key)) != getattr(usual, key):
-            raise UserError(f"the planner does not price {key}={value} yet")
+    for key, value in changed(layout).items():
+        if not key.marks & {"searched", "priced"}:
+            raise UserError(f"the planner does not price {key.text(value)} yet")
     if layout.recompute not in RECOMPUTE:
         raise UserError(f"the planner does not price recompute={layout.recompute} yet")
     count = workload.micro_batches(layout)

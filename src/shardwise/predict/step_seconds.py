@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
-from shardwise.layout.sync import SERVED
 from shardwise.model.parameters import Model
 from shardwise.report.units import format_time
 
@@ -85,13 +84,13 @@ def step_seconds(
     step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
     parts = {part: float(seconds) for part, seconds in step.parts.items()}
     outer: tuple[str, ...] = ()
-    if layout.sync == "local":
+    if layout.local_sgd:
         from shardwise.predict.time.outer import outer_seconds
 
         whole = outer_seconds(model, layout, split, engine_of(name), pricing)
         outer = (_rounds(layout, sum(parts.values()), whole),)
         parts["outer"] = whole / layout.every
-    if layout.sync in SERVED:
+    if layout.served:
         from shardwise.predict.time.servers import served_parts
 
         cuda = cluster.device.kind == "cuda"

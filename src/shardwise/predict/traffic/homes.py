@@ -52,7 +52,7 @@ def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: U
         for op in (DISK_READ, DISK_WRITE):
             rows["optimizer", op, unit.name, plan.master_dtype, len(plan.states) * moved] += 1
     updates = 1
-    if layout.sync == "local":
+    if layout.local_sgd:
         updates = 2  # the outer step's, too
         for op in (TO_DEVICE, TO_HOST):
             crossing = unit.shard_numel + averaged_moments(plan) * moved

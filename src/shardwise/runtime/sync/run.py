@@ -23,7 +23,7 @@ from shardwise.decoder import Batch
 from shardwise.layout import unit_plan
 from shardwise.layout.axes import REPLICA
 from shardwise.layout.key_ranges import server_of, server_rank
-from shardwise.layout.sync_policy import policy_of
+from shardwise.layout.sync import policy_of
 from shardwise.layout.units import UnitPlan
 from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import Bytes, Role
