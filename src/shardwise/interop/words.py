@@ -29,7 +29,7 @@ def in_words(layout: Layout, cluster: Cluster | None = None, serves: bool = Fals
         schedule = "" if serves else f", {layout.schedule}"
         lines.append(f"{layout.pp} pipeline stages{schedule}{chunks}{_place(layout, PP, cluster)}")
     if layout.cp > 1:
-        kind = "Ulysses" if layout.cpkind == "ulysses" else "ring"
+        kind = "Ulysses" if layout.ulysses else "ring"
         lines.append(f"{layout.cp}-way context parallel ({kind}){_place(layout, CP, cluster)}")
     if layout.ep > 1:
         lines.append(f"{layout.ep}-way expert parallel")

@@ -48,6 +48,7 @@ MARKS = {
     "searched": "`plan` tries its values, or `--fix` sets them",
     "priced": "the planner prices values that it does not try",
     "untraced": "a traced module has no predictions under it",
+    "untimed": "the time of a step under it is not modelled",
     "uncounted": "the memory of other engines is not known under it",
     "unadapted": "frozen weights with adapters do not train under it yet",
     "inexact": "a step computes other numbers under it, by more than rounding",
@@ -291,7 +292,7 @@ class Keys:
     etp: int = key(
         0,
         "ranks that share the width of one expert; 0: tp where ep is 1, else 1",
-        "untraced",
+        "untraced untimed",
         of=("tp", "ep"),
         rules=(
             Rule(
@@ -462,6 +463,7 @@ class Keys:
     stages: tuple[int, ...] = key(
         (),
         "layers of each of the pp x virtual stages, such as 21/20/20/19; none: even",
+        "untimed",
         example="16/16",
         **_PIPELINE,
         rules=(_COUNTS,),
@@ -517,7 +519,7 @@ class Keys:
     compile: str = key(
         "off",
         "torch.compile for every block",
-        "untraced uncounted unadapted",
+        "untraced uncounted unadapted untimed",
         choices=("off", "block"),
         module="compiles blocks",
         words="blocks are compiled",
@@ -526,7 +528,7 @@ class Keys:
     grads: str = key(
         "bf16", "data type of gradient accumulators", choices=("bf16", "fp32"), matters=lambda x: x.precision == "bf16"
     )
-    order: str = key(ORDER, "rank axes from slowest to fastest", example=ORDER, form=_order)
+    order: str = key(ORDER, "rank axes from slowest to fastest", "untimed", example=ORDER, form=_order)
 
 
 KEYS: dict[str, Key] = {each.name: replace(each.metadata["key"], name=each.name) for each in fields(Keys)}

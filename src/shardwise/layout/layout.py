@@ -75,6 +75,11 @@ class Layout(Keys):
         return self.sync in SERVED
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether each gradient is an update, without waiting for others."""
+        return self.sync == "async"
+
+    @property
     def local_sgd(self) -> bool:
         """Whether replicas train apart from each other between outer steps."""
         return self.sync == "local"
@@ -88,9 +93,19 @@ class Layout(Keys):
 
     @property
     def inner_ranks(self) -> int:
-        """Ranks that share the activations inside a block: heads and the feed-forward width. tpkind=gathered gathers
-        every output, so that each rank has all of them."""
-        return self.tp if self.tpkind == "megatron" else 1
+        """Ranks that share the activations inside a block: heads and the feed-forward width; one where every output is
+        gathered, so that each rank has all of them."""
+        return 1 if self.gathers_outputs else self.tp
+
+    @property
+    def gathers_outputs(self) -> bool:
+        """Whether tensor parallelism splits every map by its outputs and gathers them."""
+        return self.tpkind == "gathered"
+
+    @property
+    def ulysses(self) -> bool:
+        """Whether context-parallel attention exchanges sequence for heads (Jacobs et al. 2023)."""
+        return self.cpkind == "ulysses"
 
     @property
     def expert_tp(self) -> int:
@@ -147,6 +162,26 @@ class Layout(Keys):
         """Fraction of the optimizer state that is there; 0 where none is."""
         home, _, share = self.offload.partition(":")
         return 0.0 if home == "none" else float(share or 1)
+
+    @property
+    def offloads_params(self) -> bool:
+        """Whether gathers read parameters from the host's memory or from disk."""
+        return self.offload_params != "none"
+
+    @property
+    def params_on_disk(self) -> bool:
+        """Whether gathers read parameters from disk."""
+        return self.offload_params == "nvme"
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether saved activations wait in the host's memory."""
+        return self.offload_activations != "none"
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether optimizer state or parameters are in files."""
+        return "nvme" in (self.offload_home, self.offload_params)
 
     @property
     def dtype(self) -> str:

@@ -48,12 +48,12 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
             f"tp={layout.tp} does not suit {model.name}: it must divide its {model.heads} heads and divide, or be a "
             f"multiple of, its {model.kv_heads} key/value heads; valid tp: {', '.join(map(str, valid_tp(model)))}"
         )
-    if layout.cp > 1 and layout.tpkind == "gathered":
+    if layout.cp > 1 and layout.gathers_outputs:
         raise LayoutError(
             f"cp={layout.cp} cuts attention between tensor-parallel heads, which tpkind=gathered has not: choose "
             "tpkind=megatron or cp=1"
         )
-    if layout.cp > 1 and layout.cpkind == "ulysses" and layout.cp not in valid_ulysses(model, layout.tp):
+    if layout.cp > 1 and layout.ulysses and layout.cp not in valid_ulysses(model, layout.tp):
         degrees = ", ".join(map(str, valid_ulysses(model, layout.tp)))
         raise LayoutError(
             f"cp={layout.cp} with cpkind=ulysses does not suit {model.name}: each rank takes whole heads of the "
@@ -68,7 +68,7 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
         raise LayoutError(f"ep={layout.ep} does not divide its {model.experts.count} experts; valid ep: {valid}")
     if layout.etp and not model.experts:
         raise LayoutError(f"etp={layout.etp} splits experts: {model.name} is a model without experts; leave it out")
-    if model.experts and layout.tpkind == "gathered":
+    if model.experts and layout.gathers_outputs:
         raise LayoutError(f"tpkind=gathered has no form for the experts of {model.name}: choose tpkind=megatron")
     if model.lora:
         _check_adapters(layout, model, workload)
@@ -115,7 +115,7 @@ def _check_adapters(layout: Layout, model: ModelConfig, workload: Workload | Non
 
 def check_narrow_base(layout: Layout) -> None:
     """Raise `LayoutError` for what frozen weights in 8 bits cannot have."""
-    if layout.offload_params == "nvme":
+    if layout.params_on_disk:
         raise LayoutError(
             "offload_params=nvme keeps parameters of one width on disk, and base=int8 has two: choose "
             "offload_params=cpu"
@@ -214,7 +214,7 @@ def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks
             f"schedule={layout.schedule} computes the weights' gradients apart, which compile=block cannot: choose "
             "another schedule or compile=off"
         )
-    if layout.offload_activations != "none" and layout.compile == "block":
+    if layout.offloads_activations and layout.compile == "block":
         raise LayoutError(
             "compile=block saves tensors where offload_activations=cpu does not see them: choose compile=off, or leave "
             "offload_activations out"

@@ -22,7 +22,7 @@ def names_of(layout: Layout) -> tuple[str, str]:
 def policy_of(layout: Layout, version: int = 0) -> ByStep | AtOnce:
     """When its replicas' gradients become an update, and when they continue: without servers in lockstep, step by step
     or round by round. version: updates so far."""
-    if layout.sync == "async":
+    if layout.asynchronous:
         return AtOnce(layout.dp, version)
     workers = layout.independent if layout.sync != "allreduce" else layout.training_ranks
     return ByStep(workers, layout.staleness, layout.backup, version)

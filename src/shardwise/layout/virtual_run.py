@@ -29,7 +29,7 @@ def virtual_run(layout: Layout, steps: int, seconds: float, stragglers: Straggle
         most = MOST_LISTED // policy.workers
         raise UserError(f"{steps} steps of {policy.workers} workers are too many to simulate: at most {most:,} steps")
 
-    shares = policy.workers if layout.sync == "async" else 1
+    shares = policy.workers if layout.asynchronous else 1
     factors = stragglers.factors(range(layout.training_ranks), np.arange(steps * shares))
     slowest = factors.reshape(policy.workers, ranks, -1).max(axis=1)  # [workers, steps or shares]
     rounds = np.add.reduceat(slowest, np.arange(0, steps * shares, every), axis=1)

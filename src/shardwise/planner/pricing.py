@@ -120,7 +120,7 @@ def _notes(layout: Layout, pricing: Pricing) -> tuple[str, ...]:
     """Assumptions about the host that this layout's time depends on."""
     if layout.offload_home == "none":
         return ()
-    return pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params))
+    return pricing.host.notes(layout.uses_disk)
 
 
 def _each(things: Sequence[T], alike: Callable[[T], Any], answer: Callable[[list[T]], list[Any]]) -> list[Any]:

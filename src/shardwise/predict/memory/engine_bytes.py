@@ -332,7 +332,7 @@ def why_not_counted(name: str, model: object, layout: Layout) -> str:
             return f"{key.text(value)} is not known of {name}"
     if layout.etp:
         return f"a width of experts of its own is not known of {name}"
-    if layout.offload_activations != "none" and (not memory.offloads or layout.pp > 1):
+    if layout.offloads_activations and (not memory.offloads or layout.pp > 1):
         return f"offload_activations={layout.offload_activations} is not known of {name}, or not under a pipeline"
     if layout.attention == "math" and not any("scores" in row.size for row in memory.rows["saved"].values()):
         return f"attention=math is not known of {name}"
@@ -362,7 +362,7 @@ def engine_ranks(
             memory, elements, micro, layout.stage, layout.shard_ranks if layout.stage else 1,
             expert_replicas(layout) if layout.stage else 1, in_all(elements.dense, flying),
             in_all(elements.routed, flying), flying[0], layout.pp, plan.workload.optimizer, settings.narrow,
-            layout.offload_activations != "none", remade_in_all(elements, flying, settings.layers),
+            layout.offloads_activations, remade_in_all(elements, flying, settings.layers),
         )  # fmt: skip
         found.append(rank.total())
     return found

@@ -66,7 +66,7 @@ def parameter_bytes(plan: UnitPlan) -> int:
     precision, or in 8 bits."""
     if plan.layout.stage == 3:
         copies = sum(unit.copy_numel * DTYPE_BYTES[plan.dtype_gathered(unit)] for unit in plan.units)
-        here = plan.layout.offload_params == "none"
+        here = not plan.layout.offloads_params
         return here * sum(unit.shard_numel * DTYPE_BYTES[plan.dtype_of(unit)] for unit in plan.units) + copies
     return sum(unit.padded * DTYPE_BYTES[plan.dtype_gathered(unit)] for unit in plan.units)
 

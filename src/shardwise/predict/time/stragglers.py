@@ -71,7 +71,7 @@ def straggled_step(
     if layout.local_sgd:
         seconds, why = _rounds(_replicas(model, layout, slow, -(-steps // layout.every) * layout.every), layout.every)
         seconds = seconds * arithmetic + rest
-    elif layout.sync == "async":
+    elif layout.asynchronous:
         shares = min(steps * layout.dp, MOST_DRAWS // layout.training_ranks)
         seconds, why = _rates(_replicas(model, layout, slow, shares) * arithmetic + rest)
     elif layout.served and (layout.staleness or layout.backup):

@@ -16,7 +16,7 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
             raise LayoutError(f"{key.text(value)} {key.module}; it is not there yet for a user's module: leave it out")
     if layout.recompute not in ("none", "full"):
         raise LayoutError(f"recompute={layout.recompute} needs the attention of a known model: choose recompute=full")
-    if layout.offload_activations != "none" and layout.pp > 1:
+    if layout.offloads_activations and layout.pp > 1:
         raise LayoutError(
             f"offload_activations={layout.offload_activations} does not go with pp={layout.pp} for a user's module, "
             "whose stages go backward as a whole: leave it out, or choose recompute=full"
