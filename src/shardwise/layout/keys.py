@@ -77,6 +77,8 @@ class Key:
     """Whether it changes what a layout does."""
     rules: tuple[Rule, ...] = ()
     group: Group | None = None
+    usual: Callable[[Any], Any] | None = None
+    """The value that the default stands for."""
     stage: int = 0
     """Smallest ZeRO stage that has it."""
     marks: frozenset[str] = frozenset()
@@ -294,6 +296,7 @@ class Keys:
         "ranks that share the width of one expert; 0: tp where ep is 1, else 1",
         "untraced untimed",
         of=("tp", "ep"),
+        usual=lambda x: x.tp if x.ep == 1 else 1,
         rules=(
             Rule(
                 lambda x: x.etp in (1, x.tp),

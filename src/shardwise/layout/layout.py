@@ -42,8 +42,8 @@ class Layout(Keys):
                     raise LayoutError(why.format(word=key.text(value), x=self))
             if key.group:
                 self._check_group(key, key.group)
-        if self.etp == (self.tp if self.ep == 1 else 1):
-            object.__setattr__(self, "etp", 0)
+            if key.usual and value == key.usual(self):
+                object.__setattr__(self, key.name, key.default)
 
     def _check_group(self, key: Key, group: Group) -> None:
         size, whole = getattr(self, key.name), getattr(self, group.whole)

@@ -115,7 +115,7 @@ class LayoutColumns:
     @cached_property
     def columns(self) -> dict[str, Any]:
         """Key of a layout -> its values in rows, shardings or orders, an array that broadcasts to `shape`."""
-        lists = ((BatchChoice, self.rows), (ZeroChoice, self.shardings), (ScheduleChoice, self.orders))
+        lists: Any = ((BatchChoice, self.rows), (ZeroChoice, self.shardings), (ScheduleChoice, self.orders))
         return {
             name: np.array([getattr(choice, name) for choice in choices]).reshape(
                 [-1 if i == axis else 1 for i in range(3)]
