@@ -66,7 +66,7 @@ def test_the_changes_quoted_are_in_the_source(block: int, file: str) -> None:
 
 
 def test_the_key_quoted_is_in_the_source() -> None:
-    root, quoted = Path(__file__).parents[1], "".join(blocks("diff"))
+    root, quoted = Path(__file__).parents[1], "\n".join(blocks("diff"))
     files = re.findall(r"^\+\+\+ (\S+)\n((?:\+(?!\+\+).*\n)+)", quoted, re.MULTILINE)
     for path, lines in files:
         assert lines.replace("\n+", "\n").removeprefix("+") in (root / path).read_text(encoding="utf-8"), path
