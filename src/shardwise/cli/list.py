@@ -46,7 +46,7 @@ def _models(args: argparse.Namespace) -> int:
     named += [resolve(name) for name in hub_models()] if args.hub else []
     groups: dict[str, list[ModelConfig]] = {}
     for model in named:
-        groups.setdefault(_family(model), []).append(model)
+        groups.setdefault(model.counted.family if model.counted else family_of(model).model_type, []).append(model)
     more = map(Column, BITS) if args.weights else (
         Column("active"), Column("cache/token", drop=2), Column("layers", drop=4), Column("experts", drop=3),
         Column("positions", drop=5), Column("here", left=True, drop=1),
@@ -66,10 +66,6 @@ def _models(args: argparse.Namespace) -> int:
             name = f"{'  ' * (len(named) > 1)}{model.name}"
             table.add_row(name, format_count(row["parameters"]), *cells, end_section=last)
     return print_result(args, data, [table, *_model_notes(args)])
-
-
-def _family(model: ModelConfig) -> str:
-    return model.counted.family if model.counted else family_of(model).model_type
 
 
 def _here(model: ModelConfig) -> list[str]:

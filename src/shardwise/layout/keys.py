@@ -50,6 +50,7 @@ MARKS = {
     "untraced": "a traced module has no predictions under it",
     "untimed": "the time of a step under it is not modelled",
     "uncounted": "the memory of other engines is not known under it",
+    "training": "generation does not have it",
     "unadapted": "frozen weights with adapters do not train under it yet",
     "inexact": "a step computes other numbers under it, by more than rounding",
 }
@@ -83,8 +84,8 @@ class Key:
     """Smallest ZeRO stage that has it."""
     marks: frozenset[str] = frozenset()
     """Of `MARKS`."""
-    training: str = ""
-    """Why generation does not have it."""
+    training: str = "is for training: leave it out, generation has tp, cp, ep, pp, dp and zero=3"
+    """Why generation does not have it, where it is marked so."""
     module: str = ""
     """What it does that is not there yet for a user's module."""
     feature: tuple[str, str] = ("", "")
@@ -240,6 +241,7 @@ _SHARED = Rule(
     "servers={x.parameter_servers.count} are more than the {x.training_ranks} ranks whose processes they share; at "
     "most servers={x.training_ranks}, or servers={x.parameter_servers.count}:own on ranks of their own",
 )
+_PACKED = Rule(lambda x: x.qgz, "{word} adds what 4-bit gradients have lost to the next ones and needs qgz")
 _BACKUP = Rule(lambda x: x.backup < x.dp, lambda x: f"{{word}} of dp={x.dp} workers leaves none; at most {x.dp - 1}")
 _ROUNDS = Rule(
     lambda x: x.sync != "local" or x.every > 0,
@@ -249,9 +251,6 @@ _COUNTS = Rule(
     lambda x: len(x.stages) == x.chunks and min(x.stages) >= 0,
     "{word} must name pp x virtual = {x.chunks} layer counts, such as 21/20/20/19",
 )
-_LEAVE = "is for training: leave it out"
-_LEAVE_HOME = f"{_LEAVE}, generation has tp, cp, ep, pp, dp and zero=3"
-_SHARDING: dict[str, Any] = {"of": ("zero",), "matters": lambda x: x.stage > 0}
 _PIPELINE: dict[str, Any] = {"of": ("pp",), "matters": lambda x: x.pp > 1}
 
 
@@ -259,6 +258,11 @@ def _staged(zero: int, why: str, *more: Rule) -> dict[str, Any]:
     """Fields of a key that the ZeRO stages from `zero` on have."""
     needed = "zero=3" if zero == 3 else f"zero of at least {zero}"
     return {"stage": zero, "rules": (Rule(lambda x: x.zero >= zero, f"{{word}} {why} needs {needed}"), *more)}
+
+
+def _sharding(zero: int, why: str, *more: Rule) -> dict[str, Any]:
+    """Fields of a key that says how these stages shard."""
+    return _staged(zero, why, *more) | {"of": ("zero",), "matters": lambda x: x.stage > 0}
 
 
 @dataclass(frozen=True)
@@ -317,23 +321,21 @@ class Keys:
         0,
         "ranks over which ZeRO shards (HSDP when smaller); 0: dp x cp",
         "searched",
-        **_SHARDING,
-        **_staged(1, "makes groups of the ranks that ZeRO shards over and"),
+        **_sharding(1, "makes groups of the ranks that ZeRO shards over and"),
         group=Group("data_ranks", "{word} does not divide dp x cp = {whole}; valid: {valid}", slice(1, None)),
         feature=("hybrid", ""),
     )
     hpz: int = key(
         0,
         "zero=3: ranks over which a second copy of parameters is cut (ZeRO++); 0: none",
-        "searched uncounted",
-        **_SHARDING,
+        "searched uncounted training",
         form=lambda ranks: 0 if ranks == 1 else ranks,  # 1 is DeepSpeed's word for none
         group=Group(
             "shard_ranks",
             "{word} must cut the {whole} ranks that ZeRO shards over into smaller groups; valid: {valid}",
             slice(1, -1),
         ),
-        **_staged(3, "keeps second copies of gathered parameters and"),
+        **_sharding(3, "keeps second copies of gathered parameters and"),
         training="is for training: generation gathers over the ranks of shard, all or some",
         feature=("copies", "second copies of parameters"),
         words="backward gathers from a second copy over {} ranks",
@@ -341,34 +343,28 @@ class Keys:
     qwz: bool = key(
         False,
         "zero=3: parameters are gathered in 8 bits (ZeRO++)",
-        "uncounted inexact",
-        **_SHARDING,
-        **_staged(3, "gathers parameters in 8 bits for each use and"),
-        training=_LEAVE,
+        "uncounted inexact training",
+        **_sharding(3, "gathers parameters in 8 bits for each use and"),
         words="weights are gathered in 8 bits",
     )
     qgz: bool = key(
         False,
         "zero=1 to 3: gradients are reduced in 4 bits (ZeRO++)",
-        "uncounted inexact",
-        **_SHARDING,
-        **_staged(1, "reduces gradients to their shards in 4 bits and"),
-        training=_LEAVE,
+        "uncounted inexact training",
+        **_sharding(1, "reduces gradients to their shards in 4 bits and"),
         words="gradients are summed in 4 bits",
     )
     feedback: bool = key(
         False,
         "beside qgz: the error of packed gradients goes into the next sum",
         "inexact",
-        **_SHARDING,
-        stage=1,
-        rules=(Rule(lambda x: x.qgz, "{word} adds what 4-bit gradients have lost to the next ones and needs qgz"),),
+        **_sharding(1, "adds what 4-bit gradients have lost to the next ones and", _PACKED),
         words="what they lose is added to the next ones (error feedback)",
     )
     sp: bool = key(
         False,
         "sequence parallel, beside tp",
-        "searched",
+        "searched training",
         of=("tp",),
         feature=("sequence", "sequence parallelism"),
         rules=(
@@ -383,29 +379,28 @@ class Keys:
     cpkind: str = key(
         "ring",
         "how attention sees other ranks' tokens under cp",
-        "priced",
+        "priced training",
         choices=("ring", "ulysses", "allgather"),
         of=("cp",),
         matters=lambda x: x.cp > 1,
-        training=f"{_LEAVE}, generation cuts the cache's pages",
+        training="is for training: leave it out, generation cuts the cache's pages",
     )
     tpkind: str = key(
         "megatron",
         "megatron, or every layer split by outputs and gathered",
-        "untraced uncounted unadapted",
+        "untraced uncounted unadapted training",
         choices=("megatron", "gathered"),
         of=("tp",),
         feature=("gathered", "tensor parallelism that gathers"),
         rules=(Rule(lambda x: x.tp > 1, "{word} splits maps over the tp ranks and needs tp of at least 2"),),
-        training=f"{_LEAVE}, and tp gathers nothing but logits",
+        training="is for training: leave it out, and tp gathers nothing but logits",
     )
     sync: str = key(
         "allreduce",
         "how replicas agree (`layout.sync`)",
-        "untraced uncounted unadapted",
+        "untraced uncounted unadapted training",
         choices=("allreduce", *SERVED, "local"),
         rules=(_ROUNDS,),
-        training=_LEAVE,
         module="lets replicas train apart",
     )
     servers: str = key(
@@ -443,8 +438,8 @@ class Keys:
     algorithm: str = key(
         "auto",
         "schedule of all-reduce, all-gather and reduce-scatter (`layout.algorithms`)",
+        "training",
         example="ring",
-        training=_LEAVE,
     )
     node: int = key(0, "ranks of a node, for hierarchical algorithms", of=("algorithm",))
     schedule: str = key(
@@ -457,7 +452,7 @@ class Keys:
     virtual: int = key(
         1,
         "model chunks per pipeline rank",
-        "searched",
+        "searched training",
         least=1,
         **_PIPELINE,
         rules=(Rule(lambda x: x.pp > 1, "virtual stages need pp of at least 2"),),
@@ -487,20 +482,18 @@ class Keys:
     offload: str = key(
         "none",
         "home of optimizer state: `cpu`, `nvme`, or a fraction there, as `cpu:0.5`",
-        "searched uncounted",
+        "searched uncounted training",
         choices=_HOMES,
         example="cpu",
         form=_home,
         rules=(_STATE,),
-        training=_LEAVE_HOME,
         words={home: f"optimizer state {where}, updated by the host's cores" for home, where in _IN_WORDS.items()},
     )
     offload_params: str = key(
         "none",
         "zero=3: home of parameters",
-        "searched uncounted",
+        "searched uncounted training",
         choices=_HOMES,
-        training=_LEAVE_HOME,
         **_staged(
             3,
             "gathers parameters for each use and",
@@ -514,9 +507,8 @@ class Keys:
     offload_activations: str = key(
         "none",
         "home of saved activations",
-        "untraced",
+        "untraced training",
         choices=("none", "cpu"),
-        training=_LEAVE_HOME,
         words="saved activations of blocks in the host's memory",
     )
     compile: str = key(

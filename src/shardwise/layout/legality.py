@@ -123,18 +123,13 @@ def check_narrow_base(layout: Layout) -> None:
 
 
 def _check_pipeline(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:
-    chunks = layout.pp * layout.virtual
     if layout.stages and sum(layout.stages) != model.layers:
         raise LayoutError(f"stages={'/'.join(map(str, layout.stages))} adds up to {sum(layout.stages)} layers, "
                           f"but {model.name} has {model.layers}")  # fmt: skip
     pipeline.stages(model, layout)
     # Without a workload: as many micro-batches as any schedule asks for.
-    count = workload.micro_batches(layout) if workload is not None and workload.batch else 2 * chunks
-    if legal := pipeline.objection(layout, count):
-        raise LayoutError(
-            f"schedule={layout.schedule} cannot have pp={layout.pp}, virtual={layout.virtual} and {count} "
-            f"micro-batches a step: {legal}"
-        )
+    count = workload.micro_batches(layout) if workload is not None and workload.batch else 2 * layout.chunks
+    pipeline.check_schedule(layout, count)
 
 
 def _ranks_in_words(layout: Layout) -> str:

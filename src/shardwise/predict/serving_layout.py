@@ -20,7 +20,7 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
         check_runs(model)
     check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
     for key, value in changed(layout).items():
-        if key.training:
+        if "training" in key.marks:
             raise LayoutError(f"{key.text(value)} {key.training}")
     if layout.cp > 1 and layout.stage == 3:
         raise LayoutError(f"weights are gathered without cp={layout.cp}: use zero=0 with cp, or leave cp out")

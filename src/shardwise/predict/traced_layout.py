@@ -102,8 +102,4 @@ def _check_pipeline(layout: Layout, model: Blueprint, micro_batches: int) -> Non
             "schedule=interleaved"
         )
     pipeline.stages(model.piped, layout)
-    if legal := pipeline.objection(layout, micro_batches):
-        raise LayoutError(
-            f"schedule={layout.schedule} cannot have pp={layout.pp}, virtual={layout.virtual} and {micro_batches} "
-            f"micro-batches a step: {legal}"
-        )
+    pipeline.check_schedule(layout, micro_batches)

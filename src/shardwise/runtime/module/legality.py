@@ -38,11 +38,7 @@ def check_described(blueprint: Blueprint, layout: Layout, micro_batches: int) ->
     if layout.pp == 1:
         return
     pipeline.stages(blueprint, layout)
-    if legal := pipeline.objection(layout, micro_batches):
-        raise LayoutError(
-            f"schedule={layout.schedule} cannot have pp={layout.pp}, virtual={layout.virtual} and {micro_batches} "
-            f"micro-batches a step: {legal}; accumulate= gives their number"
-        )
+    pipeline.check_schedule(layout, micro_batches, "; accumulate= gives their number")
 
 
 def fewest_micro_batches(layout: Layout) -> int:
