@@ -12,7 +12,7 @@ from pathlib import Path
 from shardwise.errors import UserError
 from shardwise.interop import WRITERS, EngineWriter, WriteRequest, nearest_layout
 from shardwise.layout import Layout, Workload, check
-from shardwise.layout.layout import CHOICES
+from shardwise.layout.keys import CHOICES
 from shardwise.model.catalog import get
 
 PAGE = Path(__file__).with_name("emit.md")

@@ -6,14 +6,13 @@ import argparse
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from shardwise.cli.commands import COMMANDS
 from shardwise.cli.examples import EXAMPLES, broken
 from shardwise.cli.main import parser_of
-from shardwise.layout.layout import CHOICES, FLAGS, Layout
+from shardwise.layout.keys import CHOICES, KEYS
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 88
@@ -67,10 +66,10 @@ def layout_keys() -> str:
     """A row for every key of the layout text."""
     lines = ["# Layout keys", "", "A layout is a text such as `dp=2,tp=2,zero=3,sp`. Keys may come in any order.", ""]
     lines += ["| key | default | values | meaning |", "|---|---|---|---|"]
-    for field in fields(Layout):
-        values = " ".join(f"`{value}`" for value in CHOICES.get(field.name, ()))
-        default = "off" if field.name in FLAGS else f"`{field.default}`" if field.default not in ((), "") else ""
-        lines.append(f"| `{field.name}` | {default} | {values} | {_sentence(field.metadata['option'].help)} |")
+    for key in KEYS.values():
+        values = " ".join(f"`{value}`" for value in CHOICES.get(key.name, ()))
+        default = "off" if key.kind == "flag" else f"`{key.default}`" if key.default not in ((), "") else ""
+        lines.append(f"| `{key.name}` | {default} | {values} | {_sentence(key.help)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -51,10 +51,23 @@ def test_the_cluster_file_is_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("block", "file"),
-    [(0, "cluster/accelerators.toml"), (1, "model/families/olmo.py"), (2, "decoder/olmo2.py"), (4, "layout/tensor.py")],
+    [
+        (0, "cluster/accelerators.toml"),
+        (1, "model/families/olmo.py"),
+        (2, "decoder/olmo2.py"),
+        (-1, "layout/tensor.py"),
+    ],
 )
 def test_the_changes_quoted_are_in_the_source(block: int, file: str) -> None:
     source = (Path(__file__).parents[1] / "src" / "shardwise" / file).read_text(encoding="utf-8")
     added = [line[1:] for line in blocks("diff")[block].splitlines() if line.startswith("+") and "..." not in line]
     missing = [line for line in added if line not in source and not line.startswith("peak_flops")]
     assert len(added) > 4 and not missing
+
+
+def test_the_key_quoted_is_in_the_source() -> None:
+    root, quoted = Path(__file__).parents[1], "\n".join(blocks("diff"))
+    files = re.findall(r"^\+\+\+ (\S+)\n((?:\+(?!\+\+).*\n)+)", quoted, re.MULTILINE)
+    for path, lines in files:
+        assert lines.replace("\n+", "\n").removeprefix("+") in (root / path).read_text(encoding="utf-8"), path
+    assert 3 < len(files) <= 6

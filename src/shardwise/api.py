@@ -262,7 +262,7 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
     if values.get("tokenizer") is not None:
         values["tokenizer"] = str(values["tokenizer"])
     out = values.get("out")
-    out = next_free(RUNS / _file_name(model.name)) if out is None else out
+    out = next_free(RUNS / (re.sub(r"[^\w.-]+", "-", model.name).strip(".-") or "model")) if out is None else out
     config = TrainConfig(**values | {"layout": layout, "data": str(values["data"]), "out": str(out)})
     if config.slow:
         config.stragglers.check(layout.training_ranks)
@@ -365,10 +365,6 @@ def _check_inputs(config: TrainConfig) -> None:
         if config.tokenizer is not None:
             tokenizer_file(Path(config.tokenizer))
     require("training", "torch", "tokenizers")
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "model"
 
 
 def _check_out(config: TrainConfig) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shardwise.layout import Layout, Workload
-from shardwise.layout.layout import CHOICES
+from shardwise.layout.keys import CHOICES, SERVED
+from shardwise.layout.keys import KEYS as TABLE
 from shardwise.layout.legality import valid_tp
-from shardwise.layout.sync import MOMENTS, OUTER_BITS, OUTERS, SERVED
 from shardwise.model import ModelConfig
 
 KEYS = ("sync", "outer", "moments")
@@ -82,9 +82,9 @@ def syncs(draw: st.DrawFn, dp: int, tp: int, alone: bool) -> dict[str, Any]:
         return {
             "sync": sync,
             "every": draw(st.integers(1, 50)),
-            "outer": draw(st.sampled_from(OUTERS)),
-            "outer_bits": draw(st.sampled_from(OUTER_BITS)),
-            "moments": draw(st.sampled_from(MOMENTS)),
+            "outer": draw(st.sampled_from(CHOICES["outer"])),
+            "outer_bits": draw(st.sampled_from(TABLE["outer_bits"].choices)),
+            "moments": draw(st.sampled_from(CHOICES["moments"])),
             "replicas": draw(st.sampled_from([n for n in range(dp + 1) if n == 0 or dp % n == 0])),
         }
     if sync not in SERVED:

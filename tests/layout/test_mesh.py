@@ -142,7 +142,7 @@ def test_names_in_the_ledger(layout: str, axes: Axes, name: str) -> None:
 
 
 KEYS = {
-    "layout/layout.py": "the layout text's keys are fields of `Layout`",
+    "layout/keys.py": "the table of the layout text's keys",
     "interop/reading": "other engines' files as keys of the layout text",
     "interop/writing": "keys of the layout text that other engines' files have",
     "planner": "candidates by keys of the layout text",

@@ -80,7 +80,7 @@ def test_every_candidate_is_legal_has_the_homes_and_its_own_price():
 def test_one_device_has_stages_once_something_is_offloaded():
     model, workload, cluster = get("llama-3.2-1b"), Workload(512, 4), Cluster.parse("1xH100")
     plain, away = (Space(model, cluster, workload, OWN, fixed_of(text)) for text in ("", "offload=cpu"))
-    stages = [{s.stage for frame in space.frames for s in frame.shardings} for space in (plain, away)]
+    stages = [{s.zero for frame in space.frames for s in frame.shardings} for space in (plain, away)]
     assert stages == [{0}, {0, 1, 2, 3}]
 
 

@@ -194,7 +194,7 @@ def test_overlaps_count_where_they_make_a_difference():
     # Nothing to overlap over tp and between stages; parameters are gathered at stages 1 to 3 only.
     assert len(found) == 4
     assert all(variant.tensor_overlap and variant.pipeline_overlap for variant, _ in found)
-    assert all(sharding.stage for variant, shardings in found if not variant.gather_overlap for sharding in shardings)
+    assert all(sharding.zero for variant, shardings in found if not variant.gather_overlap for sharding in shardings)
     split = next(frame for frame in space().frames if min(frame.tp, frame.pp, frame.data) > 1)
     assert len(list(distinct(split, BRIDGE))) == 2 ** len(SWITCHES)
     assert len({words(variant) for variant, _ in distinct(split, BRIDGE)}) == 2 ** len(SWITCHES)

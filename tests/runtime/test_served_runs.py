@@ -11,7 +11,7 @@ from harness import forked
 from harness.today import some_of
 from shardwise.cli.main import main
 from shardwise.layout.recorded_run import RecordedRun, recorded_run
-from shardwise.layout.sync_policy import policy_of
+from shardwise.layout.sync import policy_of
 from shardwise.report.run_directory import RunDirectory
 from shardwise.schedule.staleness import check
 

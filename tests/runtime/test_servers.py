@@ -13,7 +13,7 @@ from harness.reference import Case, reference
 from harness.server_jobs import Served, ServedOutcome
 from harness.today import EVERY_LAYOUT, seed
 from shardwise.layout import Layout, Workload
-from shardwise.layout.sync_policy import policy_of
+from shardwise.layout.sync import policy_of
 from shardwise.model import ModelConfig
 from shardwise.predict import estimate
 from shardwise.schedule.staleness import check as prove

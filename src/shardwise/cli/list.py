@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from typing import Any
 
 from shardwise.cli import collective
@@ -13,7 +12,7 @@ from shardwise.cli.output import print_result
 from shardwise.cli.pipeline import listing
 from shardwise.cluster.accelerators import accelerators
 from shardwise.cluster.device import KINDS
-from shardwise.layout.layout import CHOICES, FLAGS, Layout
+from shardwise.layout.keys import CHOICES, KEYS
 from shardwise.layout.model_size import size_json
 from shardwise.model import ModelConfig
 from shardwise.model.caches import cache_json
@@ -50,7 +49,7 @@ def _models(args: argparse.Namespace) -> int:
     named += [resolve(name) for name in hub_models()] if args.hub else []
     groups: dict[str, list[ModelConfig]] = {}
     for model in named:
-        groups.setdefault(_family(model), []).append(model)
+        groups.setdefault(model.counted.family if model.counted else family_of(model).model_type, []).append(model)
     more = map(Column, BITS) if args.weights else (
         Column("active"), Column("cache/token", drop=2), Column("layers", drop=4), Column("experts", drop=3),
         Column("positions", drop=5), Column("here", left=True, drop=1),
@@ -70,10 +69,6 @@ def _models(args: argparse.Namespace) -> int:
             name = f"{'  ' * (len(named) > 1)}{model.name}"
             table.add_row(name, format_count(row["parameters"]), *cells, end_section=last)
     return print_result(args, data, [table, *_model_notes(args)])
-
-
-def _family(model: ModelConfig) -> str:
-    return model.counted.family if model.counted else family_of(model).model_type
 
 
 def _here(model: ModelConfig) -> list[str]:
@@ -162,12 +157,11 @@ def _engines(args: argparse.Namespace) -> int:
 def _keys(args: argparse.Namespace) -> int:
     columns = (Column("key", left=True), Column("default", left=True), Column("meaning", left=True, wraps=True))
     table, data = FittedTable(columns), []
-    for field in fields(Layout):
-        choices = CHOICES.get(field.name, ())
-        meaning = field.metadata["option"].help
-        data.append({"key": field.name, "default": field.default, "choices": list(choices), "meaning": meaning})
-        default = "off" if field.name in FLAGS else "" if field.default == () else str(field.default)
-        table.add_row(field.name, default, f"{meaning}: {', '.join(choices)}" if choices else meaning)
+    for key in KEYS.values():
+        choices = CHOICES.get(key.name, ())
+        data.append({"key": key.name, "default": key.default, "choices": list(choices), "meaning": key.help})
+        default = "off" if key.kind == "flag" else "" if key.default == () else str(key.default)
+        table.add_row(key.name, default, f"{key.help}: {', '.join(choices)}" if choices else key.help)
     return print_result(args, data, [table])
 
 

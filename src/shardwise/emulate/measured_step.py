@@ -222,7 +222,7 @@ def check_measurable(layout: Layout, model: ModelConfig, workload: Workload, clu
         raise UserError(
             f"--measure replaces collectives by waits, so algorithm={layout.algorithm} cannot run: leave it out"
         )
-    if "nvme" in (layout.offload_home, layout.offload_params):
+    if layout.uses_disk:
         raise UserError("--measure does not write state to disk: choose offload=cpu in place of nvme")
 
 

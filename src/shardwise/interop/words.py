@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import CP, DATA, PP, SHARD, TP, Axes
 from shardwise.layout.experts import experts_across
+from shardwise.layout.keys import KEYS, goes_with
 
 _SHARDED = {
     1: "optimizer state is sharded",
     2: "gradients and optimizer state are sharded",
     3: "parameters, gradients and optimizer state are sharded",
 }
-
-
-_HOMES = {"cpu": "in the host's memory", "nvme": "on disk"}
-"""Where offloaded state is, in words."""
 
 
 def in_words(layout: Layout, cluster: Cluster | None = None, serves: bool = False) -> list[str]:
@@ -30,7 +29,7 @@ def in_words(layout: Layout, cluster: Cluster | None = None, serves: bool = Fals
         schedule = "" if serves else f", {layout.schedule}"
         lines.append(f"{layout.pp} pipeline stages{schedule}{chunks}{_place(layout, PP, cluster)}")
     if layout.cp > 1:
-        kind = "Ulysses" if layout.cpkind == "ulysses" else "ring"
+        kind = "Ulysses" if layout.ulysses else "ring"
         lines.append(f"{layout.cp}-way context parallel ({kind}){_place(layout, CP, cluster)}")
     if layout.ep > 1:
         lines.append(f"{layout.ep}-way expert parallel")
@@ -53,13 +52,7 @@ def _data(layout: Layout, cluster: Cluster | None, serves: bool) -> str:
     line = f"ZeRO-{layout.stage} over {layout.shard_ranks} ranks: {_SHARDED[layout.stage]}{place}"
     if layout.replicate_ranks > 1:
         line += f"; {layout.replicate_ranks} such groups sum their gradients (HSDP)"
-    if layout.hpz > 1:
-        line += f"; backward gathers from a second copy over {layout.hpz} ranks"
-    if layout.qwz:
-        line += "; weights are gathered in 8 bits"
-    if layout.qgz:
-        line += "; gradients are summed in 4 bits" + layout.feedback * ", with error feedback"
-    return line
+    return "; ".join([line, *_described(layout, goes_with("zero"))])
 
 
 def _numbers(layout: Layout) -> list[str]:
@@ -67,23 +60,14 @@ def _numbers(layout: Layout) -> list[str]:
     gradients = {"bf16": "bf16 gradients", "fp32": "fp32 gradients"}[layout.grads]
     precision = f"{layout.precision} with {gradients}" if layout.precision == "bf16" else layout.precision
     lines = [f"micro-batches of {layout.micro} sequence{'s' * (layout.micro > 1)}, {precision}"]
-    if layout.recompute != "none":
-        what = {
-            "selective": "attention's core",
-            "full": "every block",
-            "input": "all blocks from the first one's input",
-        }
-        lines.append(f"recomputes {what[layout.recompute]} in backward")
-    if layout.offload_home != "none":
-        share = "" if layout.offload_fraction == 1 else f"{layout.offload_fraction:.0%} of the "
-        lines.append(f"{share}optimizer state {_HOMES[layout.offload_home]}, updated by the host's cores")
-    if layout.offload_params != "none":
-        lines.append(f"parameters {_HOMES[layout.offload_params]}, gathered from there")
-    if layout.offload_activations != "none":
-        lines.append("saved activations of blocks in the host's memory")
-    if layout.compile != "off":
-        lines.append("blocks are compiled")
-    return lines
+    share = f"{layout.offload_fraction:.0%} of the " if 0 < layout.offload_fraction < 1 else ""
+    others = _described(layout, [name for name in KEYS if name not in goes_with("zero")])
+    return [*lines, *(share * line.startswith("optimizer state") + line for line in others)]
+
+
+def _described(layout: Layout, names: Iterable[str]) -> list[str]:
+    """What these keys do, where they do something."""
+    return [words for name in names if (words := KEYS[name].in_words(getattr(layout, name)))]
 
 
 def _place(layout: Layout, axes: Axes, cluster: Cluster | None) -> str:

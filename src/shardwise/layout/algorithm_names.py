@@ -14,7 +14,7 @@ def check_algorithm(name: str, node: int) -> None:
     from shardwise.schedule.algorithms import find
 
     if name == "auto":
-        raise LayoutError("layout: node=N is for hierarchical algorithms; add algorithm=hierarchical or leave it out")
+        raise LayoutError("node=N is for hierarchical algorithms; add algorithm=hierarchical or leave it out")
     found = []
     for collective in COLLECTIVES.values():
         try:
@@ -22,12 +22,12 @@ def check_algorithm(name: str, node: int) -> None:
         except UserError:
             continue
     if not found:
-        raise LayoutError(f"layout: algorithm={name} is none of {', '.join(['auto', *_names()])}")
+        raise LayoutError(f"algorithm={name} is none of {', '.join(['auto', *_names()])}")
     if any("node" in algorithm.options for algorithm in found) != (node > 0):
         raise LayoutError(
-            f"layout: node={node} is for hierarchical algorithms, and algorithm={name} is none; leave it out"
+            f"node={node} is for hierarchical algorithms, and algorithm={name} is none; leave it out"
             if node
-            else f"layout: algorithm={name} needs node=N, the ranks of a node, such as node=8"
+            else f"algorithm={name} needs node=N, the ranks of a node, such as node=8"
         )
 
 

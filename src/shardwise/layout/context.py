@@ -40,7 +40,7 @@ class SequenceCut:
     @classmethod
     def of(cls, layout: Layout, seq: int) -> SequenceCut:
         """The cut of a layout's sequences."""
-        return cls(seq, layout.cp, layout.cpkind != "ulysses", layout.tp if layout.sp else 1)
+        return cls(seq, layout.cp, not layout.ulysses, layout.tp if layout.sp else 1)
 
     @property
     def padded(self) -> int:

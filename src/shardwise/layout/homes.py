@@ -138,10 +138,10 @@ class StateFile:
 def state_file(plan: UnitPlan) -> StateFile | None:
     """The file of `plan`'s rank; None where nothing is kept on disk."""
     layout = plan.layout
-    if not plan.trains or "nvme" not in (layout.offload_home, layout.offload_params):
+    if not plan.trains or not layout.uses_disk:
         return None
     state = layout.offload_home == "nvme"
-    parameters = layout.offload_params == "nvme"
+    parameters = layout.params_on_disk
     return StateFile(
         tuple((unit.name, plan.offloaded(unit)) for unit in plan.units if state),
         tuple((unit.name, unit.shard_numel) for unit in plan.units if parameters),
@@ -160,7 +160,7 @@ def parameter_buffers(plan: UnitPlan) -> dict[str, int]:
     """Slot -> bytes of the buffer through which parameters come from the file: of the largest interval. Under a
     pipeline, whose stages come as a whole, there is one for all units."""
     buffers: dict[str, int] = {}
-    if plan.layout.offload_params == "nvme":
+    if plan.layout.params_on_disk:
         for unit in plan.units:
             slot = unit.slot if plan.layout.pp == 1 else ALL
             nbytes = paged(unit.shard_numel * DTYPE_BYTES[plan.layout.dtype])
@@ -175,7 +175,7 @@ def accumulates_on_host(plan: UnitPlan) -> bool:
 
 def is_master(plan: UnitPlan) -> bool:
     """Whether the engine's own interval holds the master weights of state that stays on the device."""
-    return plan.interval_dtype == plan.master_dtype and plan.layout.offload_params == "none"
+    return plan.interval_dtype == plan.master_dtype and not plan.layout.offloads_params
 
 
 def on_device(plan: UnitPlan, unit: Unit) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import pipeline
+from shardwise.layout.keys import KEYS, changed, defaults, goes_with
 from shardwise.layout.layout import Layout
 from shardwise.layout.optimizers import check_own
 from shardwise.layout.workload import Workload
@@ -46,12 +48,12 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
             f"tp={layout.tp} does not suit {model.name}: it must divide its {model.heads} heads and divide, or be a "
             f"multiple of, its {model.kv_heads} key/value heads; valid tp: {', '.join(map(str, valid_tp(model)))}"
         )
-    if layout.cp > 1 and layout.tpkind == "gathered":
+    if layout.cp > 1 and layout.gathers_outputs:
         raise LayoutError(
             f"cp={layout.cp} cuts attention between tensor-parallel heads, which tpkind=gathered has not: choose "
             "tpkind=megatron or cp=1"
         )
-    if layout.cp > 1 and layout.cpkind == "ulysses" and layout.cp not in valid_ulysses(model, layout.tp):
+    if layout.cp > 1 and layout.ulysses and layout.cp not in valid_ulysses(model, layout.tp):
         degrees = ", ".join(map(str, valid_ulysses(model, layout.tp)))
         raise LayoutError(
             f"cp={layout.cp} with cpkind=ulysses does not suit {model.name}: each rank takes whole heads of the "
@@ -66,7 +68,7 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
         raise LayoutError(f"ep={layout.ep} does not divide its {model.experts.count} experts; valid ep: {valid}")
     if layout.etp and not model.experts:
         raise LayoutError(f"etp={layout.etp} splits experts: {model.name} is a model without experts; leave it out")
-    if model.experts and layout.tpkind == "gathered":
+    if model.experts and layout.gathers_outputs:
         raise LayoutError(f"tpkind=gathered has no form for the experts of {model.name}: choose tpkind=megatron")
     if model.lora:
         _check_adapters(layout, model, workload)
@@ -100,10 +102,9 @@ def check_ranks(layout: Layout, ranks: int) -> None:
 
 def _check_adapters(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:
     """Raise `LayoutError` for what frozen weights cannot have yet. Without a workload, any layout may store them."""
-    usual = Layout()
-    for key in ("tpkind", "sync", "compile") if workload is not None else ():
-        if (value := getattr(layout, key)) != getattr(usual, key):
-            raise LayoutError(f"{key}={value} does not go with the adapters of {model.name} yet: leave it out")
+    for key, value in changed(layout).items() if workload is not None else ():
+        if "unadapted" in key.marks:
+            raise LayoutError(f"{key.text(value)} does not go with the adapters of {model.name} yet: leave it out")
     if model.lora and model.lora.base:
         check_narrow_base(layout)
     if layout.pp > 1 and pipeline.splits_backward(layout.schedule):
@@ -114,7 +115,7 @@ def _check_adapters(layout: Layout, model: ModelConfig, workload: Workload | Non
 
 def check_narrow_base(layout: Layout) -> None:
     """Raise `LayoutError` for what frozen weights in 8 bits cannot have."""
-    if layout.offload_params == "nvme":
+    if layout.params_on_disk:
         raise LayoutError(
             "offload_params=nvme keeps parameters of one width on disk, and base=int8 has two: choose "
             "offload_params=cpu"
@@ -122,18 +123,13 @@ def check_narrow_base(layout: Layout) -> None:
 
 
 def _check_pipeline(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:
-    chunks = layout.pp * layout.virtual
     if layout.stages and sum(layout.stages) != model.layers:
         raise LayoutError(f"stages={'/'.join(map(str, layout.stages))} adds up to {sum(layout.stages)} layers, "
                           f"but {model.name} has {model.layers}")  # fmt: skip
     pipeline.stages(model, layout)
     # Without a workload: as many micro-batches as any schedule asks for.
-    count = workload.micro_batches(layout) if workload is not None and workload.batch else 2 * chunks
-    if legal := pipeline.objection(layout, count):
-        raise LayoutError(
-            f"schedule={layout.schedule} cannot have pp={layout.pp}, virtual={layout.virtual} and {count} "
-            f"micro-batches a step: {legal}"
-        )
+    count = workload.micro_batches(layout) if workload is not None and workload.batch else 2 * layout.chunks
+    pipeline.check_schedule(layout, count)
 
 
 def _ranks_in_words(layout: Layout) -> str:
@@ -182,15 +178,16 @@ def beyond_positions(model: object, seq: int) -> tuple[str, ...]:
 def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: int) -> Layout | None:
     """The layout with the largest smaller dp that runs on at most `ranks`, all else as it was; None when there is none.
 
-    A shard group that the smaller dp cannot be cut into shrinks with it, and so do the ranks of a second copy (hpz).
+    A shard group that the smaller dp cannot be cut into shrinks with it, and so do the ranks of a second copy.
     """
+    groups = [(name, group) for name in goes_with("zero") if (group := KEYS[name].group)]
     for dp in range(min(layout.dp - 1, ranks // (layout.ranks // layout.dp)), 0, -1):
-        data = dp * layout.cp
-        shard = max((n for n in range(2, min(layout.shard, data) + 1) if data % n == 0), default=0)
-        among = shard or data
-        hpz = max((n for n in range(2, min(layout.hpz, among - 1) + 1) if among % n == 0), default=0)
         try:
-            smaller = replace(layout, dp=dp, shard=shard, hpz=hpz)
+            smaller = replace(layout, dp=dp, **defaults(*(name for name, _ in groups)))
+            for name, group in groups:
+                sizes = [n for n in group.sizes(getattr(smaller, group.whole)) if n <= getattr(layout, name)]
+                changes: dict[str, Any] = {name: max(sizes, default=0)}
+                smaller = replace(smaller, **changes)
             check_runnable(smaller, model, workload)
         except UserError:
             continue
@@ -202,7 +199,7 @@ def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks
     """Raise `LayoutError` if the runtime cannot run `layout` yet, or if `check` rejects it."""
     check(layout, model, workload, ranks)
     check_own(workload.optimizer)
-    if layout.sync == "local" and layout.offload_home == "nvme":
+    if layout.local_sgd and layout.offload_home == "nvme":
         raise LayoutError(
             f"sync=local does not go with offload={layout.offload} yet: an outer step changes weights that are on disk "
             "already; choose offload=cpu"
@@ -212,7 +209,7 @@ def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks
             f"schedule={layout.schedule} computes the weights' gradients apart, which compile=block cannot: choose "
             "another schedule or compile=off"
         )
-    if layout.offload_activations != "none" and layout.compile == "block":
+    if layout.offloads_activations and layout.compile == "block":
         raise LayoutError(
             "compile=block saves tensors where offload_activations=cpu does not see them: choose compile=off, or leave "
             "offload_activations out"

@@ -46,17 +46,17 @@ class OuterPieces:
 
 def keeps_base(plan: UnitPlan) -> bool:
     """Whether a rank keeps the weights of the last outer step. A plain mean of weights does without."""
-    return plan.layout.sync == "local" and (plan.layout.outer == "nesterov" or _bits(plan) > 0)
+    return plan.layout.local_sgd and (plan.layout.outer == "nesterov" or _bits(plan) > 0)
 
 
 def keeps_momentum(plan: UnitPlan) -> bool:
     """Whether a rank keeps the outer optimizer's momentum."""
-    return plan.layout.sync == "local" and plan.layout.outer == "nesterov"
+    return plan.layout.local_sgd and plan.layout.outer == "nesterov"
 
 
 def averaged_moments(plan: UnitPlan) -> int:
     """Moments per parameter whose mean over the replicas an outer step makes, as wide as the master weights."""
-    averages = plan.layout.sync == "local" and plan.layout.moments == "average"
+    averages = plan.layout.local_sgd and plan.layout.moments == "average"
     return len(plan.states) - 1 if averages and plan.layout.independent > 1 else 0
 
 
@@ -89,7 +89,7 @@ def outer_exchanges(plan: UnitPlan, unit: Unit) -> Iterator[Exchange]:
 
 def _bits(plan: UnitPlan) -> int:
     """Bits on the wire; 0 also where there is no other rank to send to."""
-    return plan.layout.outer_bits if plan.layout.sync == "local" and plan.layout.independent > 1 else 0
+    return plan.layout.outer_bits if plan.layout.local_sgd and plan.layout.independent > 1 else 0
 
 
 def _cut(unit: Unit, place: int, pieces: int) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -77,6 +77,15 @@ def objection(layout: Layout, micro_batches: int) -> str:
     return f"{words}; schedules that can: {', '.join(others)}" if others else words
 
 
+def check_schedule(layout: Layout, micro_batches: int, hint: str = "") -> None:
+    """Raise `LayoutError` where the schedule cannot have this many ranks, chunks and micro-batches."""
+    if reason := objection(layout, micro_batches):
+        raise LayoutError(
+            f"schedule={layout.schedule} cannot have pp={layout.pp}, virtual={layout.virtual} and {micro_batches} "
+            f"micro-batches a step: {reason}{hint}"
+        )
+
+
 @lru_cache(maxsize=64)
 def training(layout: Layout, tied: bool, micro_batches: int, early: bool) -> PipelineSchedule:
     """Actions of every pipeline rank in one training step. early: as of `build`. Raises `LayoutError` for numbers that

@@ -7,7 +7,6 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.layout.layout import Layout
-from shardwise.layout.sync import SERVED
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import StepReport
 from shardwise.schedule.outer_rounds import OuterRound, outer_rounds
@@ -39,8 +38,8 @@ def recorded_run(run: RunDirectory) -> RecordedRun:
     if not isinstance(config, dict) or not isinstance(config.get("layout"), str):
         raise UserError(f"{run.path / 'run.json'} names no layout")
     layout = Layout.parse(config["layout"])
-    records = tuple(read_records(run.updates())) if layout.sync in SERVED else ()
-    rounds = tuple(outer_rounds(event for _, event in run.events())) if layout.sync == "local" else ()
+    records = tuple(read_records(run.updates())) if layout.served else ()
+    rounds = tuple(outer_rounds(event for _, event in run.events())) if layout.local_sgd else ()
     file = next((run.report(name) for name in ("measured", "predicted") if run.report(name).is_file()), None)
     traffic = run_traffic(StepReport.read(file), records, layout.tp) if file and records else ()
     return RecordedRun(layout, records, rounds, tuple(traffic))

@@ -61,10 +61,10 @@ def edges(layout: Layout) -> Mapping[str, Edges]:
 def split_dim(parameter: Parameter, layout: Layout) -> int | None:
     """The dim of a parameter that tensor parallelism splits; None for one that every rank holds whole. Where outputs
     are gathered, vectors are whole: a bias is added to all outputs."""
-    whole = layout.tpkind == "gathered" and len(parameter.shape) == 1
+    whole = layout.gathers_outputs and len(parameter.shape) == 1
     if layout.tp == 1 or whole or parameter.cut == "replicated":
         return None
-    dim = 1 if parameter.cut == "row" and layout.tpkind == "megatron" else 0
+    dim = 1 if parameter.cut == "row" and not layout.gathers_outputs else 0
     return 1 - dim if parameter.transposed else dim
 
 

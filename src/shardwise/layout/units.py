@@ -402,8 +402,8 @@ class UnitPlan:
             hops += self._hops(shard)
         if self.trains and self.mesh.size(replicate) > 1:
             hops.append(Hop("all_reduce", replicate, self.grad_dtype, 1))
-        copied = self.layout.hpz if shard == SHARD and self.trains else 0
-        again = HPZ if copied else shard
+        copied = self.mesh.size(HPZ) if shard == SHARD and self.trains else 1
+        again, copied = (HPZ, copied) if copied > 1 else (shard, 0)
         return Unit(name, placed, slot, self.mesh.size(shard), shard, replicate, again, copied, tuple(hops), copies)
 
     def _hops(self, shard: Axes) -> list[Hop]:
@@ -411,7 +411,7 @@ class UnitPlan:
         other: first among these, so that less is left to go further."""
         if not self.layout.qgz or self.mesh.size(shard) == 1:
             return [Hop("reduce_scatter", shard, self.wire_dtype, self.reductions)]
-        over = (HPZ, HPZ_ACROSS) if shard == SHARD and self.layout.hpz else (shard,)
+        over = (HPZ, HPZ_ACROSS) if shard == SHARD and self.mesh.size(HPZ) > 1 else (shard,)
         return [Hop("all_to_all", axes, WIRE_DTYPE, self.reductions) for axes in over]
 
     @cached_property

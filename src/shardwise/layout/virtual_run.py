@@ -6,7 +6,7 @@ import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.layout.layout import Layout
-from shardwise.layout.sync_policy import policy_of
+from shardwise.layout.sync import policy_of
 from shardwise.schedule.staleness import simulated
 from shardwise.schedule.stragglers import Stragglers
 from shardwise.schedule.update_record import MOST_LISTED, UpdateRecord
@@ -24,12 +24,12 @@ def virtual_run(layout: Layout, steps: int, seconds: float, stragglers: Straggle
     stragglers.check(layout.training_ranks)
     policy = policy_of(layout)
     ranks = layout.training_ranks // policy.workers
-    every = layout.every if layout.sync == "local" else 1
+    every = layout.every if layout.local_sgd else 1
     if steps * policy.workers > MOST_LISTED:
         most = MOST_LISTED // policy.workers
         raise UserError(f"{steps} steps of {policy.workers} workers are too many to simulate: at most {most:,} steps")
 
-    shares = policy.workers if layout.sync == "async" else 1
+    shares = policy.workers if layout.asynchronous else 1
     factors = stragglers.factors(range(layout.training_ranks), np.arange(steps * shares))
     slowest = factors.reshape(policy.workers, ranks, -1).max(axis=1)  # [workers, steps or shares]
     rounds = np.add.reduceat(slowest, np.arange(0, steps * shares, every), axis=1)

@@ -68,7 +68,7 @@ def _values(block: Block, key: str) -> tuple[int, list[Any]]:
     if key in ("cp", "micro", "sp", "recompute"):
         return 0, [getattr(row, key) for row in frame.rows]
     if key == "zero":
-        return 1, [sharding.stage for sharding in frame.shardings]
+        return 1, [sharding.zero for sharding in frame.shardings]
     return 2, [order.schedule for order in frame.orders]
 
 

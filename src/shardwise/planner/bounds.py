@@ -61,13 +61,8 @@ def state_floor(space: Space) -> float:
     if homes != ON_DEVICE or not isinstance(model, ModelConfig) or space.engine.name not in OWN:
         return 0.0
     trained = count_trained(model)[0]
-    frozen = (count(model) - trained) * _frozen_bytes(model)
+    frozen = (count(model) - trained) * {INT8: 1.0, NF4: 0.5}.get(model.lora.base if model.lora else "", WEIGHT)
     return (trained * (state_bytes("bf16", space.workload.optimizer) + WEIGHT) + frozen) / space.cluster.devices
-
-
-def _frozen_bytes(model: ModelConfig) -> float:
-    """Bytes of a frozen weight, at least."""
-    return {INT8: 1.0, NF4: 0.5}.get(model.lora.base if model.lora else "", WEIGHT)
 
 
 class ExactBound:

@@ -51,9 +51,9 @@ def _cut(row: BatchChoice, tp: int, seq: int) -> float:
 
 
 def _sharded(sharding: ZeroChoice, frame: LayoutColumns) -> float:
-    partly = 1.0 * (sharding.stage > 0 and sharding.ranks < frame.data)
-    piped = {2: 1.5, 3: 2.0}.get(sharding.stage, 0.0) if frame.pp > 1 else 0.5 * (sharding.stage == 2)
-    return partly + piped + 2.0 * (sharding.hpz > 0) + 0.5 * (sharding.stage == 0 and frame.data > 1)
+    partly = 1.0 * (sharding.zero > 0 and sharding.shard < frame.data)
+    piped = {2: 1.5, 3: 2.0}.get(sharding.zero, 0.0) if frame.pp > 1 else 0.5 * (sharding.zero == 2)
+    return partly + piped + 2.0 * (sharding.copied > 0) + 0.5 * (sharding.zero == 0 and frame.data > 1)
 
 
 def _scheduled(order: ScheduleChoice, pp: int, layers: int) -> float:

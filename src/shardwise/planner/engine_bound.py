@@ -83,8 +83,8 @@ class EngineBound:
 
         layers = self.settings.layers
         again = tuple(table(lambda n, f, of=of: remade_in_all(n, f, layers)[of]) for of in (0, 1)) if layers else (0, 0)
-        stage = np.array([sharding.stage for sharding in frame.shardings])[None, :, None]
-        shard = np.array([sharding.ranks if sharding.stage else 1 for sharding in frame.shardings])[None, :, None]
+        stage = frame.columns["zero"]
+        shard = np.where(stage > 0, frame.columns["shard"], 1)
         replicas = np.where(stage > 0, max(1, frame.expert_replicas), 1)
         return EngineRank(
             self.memory, numbers[0], micro, stage, shard, replicas, table(lambda n, f: in_all(n.dense, f)),

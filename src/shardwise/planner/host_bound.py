@@ -24,8 +24,7 @@ def host_bound(model: Model, frame: LayoutColumns, cluster: Cluster, optimizer: 
     homes = frame.homes.layout
     if homes.offload_home == "none":
         return np.zeros((1, 1, 1))
-    stage = np.array([sharding.stage for sharding in frame.shardings])[None, :, None]
-    ranks = np.array([sharding.ranks for sharding in frame.shardings])[None, :, None]
+    stage, ranks = frame.columns["zero"], frame.columns["shard"]
     many = np.array(frame.counts)[:, None, None] > 1
     state = len(states_of(optimizer)) * MASTER * homes.offload_fraction * (homes.offload_home == "cpu")
     gradient = np.where(stage >= 2, np.where(many, MASTER, WEIGHT), 0)

@@ -36,7 +36,7 @@ def distinct(frame: LayoutColumns, engine: EngineProfile) -> Iterator[tuple[Engi
             or (not variant.grad_overlap and frame.data == 1)
             or (not variant.pipeline_overlap and frame.pp == 1)
         )
-        shardings = tuple(s for s in frame.shardings if variant.gather_overlap or s.stage)
+        shardings = tuple(s for s in frame.shardings if variant.gather_overlap or s.zero)
         if shardings and not idle:
             yield variant, shardings
 

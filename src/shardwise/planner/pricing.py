@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.keys import changed
 from shardwise.model.parameters import Model
 from shardwise.planner.exact import ExactMemory
 from shardwise.planner.space import RECOMPUTE, BatchChoice, Homes, LayoutColumns, ScheduleChoice, ZeroChoice
@@ -95,7 +96,7 @@ def price_all(
         frame_of(model, layout, workload)
     parts = _each(
         chosen,
-        lambda of: (of[1], of[0].schedule, of[0].attention, *_homes(of[0])),
+        lambda of: (of[1], of[0].schedule, of[0].attention, of[0].cpkind, *_choice(Homes, of[0])),
         partial(_parts, model, workload, pricing, exact.settings if exact else USUAL),
     )
     names = {engine.name for _, engine in chosen}
@@ -115,15 +116,11 @@ def price_all(
     ]
 
 
-def _homes(layout: Layout) -> Homes:
-    return Homes(layout.offload, layout.offload_params)
-
-
 def _notes(layout: Layout, pricing: Pricing) -> tuple[str, ...]:
     """Assumptions about the host that this layout's time depends on."""
     if layout.offload_home == "none":
         return ()
-    return pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params))
+    return pricing.host.notes(layout.uses_disk)
 
 
 def _each(things: Sequence[T], alike: Callable[[T], Any], answer: Callable[[list[T]], list[Any]]) -> list[Any]:
@@ -156,30 +153,21 @@ def _parts(
     return [{name: float(part[i]) for name, part in parts.items()} for i in range(len(splits))]
 
 
-_COLUMNS = (
-    "micro", "micro_batches", "tp", "pp", "dp", "cp", "ep", "virtual", "shard", "zero", "hpz", "sp", "recompute",
-)  # fmt: skip
+_COLUMNS = ("micro_batches", "tp", "pp", "dp", "ep", "virtual", *BatchChoice._fields, *ZeroChoice._fields)
 """Fields of a split that may be arrays."""
+
+
+def _choice(kind: Any, layout: Layout, **effective: Any) -> Any:
+    """A choice of the search that a layout makes."""
+    return kind(**{name: getattr(layout, name) for name in kind._fields} | effective)
 
 
 def frame_of(model: Model, layout: Layout, workload: Workload) -> LayoutColumns:
     """The frame that has this layout alone. Raises `UserError` where the batch does not divide, and for a layout that
     is in no search space."""
-    usual = Layout()
-    for key in (
-        "tpkind",
-        "etp",
-        "qwz",
-        "qgz",
-        "stages",
-        "offload_activations",
-        "compile",
-        "precision",
-        "grads",
-        "order",
-    ):
-        if (value := getattr(layout, key)) != getattr(usual, key):
-            raise UserError(f"the planner does not price {key}={value} yet")
+    for key, value in changed(layout).items():
+        if not key.marks & {"searched", "priced"}:
+            raise UserError(f"the planner does not price {key.text(value)} yet")
     if layout.recompute not in RECOMPUTE:
         raise UserError(f"the planner does not price recompute={layout.recompute} yet")
     count = workload.micro_batches(layout)
@@ -188,12 +176,12 @@ def frame_of(model: Model, layout: Layout, workload: Workload) -> LayoutColumns:
             f"schedule={layout.schedule} with pp={layout.pp}, virtual={layout.virtual} and {count} micro-batches has "
             "no closed form that the planner knows"
         )
-    order = ScheduleChoice(layout.schedule, layout.virtual) if layout.pp > 1 else ScheduleChoice("1f1b", 1)
+    order = _choice(ScheduleChoice, layout) if layout.pp > 1 else ScheduleChoice("1f1b", 1)
+    sharding = _choice(ZeroChoice, layout, zero=layout.stage, shard=layout.shard_ranks if layout.stage else 1)
     return LayoutColumns(
         layout.tp, layout.pp, layout.dp * layout.cp, layout.attention, workload.batch,
-        (BatchChoice(layout.cp, layout.sp, layout.recompute, layout.micro),),
-        (ZeroChoice(layout.stage, layout.shard_ranks if layout.stage else 1, layout.hpz),), (order,), layout.ep,
-        layout.pp * layout.virtual > model.layers, Homes(layout.offload, layout.offload_params),
+        (_choice(BatchChoice, layout),), (sharding,), (order,), layout.ep,
+        layout.chunks > model.layers, _choice(Homes, layout),
     )  # fmt: skip
 
 
@@ -241,23 +229,16 @@ class Prices:
         return sum(parts.values())
 
     def _split(self, frame: LayoutColumns) -> StepShape:
-        cp, sp, recompute, micro = (np.array(column)[:, None, None] for column in zip(*frame.rows, strict=True))
+        homes = frame.homes.layout
         return StepShape(
+            **{name: column for name, column in frame.columns.items() if name in _COLUMNS},
             seq=self.workload.seq,
-            micro=micro,
             micro_batches=np.array(frame.counts)[:, None, None],
             tp=frame.tp,
             pp=frame.pp,
-            dp=frame.data // cp,
-            cp=cp,
+            dp=frame.data // frame.columns["cp"],
             ep=frame.ep,
-            virtual=np.array([order.virtual for order in frame.orders])[None, None, :],
-            shard=np.array([sharding.ranks for sharding in frame.shardings])[None, :, None],
-            zero=np.array([sharding.stage for sharding in frame.shardings])[None, :, None],
-            hpz=np.array([sharding.hpz for sharding in frame.shardings])[None, :, None],
-            sp=sp,
-            recompute=recompute,
-            offload=(homes := frame.homes.layout).offload_home,
+            offload=homes.offload_home,
             offloaded=homes.offload_fraction,
             offload_params=homes.offload_params,
             optimizer=self.workload.optimizer,

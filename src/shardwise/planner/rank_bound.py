@@ -84,9 +84,9 @@ class RankBound:
         self.offload_home, self.fraction = homes.offload_home, homes.offload_fraction
         self.on_host = homes.offload_home != "none"
         """Whether stages 2 and 3 accumulate gradients in the host's memory."""
-        self.stage = np.array([s.stage for s in frame.shardings])[:, None]
+        self.stage = frame.columns["zero"][0]
         # An array in the place of a number: a unit's sizes then are arrays.
-        ranks: Any = np.array([s.ranks for s in frame.shardings])[:, None]
+        ranks: Any = frame.columns["shard"][0]
         first, last = place == 0, place == frame.pp - 1
         here = {"embedding": first, "tied": first or last, "blocks.0": True, "head": last}
         beside = frozen_of(""), int8_of("")
@@ -130,7 +130,7 @@ class RankBound:
         optimizer = self._updated_here(shard, 2 * self.layers + MOST_ENDS) * self.state_bytes
         if self.offload_home == "none":
             optimizer = optimizer - np.where(gathered, shard * MASTER, 0)
-        copies = np.array([[1 / s.hpz if s.hpz else 0.0] for s in self.frame.shardings]) * (not self.mixture)
+        copies = np.array([[s.copied] for s in self.frame.shardings]) * (not self.mixture)
         lasting = parameters + optimizer + np.floor(padded * copies) * WEIGHT + self._frozen_bytes()
         return lasting + self.micro.inputs * self.counts + self._slots() + self._most()
 
@@ -280,8 +280,7 @@ def _mixed_blocks(elements: BlockElements, frame: LayoutColumns, place: int, lay
     """Elements of one of the `layers` blocks of a pipeline's rank, whole and one rank's shard of it, arrays of
     shardings x orders: the mean, and the smallest block's; and the elements of experts that no other rank holds.
     Experts have other ranks to be sharded over."""
-    ranks = np.array([sharding.ranks for sharding in frame.shardings])[:, None]
-    stage = np.array([sharding.stage for sharding in frame.shardings])[:, None]
+    stage, ranks = frame.columns["zero"][0], frame.columns["shard"][0]
     same = np.where(stage > 0, frame.expert_replicas, 1)
     dense = np.array([elements.dense_blocks(frame.pp, order.virtual, place) for order in frame.orders])
     own, experts = elements.routed(frame.expert_tp)

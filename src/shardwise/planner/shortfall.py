@@ -164,12 +164,7 @@ def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str
             break
 
 
-OFFLOADS = (
-    {"offload": "cpu"},
-    {"offload": "cpu", "offload_params": "cpu"},
-    {"offload": "nvme"},
-    {"offload": "nvme", "offload_params": "nvme"},
-)
+OFFLOADS = [dict.fromkeys(keys, home) for home in ("cpu", "nvme") for keys in (HOMES[:1], HOMES)]
 """Homes that are tried, nearest first."""
 
 

@@ -13,6 +13,8 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
@@ -43,11 +45,16 @@ class BatchChoice(NamedTuple):
 
 
 class ZeroChoice(NamedTuple):
-    """A ZeRO stage, the size of its shard group (1 at stage 0), and the ranks of a second copy (`hpz`)."""
+    """A ZeRO stage, the size of its shard group (1 at stage 0), and the ranks of a second copy."""
 
-    stage: int
-    ranks: int
+    zero: int
+    shard: int
     hpz: int = 0
+
+    @property
+    def copied(self) -> float:
+        """Part of its parameters that a rank keeps as a second copy."""
+        return 1 / self.hpz if self.hpz else 0.0
 
 
 class Homes(NamedTuple):
@@ -74,8 +81,8 @@ class ScheduleChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutColumns:
-    """Candidates of one tp, pp and ep: rows x shardings x orders, where `possible`. data: ranks of a model's part,
-    which is dp x cp."""
+    """Candidates of one tp, pp and ep: rows x shardings x orders, where `possible`, whose fields are keys of a layout.
+    data: ranks of a model's part, which is dp x cp."""
 
     tp: int
     pp: int
@@ -106,6 +113,18 @@ class LayoutColumns:
         return tuple(self.batch * row.cp // (self.data * row.micro) for row in self.rows)
 
     @cached_property
+    def columns(self) -> dict[str, Any]:
+        """Key of a layout -> its values in rows, shardings or orders, an array that broadcasts to `shape`."""
+        lists: Any = ((BatchChoice, self.rows), (ZeroChoice, self.shardings), (ScheduleChoice, self.orders))
+        return {
+            name: np.array([getattr(choice, name) for choice in choices]).reshape(
+                [-1 if i == axis else 1 for i in range(3)]
+            )
+            for axis, (kind, choices) in enumerate(lists)
+            for name in kind._fields
+        }
+
+    @cached_property
     def possible(self) -> tuple[tuple[bool, ...], ...]:
         """For each row and order, whether the schedule is for that many micro-batches, and has closed forms there."""
         of = {m: tuple(in_closed_form(*order, self.pp, m) for order in self.orders) for m in set(self.counts)}
@@ -134,12 +153,9 @@ class LayoutColumns:
 
     def layout(self, row: BatchChoice, sharding: ZeroChoice, order: ScheduleChoice) -> Layout:
         """The layout of one candidate, all three by value."""
-        return Layout(
-            dp=self.data // row.cp, tp=self.tp, pp=self.pp, cp=row.cp, zero=sharding.stage,
-            shard=sharding.ranks if sharding.stage and self.data > 1 else 0, hpz=sharding.hpz, sp=row.sp,
-            schedule=order.schedule, virtual=order.virtual, micro=row.micro, recompute=row.recompute,
-            attention=self.attention, ep=self.ep, offload=self.homes.offload, offload_params=self.homes.offload_params,
-        )  # fmt: skip
+        keys = row._asdict() | sharding._asdict() | order._asdict() | self.homes._asdict()
+        keys["shard"] *= sharding.zero > 0 and self.data > 1
+        return Layout(dp=self.data // row.cp, tp=self.tp, pp=self.pp, ep=self.ep, attention=self.attention, **keys)
 
 
 def why_not_fixed(model: Model, fixed: Mapping[str, Any]) -> str:
@@ -273,9 +289,8 @@ class Space:
             for ranks in groups if stage else (1,):
                 # shard=0 is how a layout says dp x cp, and all that it says without ZeRO.
                 if self.allows("shard", ranks) or ((not stage or ranks == data) and self.allows("shard", 0)):
-                    for hpz in self._copies(tp, ranks) if stage == 3 else (0,):
-                        if self.allows("hpz", hpz):
-                            yield ZeroChoice(stage, ranks, hpz)
+                    copies = self._copies(tp, ranks) if stage == 3 else (0,)
+                    yield from (ZeroChoice(stage, ranks, copy) for copy in copies if self.allows("hpz", copy))
 
     def _copies(self, tp: int, ranks: int) -> tuple[int, ...]:
         """Ranks over which a second copy may be cut: none, and those of a shard group that share a node, or what is

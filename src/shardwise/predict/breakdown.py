@@ -13,7 +13,6 @@ from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Workload, check, unit_plan
 from shardwise.layout.optimizers import MODEL
-from shardwise.layout.sync import SERVED
 from shardwise.layout.units import UnitPlan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.flops import (
@@ -128,10 +127,8 @@ def breakdown(
 
 def _under(plan: UnitPlan, stage: int) -> UnitPlan | None:
     """The plan under another ZeRO stage, without the keys that this stage has not; None where it cannot be."""
-    without: dict[str, Any] = {"hpz": 0, "qwz": False, "offload_params": "none"} if stage < 3 else {}
-    without |= {"shard": 0, "qgz": False, "feedback": False} if stage < 1 else {}
     try:
-        layout = replace(plan.layout, zero=stage, **without)
+        layout = plan.layout.with_stage(stage)
         check(layout, plan.model, plan.workload)
         return replace(plan, layout=layout)
     except LayoutError:
@@ -141,7 +138,7 @@ def _under(plan: UnitPlan, stage: int) -> UnitPlan | None:
 def _states(plan: UnitPlan, role: Role) -> StageStates:
     held, arrays = predict_bytes(plan), optimizer_arrays(plan.short if plan.layout.pp > 1 else plan)
     nbytes = {"weights": held.parameters, "gradients": held.gradients, **arrays}
-    if plan.layout.sync in SERVED and not plan.cuda:
+    if plan.layout.served and not plan.cuda:
         nbytes["server"] = with_servers(plan, role.ranks[0], Bytes()).optimizer
     weights = plan.interval_dtype if plan.layout.stage == 3 else plan.layout.dtype
     dtypes = {"weights": weights, "gradients": plan.grad_dtype, **dict.fromkeys(arrays, plan.master_dtype)}

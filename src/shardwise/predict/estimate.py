@@ -12,7 +12,6 @@ from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
 from shardwise.layout.experts import RoutedRows
 from shardwise.layout.legality import beyond_positions
 from shardwise.layout.optimizers import DEFAULT, states_of
-from shardwise.layout.sync import SERVED
 from shardwise.layout.units import Backend, UnitPlan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
@@ -159,7 +158,7 @@ def _roles(
     """Roles of all ranks; recorded: those of a measured step, to be followed. engine: whose memory it is."""
     if recorded:
         return [_of_record(model, layout, workload, backend, role) for role in recorded]
-    if layout.sync in SERVED:
+    if layout.served:
         return _served(model, layout, workload, backend)
     counted = predict_bytes
     if engine:
@@ -262,7 +261,7 @@ def _notes(model: Model, layout: Layout, backend: Backend) -> list[str]:
             "compile=block: saved activations are those of torch's own partitioner; the rest of the peak is that of "
             "eager blocks, beside the gradients that a block's backward returns"
         )
-    if layout.sync == "local" and layout.every > 1:
+    if layout.local_sgd and layout.every > 1:
         notes.append(
             f"sync=local: bytes and communication are those of a step with an outer step, one in {layout.every}; the "
             "others have none of its rows"

@@ -5,63 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.errors import UserError
-from shardwise.layout.layout import CHOICES, Layout
+from shardwise.errors import UserError, did_you_mean
+from shardwise.layout.keys import KEYS, SEARCHED, goes_with, read
+from shardwise.layout.layout import Layout
 from shardwise.predict.time.split import SCHEDULES
 
 WORDS = {"schedule": SCHEDULES, "recompute": ("none", "selective", "full")}
-"""Keys whose value is a word -> the words that are searched."""
-
-KEYS = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "hpz", "sp", "schedule", "virtual", "micro", "recompute",
-        "offload", "offload_params")  # fmt: skip
-"""The keys of a layout over which a search goes."""
-HOMES = ("offload", "offload_params")
+"""Keys of which some choices are searched -> these."""
+HOMES = tuple(name for name in SEARCHED if "cpu" in KEYS[name].choices)
 """Keys that keep their default where they are not fixed."""
-_OR_NONE = ("zero", "shard", "hpz")
-"""Keys whose value may be 0."""
 
 
 def fixed_of(text: str) -> dict[str, Any]:
     """Key -> value. Raises `UserError` for a key that is not searched, and a value that it cannot have."""
-    fixed: dict[str, Any] = {}
-    for word in filter(None, (word.strip() for word in text.split(","))):
-        key, has_value, value = (part.strip() for part in word.partition("="))
-        if key in fixed:
-            raise UserError(f"--fix {text}: {key} is given twice")
-        fixed[key] = _value(text, key, value if has_value else None)
+    fixed = read(text, f"--fix {text}")
     check_fixed(fixed)
     return fixed
 
 
 def check_fixed(fixed: Mapping[str, Any]) -> None:
     """Raise `UserError` for keys that are not searched, and values that they cannot have."""
-    for key, value in fixed.items():
-        if key not in KEYS:
-            raise UserError(f"{key!r} cannot be fixed; {_nearest(key)}")
-        if key in WORDS:
-            if value not in WORDS[key]:
-                known = ", ".join(WORDS[key])
-                real = " is a layout's, but is not searched" if value in CHOICES[key] else " is unknown"
-                raise UserError(f"{key}={value}{real}; choose one of {known}")
-        elif key in HOMES:
-            _check_home(key, value)
-        elif key == "sp":
-            if not isinstance(value, bool):
-                raise UserError(f"sp stands alone, or is sp=true or sp=false, not {value!r}")
-        elif type(value) is not int or value < (key not in _OR_NONE) or (key == "zero" and value > 3):
-            allowed = "0, 1, 2 or 3" if key == "zero" else "a positive integer"
-            raise UserError(f"{key} must be {allowed}, not {value!r}")
-    if fixed.get("offload_params", "none") != "none" and fixed.get("offload", "none") == "none":
-        raise UserError(f"offload_params={fixed['offload_params']} needs offload=cpu or offload=nvme")
-
-
-def _check_home(key: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise UserError(f"{key} must be a text, such as cpu, not {value!r}")
-    if key == "offload":
-        Layout(offload=value)
-    elif value not in CHOICES[key]:
-        raise UserError(f"{key}={value} is unknown; choose one of {', '.join(CHOICES[key])}")
+    for name, value in fixed.items():
+        if name not in SEARCHED:
+            raise UserError(f"{name!r} cannot be fixed; {did_you_mean(name, SEARCHED, 'keys:')}")
+        KEYS[name].checked(value)
+        if value not in WORDS.get(name, (value,)):
+            raise UserError(
+                f"{name}={value} is a layout's, but is not searched; choose one of {', '.join(WORDS[name])}"
+            )
+    Layout(zero=3, **{name: fixed[name] for name in HOMES if name in fixed})
 
 
 def words_of(fixed: Mapping[str, Any]) -> str:
@@ -74,7 +46,8 @@ def text_of(layout: Layout) -> str:
     degrees = {key: getattr(layout, key) for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}
     others = {"ep": layout.ep, "zero": layout.stage, "micro": layout.micro}
     if layout.stage:
-        others |= {"shard": layout.shard_ranks, "hpz": layout.hpz}
+        others |= {name: getattr(layout, name) for name in goes_with("zero") if name in SEARCHED}
+        others |= {"shard": layout.shard_ranks}
     if layout.pp > 1:
         others |= {"virtual": layout.virtual}
     words = [f"{key}={value}" for key, value in (degrees | others).items()]
@@ -82,28 +55,3 @@ def text_of(layout: Layout) -> str:
     words += [f"sp={str(layout.sp).lower()}"] if layout.tp > 1 else []
     chosen = {"recompute": layout.recompute} | ({"schedule": layout.schedule} if layout.pp > 1 else {})
     return ",".join(words + [f"{key}={value}" for key, value in chosen.items() if value in WORDS[key]])
-
-
-def _value(text: str, key: str, value: str | None) -> Any:
-    if key == "sp":
-        known = {None: True, "true": True, "1": True, "false": False, "0": False}
-        if value not in known:
-            raise UserError(f"--fix {text}: sp stands alone, or is sp=true or sp=false")
-        return known[value]
-    if key not in KEYS:
-        raise UserError(f"--fix {text}: {key!r} cannot be fixed; {_nearest(key)}")
-    if not value:
-        raise UserError(f"--fix {text}: {key} needs a value")
-    if key in WORDS or key in HOMES:
-        return value
-    try:
-        return int(value)
-    except ValueError:
-        raise UserError(f"--fix {text}: {key} needs an integer, not {value!r}") from None
-
-
-def _nearest(key: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(key, KEYS, n=1)
-    return f"did you mean {near[0]}?" if near else f"keys: {', '.join(KEYS)}"

@@ -25,7 +25,7 @@ NOTHING = NodeBytes()
 
 def node_bytes(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> NodeBytes:
     """Bytes of the fullest node of `cluster` under a layout, whose ranks fill node after node."""
-    if layout.offload_home == "none" and layout.offload_activations == "none":
+    if layout.offload_home == "none" and not layout.offloads_activations:
         return NOTHING
     mesh, backend = Mesh.of(layout, model), usual_backend(cluster)
     plans = (unit_plan(model, layout, workload, rank=mesh.rank(pp=p), backend=backend) for p in range(layout.pp))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
-from shardwise.layout.layout import CHOICES
+from shardwise.layout.keys import CHOICES
 from shardwise.model import ModelConfig
 from shardwise.predict.breakdown import training_flops
 from shardwise.predict.estimate import estimate

@@ -9,6 +9,7 @@ from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check, unit_plan
 from shardwise.layout.axes import CP, EP, ETP, SHARD, STAGE, TP, Axes
 from shardwise.layout.experts import experts_across
+from shardwise.layout.keys import changed
 from shardwise.model import ModelConfig
 
 
@@ -18,31 +19,13 @@ def check_generation(layout: Layout, model: ModelConfig, devices: int | None = N
     if not model.counted:
         check_runs(model)
     check(layout, model.replace(attention_dropout=0.0))  # nothing is dropped when generating
-    for key in ("offload", "offload_params", "offload_activations"):
-        if (home := getattr(layout, key)) != "none":
-            raise LayoutError(
-                f"{key}={home} is for training: leave it out, generation has tp, cp, ep, pp, dp and zero=3"
-            )
-    if layout.sync != "allreduce":
-        raise LayoutError(f"sync={layout.sync} is for training: leave it out")
-    if layout.cpkind != "ring":
-        raise LayoutError(f"cpkind={layout.cpkind} is for training: leave it out, generation cuts the cache's pages")
+    for key, value in changed(layout).items():
+        if "training" in key.marks:
+            raise LayoutError(f"{key.text(value)} {key.training}")
     if layout.cp > 1 and layout.stage == 3:
         raise LayoutError(f"weights are gathered without cp={layout.cp}: use zero=0 with cp, or leave cp out")
-    if layout.algorithm != "auto":
-        raise LayoutError(f"algorithm={layout.algorithm} is for training: leave it out")
     if layout.zero in (1, 2):
         raise LayoutError(f"zero={layout.zero} shards what only training has: use zero=0 (replicas) or zero=3")
-    if layout.sp:
-        raise LayoutError("sp cuts sequences, of which a turn has one token each: leave sp out")
-    if layout.inner_ranks != layout.tp:
-        raise LayoutError("tpkind=gathered is for training: leave it out, and tp gathers nothing but logits")
-    if layout.qwz or layout.qgz:
-        raise LayoutError(f"{'qwz' if layout.qwz else 'qgz'} is for training: leave it out")
-    if layout.hpz:
-        raise LayoutError(f"hpz={layout.hpz} is for training: generation gathers over the ranks of shard, all or some")
-    if layout.virtual > 1:
-        raise LayoutError(f"virtual={layout.virtual} is for training: generation has one chunk of layers a stage")
     if layout.pp > 1 and layout.stage == 3:
         gathering = replace(layout, pp=1, dp=layout.dp * layout.pp, shard=0)
         staged = replace(layout, zero=0, shard=0)

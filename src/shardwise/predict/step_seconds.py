@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
-from shardwise.layout.sync import SERVED
+from shardwise.layout.keys import changed
 from shardwise.model.parameters import Model
 from shardwise.report.units import format_time
 
 if TYPE_CHECKING:
     from shardwise.schedule.stragglers import Stragglers
-
-UNPRICED = ("etp", "stages", "compile", "order")
-"""Keys of a layout of which `predict.time` knows nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +77,18 @@ def step_seconds(
     name = engine or own_engine(cluster)
     pricing = Pricing(cluster, layout=layout)
     split = replace(StepShape.of(layout, workload, dtype), schedule=layout.schedule if layout.pp > 1 else "1f1b")
-    if layout.offload_activations != "none":
+    if layout.offloads_activations:
         split = replace(split, saved_bytes=_saved_by_a_block(model, layout, workload, cluster))
     step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
     parts = {part: float(seconds) for part, seconds in step.parts.items()}
     outer: tuple[str, ...] = ()
-    if layout.sync == "local":
+    if layout.local_sgd:
         from shardwise.predict.time.outer import outer_seconds
 
         whole = outer_seconds(model, layout, split, engine_of(name), pricing)
         outer = (_rounds(layout, sum(parts.values()), whole),)
         parts["outer"] = whole / layout.every
-    if layout.sync in SERVED:
+    if layout.served:
         from shardwise.predict.time.servers import served_parts
 
         cuda = cluster.device.kind == "cuda"
@@ -104,7 +101,7 @@ def step_seconds(
     busy = {name: float(seconds) for name, seconds in step.busy.items()}
     sent = link_seconds(model, split, attending(engine_of(name), layout.attention), pricing)
     links = {part: float(seconds) for part, seconds in sent.items()}
-    host = pricing.host.notes("nvme" in (layout.offload_home, layout.offload_params)) if busy else ()
+    host = pricing.host.notes(layout.uses_disk) if busy else ()
     unknown = engine_of(name).uncertain
     around = time_range(parts, pricing.constants, assumed=len(host), routed=bool(model.experts), unknown=unknown)
     notes = (*pricing.constants.notes, *host, *outer, *([slowed] if slowed else []), *large_run(layout.ranks))
@@ -115,11 +112,10 @@ def _check(model: Model, layout: Layout, workload: Workload) -> None:
     """Raise `UserError` for what has no modelled time."""
     from shardwise.predict.supported import MOST_DEVICES, in_closed_form
 
-    usual = Layout()
-    for key in UNPRICED:
-        if (value := getattr(layout, key)) != getattr(usual, key):
-            raise UserError(f"the time of {key}={value} is not modelled")
-    if model.lora and layout.offload_params != "none":
+    for key, value in changed(layout).items():
+        if "untimed" in key.marks:
+            raise UserError(f"the time of {key.text(value)} is not modelled")
+    if model.lora and layout.offloads_params:
         raise UserError(f"the time of frozen weights with offload_params={layout.offload_params} is not modelled")
     if layout.ranks > MOST_DEVICES:
         raise UserError(f"time is predicted for up to {MOST_DEVICES:,} devices")

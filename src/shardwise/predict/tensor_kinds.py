@@ -9,7 +9,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.axes import TP
-from shardwise.layout.layout import CHOICES
+from shardwise.layout.keys import CHOICES
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.predict.estimate import estimate

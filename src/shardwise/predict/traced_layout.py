@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, pipeline
+from shardwise.layout.keys import KEYS, SEARCHED, changed
 from shardwise.layout.legality import check_ranks, valid_tp
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
@@ -14,8 +15,6 @@ from shardwise.model.parameters import Model
 if TYPE_CHECKING:
     from shardwise.model.trace import Trace
 
-UNTRACED = ("cp", "ep", "etp", "tpkind", "attention", "offload_activations", "sync", "compile")
-"""Keys of a layout that traced steps say nothing about."""
 RECOMPUTE = ("none", "full")
 """Kinds of recomputation that are traced."""
 
@@ -56,14 +55,11 @@ def _whole_degrees(trace: Trace) -> list[int]:
 def check_traced(layout: Layout, model: Blueprint, workload: Workload, ranks: int | None = None) -> None:
     """Raise `LayoutError` for a layout whose numbers do not follow from a module's trace, and `UserError` for other
     sequences than those that were traced."""
-    usual, trace = Layout(), traced(model)
-    for key in UNTRACED:
-        if (value := getattr(layout, key)) != getattr(usual, key):
-            word = key if value is True else f"{key}={value}"
-            raise LayoutError(
-                f"{word}: a traced module has predictions for dp, tp, sp, pp, zero, shard, hpz, offload and recompute; "
-                f"leave {key} out"
-            )
+    trace = traced(model)
+    for key, value in changed(layout).items():
+        if "untraced" in key.marks:
+            known = ", ".join(name for name in SEARCHED if "untraced" not in KEYS[name].marks)
+            raise LayoutError(f"{key.text(value)}: a traced module has predictions for {known}; leave {key.name} out")
     check_row_length(model, workload)
     if layout.sp:
         trace = _on_shards(layout, model)
@@ -106,8 +102,4 @@ def _check_pipeline(layout: Layout, model: Blueprint, micro_batches: int) -> Non
             "schedule=interleaved"
         )
     pipeline.stages(model.piped, layout)
-    if legal := pipeline.objection(layout, micro_batches):
-        raise LayoutError(
-            f"schedule={layout.schedule} cannot have pp={layout.pp}, virtual={layout.virtual} and {micro_batches} "
-            f"micro-batches a step: {legal}"
-        )
+    pipeline.check_schedule(layout, micro_batches)

@@ -43,7 +43,7 @@ def dry_run(
     check_runnable(layout, model, workload, cluster.devices if cluster else None)
     if layout.algorithm != "auto":
         raise UserError(f"a dry run moves no data, so algorithm={layout.algorithm} cannot run in it: leave it out")
-    if "nvme" in (layout.offload_home, layout.offload_params):
+    if layout.uses_disk:
         raise UserError("a dry run has no disk, so offload=nvme cannot run in it: choose offload=cpu")
     mesh, eager = Mesh.of(layout, model), replace(layout, compile="off")
     ranks = [mesh.rank(pp=place) for place in range(layout.pp)]

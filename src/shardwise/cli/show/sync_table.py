@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from shardwise.layout import Layout
 from shardwise.layout.recorded_run import RecordedRun
-from shardwise.layout.sync import SERVED, names_of
+from shardwise.layout.sync import names_of
 from shardwise.report.terminal import Column, FittedTable, Renderable
 from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.schedule.outer_rounds import OuterRound
@@ -27,7 +27,7 @@ def sync_tables(
     rounds = recorded.rounds if recorded else ()
     if layout.sync == "allreduce" and not records:
         yield LOCKSTEP
-    elif layout.sync in SERVED and not records:
+    elif layout.served and not records:
         yield "no update is recorded: the run has not reached its first validation, checkpoint or end"
     for server, record in enumerate(records):
         yield from server_tables(layout, record, f"server {server}: " if len(records) > 1 else "")
@@ -42,7 +42,7 @@ def server_tables(layout: Layout, record: UpdateRecord, before: str = "") -> Ite
     """Counts, staleness and workers of one server."""
     worker, meeting = names_of(layout)
     yield f"{before}{headline(layout, record)}"
-    if not record.dropped and set(record.staleness) <= {0} and layout.sync != "local":
+    if not record.dropped and set(record.staleness) <= {0} and not layout.local_sgd:
         yield LOCKSTEP
     if record.left_out:
         yield f"{record.left_out:,} gradients after the first {len(record.gradients):,} are counted and not listed"
@@ -55,7 +55,7 @@ def server_tables(layout: Layout, record: UpdateRecord, before: str = "") -> Ite
 
 def headline(layout: Layout, record: UpdateRecord) -> str:
     """Updates, gradients and staleness in one sentence."""
-    gradients = "rounds of replicas" if layout.sync == "local" else "gradients"
+    gradients = "rounds of replicas" if layout.local_sgd else "gradients"
     text = f"{record.updates:,} {names_of(layout)[1] if layout.sync == 'local' else 'update'}s by {record.pushed:,} "
     text += gradients + (f", {record.dropped:,} of them dropped" if record.dropped else "")
     if set(record.staleness) - {0}:

@@ -42,7 +42,7 @@ def write(request: WriteRequest) -> tuple[str, list[str]]:
     if layout.pp > 1:
         data["pipeline"] = {KEYS["pp"]: layout.pp}
         comments.append(f"the model is a PipelineModule with num_stages={layout.pp}, layers divided evenly")
-    if "nvme" in (layout.offload_home, layout.offload_params):
+    if layout.uses_disk:
         comments.append(f"nvme_path is {_NVME}: set the folder of your disk")
     return json.dumps(data, indent=2), comments
 
@@ -59,7 +59,7 @@ def _zero(layout: Layout) -> dict[str, Any]:
         # A fraction is DeepSpeed's "ratio", which stage 3 alone has.
         share = {"ratio": layout.offload_fraction} if layout.offload_fraction < 1 else {}
         zero[KEYS["offload"]] = _home(layout.offload_home) | share
-    if layout.offload_params != "none":
+    if layout.offloads_params:
         zero[KEYS["offload_params"]] = _home(layout.offload_params)
     if layout.zero == 3:
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}

@@ -13,7 +13,7 @@ from shardwise.interop.writing.commands import command, flag_words, nodes_of, to
 from shardwise.interop.writing.limits import Changes, Limit, always, only, without
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
 from shardwise.layout import Layout, pipeline
-from shardwise.layout.layout import ORDER
+from shardwise.layout.keys import ORDER
 from shardwise.model import ModelConfig
 
 KEYS = rows("megatron", "layout")

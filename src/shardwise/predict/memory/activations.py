@@ -64,7 +64,7 @@ class Sizes:
 
 def core_sizes(plan: UnitPlan, s: Sizes) -> Sizes:
     """Sizes as the core of attention has them: under Ulysses all tokens, without padding, and some heads."""
-    if plan.layout.cp == 1 or plan.layout.cpkind != "ulysses":
+    if plan.layout.cp == 1 or not plan.layout.ulysses:
         return s
     seq, ranks = plan.workload.seq, plan.layout.cp
     kv_heads = max(1, s.kv_heads // ranks)
@@ -76,7 +76,7 @@ def core_sizes(plan: UnitPlan, s: Sizes) -> Sizes:
 
 def cuts_attention(plan: UnitPlan) -> bool:
     """Whether attention goes block by block over a cut sequence (`runtime/context/ring.py`)."""
-    return plan.layout.cp > 1 and plan.layout.cpkind != "ulysses"
+    return plan.layout.cp > 1 and not plan.layout.ulysses
 
 
 Items = dict[str, int]
@@ -232,13 +232,13 @@ def uses_blocked_attention(plan: UnitPlan) -> bool:
 
 def saved_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
     """Tensors of `part` that are saved on the device at the end of the forward pass."""
-    offloads = plan.layout.offload_activations != "none" and plan.kind(part) == "block"
+    offloads = plan.layout.offloads_activations and plan.kind(part) == "block"
     return {} if offloads else made_items(plan, s, part)
 
 
 def stored_bytes(plan: UnitPlan, s: Sizes, part: str | None) -> int:
     """Bytes that a part saves in the host's memory; 0 for no part."""
-    if part is None or plan.layout.offload_activations == "none" or plan.kind(part) != "block":
+    if part is None or not plan.layout.offloads_activations or plan.kind(part) != "block":
         return 0
     return sum(made_items(plan, s, part).values())
 
@@ -283,7 +283,7 @@ def mask_bytes(plan: UnitPlan, s: Sizes) -> int:
 def saved_mask(plan: UnitPlan, s: Sizes) -> int:
     """The mask is saved once, when the fused kernel saves its inputs. Beside offloaded activations it stays, as blocks'
     shared tables do."""
-    if plan.layout.offload_activations != "none":
+    if plan.layout.offloads_activations:
         return 0
     saves = plan.layout.attention == "sdpa" and plan.layout.recompute == "none" and not cuts_attention(plan)
     return mask_bytes(plan, s) if saves else 0
@@ -299,7 +299,7 @@ def kept_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
         return {}
     # Attention and feed-forward of a parallel residual get the same gradient, but for what dropout makes of it.
     once = plan.model.parallel_residual and not plan.layout.sp and not plan.model.dropout
-    once = once and plan.layout.tpkind == "megatron"
+    once = once and not plan.layout.gathers_outputs
     return {
         "attention norm output": stream,
         **_projections_kept(plan, s),

@@ -177,6 +177,6 @@ def held_through_step(plan: UnitPlan) -> Iterator[MemoryByClass]:
             yield from walk.finish(part, last)
     yield from walk.land("landing")
     yield walk.now("optimizer")
-    if plan.layout.sync == "local":
+    if plan.layout.local_sgd:
         walk.accumulated = 0
         yield walk.now("outer")

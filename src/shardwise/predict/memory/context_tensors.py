@@ -12,7 +12,7 @@ def attention_tensors(plan: UnitPlan, s: Sizes) -> AttentionTensors:
     """The core of attention that a layout runs."""
     if plan.layout.cp == 1:
         return AttentionTensors(plan, s)
-    return UlyssesTensors(plan, s) if plan.layout.cpkind == "ulysses" else RingTensors(plan, s)
+    return UlyssesTensors(plan, s) if plan.layout.ulysses else RingTensors(plan, s)
 
 
 class RingTensors(AttentionTensors):

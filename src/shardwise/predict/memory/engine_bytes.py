@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.layout.keys import changed
 from shardwise.layout.optimizers import DEFAULT, ELSEWHERE, OPTIMIZERS
 from shardwise.layout.pipeline import stages
 from shardwise.layout.placement import place, width_held
@@ -35,8 +36,6 @@ GATHERED = 2
 """Blocks whose weights are gathered at one time: the one that computes, and the next."""
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 """Schedules whose micro-batches in flight are known."""
-UNCOUNTED = ("offload", "offload_params", "qwz", "qgz", "hpz", "sync", "tpkind", "compile", "precision")
-"""Keys of a layout that other engines' rows do not have."""
 QUANTIZED = 256
 """Elements of a moment of 8 bits that share an fp32 scale: torchao optim/subclass_8bit.py, block_size."""
 WEIGHT, ACCUMULATOR = 2, 4
@@ -328,13 +327,12 @@ def why_not_counted(name: str, model: object, layout: Layout) -> str:
         return f"what {name} saves is not known"
     if not isinstance(model, ModelConfig):
         return f"what {name} saves of a traced module is not known"
-    usual = Layout()
-    for key in UNCOUNTED:
-        if (value := getattr(layout, key)) != getattr(usual, key):
-            return f"{key}={value} is not known of {name}"
+    for key, value in changed(layout).items():
+        if "uncounted" in key.marks:
+            return f"{key.text(value)} is not known of {name}"
     if layout.etp:
         return f"a width of experts of its own is not known of {name}"
-    if layout.offload_activations != "none" and (not memory.offloads or layout.pp > 1):
+    if layout.offloads_activations and (not memory.offloads or layout.pp > 1):
         return f"offload_activations={layout.offload_activations} is not known of {name}, or not under a pipeline"
     if layout.attention == "math" and not any("scores" in row.size for row in memory.rows["saved"].values()):
         return f"attention=math is not known of {name}"
@@ -364,7 +362,7 @@ def engine_ranks(
             memory, elements, micro, layout.stage, layout.shard_ranks if layout.stage else 1,
             expert_replicas(layout) if layout.stage else 1, in_all(elements.dense, flying),
             in_all(elements.routed, flying), flying[0], layout.pp, plan.workload.optimizer, settings.narrow,
-            layout.offload_activations != "none", remade_in_all(elements, flying, settings.layers),
+            layout.offloads_activations, remade_in_all(elements, flying, settings.layers),
         )  # fmt: skip
         found.append(rank.total())
     return found

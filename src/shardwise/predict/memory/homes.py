@@ -25,7 +25,7 @@ def offloaded_bytes(plan: UnitPlan) -> Bytes:
     layout, saved = plan.layout, 0
     if not plan.trains:
         return Bytes()
-    if layout.offload_activations != "none":
+    if layout.offloads_activations:
         saved = _stored_by_actions(plan) if layout.pp > 1 else stored_activations(plan)
     if layout.offload_home == "none":
         return Bytes(saved=saved)

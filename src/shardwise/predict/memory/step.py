@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from shardwise.layout.homes import accumulates_on_host, is_master, on_device
 from shardwise.layout.optimizers import DEFAULT, states_of
-from shardwise.layout.sync import SERVED
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import saved_bytes
 from shardwise.predict.memory.outer import outer_state_bytes
@@ -67,7 +66,7 @@ def parameter_bytes(plan: UnitPlan) -> int:
     precision, or in 8 bits."""
     if plan.layout.stage == 3:
         copies = sum(unit.copy_numel * DTYPE_BYTES[plan.dtype_gathered(unit)] for unit in plan.units)
-        here = plan.layout.offload_params == "none"
+        here = not plan.layout.offloads_params
         return here * sum(unit.shard_numel * DTYPE_BYTES[plan.dtype_of(unit)] for unit in plan.units) + copies
     return sum(unit.padded * DTYPE_BYTES[plan.dtype_gathered(unit)] for unit in plan.units)
 
@@ -85,7 +84,7 @@ def gradient_bytes(plan: UnitPlan) -> int:
 def optimizer_arrays(plan: UnitPlan) -> dict[str, int]:
     """Bytes of each array of what this rank updates on the device: `states_of`, without master weights where parameters
     are these, and `OUTER`, the state of outer steps. Empty where parameter servers have them."""
-    if plan.layout.sync in SERVED:
+    if plan.layout.served:
         return {}
     each = sum(on_device(plan, unit) for unit in plan.units) * DTYPE_BYTES[plan.master_dtype]
     arrays = dict.fromkeys(plan.states[is_master(plan) :], each)

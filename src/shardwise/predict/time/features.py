@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from shardwise.layout import Layout
+from shardwise.layout.keys import KEYS, changed
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,14 @@ class Features:
 
     def objection(self, fixed: Mapping[str, Any]) -> str:
         """Why no layout with these keys and values can run, and what could; empty where one may."""
-        degrees = {
-            "tp": (self.tensor, "tensor parallelism"),
-            "pp": (self.schedules, "pipelines"),
-            "cp": ("ring" in self.context, "context parallelism"),
-            "ep": (self.experts, "expert parallelism"),
-            "sp": (self.sequence, "sequence parallelism"),
-            "hpz": (self.copies, "second copies of parameters"),
-        }
         if fixed.get("offload", "none") != "none" and not self.offload:
             return "no offloading is modelled of it; leave offload out"
-        for key, (there, words) in degrees.items():
-            wanted = fixed.get(key, 0) > (key != "sp")
-            if wanted and not there:
-                return f"it has no {words}; leave {key} out"
+        if fixed.get("cp", 1) > 1 and "ring" not in self.context:
+            return "it has no context parallelism; leave cp out"
+        for name, entry in KEYS.items():
+            feature, words = entry.feature
+            if words and fixed.get(name, entry.default) > entry.default and not getattr(self, feature):
+                return f"it has no {words}; leave {name} out"
         choices: dict[str, tuple[Any, ...]] = {
             "schedule": self.schedules or ("1f1b",),
             "recompute": self.recompute,
@@ -92,25 +87,22 @@ class Features:
 
     def missing(self, layout: Layout, layers: int) -> list[str]:
         """The words of a layout that need a feature which is not here. layers: of the model."""
-        chunks = layout.pp * layout.virtual
-        bare = layout.pp > 1 and chunks > layers
+        chunks = layout.chunks
+        bare, different = layout.pp > 1 and chunks > layers, changed(layout).items()
         checks = {
-            f"tp={layout.tp}": layout.tp > 1 and not self.tensor,
-            "sp": layout.sp and not self.sequence,
-            f"tpkind={layout.tpkind}": layout.inner_ranks != layout.tp and not self.gathered,
+            **{key.text(value): bool(key.feature[0] and not getattr(self, key.feature[0])) for key, value in different},
             f"cp={layout.cp}": layout.cp > 1 and layout.cpkind not in self.context,
-            f"ep={layout.ep}": layout.ep > 1 and not self.experts,
-            f"pp={layout.pp}": layout.pp > 1 and not self.schedules,
             f"schedule={layout.schedule}": layout.pp > 1 and layout.schedule not in self.schedules,
             f"{chunks} stages of {layers} layers": (layers % chunks > 0 and not bare and not self.uneven)
             or (bare and not self.bare_ends),
             f"zero={layout.zero}": layout.data_ranks > 1 and layout.stage not in self.stages_of(layout.pp),
-            f"shard={layout.shard}": bool(layout.shard) and not self.hybrid,
-            f"hpz={layout.hpz}": bool(layout.hpz) and not self.copies,
             f"recompute={layout.recompute}": layout.recompute not in self.recompute,
         }
-        homes = {"offload": layout.offload_home, "offload_params": layout.offload_params}
-        checks |= {f"{key}={home}": home not in ("none", *self.offload) for key, home in homes.items()}
+        checks |= {
+            f"{key.name}={home}": home not in self.offload
+            for key, value in different
+            if "nvme" in key.choices and (home := value.partition(":")[0])
+        }
         return [word for word, lacks in checks.items() if lacks]
 
 

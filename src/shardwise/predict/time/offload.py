@@ -150,12 +150,11 @@ def _update(split: StepShape, host: HostShare, updated: Num) -> _Updated:
 
 
 def _parameters(split: StepShape, host: HostShare, elements: Sharded, gathers: Sharded) -> _Moved:
-    """Parameters for the gathers of one micro-batch. They come once a step under hpz, whose later gathers read the copy
-    on the device, and under qwz, whose packed weights stay there."""
+    """Parameters for the gathers of one micro-batch. They come once a step where later gathers read what
+    stays on the device."""
     homes = np.asarray(split.offload_params)
-    once = (np.asarray(split.hpz) > 0) | split.qwz
     each = 1 / np.asarray(split.micro_batches)
-    counts = Sharded(*(np.where(once, np.minimum(count, each), count) for count in gathers))
+    counts = Sharded(*(np.where(split.gathers_once, np.minimum(count, each), count) for count in gathers))
     nbytes = (elements.blocks * counts.blocks + elements.tables * counts.tables) * split.width
     nbytes = np.where(homes == "none", 0.0, nbytes)
     link, disk = nbytes / host.link, np.where(homes == "nvme", nbytes / host.read, 0.0)

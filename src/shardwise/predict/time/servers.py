@@ -35,8 +35,8 @@ def served_parts(
         return float(hop(own * elements * width / servers, far))
 
     update = parts.pop("optimizer", 0.0) * layout.tp / servers
-    busy = port(gradient) + port(weight) + update * (layout.dp if layout.sync == "async" else 1)
-    if layout.sync == "ps" or not (layout.staleness or layout.sync == "async"):
+    busy = port(gradient) + port(weight) + update * (layout.dp if layout.asynchronous else 1)
+    if layout.sync == "ps" or not (layout.staleness or layout.asynchronous):
         return {**parts, "servers": busy - update, "optimizer": update}
     # A worker waits for its own exchange alone, unless the servers are busy for longer than a step.
     compute, alone = sum(parts.values()), float(hop(elements * gradient, far) + hop(elements * weight, far)) + update

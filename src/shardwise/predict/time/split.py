@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from shardwise.layout import Layout, Workload
 from shardwise.layout.gradients import widens_gradients
+from shardwise.layout.keys import KEYS
 from shardwise.layout.optimizers import DEFAULT
 
 Num = Any
@@ -64,6 +65,21 @@ class StepShape:
         return 4.0 if self.dtype == "float32" else 2.0
 
     @property
+    def copied(self) -> Num:
+        """Whether later gathers of a step read a second copy of parameters, cut over `hpz` ranks."""
+        return np.asarray(self.hpz) > 0
+
+    @property
+    def near(self) -> Num:
+        """Ranks over which a second copy is cut; 1 without."""
+        return np.where(self.copied, self.hpz, 1)
+
+    @property
+    def gathers_once(self) -> Num:
+        """Whether all micro-batches gather what the first one has fetched: a second copy, or packed weights."""
+        return self.copied | self.qwz
+
+    @property
     def gradient_width(self) -> Num:
         """Bytes of an accumulated gradient (`UnitPlan.grad_dtype`)."""
         return np.where(widens_gradients(self.wide_gradients, np.asarray(self.micro_batches)), 4.0, self.width)
@@ -97,31 +113,14 @@ class StepShape:
     @classmethod
     def of(cls, layout: Layout, workload: Workload, dtype: str | None = None) -> StepShape:
         """The split that a layout makes of a training workload. Raises `UserError` where the batch does not divide."""
+        keys = {field.name: getattr(layout, field.name) for field in fields(cls) if field.name in KEYS}
+        keys |= {"dp": layout.dp // layout.independent, "shard": layout.shard_ranks, "zero": layout.stage}
         return cls(
+            **keys | {"offload": layout.offload_home},
             seq=workload.seq,
-            micro=layout.micro,
             micro_batches=workload.micro_batches(layout),
-            tp=layout.tp,
-            pp=layout.pp,
-            dp=layout.dp // layout.independent,
-            cp=layout.cp,
-            ep=layout.ep,
-            virtual=layout.virtual,
-            shard=layout.shard_ranks,
-            zero=layout.stage,
-            hpz=layout.hpz,
-            qwz=layout.qwz,
-            qgz=layout.qgz,
-            feedback=layout.feedback,
-            sp=layout.sp,
-            tpkind=layout.tpkind,
-            cpkind=layout.cpkind,
-            recompute=layout.recompute,
-            offload=layout.offload_home,
             offloaded=layout.offload_fraction,
-            offload_params=layout.offload_params,
             wide_gradients=layout.grads == "fp32",
-            schedule=layout.schedule,
             dtype=dtype or layout.dtype,
             optimizer=workload.optimizer,
         )

@@ -13,7 +13,6 @@ import numpy as np
 
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import REPLICA
-from shardwise.layout.sync import SERVED
 from shardwise.model.parameters import Model
 from shardwise.report.units import format_share, format_time
 from shardwise.schedule.staleness import ByStep, simulate
@@ -69,13 +68,13 @@ def straggled_step(
     """The mean step. arithmetic: seconds of a step that a rank's factor multiplies; rest: the others, such
     as the exchange of gradients. steps: of the run, from its first one; None: enough for a mean."""
     steps = steps or _enough(layout)
-    if layout.sync == "local":
+    if layout.local_sgd:
         seconds, why = _rounds(_replicas(model, layout, slow, -(-steps // layout.every) * layout.every), layout.every)
         seconds = seconds * arithmetic + rest
-    elif layout.sync == "async":
+    elif layout.asynchronous:
         shares = min(steps * layout.dp, MOST_DRAWS // layout.training_ranks)
         seconds, why = _rates(_replicas(model, layout, slow, shares) * arithmetic + rest)
-    elif layout.sync in SERVED and (layout.staleness or layout.backup):
+    elif layout.served and (layout.staleness or layout.backup):
         seconds, why = _bounded(_replicas(model, layout, slow, steps) * arithmetic + rest, layout)
     else:
         factors = slow.factors(range(layout.training_ranks), np.arange(steps)).max(axis=0)

@@ -75,11 +75,10 @@ def traffic(model: Model, split: StepShape, engine: EngineProfile, pricing: Pric
     unit_gather = _gathered(unit, split_up, split.tp, split, pricing)
     unit_reduce = _reduced(trained, grad_bytes, split_up, split, pricing)
     unit_routed = _parameters(model)[1] / model.layers / split.expert_apart
-    copied = np.asarray(split.hpz) > 0
 
     def again(elements: Num, first: Num) -> Num:
-        near = price("all_gather_into", elements * split.width, np.where(copied, split.hpz, 1), split.tp)
-        return np.where(copied, near, first)
+        near = price("all_gather_into", elements * split.width, split.near, split.tp)
+        return np.where(split.copied, near, first)
 
     unit_again = again(unit, unit_gather)
     if model.experts:
@@ -157,9 +156,9 @@ def _gathered(elements: Num, ranks: Num, apart: Num, split: StepShape, pricing: 
 
 def _reduced(elements: Num, grad_bytes: Num, ranks: Num, split: StepShape, pricing: Pricing) -> Num:
     """The sum of gradients over a shard group; packed ones take two hops where few ranks are near each other."""
-    if not split.qgz or not np.any(np.asarray(split.hpz) > 0):
+    if not split.qgz or not np.any(split.copied):
         return _summed(elements, grad_bytes, ranks, split.tp, split, pricing)
-    near = np.where((np.asarray(split.hpz) > 0) & (ranks > 1), split.hpz, 1)
+    near = np.where(ranks > 1, split.near, 1)
     first = _summed(elements, grad_bytes, near, split.tp, split, pricing)
     return first + _summed(elements / near, grad_bytes, ranks // near, split.tp * near, split, pricing)
 

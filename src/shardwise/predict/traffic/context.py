@@ -27,7 +27,7 @@ def context_rows(plan: UnitPlan, part: str, once: int, again: int) -> Iterator[t
     def row(phase: str, op: str, elements: int, times: int, dtype: str = dtype) -> tuple[Row, int]:
         return (phase, op, CP, part, dtype, elements), times
 
-    if layout.cpkind == "ulysses":
+    if layout.ulysses:
         for elements in exchanged(plan):
             yield row("forward", "all_to_all", elements, once)
             yield row("backward", "all_to_all", elements, again + 1)

@@ -19,13 +19,13 @@ def home_rows(plan: UnitPlan) -> list[LedgerRow]:
         for unit in plan.units:
             if not unit.frozen:
                 _update(rows, plan, unit)
-    if plan.layout.offload_params != "none":
+    if plan.layout.offloads_params:
         for (phase, unit), times in _fetches(plan).items():
             moved = unit.name, plan.dtype_gathered(unit), unit.shard_numel
             rows[phase, TO_DEVICE, *moved] += times
-            if plan.layout.offload_params == "nvme":
+            if plan.layout.params_on_disk:
                 rows[phase, DISK_READ, *moved] += times
-    if plan.layout.offload_activations != "none":
+    if plan.layout.offloads_activations:
         each = [plan.as_micro_batch(micro) for micro in range(plan.micro_batches)] if plan.routed else [plan]
         for one in each:
             for part in one.parts:
@@ -52,16 +52,16 @@ def _update(rows: Counter[tuple[Phase, tuple[str, str], str, str, int]], plan: U
         for op in (DISK_READ, DISK_WRITE):
             rows["optimizer", op, unit.name, plan.master_dtype, len(plan.states) * moved] += 1
     updates = 1
-    if layout.sync == "local":
+    if layout.local_sgd:
         updates = 2  # the outer step's, too
         for op in (TO_DEVICE, TO_HOST):
             crossing = unit.shard_numel + averaged_moments(plan) * moved
             rows["optimizer", op, unit.name, plan.master_dtype, crossing] += 1
-    if layout.offload_params == "none":
+    if not layout.offloads_params:
         rows["optimizer", TO_DEVICE, unit.name, layout.dtype, moved] += updates
     else:
         rows["optimizer", TO_HOST, unit.name, layout.dtype, stays] += updates
-    if layout.offload_params == "nvme":
+    if layout.params_on_disk:
         rows["optimizer", DISK_WRITE, unit.name, layout.dtype, unit.shard_numel] += updates
 
 

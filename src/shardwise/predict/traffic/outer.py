@@ -12,7 +12,7 @@ from shardwise.layout.units import UnitPlan
 def outer_rows(plan: UnitPlan) -> Counter[tuple[str, str, Axes, str, str, int]]:
     """The sums of outer gradients, unit by unit, and of the loss and tokens of each step since the one before."""
     rows: Counter[tuple[str, str, Axes, str, str, int]] = Counter()
-    if plan.layout.sync == "local":
+    if plan.layout.local_sgd:
         for unit in plan.units:
             for op, axes, dtype, elements in outer_exchanges(plan, unit):
                 rows["optimizer", op, axes, unit.name, dtype, elements] += 1

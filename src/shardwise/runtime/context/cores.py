@@ -14,7 +14,7 @@ from shardwise.runtime.transport.comms import Comms
 
 def context_core(part: str, plan: UnitPlan, comms: Comms, device: torch.device, core: CoreAttention) -> Core:
     """The core of a part, whose `kind` is set, over all context-parallel ranks, from the form that it has on one."""
-    if plan.layout.cpkind == "ulysses":
+    if plan.layout.ulysses:
         plain = core.forward
         core.first_head += plan.cp_rank * (plan.model.heads // plan.layout.tp // plan.layout.cp)
         return lambda q, k, v, batch: ulysses.attend(comms, part, plain, q, k, v, batch)

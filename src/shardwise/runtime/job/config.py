@@ -134,7 +134,7 @@ class TrainConfig:
             self.model.lora.check_trains()
         if self.slow or self.emulate is not None:
             self._check_slow()
-        if self.save_async and "nvme" in (self.layout.offload_home, self.layout.offload_params):
+        if self.save_async and self.layout.uses_disk:
             raise UserError(
                 "an asynchronous save keeps a copy of all state in memory, which state on disk may be too large for: "
                 "leave out --save-async"

@@ -28,7 +28,6 @@ from shardwise.decoder.initial import initial_values
 from shardwise.errors import DivergedError, NotFiniteError, UserError
 from shardwise.layout import Layout, Mesh, check_runnable, unit_plan
 from shardwise.layout.axes import DP, REPLICA
-from shardwise.layout.sync import SERVED
 from shardwise.layout.units import UnitPlan
 from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Parameter
@@ -91,7 +90,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 def _run_of(layout: Layout) -> type[TrainingRun]:
     """What this process does in a run."""
-    if layout.sync not in SERVED:
+    if not layout.served:
         return TrainingRun
     from shardwise.runtime.sync.run import ServerRun, WorkerRun
 

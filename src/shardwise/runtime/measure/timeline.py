@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardwise.layout.sync import SERVED
 from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING
 from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, TransportRow
@@ -136,7 +135,7 @@ class TimelineRecorder:
 
     def __enter__(self) -> TimelineRecorder:
         comms = self._program.comms
-        if self._program.plan.layout.sync not in SERVED:
+        if not self._program.plan.layout.served:
             comms.pulse.collective("the barrier before a recorded step")
             comms.pulse.wait()
             dist.barrier()

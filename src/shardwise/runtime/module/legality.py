@@ -4,33 +4,25 @@ from __future__ import annotations
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, pipeline
+from shardwise.layout.keys import changed
 from shardwise.layout.legality import check_narrow_base
 from shardwise.model.blueprint import Blueprint
-
-LATER = {
-    "cp": "cuts sequences inside attention",
-    "sync": "lets replicas train apart",
-    "compile": "compiles blocks",
-}
-"""Keys of a layout that a user's module does not have yet, and what each does or needs."""
 
 
 def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
     """Raise `LayoutError` for a layout that cannot split a user's module, or not on so many `ranks`."""
-    plain = Layout()
-    for key, why in LATER.items():
-        if (value := getattr(layout, key)) != getattr(plain, key):
-            word = key if value is True else f"{key}={value}"
-            raise LayoutError(f"{word} {why}; it is not there yet for a user's module: leave it out")
+    for key, value in changed(layout).items():
+        if key.module:
+            raise LayoutError(f"{key.text(value)} {key.module}; it is not there yet for a user's module: leave it out")
     if layout.recompute not in ("none", "full"):
         raise LayoutError(f"recompute={layout.recompute} needs the attention of a known model: choose recompute=full")
-    if layout.offload_activations != "none" and layout.pp > 1:
+    if layout.offloads_activations and layout.pp > 1:
         raise LayoutError(
             f"offload_activations={layout.offload_activations} does not go with pp={layout.pp} for a user's module, "
             "whose stages go backward as a whole: leave it out, or choose recompute=full"
         )
-    if layout.tpkind != plain.tpkind:
-        raise LayoutError(f"tpkind={layout.tpkind} is the plan's matter for a user's module: use colwise_gather_output")
+    if layout.inner_ranks < layout.tp:
+        raise LayoutError("tpkind=gathered is the plan's matter for a user's module: use colwise_gather_output")
     if ranks is not None and layout.ranks != ranks:
         raise LayoutError(
             f"layout {layout} needs {layout.ranks} ranks, but there are {ranks}: start it with torchrun "
@@ -46,11 +38,7 @@ def check_described(blueprint: Blueprint, layout: Layout, micro_batches: int) ->
     if layout.pp == 1:
         return
     pipeline.stages(blueprint, layout)
-    if legal := pipeline.objection(layout, micro_batches):
-        raise LayoutError(
-            f"schedule={layout.schedule} cannot have pp={layout.pp}, virtual={layout.virtual} and {micro_batches} "
-            f"micro-batches a step: {legal}; accumulate= gives their number"
-        )
+    pipeline.check_schedule(layout, micro_batches, "; accumulate= gives their number")
 
 
 def fewest_micro_batches(layout: Layout) -> int:

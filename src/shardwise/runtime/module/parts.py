@@ -131,7 +131,7 @@ class PartRunner:
         gather_inputs(module, described.sequence, comms)
         self.engine = Engine(module, plan, comms, device, writing, self.weights, file)
         self.offloaded: OffloadedActivations | None = None
-        if plan.layout.offload_activations != "none":
+        if plan.layout.offloads_activations:
             lasting = self.engine.lasting() | storages(module.buffers())
             self.offloaded = OffloadedActivations(device, comms, self.engine.host, lasting)
         self._saved: dict[tuple[str, int], SavedTensors] = {}

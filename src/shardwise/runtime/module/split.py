@@ -105,7 +105,7 @@ def split(
 
 
 def _folder(layout: Layout, folder: Path | str | None) -> Path | None:
-    if folder is None and "nvme" in (layout.offload_home, layout.offload_params):
+    if folder is None and layout.uses_disk:
         raise UserError(f"layout {layout} keeps state on disk: give split a folder for it, offload_dir=")
     return None if folder is None else Path(folder)
 

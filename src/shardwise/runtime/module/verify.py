@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.layout.keys import KEYS, defaults
 from shardwise.runtime.job.rank import RankJob
 from shardwise.runtime.measure.job import whole
 from shardwise.runtime.module.legality import check_module_layout
@@ -141,7 +142,8 @@ def verify(
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     check_module_layout(layout)
-    exact = replace(layout, precision="fp64", grads="bf16", qwz=False, qgz=False, feedback=False)
+    rounding = (key.name for key in KEYS.values() if "inexact" in key.marks)
+    exact = replace(layout, **defaults("grads", *rounding), precision="fp64")
     request = VerifyRequest(model, exact, example, plan, blocks, tolerance, parts)
     try:
         packed = pickle.dumps(request).hex()

@@ -23,7 +23,7 @@ class StoredIntervals:
     """
 
     def __init__(self, plan: UnitPlan, file: OffloadFile | None, host: ByteCounter) -> None:
-        self._file = file if plan.layout.offload_params == "nvme" else None
+        self._file = file if plan.layout.params_on_disk else None
         self.buffers = {slot: pages(nbytes) for slot, nbytes in parameter_buffers(plan).items()}
         self._coming: dict[str, tuple[str, Future[tuple[int, int]], Tensor]] = {}
         """Slot -> the unit that its buffer is read for."""

@@ -111,7 +111,7 @@ class StageRunner:
             writing = lower_for_training(self.decoder, plan, comms, self.weights, device)
         self.engine = Engine(self.decoder, plan, comms, device, writing, self.weights, file)
         self.offloaded: OffloadedActivations | None = None
-        if plan.layout.offload_activations != "none":
+        if plan.layout.offloads_activations:
             self.offloaded = OffloadedActivations(device, comms, self.engine.host, self.engine.lasting())
         self.vocabulary = vocabulary_range(plan)
         self.loss_form = loss_form(device, plan.model.logit_softcap)

@@ -61,7 +61,7 @@ class TrainProgram(StageRunner):
         self.optimizer = make(self.engine, comms, values=values)
         if kept:
             self.optimizer.use_kept(kept.about["updates"])
-        self.outer = OuterStep(self.optimizer, comms) if plan.layout.sync == "local" else None
+        self.outer = OuterStep(self.optimizer, comms) if plan.layout.local_sgd else None
         self.expert_loads = ExpertLoads(self.parts, plan, comms, device)
         with comms.in_phase("optimizer"):
             self.engine.all_gather_params()

@@ -151,7 +151,7 @@ class OuterStep:
         flat, layout = unit.state.flat, self._plan.layout
         name, dtype, away = flat.unit.name, torch_dtype(layout.dtype), unit.elements - unit.state.cut
         copies = [(op, wide, unit.elements + self.averaged * away) for op in (TO_DEVICE, TO_HOST)]
-        stored = layout.offload_params != "none"
+        stored = layout.offloads_params
         copies.append((TO_HOST, dtype, unit.state.cut) if stored else (TO_DEVICE, dtype, away))
         if flat.file is not None:
             copies.append((DISK_WRITE, dtype, unit.elements))

@@ -18,7 +18,7 @@ class Rounds:
 
     @classmethod
     def of(cls, layout: Layout, steps: int) -> Rounds:
-        return cls(layout.every if layout.sync == "local" else 1, steps)
+        return cls(layout.every if layout.local_sgd else 1, steps)
 
     def begins(self, step: int) -> bool:
         """Whether a round begins with a step."""

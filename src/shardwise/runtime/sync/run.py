@@ -23,7 +23,7 @@ from shardwise.decoder import Batch
 from shardwise.layout import unit_plan
 from shardwise.layout.axes import REPLICA
 from shardwise.layout.key_ranges import server_of, server_rank
-from shardwise.layout.sync_policy import policy_of
+from shardwise.layout.sync import policy_of
 from shardwise.layout.units import UnitPlan
 from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import Bytes, Role
@@ -48,7 +48,7 @@ def make_server(
     """The server in this process, if there is one; all ranks call this together. steps, stops: as of `Server`."""
     layout = plan.layout
     servers = [server_rank(plan, server) for server in range(layout.parameter_servers.count)]
-    peers = dist.new_group(servers, backend="gloo") if len(servers) > 1 and layout.sync != "async" else None
+    peers = dist.new_group(servers, backend="gloo") if len(servers) > 1 and not layout.asynchronous else None
     place = server_of(plan, mail.rank)
     if place is None:
         return None
@@ -78,7 +78,7 @@ class ServedRun(TrainingRun):
     @property
     def _shares(self) -> int:
         """Updates that a step of the run makes."""
-        return self.config.layout.dp if self.config.layout.sync == "async" else 1
+        return self.config.layout.dp if self.config.layout.asynchronous else 1
 
     def _boundaries(self, start: int, measured: int) -> Iterator[int]:
         # Every worker measures the first step that it makes after a boundary: there it has one.

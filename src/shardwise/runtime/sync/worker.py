@@ -72,7 +72,7 @@ class RemoteOptimizer:
         for buffer in {each.untyped_storage().data_ptr(): each for each in self._buffers}.values():
             engine.tally.add("comm", buffer.untyped_storage().nbytes())
         self._wide = torch_dtype(plan.master_dtype)
-        self._clips = plan.layout.sync == "async"
+        self._clips = plan.layout.asynchronous
         self.looks_at_norm = True
         self.skipped = False
         """Whether the servers left out an update since this rank last heard of them."""

@@ -104,7 +104,7 @@ class Engine:
         }  # fmt: skip
         self.stored: StoredIntervals | None = None
         """Intervals of parameters that are off the device."""
-        if plan.layout.offload_params != "none" and plan.trains:
+        if plan.layout.offloads_params and plan.trains:
             self.stored = StoredIntervals(plan, file, host)
         for buffer in file.buffers if file is not None else []:
             host.add("comm", buffer.nbytes)

@@ -64,7 +64,7 @@ class FlatUnit:
         n = unit.shard_numel
         place = index(unit.shard)
         self.start, self.stop = place * n, (place + 1) * n
-        self.file = file if plan.layout.offload_params == "nvme" else None
+        self.file = file if plan.layout.params_on_disk else None
         if slot is not None:
             self.whole = slot.tensor[: unit.padded]
             self.interval = self._interval(device, host)

@@ -266,7 +266,7 @@ class Optimizer:
     def _note_copies(self, flat: FlatUnit, away: bool, elements: int) -> None:
         """Gradients have come to where their state is, and new weights have gone from there to where they are kept."""
         layout = self.engine.plan.layout
-        name, dtype, stored = flat.unit.name, torch_dtype(layout.dtype), layout.offload_params != "none"
+        name, dtype, stored = flat.unit.name, torch_dtype(layout.dtype), layout.offloads_params
         if away != self._sums_on_host:
             self._moved["gradients", TO_HOST if away else TO_DEVICE, name, flat.grads_interval.dtype] += elements
         if away != stored:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, unit_plan
-from shardwise.layout.layout import CHOICES, OFFLOADS
+from shardwise.layout.keys import KEYS, defaults
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
@@ -29,21 +29,17 @@ from shardwise.schedule.pipeline.times import Times
 from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data.memory_sequence import how_sequence, sequence
 from shardwise.studio.data.models import SEQ, most_seq, offered, seqs, too_long
-from shardwise.studio.data.opens import opens
+from shardwise.studio.data.opens import NUMBERS, WORDS, opens
 from shardwise.studio.data.sizes import sized, sizes
 from shardwise.studio.query import Query
 
 CLUSTERS = ("8xH100", "2x8xH100", "8x8xH100", "8xA100", "8x8xA100", "8xB200", "1xH100")
-_CHOICES = CHOICES | {"offload": OFFLOADS}
 _HOMES = [
     "offload: master weights and moments of what a rank updates, 12 bytes per parameter; on disk two slots of them.",
     "From ZeRO stage 2 on, gradients wait in the host's memory for its cores to update from.",
     "offload_params: the compute-precision interval that gathers read. offload_activations: what blocks save.",
     "Communication buffers: those between the file and the update, and a chunk of gradients.",
 ]
-_WORDS = {"schedule": 2, "recompute": 0, "offload": 0, "offload_params": 0, "offload_activations": 0,
-          "precision": 0, "grads": 0, "attention": 0}  # fmt: skip
-"""Word of the layout -> which of its choices is the default."""
 BATCH = 32
 """Sequences of a step, or the next number above that the layout can share out."""
 MOST_MOMENTS = 4000
@@ -78,9 +74,9 @@ def data(params: Mapping[str, str]) -> View:
     cut, padded = sequence(model, layout, workload) if layout.cp > 1 else (None, 0)
     return View(
         query.state,
-        {"model": names, "cluster": CLUSTERS, "schedule": CHOICES["schedule"], "seq": sorted({seq, *seqs(model)})}
+        {"model": names, "cluster": CLUSTERS, "seq": sorted({seq, *seqs(model)})}
         | sizes(model)
-        | {name: _CHOICES[name] for name in _WORDS if name != "schedule"},
+        | {name: KEYS[name].choices for name in WORDS},
         {
             "devices": _devices(report, cluster),
             "fits": _fits(model, layout, workload, cluster),
@@ -117,18 +113,13 @@ def _layout(query: Query, model: ModelConfig, devices: int) -> Layout:
     `UserError`, for what contradicts itself."""
     degrees = {name: query.whole(name, 1, 1, 4096) for name in ("tp", "pp", "cp")}
     degrees["dp"] = query.whole("dp", max(1, devices // prod(degrees.values())), 1, 1 << 16)
-    usual = {name: _CHOICES[name][default] for name, default in _WORDS.items()}
+    usual = defaults(*WORDS)
     if model.attention_dropout:
         usual["attention"] = "math"
-    words = {name: query.word(name, default, _CHOICES[name]) for name, default in usual.items()}
-    rest: dict[str, Any] = degrees | words
-    return Layout(
-        **rest,
-        zero=query.whole("zero", 0, 0, 3),
-        micro=query.whole("micro", 1, 1, 1 << 16),
-        virtual=query.whole("virtual", 1, 1, 64),
-        sp=query.flag("sp"),
-    )
+    words = {name: query.word(name, default, KEYS[name].choices) for name, default in usual.items()}
+    numbers = {name: query.whole(name, KEYS[name].default, KEYS[name].least, most) for name, most in NUMBERS.items()}
+    rest: dict[str, Any] = degrees | words | numbers
+    return Layout(**rest, sp=query.flag("sp"))
 
 
 def _devices(report: StepReport, cluster: Cluster) -> Table:
@@ -174,8 +165,7 @@ def _peak(
     model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, zero: int, recompute: str
 ) -> tuple[int | None, bool | None, str]:
     try:
-        plain = replace(layout, hpz=0, qwz=False, qgz=False, feedback=False)
-        changed = replace(plain, zero=zero, recompute=recompute, shard=layout.shard if zero else 0)
+        changed = replace(layout, zero=zero, recompute=recompute)
         peak = max(role.peak_bytes for role in estimate(model, changed, workload, cluster).roles)
     except UserError as error:
         return None, None, str(error)

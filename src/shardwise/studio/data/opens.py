@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 from urllib.parse import urlencode
 
 from shardwise.layout import Layout
+from shardwise.layout.keys import changed
 from shardwise.model.catalog import resolve
 from shardwise.studio.data.sizes import SIZES
 
-_MEMORY = (
-    "dp", "tp", "pp", "cp", "zero", "sp", "schedule", "virtual", "micro", "recompute", "attention", "offload",
-    "offload_params", "offload_activations",
-    "precision", "grads",
-)  # fmt: skip
+WORDS = ("schedule", "recompute", "offload", "offload_params", "offload_activations", "precision", "grads", "attention")
+"""Keys of the Memory view that are one of a few words."""
+NUMBERS = {"zero": 3, "micro": 1 << 16, "virtual": 64}
+"""Keys of the Memory view that are numbers -> the largest."""
+MEMORY = ("dp", "tp", "pp", "cp", *NUMBERS, "sp", *WORDS)
 """Keys of a layout that the Memory view has."""
 _PLAN = ("dp", "tp", "pp", "cp", "zero")
-_USUAL = Layout()
 _MOST_RANKS = 64
 """Ranks of a pipeline that the Pipelines view draws."""
 
@@ -30,10 +29,10 @@ def opens(state: Mapping[str, Any], layout: Layout, here: str, micro_batches: in
     shared = {"model": state["model"]} | {n: state[n] for n in SIZES if state[n] != getattr(base, n)}
     shared["cluster"] = state["cluster"]
     training = {name: state[name] for name in ("seq", "batch") if name in state and here != "tokens"}
-    changed = {field.name for field in fields(Layout) if getattr(layout, field.name) != getattr(_USUAL, field.name)}
+    different = {key.name for key in changed(layout)}
     links = []
-    if here != "memory" and changed <= {*_MEMORY, "compile"}:
-        words = {name: getattr(layout, name) for name in _MEMORY if name in changed or name == "dp"}
+    if here != "memory" and different <= {*MEMORY, "compile"}:
+        words = {name: getattr(layout, name) for name in MEMORY if name in different or name == "dp"}
         words |= {"sp": int(layout.sp)} if "sp" in words else {}
         links.append(("Memory", "memory", shared | training | words))
     if 1 < layout.pp <= _MOST_RANKS:

@@ -8,8 +8,9 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.layout.keys import CHOICES
 from shardwise.layout.recorded_run import RecordedRun, recorded_run
-from shardwise.layout.sync import SERVED, SYNCS, names_of
+from shardwise.layout.sync import names_of
 from shardwise.layout.virtual_run import virtual_run
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.units import format_share, format_time
@@ -34,7 +35,7 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     run, server = query.text("run", NONE), query.whole("server", 0, 0, 1023)
     layout, steps, seconds, stragglers = _asked(query)
     query.done()
-    choices: dict[str, list[Any]] = {"run": [NONE, *names], "sync": list(SYNCS)}
+    choices: dict[str, list[Any]] = {"run": [NONE, *names], "sync": list(CHOICES["sync"])}
     choices["slow"] = [NONE, ALL, *range(layout.dp)]
     if run != NONE:
         return _view_of_run(query, choices, runs, names, run, server)
@@ -61,7 +62,7 @@ def _ways(layout: Layout, state: Mapping[str, Any]) -> list[Layout]:
 
 def _asked(query: Query) -> tuple[Layout, int, float, Stragglers]:
     """The layout, steps, seconds of a gradient and slow ranks of a simulation."""
-    sync = query.word("sync", "ssp", SYNCS)
+    sync = query.word("sync", "ssp", CHOICES["sync"])
     workers = query.whole("workers", 4, 1, 32)
     own = {"ssp": "staleness", "ps": "backup", "local": "every"}
     numbers = {
@@ -132,7 +133,7 @@ def _sentence(layout: Layout, record: UpdateRecord, stale: bool) -> str:
     slow = ", ".join(map(str, figures.stragglers(record)))
     waits = f"{format_share(record.waiting_share)} of the {worker}s' time is waiting"
     text = f"{waits}; slow: {worker} {slow}." if slow else f"{waits}."
-    if layout.sync == "local":
+    if layout.local_sgd:
         return f"Between two outer steps no replica waits, and none reads what another has learned. {text}"
     if record.dropped:
         text += (
@@ -178,8 +179,8 @@ def _run_tables(recorded: RecordedRun) -> dict[str, Table]:
 
 def _nothing(layout: Layout) -> str:
     """Why nothing is drawn."""
-    if layout.sync in SERVED:
+    if layout.served:
         return "No update is recorded yet: servers hand over their records at validations, checkpoints and the end."
-    if layout.sync == "local":
+    if layout.local_sgd:
         return "No round has begun yet."
     return LOCKSTEP
