@@ -1,6 +1,7 @@
 """Which engine a configuration is for; what is none; and that nothing but one line comes of rubbish."""
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +9,10 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.interop import ENGINES, read
-from shardwise.interop.reading import deepspeed, megatron, sglang, torchrun, torchtitan, transformers, vllm
+from shardwise.interop.reading import deepspeed, megatron, torchrun, torchtitan, transformers
 from shardwise.interop.reading.arguments import parse
+from shardwise.interop.reading.engine_reader import read_as
+from shardwise.interop.spec import spec
 
 
 @pytest.mark.parametrize(
@@ -147,8 +150,8 @@ def test_rubbish_is_one_line(data, ranks):
         (deepspeed.read, data.draw(tables(DEEPSPEED))),
         (torchtitan.read, data.draw(tables(TORCHTITAN))),
         (megatron.read, flags),
-        (vllm.read, flags),
-        (sglang.read, flags),
+        (partial(read_as, spec("vllm")), flags),
+        (partial(read_as, spec("sglang")), flags),
         (torchrun.read, words),
         (lambda table, ranks: transformers.read(table, ranks, {}.__getitem__), data.draw(tables(TRANSFORMERS))),
     ):

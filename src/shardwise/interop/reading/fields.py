@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.interop.expressions import nearest_multiples as nearest_multiples
 from shardwise.interop.reading.known_keys import Known
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
@@ -38,6 +39,7 @@ class ConfigFields:
         self._shown = shown
         self._taken: set[str] = set()
         self._inner: list[ConfigFields] = []
+        self._within: dict[str, ConfigFields] = {}
         self.facts: list[str] = []
         self.notes: list[str] = []
         self.unsettled: list[str] = []
@@ -103,6 +105,14 @@ class ConfigFields:
             raise UserError(f"{self.name(key)} must be a number, not {_told(self._table[key])}")
         return value
 
+    def size(self, key: str, default: int = 0) -> int:
+        """A number of tokens, which vLLM also takes as 32k (1,000s) or 32K (1,024s). Raises `UserError` as `integer`."""
+        text = self.word(key)
+        scale = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}.get(text[-1:])
+        if scale and text[:-1].replace(".", "", 1).isdigit():
+            return round(float(text[:-1]) * scale)
+        return self.integer(key, default)
+
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false. Raises `UserError` for another value."""
         if not self.given(key):
@@ -140,6 +150,14 @@ class ConfigFields:
         inner = ConfigFields(value, harmless, f"{self.name(key)}.")
         self.join(inner)
         return inner
+
+    def within(self, path: str, known: Callable[[str], Known]) -> ConfigFields:
+        """The table under dotted keys. known: the harmless keys of a path. Raises `UserError` as `table`."""
+        outer, _, key = path.rpartition(".")
+        if path not in self._within:
+            parent = self.within(outer, known) if outer else self
+            self._within[path] = parent.table(key, known(path))
+        return self._within[path]
 
     def join(self, inner: ConfigFields) -> None:
         """Take another table as one in this."""
@@ -189,10 +207,19 @@ class ConfigFields:
         return f" (did you mean {self._shown(near[0])}?)" if near else ""
 
 
-def nearest_multiples(number: int, of: int) -> str:
-    """The multiples of `of` around a number that is none, in words."""
-    below = number // of * of
-    return f"{below} or {below + of}" if below else str(of)
+def renamed(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A table with other names of its keys. names: old -> new; a dotted one is the key of a table."""
+    result: dict[str, Any] = {key: dict(one) if isinstance(one, Mapping) else one for key, one in data.items()}
+    for old, new in names.items():
+        place, _, key = old.rpartition(".")
+        source = result.get(place) if place else result
+        if isinstance(source, dict) and key in source:
+            value = source.pop(key)
+            place, _, key = new.rpartition(".")
+            goal = result.setdefault(place, {}) if place else result
+            if isinstance(goal, dict):
+                goal.setdefault(key, value)
+    return result
 
 
 def _told(value: Any) -> str:

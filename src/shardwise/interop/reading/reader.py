@@ -13,29 +13,29 @@ from shardwise.interop.reading import (
     deepspeed,
     dialects,
     megatron,
-    sglang,
     torchrun,
     torchtitan,
     transformers,
-    vllm,
 )
 from shardwise.interop.reading.arguments import LAUNCHER_SHORT, launched_ranks, parse
+from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.reading.known_keys import has, known, rows
 from shardwise.interop.reading.recognized import READ, UNREAD, engine_of, names, program_of, unknown
 from shardwise.interop.reading.settings import FileReader, Reading
 from shardwise.interop.reading.source import ConfigInput, sources
+from shardwise.interop.spec import spec
 
 ENGINES = READ
 
 _READERS: dict[str, Callable[[Mapping[str, Any], int | None, FileReader], Reading]] = {
-    "vllm": lambda data, ranks, _: vllm.read(data, ranks),
-    "sglang": lambda data, ranks, _: sglang.read(data, ranks),
+    "vllm": lambda data, ranks, _: read_as(spec("vllm"), data, ranks),
+    "sglang": lambda data, ranks, _: read_as(spec("sglang"), data, ranks),
     "deepspeed": lambda data, ranks, _: deepspeed.read(data, ranks),
     "megatron": lambda data, ranks, _: megatron.read(data, ranks),
     "torchtitan": lambda data, ranks, _: torchtitan.read(data, ranks),
     "accelerate": accelerate.read,
     "transformers": transformers.read,
-    "tensorrt-llm": lambda data, ranks, _: dialects.tensorrt_llm(data, ranks),
+    "tensorrt-llm": lambda data, ranks, _: read_as(spec("tensorrt-llm"), data, ranks),
     "axolotl": dialects.axolotl,
     "llamafactory": dialects.llamafactory,
 }

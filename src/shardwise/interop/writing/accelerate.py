@@ -9,7 +9,7 @@ from shardwise.interop.reading.known_keys import rows
 from shardwise.interop.writing import fsdp
 from shardwise.interop.writing.canonical import SHARDING, defaults
 from shardwise.interop.writing.commands import commented, nodes_of
-from shardwise.interop.writing.limits import Limit, only, without
+from shardwise.interop.writing.old_limits import Limit, only, without
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
 from shardwise.layout import Layout
 

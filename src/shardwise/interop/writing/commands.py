@@ -47,13 +47,19 @@ def torchrun(request: WriteRequest) -> list[str]:
     ]  # fmt: skip
 
 
-def flag_words(flags: Mapping[str, Any]) -> list[str]:
-    """Each flag as it is typed: True stands alone, None and False are left out."""
+def flag_words(flags: Mapping[str, Any], dashes: bool = True) -> list[str]:
+    """Each flag as it is typed: True stands alone, None and False are left out. dashes: in place of underscores."""
+    shown = dashed if dashes else "--{}".format
     return [
-        dashed(name) if value is True else f"{dashed(name)} {shlex.quote(f'{value}')}"
+        shown(name) if value is True else f"{shown(name)} {_quoted(f'{value}')}"
         for name, value in flags.items()
         if value is not None and value is not False
     ]
+
+
+def _quoted(text: str) -> str:
+    # A variable has its quotes.
+    return text if text.startswith('"$') else shlex.quote(text)
 
 
 def command(words: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.interop.reading.known_keys import rows
 from shardwise.interop.writing.canonical import SHARDING, defaults
-from shardwise.interop.writing.limits import Changes, Limit, as_data, only, without
+from shardwise.interop.writing.old_limits import Changes, Limit, as_data, only, without
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
 from shardwise.layout import Layout
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.interop.writing.canonical import SHARDING, defaults
-from shardwise.interop.writing.limits import Limit, only
+from shardwise.interop.writing.old_limits import Limit, only
 
 GRADS = {"grads": "fp32"}
 LIMITS = (

@@ -10,7 +10,7 @@ from shardwise.interop.reading.known_keys import rows
 from shardwise.interop.writing import megatron_model
 from shardwise.interop.writing.canonical import defaults
 from shardwise.interop.writing.commands import command, flag_words, nodes_of, torchrun, with_comments
-from shardwise.interop.writing.limits import Changes, Limit, always, only, without
+from shardwise.interop.writing.old_limits import Changes, Limit, always, only, without
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
 from shardwise.layout import Layout, pipeline
 from shardwise.layout.layout import ORDER

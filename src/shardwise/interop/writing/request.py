@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.interop.reading.settings import ServerSettings
 from shardwise.interop.writing.canonical import DEFAULTS
-from shardwise.interop.writing.limits import Limit, absent
+from shardwise.interop.writing.old_limits import Limit, absent
 from shardwise.layout import Layout, Workload
 from shardwise.layout.optimizers import OPTIMIZERS
 from shardwise.model import ModelConfig

@@ -10,7 +10,7 @@ from shardwise.interop.reading.known_keys import rows
 from shardwise.interop.writing import fsdp
 from shardwise.interop.writing.canonical import SHARDING, defaults
 from shardwise.interop.writing.commands import command, commented, nodes_of, torchrun, with_comments
-from shardwise.interop.writing.limits import Limit, only, without
+from shardwise.interop.writing.old_limits import Limit, only, without
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.errors import LayoutError, UserError, did_you_mean
-from shardwise.interop.writing import accelerate, deepspeed, megatron, sglang, torchrun, torchtitan, transformers, vllm
+from shardwise.interop.writing import accelerate, deepspeed, megatron, torchrun, torchtitan, transformers
 from shardwise.interop.writing.canonical import canonical
 from shardwise.interop.writing.limits import Limit, first_broken, nearest
 from shardwise.interop.writing.request import EngineFile, EngineWriter, WriteRequest
+from shardwise.interop.spec import EngineSpec, spec
+from shardwise.interop.writing.engine_writer import write_as
 from shardwise.layout import Layout, check
 from shardwise.layout.legality import check_served
 from shardwise.model import ModelConfig
 
 _ENGINES = (
-    megatron.WRITER, torchtitan.WRITER, deepspeed.WRITER, accelerate.WRITER, transformers.WRITER, vllm.WRITER,
-    sglang.WRITER, torchrun.WRITER,
+    megatron.WRITER, torchtitan.WRITER, deepspeed.WRITER, accelerate.WRITER, transformers.WRITER, spec("vllm"),
+    spec("sglang"), torchrun.WRITER,
 )  # fmt: skip
 WRITERS: dict[str, EngineWriter] = {writer.name: writer for writer in _ENGINES}
 """Name -> engine that layouts are written for."""
@@ -44,18 +46,22 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     given = canonical(request.layout, request.model)
     request = replace(request, layout=canonical(replace(given, **writer.fixed), request.model))
     _check_limits(writer, request)
-    text, comments = writer.write(request)
     version = f" {request.version}" if request.version else ""
     head = f"{writer.title}{version}: {request.model.name}, layout {request.layout}, {request.layout.ranks} ranks"
     forced = [f"{key}={getattr(request.layout, key)} in place of {getattr(given, key)}: {writer.title} has no other"
               for key in writer.fixed if getattr(request.layout, key) != getattr(given, key)]  # fmt: skip
-    every = [head, *request.notes, *forced, *writer.remarks(request.layout), *comments]
+    if isinstance(writer, EngineSpec):
+        text, every = write_as(writer, request, [head, *request.notes, *forced, *writer.left_to_code(request.layout)])
+    else:
+        text, comments = writer.write(request)
+        every = [head, *request.notes, *forced, *writer.remarks(request.layout), *comments]
+        text = writer.comment(text, every)
     return EngineFile(
         engine,
         request.version,
         request.layout,
         writer.files.get(request.version, writer.file),
-        writer.comment(text, every),
+        text,
         tuple(every[1:]),
     )
 

@@ -1,0 +1,99 @@
+"""The driver of all readers: a configuration as the rows of an engine's file say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.interop.expressions import Names, evaluate, sentence
+from shardwise.interop.reading.arguments import dashed
+from shardwise.interop.reading.fields import ConfigFields, renamed
+from shardwise.interop.reading.settings import Reading, ServerSettings
+from shardwise.interop.spec import EngineSpec, Option
+from shardwise.interop.writing.canonical import DEFAULTS
+from shardwise.layout import Layout
+
+_SAID = ("seq", "batch", "optimizer", "model", "described", "recomputed")
+_SERVED = ("weights", "cache", "length", "sequences", "tokens", "memory")
+
+
+def read_as(spec: EngineSpec, data: Mapping[str, Any], ranks: int | None, **context: Any) -> Reading:
+    """What a configuration says. context: names for the engine's own functions.
+
+    Raises `UserError` where nothing says how many processes there are, where there are fewer than the degrees need, and
+    for values that the engine rejects.
+    """
+    if spec.needs_ranks and ranks is None:
+        raise UserError(spec.needs_ranks)
+    data = {spec.plain_name(key): value for key, value in renamed(data, spec.renamed).items()}
+    fields = ConfigFields(data, spec.known(), shown=dashed if spec.flags else str)
+    names = values_of(spec, fields, ranks=ranks, **context)
+    layout = Layout(**{key: value for key, value in names.items() if key in DEFAULTS})
+    if spec.serves and ranks is not None:
+        _check_count(fields, layout.ranks, ranks)
+    served = ServerSettings(**{key: names[key] for key in _SERVED if names.get(key)}) if spec.serves else None
+    said = {key: names[key] for key in _SAID if names.get(key)}
+    return fields.reading(names.get("title", spec.title), layout, served=served, **said)
+
+
+def values_of(spec: EngineSpec, fields: ConfigFields, **context: Any) -> dict[str, Any]:
+    """Name -> value of all rows, with the engine's remarks in `fields`. Raises `UserError` as `read_as`."""
+    rows = [row for row in spec.options.values() if row.kind or row.read]
+    raw = SimpleNamespace(**{row.name: _taken(spec, fields, row) for row in rows if row.option})
+    names: dict[str, Any] = Names(raw, raw=raw, **spec.functions, **context)
+    for row in rows:
+        value = getattr(raw, row.name, None)
+        names |= {"value": value, "meaning": _meaning(fields, row, value)}
+        if row.check and not evaluate(row.check, names):
+            raise UserError(sentence(row.error, names))
+        names[row.name] = evaluate(row.read, names) if row.read else names["meaning"]
+        if value and row.fact:
+            fields.fact(sentence(row.fact, names))
+        if value and row.note:
+            fields.note(sentence(row.note, names))
+    for remark in spec.remarks["errors"]:
+        if evaluate(remark.when, names):
+            raise UserError(sentence(remark.say, names))
+    if derive := spec.functions.get("derive"):
+        names |= derive(names, fields)
+    for kind, say in (
+        ("facts", fields.fact), ("notes", fields.note), ("doubts", fields.unsettle), ("unpriced", fields.unprice),
+    ):  # fmt: skip
+        for remark in spec.remarks[kind]:
+            if evaluate(remark.when, names):
+                say(sentence(remark.say, names))
+    return names
+
+
+def _taken(spec: EngineSpec, fields: ConfigFields, row: Option) -> Any:
+    """What an option says, its default where it is left out."""
+    table, key = row.path
+    inner = fields.within(table, spec.known) if table else fields
+    if row.kind == "given":
+        return inner.given(key)
+    if row.kind == "raw":
+        return inner.value(key) if inner.given(key) else row.default
+    if row.kind in ("word", "lower"):
+        word = inner.word(key, row.default or "", row.choices)
+        return word.lower() if row.kind == "lower" or row.words else word
+    if row.kind == "integer":
+        return inner.integer(key, row.default, row.least)
+    return getattr(inner, {"switch": "flag"}.get(row.kind, row.kind))(key, row.default)
+
+
+def _meaning(fields: ConfigFields, row: Option, value: Any) -> Any:
+    if not row.words:
+        return value
+    if value and value not in row.words and row.unlisted:
+        fields.fact(sentence(row.unlisted, {"value": value}))
+    return row.words.get(value, row.otherwise)
+
+
+def _check_count(fields: ConfigFields, used: int, ranks: int) -> None:
+    """Note that GPUs are left over. Raises `UserError` where there are fewer than the degrees need."""
+    if used > ranks:
+        raise UserError(f"tensor x pipeline x data parallel = {used} GPUs, but there are {ranks}")
+    if used < ranks:
+        fields.note(f"{used} of the {ranks} GPUs are used")
