@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.interop import ENGINES, read
-from shardwise.interop.reading import deepspeed, megatron, torchrun, torchtitan, transformers
+from shardwise.interop.reading import megatron, torchrun, torchtitan, transformers
 from shardwise.interop.reading.arguments import parse
 from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.spec import spec
@@ -147,7 +147,7 @@ def test_rubbish_is_one_line(data, ranks):
     ]
     flags = parse(words, {}, frozenset()).flags
     for reader, config in (
-        (deepspeed.read, data.draw(tables(DEEPSPEED))),
+        (partial(read_as, spec("deepspeed")), data.draw(tables(DEEPSPEED))),
         (torchtitan.read, data.draw(tables(TORCHTITAN))),
         (megatron.read, flags),
         (partial(read_as, spec("vllm")), flags),

@@ -13,10 +13,12 @@ from math import prod
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.reading import deepspeed
+from shardwise.interop.engines import deepspeed
+from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.reading.fields import ConfigFields, nearest_multiples
 from shardwise.interop.reading.known_keys import Known, known, rows
 from shardwise.interop.reading.settings import FileReader, Reading
+from shardwise.interop.spec import spec
 from shardwise.layout import Layout
 
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
@@ -203,7 +205,7 @@ def _deepspeed(top: ConfigFields, processes: int, other: FileReader, trainer: Ma
         said = deepspeed.settings_of(ConfigFields(trainer)) if trainer else {}
         said |= {"bf16": mixed == "bf16", "fp16": mixed == "fp16"}
         file = deepspeed.filled(other(name), **said)
-        return deepspeed.within(top, "accelerate with DeepSpeed", deepspeed.read({**file, **ulysses}, processes))
+        return deepspeed.within(top, "accelerate with DeepSpeed", read_as(spec("deepspeed"), {**file, **ulysses}, processes))
     stage = table.integer("zero_stage", 2, least=0)
     steps = table.integer("gradient_accumulation_steps", 1)
     clip = table.number("gradient_clipping", 1.0)
@@ -220,7 +222,7 @@ def _deepspeed(top: ConfigFields, processes: int, other: FileReader, trainer: Ma
         }
         | ({mixed: {"enabled": True}} if mixed in ("bf16", "fp16") else {})
     )
-    inner = replace(deepspeed.read(config, processes), batch=None)
+    inner = replace(read_as(spec("deepspeed"), config, processes), batch=None)
     if steps > 1:
         top.fact(f"{steps} micro-batches are accumulated in a step")
     return deepspeed.within(top, "accelerate with DeepSpeed", inner)

@@ -71,8 +71,8 @@ def _taken(spec: EngineSpec, fields: ConfigFields, row: Option) -> Any:
     """What an option says, its default where it is left out."""
     table, key = row.path
     inner = fields.within(table, spec.known) if table else fields
-    if row.kind == "given":
-        return inner.given(key)
+    if row.kind in ("given", "automatic"):
+        return getattr(inner, row.kind)(key)
     if row.kind == "raw":
         return inner.value(key) if inner.given(key) else row.default
     if row.kind in ("word", "lower"):

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 class Known(NamedTuple):
     """Keys, and beginnings of keys."""
 
-    keys: frozenset[str]
-    prefixes: tuple[str, ...]
+    keys: frozenset[str] = frozenset()
+    prefixes: tuple[str, ...] = ()
 
 
 @cache

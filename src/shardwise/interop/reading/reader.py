@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.interop.engines import deepspeed
 from shardwise.interop.reading import (
     accelerate,
-    deepspeed,
     dialects,
     megatron,
     torchrun,
@@ -30,7 +30,7 @@ ENGINES = READ
 _READERS: dict[str, Callable[[Mapping[str, Any], int | None, FileReader], Reading]] = {
     "vllm": lambda data, ranks, _: read_as(spec("vllm"), data, ranks),
     "sglang": lambda data, ranks, _: read_as(spec("sglang"), data, ranks),
-    "deepspeed": lambda data, ranks, _: deepspeed.read(data, ranks),
+    "deepspeed": lambda data, ranks, _: read_as(spec("deepspeed"), data, ranks),
     "megatron": lambda data, ranks, _: megatron.read(data, ranks),
     "torchtitan": lambda data, ranks, _: torchtitan.read(data, ranks),
     "accelerate": accelerate.read,

@@ -9,10 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.reading import accelerate, deepspeed
+from shardwise.interop.engines import deepspeed
+from shardwise.interop.reading import accelerate
+from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.known_keys import known, rows
 from shardwise.interop.reading.settings import FileReader, Reading
+from shardwise.interop.spec import spec
 from shardwise.layout import Layout
 
 _KEYS = rows("transformers", "layout")
@@ -75,7 +78,7 @@ def _deepspeed(arguments: ConfigFields, ranks: int | None, other: FileReader) ->
     if any(arguments.given(key) for key in ("fsdp", "fsdp_config")):
         raise UserError("deepspeed and fsdp are both given; the trainer takes one of them")
     file = named if isinstance(named, Mapping) else other(str(named))
-    return deepspeed.read(deepspeed.filled(file, **deepspeed.settings_of(arguments)), ranks)
+    return read_as(spec("deepspeed"), deepspeed.filled(file, **deepspeed.settings_of(arguments)), ranks)
 
 
 def _sizes(sizes: ConfigFields, ranks: int | None, arguments: ConfigFields, other: FileReader) -> dict[str, Any]:

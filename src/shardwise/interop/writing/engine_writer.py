@@ -11,7 +11,7 @@ from shardwise.interop.reading.settings import ServerSettings
 from shardwise.interop.spec import EngineSpec
 from shardwise.interop.writing.canonical import DEFAULTS
 from shardwise.interop.writing.commands import command, flag_words, nodes_of, torchrun
-from shardwise.interop.writing.formats import commented, tables, with_comments
+from shardwise.interop.writing.formats import tables, with_comments
 from shardwise.interop.writing.request import WriteRequest
 
 _WRITTEN = {*DEFAULTS, *(one.name for one in fields(ServerSettings)), "seq", "batch", "optimizer"}

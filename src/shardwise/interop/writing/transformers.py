@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.interop.reading.known_keys import rows
 from shardwise.interop.writing import fsdp
-from shardwise.interop.writing.deepspeed import COMMENT
+from shardwise.interop.writing.formats import COMMENT
 from shardwise.interop.writing.old_limits import Limit
 from shardwise.interop.writing.request import EngineWriter, WriteRequest
 
