@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.interop import ENGINES, read
-from shardwise.interop.reading import megatron, torchrun, torchtitan, transformers
+from shardwise.interop.engines import transformers
+from shardwise.interop.reading import megatron, torchrun, torchtitan
 from shardwise.interop.reading.arguments import parse
 from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.spec import spec

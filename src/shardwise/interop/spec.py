@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import import_module, resources
 from importlib.resources.abc import Traversable
@@ -24,7 +24,15 @@ from shardwise.layout.optimizers import OPTIMIZERS
 from shardwise.model import ModelConfig
 
 _KINDS = {int: "integer", bool: "flag", str: "word"}
-_TYPES: dict[str, Any] = {"integer": 0, "size": 0, "number": 0.0, "flag": False, "switch": False, "given": False}
+_TYPES: dict[str, Any] = {
+    "integer": 0,
+    "size": 0,
+    "number": 0.0,
+    "flag": False,
+    "switch": False,
+    "given": False,
+    "raw": None,
+}
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,10 @@ class EngineSpec:
     title: str
     like: str = ""
     """File with what several engines share."""
+    include: Mapping[str, str] = field(default_factory=dict)
+    """Table -> file with the rows of its options."""
+    gates: Mapping[str, str] = field(default_factory=dict)
+    """Table -> expression of what must hold for it to be read."""
     place: int = 99
     """Place among the engines."""
     writes: bool = True
@@ -146,7 +158,9 @@ class EngineSpec:
     @cached_property
     def functions(self) -> dict[str, Any]:
         """Functions of the Python beside the file, and of that of engines like it."""
-        result = dict(spec(self.like).functions) if self.like else {}
+        result: dict[str, Any] = {}
+        for name in filter(None, (self.like, *self.include.values())):
+            result |= spec(name).functions
         if (_folder() / f"{self.name}.py").is_file():
             module = vars(import_module(f"shardwise.interop.engines.{self.name}"))
             result |= {name: one for name, one in module.items() if not name.startswith("_")}
@@ -205,7 +219,12 @@ def spec(name: str) -> EngineSpec:
     """The engine of that name, with the limits, rows and remarks of the file that it is `like`."""
     data = tomllib.loads((_folder() / f"{name}.toml").read_text(encoding="utf-8"))
     base = spec(data["like"]) if "like" in data else EngineSpec(name, name)
+    included = {table: spec(one) for table, one in data.get("include", {}).items()}
     rows = {key: _option(key, row) for key, row in data.pop("options", {}).items()}
+    for table, one in included.items():
+        rows |= {key: replace(row, option=row.option and f"{table}.{row.option}") for key, row in one.options.items()
+                 if key not in rows}  # fmt: skip
+        data.setdefault("harmless", {})[table] = one.harmless["top"]
     remarks = {kind: tuple(Remark(**row) for row in data.pop(kind, ())) for kind in REMARKS}
     words = {key: frozenset(data.pop(key, "").split()) for key in ("alone", "marks")}
     merged = {
@@ -213,7 +232,10 @@ def spec(name: str) -> EngineSpec:
         "left": {**base.left, **data.pop("left", {})},
         "limits": (*base.limits, *(Limit(**row) for row in data.pop("limits", ()))),
         "fixed": {**base.fixed, **data.pop("fixed", {})},
-        "remarks": {kind: (*base.remarks.get(kind, ()), *more) for kind, more in remarks.items()},
+        "remarks": {
+            kind: (*(remark for one in (base, *included.values()) for remark in one.remarks.get(kind, ())), *more)
+            for kind, more in remarks.items()
+        },
     }
     inherited = {"serves": base.serves, "loads_model": base.loads_model, "flags": base.flags, "profile": base.profile}
     given = {key: tuple(one) if isinstance(one, list) else one for key, one in data.items()}
@@ -226,7 +248,7 @@ REMARKS = ("errors", "facts", "notes", "doubts", "unpriced", "comments")
 
 def _option(name: str, row: str | Mapping[str, Any]) -> Option:
     row = {"option": row} if isinstance(row, str) else dict(row)
-    if not row.get("option") and not {"read", "write"} & row.keys():
+    if not row.get("option") and not {"read", "write", "shown"} & row.keys():
         row["option"] = name
     kind = row.get("kind", "given" if {"fact", "note"} & row.keys() else "")
     if not kind and "option" in row and not ("write" in row and "read" not in row):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.expressions import nearest_multiples
 from shardwise.interop.reading.fields import ConfigFields, Known
-from shardwise.interop.reading.settings import Reading
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -78,12 +76,3 @@ def settings_of(trainer: ConfigFields) -> dict[str, Any]:
         "steps": trainer.integer("gradient_accumulation_steps", 1),
         "clip": trainer.number("max_grad_norm", 1.0),
     }
-
-
-def within(top: ConfigFields, engine: str, inner: Reading, **said: Any) -> Reading:
-    """The reading of DeepSpeed's file inside another engine's configuration. said: fields of `Reading`."""
-    top.facts += inner.facts
-    top.notes += inner.notes
-    outer = top.reading(engine, inner.layout, **{"batch": inner.batch, "optimizer": inner.optimizer} | said)
-    lists = {key: (*getattr(outer, key), *getattr(inner, key)) for key in ("ignored", "unknown", "unsettled")}
-    return replace(outer, **lists, unpriced=outer.unpriced or inner.unpriced)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardwise.interop.reading import megatron, transformers
+from shardwise.interop.engines import transformers
+from shardwise.interop.reading import megatron
 from shardwise.interop.reading.known_keys import renamed
 from shardwise.interop.reading.settings import FileReader, Reading
 

@@ -30,18 +30,24 @@ def read_as(spec: EngineSpec, data: Mapping[str, Any], ranks: int | None, **cont
     data = {spec.plain_name(key): value for key, value in renamed(data, spec.renamed).items()}
     fields = ConfigFields(data, spec.known(), shown=dashed if spec.flags else str)
     names = values_of(spec, fields, ranks=ranks, **context)
+    said = {key: names[key] for key in _SAID if names.get(key)}
+    title = names.get("title", spec.title)
+    if inner := names.get("inner"):
+        return fields.around(inner, title, **said)
     layout = Layout(**{key: value for key, value in names.items() if key in DEFAULTS})
     if spec.serves and ranks is not None:
         _check_count(fields, layout.ranks, ranks)
     served = ServerSettings(**{key: names[key] for key in _SERVED if names.get(key)}) if spec.serves else None
-    said = {key: names[key] for key in _SAID if names.get(key)}
-    return fields.reading(names.get("title", spec.title), layout, served=served, **said)
+    return fields.reading(title, layout, served=served, **said)
 
 
 def values_of(spec: EngineSpec, fields: ConfigFields, **context: Any) -> dict[str, Any]:
     """Name -> value of all rows, with the engine's remarks in `fields`. Raises `UserError` as `read_as`."""
     rows = [row for row in spec.options.values() if row.kind or row.read]
-    raw = SimpleNamespace(**{row.name: _taken(spec, fields, row) for row in rows if row.option})
+    raw = SimpleNamespace()
+    for row in rows:
+        if row.option:
+            setattr(raw, row.name, _taken(spec, fields, row, Names(raw)))
     names: dict[str, Any] = Names(raw, raw=raw, **spec.functions, **context)
     for row in rows:
         value = getattr(raw, row.name, None)
@@ -67,10 +73,13 @@ def values_of(spec: EngineSpec, fields: ConfigFields, **context: Any) -> dict[st
     return names
 
 
-def _taken(spec: EngineSpec, fields: ConfigFields, row: Option) -> Any:
-    """What an option says, its default where it is left out."""
+def _taken(spec: EngineSpec, fields: ConfigFields, row: Option, raw: Names) -> Any:
+    """What an option says, its default where it is left out. raw: options before it."""
     table, key = row.path
-    inner = fields.within(table, spec.known) if table else fields
+    if table in spec.gates and not evaluate(spec.gates[table], raw):
+        inner = ConfigFields({})
+    else:
+        inner = fields.within(table, spec.known) if table else fields
     if row.kind in ("given", "automatic"):
         return getattr(inner, row.kind)(key)
     if row.kind == "raw":

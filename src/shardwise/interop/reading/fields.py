@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import UserError
@@ -180,6 +181,14 @@ class ConfigFields:
             unpriced="; ".join(self.unpriced),
             unsettled=(*self.unsettled, *(f"{key} is not known here and may change this" for key in doubts)),
         )  # fmt: skip
+
+    def around(self, inner: Reading, engine: str, **said: Any) -> Reading:
+        """The reading of a file that this one names, inside it. said: fields of `Reading`."""
+        self.facts += inner.facts
+        self.notes += inner.notes
+        outer = self.reading(engine, inner.layout, **{"batch": inner.batch, "optimizer": inner.optimizer} | said)
+        lists = {key: (*getattr(outer, key), *getattr(inner, key)) for key in ("ignored", "unknown", "unsettled")}
+        return replace(outer, **lists, unpriced=outer.unpriced or inner.unpriced)
 
     def left(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """(ignored, unknown, known but named like sizes) keys of this table and of those in it."""
