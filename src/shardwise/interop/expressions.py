@@ -55,5 +55,6 @@ def nearest_multiples(number: int, of: int) -> str:
 BUILTINS: dict[str, Any] = {
     **{one.__name__: one for one in (bool, dict, int, len, max, min, str, chunks, nearest_multiples)},
     "quote": shlex.quote,
+    "newline": "\n",
 }
 """Functions that every expression may call."""

@@ -248,10 +248,10 @@ REMARKS = ("errors", "facts", "notes", "doubts", "unpriced", "comments")
 
 def _option(name: str, row: str | Mapping[str, Any]) -> Option:
     row = {"option": row} if isinstance(row, str) else dict(row)
-    if not row.get("option") and not {"read", "write", "shown"} & row.keys():
-        row["option"] = name
+    if {"kind", "fact", "note"} & row.keys():
+        row.setdefault("option", name)
     kind = row.get("kind", "given" if {"fact", "note"} & row.keys() else "")
-    if not kind and "option" in row and not ("write" in row and "read" not in row):
+    if not kind and "option" in row and not ("write" in row and not {"read", "words", "choices"} & row.keys()):
         kind = _KINDS.get(type(DEFAULTS.get(name)), "word")
     if kind:
         usual, own = _TYPES.get(kind, ""), DEFAULTS.get(name)

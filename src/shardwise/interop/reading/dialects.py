@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.interop.engines import transformers
-from shardwise.interop.reading import megatron
+from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.reading.known_keys import renamed
 from shardwise.interop.reading.settings import FileReader, Reading
+from shardwise.interop.spec import spec
 
 _OWN = ("stage", "template", "preprocessing_num_workers", "dataset")
 """LLaMA-Factory's keys that change no layout."""
@@ -28,7 +29,7 @@ def llamafactory(data: Mapping[str, Any], ranks: int | None, other: FileReader) 
     flags = renamed({key: data[key] for key in data if key not in _OWN}, "llamafactory", "megatron")
     model = flags.pop("model_name_or_path", None)
     kind = flags.pop("finetuning_type", "full")
-    reading = megatron.read({"recompute_method": "uniform"} | flags, ranks)
+    reading = read_as(spec("megatron"), {"recompute_method": "uniform"} | flags, ranks)
     why = "" if kind == "full" else f"finetuning_type: {kind}: weights are frozen or narrow: see plan --lora"
     unsettled = (*reading.unsettled, *filter(None, [why]))
     return replace(reading, engine="LLaMA-Factory with Megatron-Core", model=model, unpriced=why, unsettled=unsettled)

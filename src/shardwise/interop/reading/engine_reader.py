@@ -48,10 +48,10 @@ def values_of(spec: EngineSpec, fields: ConfigFields, **context: Any) -> dict[st
     for row in rows:
         if row.option:
             setattr(raw, row.name, _taken(spec, fields, row, Names(raw)))
-    names: dict[str, Any] = Names(raw, raw=raw, **spec.functions, **context)
+    names: dict[str, Any] = Names(raw, raw=raw, fields=fields, **spec.functions, **context)
     for row in rows:
         value = getattr(raw, row.name, None)
-        names |= {"value": value, "meaning": _meaning(fields, row, value)}
+        names |= {"value": value, "meaning": _meaning(fields, row, value), "usual": DEFAULTS.get(row.name)}
         if row.check and not evaluate(row.check, names):
             raise UserError(sentence(row.error, names))
         names[row.name] = evaluate(row.read, names) if row.read else names["meaning"]

@@ -107,7 +107,7 @@ class ConfigFields:
         return value
 
     def size(self, key: str, default: int = 0) -> int:
-        """A number of tokens, which vLLM also takes as 32k (1,000s) or 32K (1,024s). Raises `UserError` as `integer`."""
+        """A number of tokens, which vLLM also takes as 32k (1,000s) or 32K (1,024s). Raises as `integer`."""
         text = self.word(key)
         scale = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}.get(text[-1:])
         if scale and text[:-1].replace(".", "", 1).isdigit():

@@ -11,7 +11,6 @@ from shardwise.errors import UserError
 from shardwise.interop.engines import accelerate, deepspeed, transformers
 from shardwise.interop.reading import (
     dialects,
-    megatron,
     torchrun,
     torchtitan,
 )
@@ -29,7 +28,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], int | None, FileReader], Readin
     "vllm": lambda data, ranks, _: read_as(spec("vllm"), data, ranks),
     "sglang": lambda data, ranks, _: read_as(spec("sglang"), data, ranks),
     "deepspeed": lambda data, ranks, _: read_as(spec("deepspeed"), data, ranks),
-    "megatron": lambda data, ranks, _: megatron.read(data, ranks),
+    "megatron": lambda data, ranks, _: read_as(spec("megatron"), data, ranks),
     "torchtitan": lambda data, ranks, _: torchtitan.read(data, ranks),
     "accelerate": accelerate.read,
     "transformers": transformers.read,

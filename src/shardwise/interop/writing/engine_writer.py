@@ -26,7 +26,7 @@ def write_as(spec: EngineSpec, request: WriteRequest, comments: list[str]) -> tu
     for row in spec.options.values():
         if row.versions and request.version not in row.versions:
             continue
-        names |= {"word": row.said, "words": row.words}
+        names |= {"word": row.said, "words": row.words, "usual": DEFAULTS.get(row.name)}
         if not row.write and (not row.option or row.name not in _WRITTEN):
             continue
         value = evaluate(row.write, names) if row.write else row.said(names[row.name])
