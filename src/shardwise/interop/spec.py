@@ -134,6 +134,8 @@ class EngineSpec:
     """Whether options are flags of a command line."""
     command: tuple[str, ...] = ()
     """Start of the command that is written."""
+    end: tuple[str, ...] = ()
+    """Its last words."""
     before: str = "''"
     """Expression of the script's lines before it."""
     launcher: bool = False

@@ -43,7 +43,7 @@ def read_as(spec: EngineSpec, data: Mapping[str, Any], ranks: int | None, **cont
 
 def values_of(spec: EngineSpec, fields: ConfigFields, **context: Any) -> dict[str, Any]:
     """Name -> value of all rows, with the engine's remarks in `fields`. Raises `UserError` as `read_as`."""
-    rows = [row for row in spec.options.values() if row.kind or row.read]
+    rows = [row for row in spec.options.values() if row.kind or row.read or row.check]
     raw = SimpleNamespace()
     for row in rows:
         if row.option:
@@ -86,7 +86,7 @@ def _taken(spec: EngineSpec, fields: ConfigFields, row: Option, raw: Names) -> A
         return inner.value(key) if inner.given(key) else row.default
     if row.kind in ("word", "lower"):
         word = inner.word(key, row.default or "", row.choices)
-        return word.lower() if row.kind == "lower" or row.words else word
+        return word.lower() if row.kind == "lower" else word
     if row.kind == "integer":
         return inner.integer(key, row.default, row.least)
     return getattr(inner, {"switch": "flag"}.get(row.kind, row.kind))(key, row.default)

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.engines import accelerate, deepspeed, transformers
+from shardwise.interop.engines import accelerate, deepspeed, torchtitan, transformers
 from shardwise.interop.reading import (
     dialects,
     torchrun,
-    torchtitan,
 )
 from shardwise.interop.reading.arguments import LAUNCHER_SHORT, launched_ranks, parse
 from shardwise.interop.reading.engine_reader import read_as

@@ -41,7 +41,8 @@ def write_as(spec: EngineSpec, request: WriteRequest, comments: list[str]) -> tu
     if kind != "sh":
         return tables(kind, values, comments), comments
     head = [sentence(word, names) for word in spec.command]
-    words = [*(torchrun(request) if spec.launcher else ()), *head, *flag_words(values, spec.flags)]
+    end = [sentence(word, names) for word in spec.end]
+    words = [*(torchrun(request) if spec.launcher else ()), *head, *flag_words(values, spec.flags), *end]
     return with_comments(evaluate(spec.before, names) + command(words), comments), comments
 
 

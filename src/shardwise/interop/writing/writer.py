@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardwise.errors import LayoutError, UserError, did_you_mean
 from shardwise.interop.spec import EngineSpec, spec
-from shardwise.interop.writing import torchrun, torchtitan
+from shardwise.interop.writing import torchrun
 from shardwise.interop.writing.canonical import canonical
 from shardwise.interop.writing.engine_writer import write_as
 from shardwise.interop.writing.limits import Limit, first_broken, nearest
@@ -16,7 +16,7 @@ from shardwise.layout.legality import check_served
 from shardwise.model import ModelConfig
 
 _ENGINES = (
-    spec("megatron"), torchtitan.WRITER, spec("deepspeed"), spec("accelerate"), spec("transformers"), spec("vllm"),
+    spec("megatron"), spec("torchtitan"), spec("deepspeed"), spec("accelerate"), spec("transformers"), spec("vllm"),
     spec("sglang"), torchrun.WRITER,
 )  # fmt: skip
 WRITERS: dict[str, EngineWriter] = {writer.name: writer for writer in _ENGINES}
