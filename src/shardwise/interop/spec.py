@@ -126,8 +126,14 @@ class EngineSpec:
     """Engines whose marks are its own, too."""
     names_file: tuple[str, ...] = ()
     """Flags that name its file."""
-    renamed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Keys of other names -> keys."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Keys of other names, such as a dialect's, -> keys; a dotted one is in a table."""
+    renamed_for_megatron: Mapping[str, str] = field(default_factory=dict)
+    """The same where a dialect trains with Megatron-Core."""
+    packages: tuple[str, ...] = ()
+    """Packages of Python that have the `calls`."""
+    calls: tuple[str, ...] = ()
+    """Functions and classes that take the engine's arguments."""
     needs_ranks: str = ""
     """Error where nothing says how many processes there are; empty where degrees do."""
     flags: bool = False
@@ -165,12 +171,15 @@ class EngineSpec:
             result |= spec(name).functions
         if (_folder() / f"{self.name}.py").is_file():
             module = vars(import_module(f"shardwise.interop.engines.{self.name}"))
-            result |= {name: one for name, one in module.items() if not name.startswith("_")}
+            own = f"shardwise.interop.engines.{self.name}"
+            result |= {name: one for name, one in module.items() if getattr(one, "__module__", "") == own}
         return result
 
     @cached_property
     def keys(self) -> dict[str, str]:
         """Layout key -> option that says it."""
+        if "layout" in self.options:
+            return dict.fromkeys(DEFAULTS, "--layout")
         rows = {name: row for name, row in self.options.items() if name in DEFAULTS}
         return {name: row.shown or row.path[1] for name, row in rows.items() if row.shown or row.option}
 
@@ -229,7 +238,7 @@ def spec(name: str) -> EngineSpec:
         data.setdefault("harmless", {})[table] = one.harmless["top"]
     remarks = {kind: tuple(Remark(**row) for row in data.pop(kind, ())) for kind in REMARKS}
     words = {key: frozenset(data.pop(key, "").split()) for key in ("alone", "marks")}
-    merged = {
+    merged: dict[str, Any] = {
         "options": {**base.options, **rows},
         "left": {**base.left, **data.pop("left", {})},
         "limits": (*base.limits, *(Limit(**row) for row in data.pop("limits", ()))),
@@ -240,7 +249,7 @@ def spec(name: str) -> EngineSpec:
         },
     }
     inherited = {"serves": base.serves, "loads_model": base.loads_model, "flags": base.flags, "profile": base.profile}
-    given = {key: tuple(one) if isinstance(one, list) else one for key, one in data.items()}
+    given: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in data.items()}
     return EngineSpec(**{"name": name, "title": name, **inherited, **given, **words, **merged})
 
 
@@ -248,8 +257,8 @@ REMARKS = ("errors", "facts", "notes", "doubts", "unpriced", "comments")
 """Kinds of sentences."""
 
 
-def _option(name: str, row: str | Mapping[str, Any]) -> Option:
-    row = {"option": row} if isinstance(row, str) else dict(row)
+def _option(name: str, said: str | Mapping[str, Any]) -> Option:
+    row: dict[str, Any] = {"option": said} if isinstance(said, str) else dict(said)
     if {"kind", "fact", "note"} & row.keys():
         row.setdefault("option", name)
     kind = row.get("kind", "given" if {"fact", "note"} & row.keys() else "")
@@ -259,7 +268,7 @@ def _option(name: str, row: str | Mapping[str, Any]) -> Option:
         usual, own = _TYPES.get(kind, ""), DEFAULTS.get(name)
         row.setdefault("default", own if type(own) is type(usual) else usual)
     lists = {key: tuple(row[key]) for key in ("choices", "versions") if key in row}
-    return Option(name, **{**row, "kind": kind, **lists})
+    return Option(name, **(row | {"kind": kind} | lists))
 
 
 @cache
@@ -267,3 +276,8 @@ def specs() -> dict[str, EngineSpec]:
     """Name -> engine, in the order of their places."""
     every = [spec(name) for name in _names()]
     return {one.name: one for one in sorted(every, key=lambda one: one.place) if one.reads or one.writes}
+
+
+def writers() -> dict[str, EngineSpec]:
+    """Name -> engine that layouts are written for."""
+    return {name: one for name, one in specs().items() if one.writes}

@@ -10,7 +10,7 @@ from shardwise.interop.expressions import nearest_multiples
 from shardwise.interop.reading.arguments import launched_ranks, parse
 from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.reading.fields import ConfigFields, renamed
-from shardwise.interop.reading.settings import Reading
+from shardwise.interop.reading.settings import FileReader, Reading
 from shardwise.interop.spec import spec
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog
@@ -19,7 +19,12 @@ _POLICY = "activation-checkpoint:"
 """Word of arguments that chooses what is recomputed, since 0.3."""
 
 
-def read(data: Mapping[str, Any] | list[str], ranks: int | None, base: Mapping[str, Any] | None = None) -> Reading:
+def read(
+    data: Mapping[str, Any] | list[str],
+    ranks: int | None,
+    other: FileReader | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> Reading:
     """Layout of a file or of arguments. base: the file that the arguments name; theirs come first. Raises `UserError`
     where the degrees do not multiply to the number of processes, or leave one open that nothing tells."""
     preset = ""

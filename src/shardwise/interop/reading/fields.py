@@ -6,11 +6,9 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
-from shardwise.interop.expressions import nearest_multiples as nearest_multiples
-from shardwise.interop.reading.known_keys import Known
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
 
@@ -20,7 +18,15 @@ NOTHING = ("", "auto")
 _LAYOUT = re.compile("parallel|degree|size|shard|stage|fsdp|zero")
 """Parts of names that say how a model is split, or how large something is."""
 
-NO_KEYS = Known(frozenset(), ())
+
+class Known(NamedTuple):
+    """Keys, and beginnings of keys, that change neither how a model is split nor what a rank keeps."""
+
+    keys: frozenset[str] = frozenset()
+    prefixes: tuple[str, ...] = ()
+
+
+NO_KEYS = Known()
 
 
 class ConfigFields:
@@ -187,7 +193,8 @@ class ConfigFields:
         self.facts += inner.facts
         self.notes += inner.notes
         outer = self.reading(engine, inner.layout, **{"batch": inner.batch, "optimizer": inner.optimizer} | said)
-        lists = {key: (*getattr(outer, key), *getattr(inner, key)) for key in ("ignored", "unknown", "unsettled")}
+        keys = ("ignored", "unknown", "unsettled")
+        lists: dict[str, Any] = {key: (*getattr(outer, key), *getattr(inner, key)) for key in keys}
         return replace(outer, **lists, unpriced=outer.unpriced or inner.unpriced)
 
     def left(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:

@@ -65,13 +65,3 @@ def _quoted(text: str) -> str:
 def command(words: Sequence[str]) -> str:
     """One command, a flag per line."""
     return " \\\n    ".join(words) + "\n"
-
-
-def with_comments(text: str, comments: Sequence[str]) -> str:
-    """A script with its comments on top."""
-    return f"#!/usr/bin/env bash\n{commented(comments)}{text}"
-
-
-def commented(comments: Sequence[str]) -> str:
-    """Comments of a script, TOML or YAML. A model's name may have line breaks, a comment must not."""
-    return "".join(f"# {' '.join(line.split())}\n" for line in comments)

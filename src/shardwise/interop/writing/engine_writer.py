@@ -49,11 +49,10 @@ def write_as(spec: EngineSpec, request: WriteRequest, comments: list[str]) -> tu
 def _names(spec: EngineSpec, request: WriteRequest) -> Names:
     """The layout's keys and properties, the step's, the server's, and the request's."""
     layout, work, served = request.layout, request.workload, request.served or ServerSettings()
-    nodes, node = nodes_of(request)
+    nodes, _ = nodes_of(request)
     return Names(
-        layout, **vars(served), **spec.functions, layout=layout, model=request.model, seq=work.seq, batch=work.batch,
-        optimizer=work.optimizer, isolate_documents=work.isolate_documents, request=request, nodes=nodes, node=node,
-        steps=work.micro_batches(layout) if work.batch else 0, source=request.source or request.model.name,
+        layout, **vars(served), **vars(work), **spec.functions, layout=layout, work=work, model=request.model,
+        nodes=nodes, steps=work.micro_batches(layout) if work.batch else 0, source=request.source or request.model.name,
         unnamed=request.source in ("", request.model.name) and "/" not in request.model.name, stored=request.stored,
         version=request.version, engine=spec.name,
     )  # fmt: skip
