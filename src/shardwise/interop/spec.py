@@ -16,6 +16,7 @@ from importlib import import_module, resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
+from shardwise.interop.expressions import Names, evaluate, sentence
 from shardwise.interop.reading.fields import Known
 from shardwise.interop.writing.canonical import DEFAULTS
 from shardwise.interop.writing.limits import Limit, absent
@@ -95,7 +96,8 @@ class EngineSpec:
     """One engine."""
 
     name: str
-    title: str
+    title: str = ""
+    """Name in sentences; empty for a file that others share."""
     like: str = ""
     """File with what several engines share."""
     include: Mapping[str, str] = field(default_factory=dict)
@@ -104,9 +106,6 @@ class EngineSpec:
     """Table -> expression of what must hold for it to be read."""
     place: int = 99
     """Place among the engines."""
-    writes: bool = True
-    """Whether layouts are written for it."""
-    reads: bool = True
     options: Mapping[str, Option] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     """Layout key -> comment where it is not the default: what the user's code or environment has to do."""
@@ -130,6 +129,10 @@ class EngineSpec:
     """Keys of other names, such as a dialect's, -> keys; a dotted one is in a table."""
     renamed_for_megatron: Mapping[str, str] = field(default_factory=dict)
     """The same where a dialect trains with Megatron-Core."""
+    dropped: tuple[str, ...] = ()
+    """Keys of a dialect that change nothing."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of a dialect where it says auto, or nothing."""
     packages: tuple[str, ...] = ()
     """Packages of Python that have the `calls`."""
     calls: tuple[str, ...] = ()
@@ -147,7 +150,7 @@ class EngineSpec:
     launcher: bool = False
     """Whether torchrun starts it."""
     remarks: Mapping[str, tuple[Remark, ...]] = field(default_factory=dict)
-    """Kind (errors, facts, notes, doubts, comments) -> sentences."""
+    """Kind -> sentences."""
     file: str = ""
     """Usual name of the file; its suffix tells the reader its kind."""
     profile: str = ""
@@ -208,8 +211,8 @@ class EngineSpec:
 
     def objection(self, model: ModelConfig) -> str:
         """Why the engine does not support a model; empty where it does."""
-        function = self.functions.get("objection")
-        return function(model) if function else ""
+        names = Names(model, **self.functions, model=model)
+        return next((sentence(one.say, names) for one in self.remarks["objections"] if evaluate(one.when, names)), "")
 
     def left_to_code(self, layout: Layout) -> list[str]:
         """Comments on keys that the file leaves to others."""
@@ -229,7 +232,7 @@ def _names() -> list[str]:
 def spec(name: str) -> EngineSpec:
     """The engine of that name, with the limits, rows and remarks of the file that it is `like`."""
     data = tomllib.loads((_folder() / f"{name}.toml").read_text(encoding="utf-8"))
-    base = spec(data["like"]) if "like" in data else EngineSpec(name, name)
+    base = spec(data["like"]) if "like" in data else EngineSpec(name)
     included = {table: spec(one) for table, one in data.get("include", {}).items()}
     rows = {key: _option(key, row) for key, row in data.pop("options", {}).items()}
     for table, one in included.items():
@@ -240,6 +243,7 @@ def spec(name: str) -> EngineSpec:
     words = {key: frozenset(data.pop(key, "").split()) for key in ("alone", "marks")}
     merged: dict[str, Any] = {
         "options": {**base.options, **rows},
+        "harmless": {**base.harmless, **data.pop("harmless", {})},
         "left": {**base.left, **data.pop("left", {})},
         "limits": (*base.limits, *(Limit(**row) for row in data.pop("limits", ()))),
         "fixed": {**base.fixed, **data.pop("fixed", {})},
@@ -250,10 +254,10 @@ def spec(name: str) -> EngineSpec:
     }
     inherited = {"serves": base.serves, "loads_model": base.loads_model, "flags": base.flags, "profile": base.profile}
     given: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in data.items()}
-    return EngineSpec(**{"name": name, "title": name, **inherited, **given, **words, **merged})
+    return EngineSpec(**{"name": name, **inherited, **given, **words, **merged})
 
 
-REMARKS = ("errors", "facts", "notes", "doubts", "unpriced", "comments")
+REMARKS = ("errors", "facts", "notes", "doubts", "unpriced", "comments", "objections")
 """Kinds of sentences."""
 
 
@@ -275,9 +279,9 @@ def _option(name: str, said: str | Mapping[str, Any]) -> Option:
 def specs() -> dict[str, EngineSpec]:
     """Name -> engine, in the order of their places."""
     every = [spec(name) for name in _names()]
-    return {one.name: one for one in sorted(every, key=lambda one: one.place) if one.reads or one.writes}
+    return {one.name: one for one in sorted(every, key=lambda one: one.place) if one.title}
 
 
 def writers() -> dict[str, EngineSpec]:
     """Name -> engine that layouts are written for."""
-    return {name: one for name, one in specs().items() if one.writes}
+    return {name: one for name, one in specs().items() if one.file}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from shardwise.errors import UserError
@@ -21,12 +20,16 @@ _OF_DEEPSPEED = ("deepspeed_config_file", "zero", "offload_", "gradient_")
 
 
 def read(
-    data: Mapping[str, Any], ranks: int | None, other: FileReader, trainer: Mapping[str, Any] | None = None
+    data: Mapping[str, Any],
+    ranks: int | None,
+    other: FileReader,
+    engine: str = "accelerate",
+    trainer: Mapping[str, Any] | None = None,
 ) -> Reading:
     """Layout of a file. other: reads the DeepSpeed file that it may name. trainer: arguments of the program, by
     transformers' names. Raises `UserError` where the number of processes is missing, and where sizes do not multiply to
     it."""
-    reading = read_as(spec("accelerate"), data, ranks, other=other, trainer=trainer or {})
+    reading = read_as(spec(engine), data, ranks, other=other, trainer=trainer or {})
     if not trainer:
         return reading
     fields, micro, batch = ConfigFields(trainer), reading.layout.micro, reading.batch
@@ -51,51 +54,24 @@ def merged(data: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
-    """Degrees and ZeRO's groups, or the reading of DeepSpeed's file. Raises `UserError` for sizes that do not multiply
-    to the number of processes."""
+def derive(names: Mapping[str, Any], _: ConfigFields) -> dict[str, Any]:
+    """ZeRO's groups, or the reading of DeepSpeed's file. Raises `UserError` for degrees that DeepSpeed has not."""
+    group = names["shards_of_data"] * names["cp"]
+    if names["kind"] == "DEEPSPEED":
+        return _deepspeed(names)
     if names["kind"] == "MEGATRON_LM":
-        return _megatron(names)
-    degrees = _degrees(names)
-    return _deepspeed(names, degrees) if names["kind"] == "DEEPSPEED" else degrees
-
-
-def _degrees(names: Mapping[str, Any]) -> dict[str, Any]:
-    shards, ulysses, processes = names["shards_of_data"], names["ulysses"], names["processes"]
-    product = prod([shards, ulysses, *(names[key] for key in ("replicas_of_groups", "tp_size", "cp_size"))])
-    if product == 1:
-        # Nothing said: all processes are data-parallel.
-        return {"dp": processes, "tp": 1}
-    if product != processes:
-        rest = product // shards
-        fits = f"parallelism_config_dp_shard_size={processes // rest} would use them all"
-        hint = f"the others' product {rest} would have to divide it" if processes % rest else fits
-        raise UserError(f"parallelism_config's sizes multiply to {product}, but num_processes is {processes}; {hint}")
-    if names["cp_size"] > 1 and ulysses > 1:
-        raise UserError("parallelism_config has both cp_size and sp_size; accelerate takes one of them")
-    cp = names["cp_size"] * ulysses
-    degrees = {"dp": names["replicas_of_groups"] * shards, "tp": names["tp_size"], "cp": cp, "shard": shards * cp}
-    if names["zero"] and shards * cp > 1:
-        return degrees
+        recompute = names["granularity"] or ("selective" if names["megatron_core"] else "none")
+        return {"recompute": recompute, "zero": int(names["megatron_zero"])}
+    if names["product"] == 1 or (names["zero"] and group > 1):
+        return {"shard": names["shard"] if names["product"] == 1 else group}
     # A group of one rank shards nothing, and what FSDP offloads stays.
-    return degrees | {"shard": 0, "zero": 0, "offload": "none", "offload_params": "none"}
+    return {"shard": 0, "zero": 0, "offload": "none", "offload_params": "none"}
 
 
-def _megatron(names: Mapping[str, Any]) -> dict[str, Any]:
-    processes, (tp, pp, cp, ep) = names["processes"], (names[f"megatron_{key}"] for key in ("tp", "pp", "cp", "ep"))
-    if processes % (tp * pp * cp):
-        raise UserError(f"num_processes {processes} cannot be divided by tp x pp x cp = {tp * pp * cp}")
-    recompute = names["granularity"] or ("selective" if names["megatron_core"] else "none")
-    return {
-        "dp": processes // (tp * pp * cp), "tp": tp, "pp": pp, "cp": cp, "ep": ep, "recompute": recompute,
-        "sp": names["megatron_sp"] and tp > 1, "zero": int(names["megatron_zero"]),
-    }  # fmt: skip
-
-
-def _deepspeed(names: Mapping[str, Any], degrees: Mapping[str, Any]) -> dict[str, Any]:
+def _deepspeed(names: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSpeed's own file where one is named, else the few keys that accelerate writes into its place."""
-    cp, mixed, trainer = degrees.get("cp", 1), names["mixed"], names["trainer"]
-    if degrees.get("tp", 1) > 1 or (cp > 1 and names["cpkind"] != "ulysses"):
+    cp, mixed, trainer = names["cp"], names["mixed"], names["trainer"]
+    if names["tp"] > 1 or (cp > 1 and names["cpkind"] != "ulysses"):
         raise UserError("beside DeepSpeed, parallelism_config has data-parallel sizes and sp_size alone")
     config: dict[str, Any] = {"sequence_parallel_size": cp} if cp > 1 else {}
     if name := names["deepspeed_file"]:
@@ -113,4 +89,4 @@ def _deepspeed(names: Mapping[str, Any], degrees: Mapping[str, Any]) -> dict[str
         }
     inner = read_as(spec("deepspeed"), config, names["processes"])
     inner = inner if name else replace(inner, batch=None)
-    return {**degrees, "tp": 1, "inner": inner, "title": "accelerate with DeepSpeed"}
+    return {"inner": inner, "title": "accelerate with DeepSpeed"}

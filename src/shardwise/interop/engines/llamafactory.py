@@ -12,24 +12,16 @@ from shardwise.interop.reading.fields import renamed
 from shardwise.interop.reading.settings import FileReader, Reading
 from shardwise.interop.spec import spec
 
-_OWN = ("stage", "template", "preprocessing_num_workers", "dataset")
-"""Keys that change no layout."""
 
-
-def read(data: Mapping[str, Any], ranks: int | None, other: FileReader) -> Reading:
+def read(data: Mapping[str, Any], ranks: int | None, other: FileReader, engine: str) -> Reading:
     """Layout of a file. Raises `UserError` as the readers of transformers and Megatron-LM."""
-    engine = spec("llamafactory")
+    one = spec(engine)
     if not any(key.endswith("_model_parallel_size") or key == "use_mca" for key in data):
-        return transformers.read(trainer(data), ranks, other, engine.title)
-    flags = renamed({key: data[key] for key in data if key not in _OWN}, engine.renamed_for_megatron)
+        return transformers.read(data, ranks, other, engine)
+    flags = renamed({key: data[key] for key in data if key not in one.dropped}, one.renamed_for_megatron)
     model = flags.pop("model_name_or_path", None)
     kind = flags.pop("finetuning_type", "full")
     reading = read_as(spec("megatron"), {"recompute_method": "uniform"} | flags, ranks)
     why = "" if kind == "full" else f"finetuning_type: {kind}: weights are frozen or narrow: see plan --lora"
     unsettled = (*reading.unsettled, *filter(None, [why]))
-    return replace(reading, engine=f"{engine.title} with Megatron-Core", model=model, unpriced=why, unsettled=unsettled)
-
-
-def trainer(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by transformers' names."""
-    return renamed({key: data[key] for key in data if key not in _OWN}, spec("llamafactory").renamed)
+    return replace(reading, engine=f"{one.title} with Megatron-Core", model=model, unpriced=why, unsettled=unsettled)

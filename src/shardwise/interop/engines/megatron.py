@@ -10,7 +10,7 @@ from shardwise.errors import UserError
 from shardwise.interop.reading.fields import ConfigFields
 from shardwise.layout import Layout, pipeline
 from shardwise.model import ModelConfig
-from shardwise.model.config import Experts, RopeScaling
+from shardwise.model.config import Experts, RopeScaling, YarnScaling
 
 _OTHERS = (
     "multi_latent_attention", "heterogeneous_layers_config_path", "hybrid_layer_pattern", "q_lora_rank", "kv_lora_rank",
@@ -18,8 +18,6 @@ _OTHERS = (
     "mamba_state_dim", "is_hybrid_model",
 )  # fmt: skip
 """Flags of models that are not described here, and those that belong to them."""
-_LLAMA_ROPE = (1.0, 4.0, 8192)
-"""low_freq_factor, high_freq_factor and original_max_positions of --use-rope-scaling, which has no flags for them."""
 
 
 def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def _listed(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
     full = re.sub(r"(\w)\*(\d{1,4})", lambda match: match[1] * int(match[2]), full.replace(",", ""))
     counts = tuple(stage.count("t") for stage in full.split("|"))
     if set(full) - set("EtL|") or len(counts) % pp or (layers and sum(counts) != layers) or pp == 1:
-        fields.fact(f"--pipeline-model-parallel-layout {text}: taken as even")
+        fields.say("facts", f"--pipeline-model-parallel-layout {text}: taken as even")
         return {}
     virtual = len(counts) // pp
     return {"stages": counts} | ({"virtual": virtual, "schedule": "interleaved"} if virtual > 1 else {})
@@ -103,7 +101,7 @@ def _described(names: Mapping[str, Any], fields: ConfigFields) -> ModelConfig | 
     ffn = names["ffn_hidden_size"] or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
     experts, known = _experts(names, fields, ffn)
     if names["others"]:
-        fields.fact(f"its model is not described here ({names['others']}): --model names it")
+        fields.say("facts", f"its model is not described here ({names['others']}): --model names it")
     if names["others"] or not known or not (hidden and vocab and names["num_layers"] and names["num_attention_heads"]):
         return None
     positions = names["position_embedding_type"]
@@ -138,8 +136,8 @@ def _experts(names: Mapping[str, Any], fields: ConfigFields, ffn: int) -> tuple[
     if not names["num_experts"]:
         return None, True
     if shared % width or not layers:
-        fields.fact("its experts are not described here (layers in turns, or a shared expert of another width): "
-                    "--model names it")  # fmt: skip
+        why = "layers in turns, or a shared expert of another width"
+        fields.say("facts", f"its experts are not described here ({why}): --model names it")
         return None, False
     return Experts(
         names["num_experts"], names["moe_router_topk"], width, shared // width, dense_layers=int(layers[1] or 0),
@@ -153,26 +151,8 @@ def layer_freq(model: ModelConfig) -> str | None:
     return f"([0]*{dense}+[1]*{model.layers - dense})" if dense else None
 
 
-def objection(model: ModelConfig) -> str:
-    """Why the arguments cannot describe a model; empty where they can."""
-    scaling = model.rope_scaling
-    llama = isinstance(scaling, RopeScaling) and (
+def llama_rope(scaling: RopeScaling | YarnScaling) -> bool:
+    """Whether --use-rope-scaling has these numbers, for which there are no flags."""
+    return isinstance(scaling, RopeScaling) and (
         scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
-    ) == _LLAMA_ROPE  # fmt: skip
-    reasons = {
-        "latent attention": model.latent_attention is not None,
-        "a gated GELU": model.gated and model.activation != "silu",
-        "SiLU without a gate": not model.gated and model.activation == "silu",
-        "ALiBi positions": model.positions == "alibi",
-        f"norms {model.norm_placement} attention and feed-forward": model.norm_placement != "pre",
-        "norms that multiply by 1 + weight": model.norm_zero_centered,
-        "one norm over all query heads": model.qk_norm and model.qk_norm_scope != "head",
-        "softcaps, windows or a scale of attention scores": not model.plain_attention or bool(model.logit_softcap),
-        "a scaled embedding": model.scaled_embedding,
-        "a parallel residual": model.parallel_residual,
-        "a norm after the embedding": model.embedding_norm,
-        "this scaling of rotary angles": scaling is not None and not llama,
-        "capacity factors of experts": bool(model.experts and model.experts.capacity),
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), "")
-    return f"its arguments have no word here for {reason}" if reason else ""
+    ) == (1.0, 4.0, 8192)  # fmt: skip

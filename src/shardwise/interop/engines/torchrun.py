@@ -27,7 +27,7 @@ def read(words: list[str], ranks: int | None, *_: Any) -> Reading:
         raise UserError("torchrun's arguments do not say how many ranks there are: give --nproc-per-node, or --ranks N")
     fields = ConfigFields(flags, Known(engine.known().keys | {"data", "out"}, ("",)), shown=dashed)
     if "shardwise" not in words or "train" not in words:
-        fields.unsettle("how its ranks split the model is the program's: counted as plain data parallel")
+        fields.say("doubts", "how its ranks split the model is the program's: counted as plain data parallel")
         return fields.reading("torchrun", Layout(dp=launched))
     names = values_of(engine, fields)
     layout = Layout.parse(names["layout"])

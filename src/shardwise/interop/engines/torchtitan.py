@@ -1,15 +1,13 @@
-"""torchtitan's batch, its arguments, and files of older versions."""
+"""torchtitan's arguments, its models, and files of older versions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.errors import UserError
-from shardwise.interop.expressions import nearest_multiples
 from shardwise.interop.reading.arguments import launched_ranks, parse
 from shardwise.interop.reading.engine_reader import read_as
-from shardwise.interop.reading.fields import ConfigFields, renamed
+from shardwise.interop.reading.fields import renamed
 from shardwise.interop.reading.settings import FileReader, Reading
 from shardwise.interop.spec import spec
 from shardwise.model import ModelConfig
@@ -23,6 +21,7 @@ def read(
     data: Mapping[str, Any] | list[str],
     ranks: int | None,
     other: FileReader | None = None,
+    engine: str = "torchtitan",
     base: Mapping[str, Any] | None = None,
 ) -> Reading:
     """Layout of a file or of arguments. base: the file that the arguments name; theirs come first. Raises `UserError`
@@ -36,7 +35,7 @@ def read(
         data = _nested(flags) | ({"activation_checkpoint": {"mode": policies[-1]}} if policies else {})
         for section, table in (base or {}).items():
             data[section] = {**table, **data.get(section, {})} if isinstance(table, Mapping) else table
-    return read_as(spec("torchtitan"), _by_new_names(data), ranks, preset=preset)
+    return read_as(spec(engine), _by_new_names(data), ranks, preset=preset)
 
 
 def _by_new_names(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,25 +63,6 @@ def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def derive(names: Mapping[str, Any], _: ConfigFields) -> dict[str, Any]:
-    """Sequences: of a data-parallel rank at a time, of a micro-batch, of a step. Tokens are those of each micro-batch
-    of a pipeline. Raises `UserError` for numbers that are no whole sequences, or no multiples."""
-    seq, tokens, number, dp = (names[key] for key in ("seq", "tokens", "micro_batches", "dp"))
-    if tokens % seq:
-        raise UserError(f"{tokens} tokens a micro-batch are no whole sequences of {seq}")
-    piped = names["pp"] > 1
-    local = tokens // seq * (number if piped and number else 1) or names["local_batch"]
-    step, whole = names["tokens_of_step"], names["global_batch"]
-    batch = step // seq if step > 0 else whole if whole > 0 else local * dp
-    if batch % (local * dp):
-        nearest = nearest_multiples(batch, local * dp)
-        raise UserError(f"a batch of {batch} is no multiple of local batch x dp = {local} x {dp}; nearest: {nearest}")
-    micro = local // number if number else names["micro_of_stage"]
-    if piped and (micro < 1 or local % micro):
-        raise UserError(f"a local batch of {local} cannot be cut into pipeline micro-batches of {max(micro, 1)}")
-    return {"local": local, "micro": micro if piped else local, "batch": batch}
-
-
 def schedule_of(name: str) -> str:
     """The schedule by its name here. Raises `UserError` for one that there is not."""
     # Brings numpy, which only a pipeline needs.
@@ -97,9 +77,11 @@ def catalog_name(name: str, flavor: str) -> str:
     return f"{family}-{flavor.lower()}" if name and flavor else family
 
 
-def objection(model: ModelConfig) -> str:
-    """Why torchtitan has no such model; empty where it has."""
-    models = spec("torchtitan").options["catalogued"].words.values()
-    if model.name not in models or catalog()[model.name] != model:
-        return f"it has models of its own; known here are {', '.join(models)}"
-    return ""
+def catalogued(model: ModelConfig) -> bool:
+    """Whether torchtitan has the catalog's model of that name."""
+    return model.name in spec("torchtitan").options["titan_model"].words.values() and catalog()[model.name] == model
+
+
+def models() -> str:
+    """Models that torchtitan has and the catalog knows."""
+    return ", ".join(spec("torchtitan").options["titan_model"].words.values())

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.interop.engines import deepspeed
 from shardwise.interop.reading.engine_reader import read_as, values_of
-from shardwise.interop.reading.fields import ConfigFields
+from shardwise.interop.reading.fields import ConfigFields, renamed
 from shardwise.interop.reading.settings import FileReader, Reading
 from shardwise.interop.spec import spec
 
@@ -18,13 +18,22 @@ _NODE = 8
 _ADAPTERS = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type")
 
 
-def read(data: Mapping[str, Any], ranks: int | None, other: FileReader, title: str = "transformers") -> Reading:
-    """Layout of the tables. other: reads the files that they name. title: engine's, of a trainer with these arguments.
-    Raises `UserError` for sizes that do not multiply to the number of processes."""
+def read(data: Mapping[str, Any], ranks: int | None, other: FileReader, engine: str = "transformers") -> Reading:
+    """Layout of the tables. other: reads the files that they name. engine: transformers, or a dialect. Raises
+    `UserError` for sizes that do not multiply to the number of processes."""
+    data = trainer(data, engine)
     if _TABLES[1] not in data:
         arguments = {key: value for key, value in data.items() if key not in _TABLES}
         data = {key: data[key] for key in _TABLES if key in data} | {_TABLES[1]: arguments}
-    return read_as(spec("transformers"), data, ranks, other=other, title=title)
+    return read_as(spec(engine), data, ranks, other=other, title=spec(engine).title)
+
+
+def trainer(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """The Trainer's arguments in a dialect's file, by transformers' names."""
+    one = spec(engine)
+    table = renamed({key: value for key, value in data.items() if key not in one.dropped}, one.renamed)
+    usual = {} if table.get("fp16") else one.defaults
+    return table | {key: value for key, value in usual.items() if table.get(key, "auto") == "auto"}
 
 
 def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
@@ -33,7 +42,7 @@ def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
     for key in _ADAPTERS:
         word = arguments.word(key).lower()
         if word not in ("", "false", "no", "full"):
-            arguments.unprice(f"{key}: {word}: weights are frozen or narrow: see plan --lora")
+            arguments.say("unpriced", f"{key}: {word}: weights are frozen or narrow: see plan --lora")
     if names["deepspeed"]:
         if names["fsdp"] or names["fsdp_config"]:
             raise UserError("deepspeed and fsdp are both given; the trainer takes one of them")
@@ -43,36 +52,14 @@ def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
         if names["recompute"] == "full":
             inner = replace(inner, layout=replace(inner.layout, recompute="full"))
         return {"inner": inner, "title": f"{names['title']} with DeepSpeed"}
-    sizes = _sizes(names, arguments)
-    return sizes | {"batch": names["micro"] * sizes["dp"] * names["steps"]}
+    return {}
 
 
-def _sizes(names: Mapping[str, Any], arguments: ConfigFields) -> dict[str, Any]:
-    ranks, tp, pp, cp, ep = (names[key] for key in ("ranks", "tp", "pp_size", "cp", "ep"))
-    fsdp = _fsdp(names, arguments)
-    replicas = names["replicas_of_groups"]
-    rest = replicas * tp * pp * cp
-    shard = names["shard"] or (max(1, (ranks or 1) // rest) if fsdp.get("zero") else 1)
-    dp = replicas * shard
-    if rest * shard == 1 and ranks is None:
-        raise UserError("the arguments do not say on how many GPUs this runs: give --ranks N, or --cluster")
-    if rest * shard == 1 and ranks:
-        dp = ranks  # DDP: nothing is said.
-    if ranks and dp * tp * pp * cp != ranks:
-        raise UserError(f"the sizes of distributed_config multiply to {dp * tp * pp * cp}, but there are {ranks} ranks")
-    words: dict[str, Any] = {"dp": dp, "pp": pp, "shard": 0, "offload": "none"}
-    words["ep"] = tp if names["with_tp"] and ep == 1 else ep
-    if shard * cp > 1:
-        words |= {"zero": 3, "shard": shard * cp} | fsdp
-    if names["offload"] and shard > 1:
-        words |= {"offload": "cpu", "offload_params": "cpu"}
-    return words
-
-
-def _fsdp(names: Mapping[str, Any], arguments: ConfigFields) -> dict[str, Any]:
-    """Layout keys of the trainer's `fsdp` and `fsdp_config`; none without them. Raises `UserError` as accelerate."""
-    words, named, ranks = names["fsdp"].split(), names["fsdp_config"], names["ranks"]
-    table = named if isinstance(named, Mapping) else names["other"](named) if isinstance(named, str) else {}
+def keys_of_fsdp(text: str, named: Any, ranks: int | None, other: FileReader, fields: ConfigFields) -> dict[str, Any]:
+    """Layout keys of the trainer's `fsdp` (text) and `fsdp_config` (named); none without them. Raises `UserError` as
+    accelerate."""
+    words = text.split()
+    table = named if isinstance(named, Mapping) else other(named) if isinstance(named, str) else {}
     if not (words or table) or words == ["false"]:
         return {}
     table = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in table.items()}
@@ -85,9 +72,9 @@ def _fsdp(names: Mapping[str, Any], arguments: ConfigFields) -> dict[str, Any]:
     nodes = 1
     if "hybrid" in strategy and ranks and ranks > _NODE:
         nodes = -(-ranks // _NODE)
-        arguments.unsettle(f"{strategy} shards inside a node, counted as {_NODE} ranks")
+        fields.say("doubts", f"{strategy} shards inside a node, counted as {_NODE} ranks")
     inner = ConfigFields(table, spec("fsdp_config").known(), "fsdp_config.")
-    arguments.join(inner)
+    fields.join(inner)
     read = values_of(spec("fsdp_config"), inner, kind="FSDP", processes=ranks or 1, machines=nodes)
     keys = {key: read[key] for key in ("shard", "recompute", "offload", "offload_params")}
     return {"zero": read["zero"]} | {key: value for key, value in keys.items() if value not in (0, "none")}

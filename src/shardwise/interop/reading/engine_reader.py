@@ -10,13 +10,12 @@ from shardwise.errors import UserError
 from shardwise.interop.expressions import Names, evaluate, sentence
 from shardwise.interop.reading.arguments import dashed
 from shardwise.interop.reading.fields import ConfigFields, renamed
-from shardwise.interop.reading.settings import Reading, ServerSettings
+from shardwise.interop.reading.settings import SERVED, Reading, ServerSettings
 from shardwise.interop.spec import EngineSpec, Option
 from shardwise.interop.writing.canonical import DEFAULTS
 from shardwise.layout import Layout
 
 _SAID = ("seq", "batch", "optimizer", "model", "described", "recomputed")
-_SERVED = ("weights", "cache", "length", "sequences", "tokens", "memory")
 
 
 def read_as(spec: EngineSpec, data: Mapping[str, Any], ranks: int | None, **context: Any) -> Reading:
@@ -33,11 +32,11 @@ def read_as(spec: EngineSpec, data: Mapping[str, Any], ranks: int | None, **cont
     said = {key: names[key] for key in _SAID if names.get(key)}
     title = names.get("title", spec.title)
     if inner := names.get("inner"):
-        return fields.around(inner, title, **said)
+        return fields.around(inner, title, **said | {"batch": inner.batch})
     layout = Layout(**{key: value for key, value in names.items() if key in DEFAULTS})
     if spec.serves and ranks is not None:
         _check_count(fields, layout.ranks, ranks)
-    served = ServerSettings(**{key: names[key] for key in _SERVED if names.get(key)}) if spec.serves else None
+    served = ServerSettings(**{key: names[key] for key in SERVED if names.get(key)}) if spec.serves else None
     return fields.reading(title, layout, served=served, **said)
 
 
@@ -50,26 +49,24 @@ def values_of(spec: EngineSpec, fields: ConfigFields, **context: Any) -> dict[st
             setattr(raw, row.name, _taken(spec, fields, row, Names(raw)))
     names: dict[str, Any] = Names(raw, raw=raw, fields=fields, **spec.functions, **context)
     for row in rows:
-        value = getattr(raw, row.name, None)
-        names |= {"value": value, "meaning": _meaning(fields, row, value), "usual": DEFAULTS.get(row.name)}
+        names["usual"] = DEFAULTS.get(row.name)
+        value = getattr(raw, row.name) if row.option else evaluate(row.read, names) if row.read else None
+        names |= {"value": value, "meaning": _meaning(fields, row, value)}
         if row.check and not evaluate(row.check, names):
             raise UserError(sentence(row.error, names))
-        names[row.name] = evaluate(row.read, names) if row.read else names["meaning"]
-        if value and row.fact:
-            fields.fact(sentence(row.fact, names))
-        if value and row.note:
-            fields.note(sentence(row.note, names))
+        names[row.name] = evaluate(row.read, names) if row.read and row.option else names["meaning"]
+        for kind, text in (("facts", row.fact), ("notes", row.note)):
+            if value and text:
+                fields.say(kind, sentence(text, names))
     for remark in spec.remarks["errors"]:
         if evaluate(remark.when, names):
             raise UserError(sentence(remark.say, names))
     if derive := spec.functions.get("derive"):
         names |= derive(names, fields)
-    for kind, say in (
-        ("facts", fields.fact), ("notes", fields.note), ("doubts", fields.unsettle), ("unpriced", fields.unprice),
-    ):  # fmt: skip
+    for kind in fields.said:
         for remark in spec.remarks[kind]:
             if evaluate(remark.when, names):
-                say(sentence(remark.say, names))
+                fields.say(kind, sentence(remark.say, names))
     return names
 
 
@@ -96,7 +93,7 @@ def _meaning(fields: ConfigFields, row: Option, value: Any) -> Any:
     if not row.words:
         return value
     if value and value not in row.words and row.unlisted:
-        fields.fact(sentence(row.unlisted, {"value": value}))
+        fields.say("facts", sentence(row.unlisted, {"value": value}))
     return row.words.get(value, row.otherwise)
 
 
@@ -105,4 +102,4 @@ def _check_count(fields: ConfigFields, used: int, ranks: int) -> None:
     if used > ranks:
         raise UserError(f"tensor x pipeline x data parallel = {used} GPUs, but there are {ranks}")
     if used < ranks:
-        fields.note(f"{used} of the {ranks} GPUs are used")
+        fields.say("notes", f"{used} of the {ranks} GPUs are used")

@@ -27,6 +27,8 @@ class Known(NamedTuple):
 
 
 NO_KEYS = Known()
+KINDS = ("facts", "notes", "doubts", "unpriced")
+"""Kinds of sentences about a configuration: see `ConfigFields.say`."""
 
 
 class ConfigFields:
@@ -47,27 +49,12 @@ class ConfigFields:
         self._taken: set[str] = set()
         self._inner: list[ConfigFields] = []
         self._within: dict[str, ConfigFields] = {}
-        self.facts: list[str] = []
-        self.notes: list[str] = []
-        self.unsettled: list[str] = []
-        self.unpriced: list[str] = []
+        self.said: dict[str, list[str]] = {kind: [] for kind in KINDS}
 
-    def unsettle(self, sentence: str) -> None:
-        """Add a doubt about the layout; for the outermost table as well."""
-        self.unsettled.append(sentence)
-
-    def unprice(self, sentence: str) -> None:
-        """Add a doubt about the layout that leaves its memory unknown."""
-        self.unsettled.append(sentence)
-        self.unpriced.append(sentence)
-
-    def fact(self, sentence: str) -> None:
-        """Add what the configuration says that a layout has no word for; for the outermost table as well."""
-        self.facts.append(sentence)
-
-    def note(self, sentence: str) -> None:
-        """Add what people trip over; for the outermost table as well."""
-        self.notes.append(sentence)
+    def say(self, kind: str, sentence: str) -> None:
+        """Add a sentence for the outermost table: of `facts`, which a layout has no word for, of `notes`, which people
+        trip over, of `doubts` about the layout, or that its memory is `unpriced`."""
+        self.said[kind].append(sentence)
 
     def name(self, key: str) -> str:
         """A key as its user wrote it."""
@@ -168,8 +155,7 @@ class ConfigFields:
 
     def join(self, inner: ConfigFields) -> None:
         """Take another table as one in this."""
-        inner.facts, inner.notes = self.facts, self.notes
-        inner.unsettled, inner.unpriced = self.unsettled, self.unpriced
+        inner.said = self.said
         self._inner.append(inner)
 
     def value(self, key: str) -> Any:
@@ -180,19 +166,20 @@ class ConfigFields:
         """The configuration as a whole, when all keys have been taken. said: further fields of `Reading`."""
         ignored, unknown, sizes = self.left()
         if sizes:
-            self.fact(f"not counted, though named like sizes: {', '.join(sizes)}")
+            self.say("facts", f"not counted, though named like sizes: {', '.join(sizes)}")
         doubts = [key for key in unknown if _LAYOUT.search(key.partition(" ")[0].rpartition(".")[2])]
+        facts, notes, unsettled, unpriced = (tuple(self.said[kind]) for kind in KINDS)
+        unsettled += (*unpriced, *(f"{key} is not known here and may change this" for key in doubts))
         return Reading(
-            engine, layout, **said, facts=tuple(self.facts), notes=tuple(self.notes), ignored=ignored, unknown=unknown,
-            unpriced="; ".join(self.unpriced),
-            unsettled=(*self.unsettled, *(f"{key} is not known here and may change this" for key in doubts)),
+            engine, layout, **said, facts=facts, notes=notes, ignored=ignored, unknown=unknown, unsettled=unsettled,
+            unpriced="; ".join(unpriced),
         )  # fmt: skip
 
     def around(self, inner: Reading, engine: str, **said: Any) -> Reading:
         """The reading of a file that this one names, inside it. said: fields of `Reading`."""
-        self.facts += inner.facts
-        self.notes += inner.notes
-        outer = self.reading(engine, inner.layout, **{"batch": inner.batch, "optimizer": inner.optimizer} | said)
+        self.said["facts"] += inner.facts
+        self.said["notes"] += inner.notes
+        outer = self.reading(engine, inner.layout, **{"optimizer": inner.optimizer} | said)
         keys = ("ignored", "unknown", "unsettled")
         lists: dict[str, Any] = {key: (*getattr(outer, key), *getattr(inner, key)) for key in keys}
         return replace(outer, **lists, unpriced=outer.unpriced or inner.unpriced)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.engines import accelerate, deepspeed, torchtitan
+from shardwise.interop.engines import accelerate, deepspeed, torchtitan, transformers
 from shardwise.interop.reading.arguments import LAUNCHER_SHORT, launched_ranks, parse
 from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.reading.recognized import engine_of, engines, names, program_of, unknown, unread
@@ -96,9 +96,10 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
             if not (named or head):
                 raise UserError("accelerate is read from its configuration file, or from accelerate launch's flags")
             settings = accelerate.merged(source.file(named) if isinstance(named, str) else {}, head)
-            program = engines().get(program_of(source.words)[0], spec("transformers"))
-            trainer = program.functions.get("trainer", dict)(_table("transformers", source, words))
-            reading = accelerate.read(settings, ranks, source.file, trainer)
+            program = program_of(source.words)[0]
+            dialect = program if program in ("axolotl", "llamafactory") else "transformers"
+            trainer = transformers.trainer(_table("transformers", source, words), dialect)
+            reading = accelerate.read(settings, ranks, source.file, trainer=trainer)
             default = "accelerate's own file of that machine fills in what this does not say"
             return reading if named else replace(reading, unsettled=(*reading.unsettled, default))
         if engine == "deepspeed" and not set(data) & spec("deepspeed").marks:
@@ -109,7 +110,7 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
         data = deepspeed.filled(data, bf16=precision == "bf16", fp16=precision == "fp16")
     own = spec(engine).functions.get("read")
     ranks_of = ranks or launched
-    reading = own(data, ranks_of, source.file) if own else read_as(spec(engine), data, ranks_of)
+    reading = own(data, ranks_of, source.file, engine) if own else read_as(spec(engine), data, ranks_of)
     if launched and ranks and launched != ranks:
         said = f"the command starts {launched} processes, but {ranks} are given: {ranks} are counted"
         reading = replace(reading, unsettled=(*reading.unsettled, said))

@@ -16,8 +16,7 @@ from shardwise.interop.spec import EngineSpec, specs
 @cache
 def engines() -> dict[str, EngineSpec]:
     """Name -> engine that is read; servers first."""
-    read = [one for one in specs().values() if one.reads]
-    return {one.name: one for one in sorted(read, key=lambda one: not one.serves)}
+    return {one.name: one for one in sorted(specs().values(), key=lambda one: not one.serves)}
 
 
 @cache

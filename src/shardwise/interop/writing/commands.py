@@ -18,11 +18,6 @@ PORT = 29500
 """torchrun's usual port."""
 
 
-def nodes_of(request: WriteRequest) -> tuple[int, int]:
-    """(nodes, ranks per node) of a request's layout. Raises `UserError` where ranks do not fill nodes."""
-    return nodes_for(request.layout, request.cluster)
-
-
 def nodes_for(layout: Layout, cluster: Cluster | None) -> tuple[int, int]:
     """(nodes, ranks per node) of a layout. Raises `UserError` where ranks do not fill nodes."""
     ranks = layout.ranks
@@ -38,7 +33,7 @@ def nodes_for(layout: Layout, cluster: Cluster | None) -> tuple[int, int]:
 
 def torchrun(request: WriteRequest) -> list[str]:
     """torchrun's words, before the program. Every node runs the same line; HEAD_ADDRESS is the first node's."""
-    nodes, ranks = nodes_of(request)
+    nodes, ranks = nodes_for(request.layout, request.cluster)
     if nodes == 1:
         return ["torchrun", "--standalone", f"--nproc-per-node {ranks}"]
     return [

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 from shardwise.interop.expressions import Names, evaluate, sentence
-from shardwise.interop.reading.settings import ServerSettings
+from shardwise.interop.reading.settings import SERVED, ServerSettings
 from shardwise.interop.spec import EngineSpec
 from shardwise.interop.writing.canonical import DEFAULTS
-from shardwise.interop.writing.commands import command, flag_words, nodes_of, torchrun
+from shardwise.interop.writing.commands import command, flag_words, nodes_for, torchrun
 from shardwise.interop.writing.formats import tables, with_comments
 from shardwise.interop.writing.request import WriteRequest
 
-_WRITTEN = {*DEFAULTS, *(one.name for one in fields(ServerSettings)), "seq", "batch", "optimizer"}
+_WRITTEN = {*DEFAULTS, *SERVED, "seq", "batch", "optimizer"}
 """Rows that say themselves what is written."""
 
 
@@ -49,7 +48,7 @@ def write_as(spec: EngineSpec, request: WriteRequest, comments: list[str]) -> tu
 def _names(spec: EngineSpec, request: WriteRequest) -> Names:
     """The layout's keys and properties, the step's, the server's, and the request's."""
     layout, work, served = request.layout, request.workload, request.served or ServerSettings()
-    nodes, _ = nodes_of(request)
+    nodes, _ = nodes_for(layout, request.cluster)
     return Names(
         layout, **vars(served), **vars(work), **spec.functions, layout=layout, work=work, model=request.model,
         nodes=nodes, steps=work.micro_batches(layout) if work.batch else 0, source=request.source or request.model.name,
