@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from shardwise.errors import UserError
-from shardwise.interop import WRITERS, EngineWriter, WriteRequest, nearest_layout
+from shardwise.interop import WRITERS, EngineSpec, WriteRequest, nearest_layout
 from shardwise.layout import Layout, Workload, check
 from shardwise.layout.keys import CHOICES
 from shardwise.model.catalog import get
@@ -88,7 +88,7 @@ def page() -> str:
     )
 
 
-def _cell(writer: EngineWriter, key: str) -> str:
+def _cell(writer: EngineSpec, key: str) -> str:
     if key in writer.left:
         return "*code*"
     option = writer.keys.get(key, "")
@@ -96,7 +96,7 @@ def _cell(writer: EngineWriter, key: str) -> str:
     return f"`{option}`{values}" if option else ""
 
 
-def _expressed(writer: EngineWriter, key: str) -> list[str]:
+def _expressed(writer: EngineSpec, key: str) -> list[str]:
     """Values of a key that the engine keeps in some layout."""
     model, work = get("llama-3-8b"), Workload() if writer.serves else Workload(4096, 64)
     kept = set()
@@ -115,7 +115,7 @@ def _expressed(writer: EngineWriter, key: str) -> list[str]:
     return [value for value in VALUES[key] if value in kept]
 
 
-def _limits(writer: EngineWriter) -> list[str]:
+def _limits(writer: EngineSpec) -> list[str]:
     versions = [version for version in writer.versions if version]
     known = f" Versions: {', '.join(versions)} (`--engine-version`)." if versions else ""
     lines = [f"### {writer.title}", f"{'Serving.' if writer.serves else 'Training.'}{known}", ""]

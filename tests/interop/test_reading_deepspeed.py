@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.interop import read
+from shardwise.interop.reading.engine_reader import read_as
+from shardwise.interop.spec import spec
 
 STAGE_3 = {
     "train_batch_size": "auto",
@@ -144,8 +146,6 @@ SIZE = st.integers(1, 8)
 
 @given(SIZE, SIZE, SIZE, st.sets(st.sampled_from(["whole", "micro", "steps"]), min_size=1))
 def test_two_numbers_of_the_batch_give_the_third(micro, steps, world, given_ones):
-    from shardwise.interop.reading import deepspeed
-
     keys = {
         "whole": "train_batch_size",
         "micro": "train_micro_batch_size_per_gpu",
@@ -155,9 +155,9 @@ def test_two_numbers_of_the_batch_give_the_third(micro, steps, world, given_ones
     config = {keys[name]: values[name] for name in given_ones}
     if given_ones == {"steps"}:
         with pytest.raises(UserError):
-            deepspeed.read(config, world)
+            read_as(spec("deepspeed"), config, world)
         return
-    found = deepspeed.read(config, world)
+    found = read_as(spec("deepspeed"), config, world)
     assert found.batch == found.layout.micro * world * (found.batch // found.layout.micro // world)
     assert "micro" not in given_ones or found.layout.micro == micro
     assert "whole" not in given_ones or found.batch == micro * steps * world

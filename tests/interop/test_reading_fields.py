@@ -3,8 +3,8 @@
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.fields import ConfigFields
-from shardwise.interop.reading.known_keys import Known, known
+from shardwise.interop.reading.fields import ConfigFields, Known
+from shardwise.interop.spec import specs
 from shardwise.layout import Layout
 
 
@@ -56,8 +56,10 @@ def test_keys_named_like_the_layout_change_something():
     assert any("bucket_size, zero_init_flag" in fact for fact in found.facts)
 
 
-def test_the_lists_of_harmless_keys_are_sorted_words():
-    for engine in ("vllm", "deepspeed", "megatron", "torchtitan", "accelerate", "torchrun"):
-        assert known(engine).keys
-    with pytest.raises(KeyError):
-        known("vllm", "nothing")
+def test_every_engine_has_harmless_keys_that_no_row_reads():
+    for name, one in specs().items():
+        rows = {row.option for row in one.options.values() if row.kind}
+        tables = {"top": one.known(), **{table: one.known(table) for table in one.harmless}}
+        for table, known in tables.items():
+            path = "" if table == "top" else f"{table}."
+            assert not rows & {f"{path}{key}" for key in known.keys}, (name, table)

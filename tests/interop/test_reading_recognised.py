@@ -1,6 +1,7 @@
 """Which engine a configuration is for; what is none; and that nothing but one line comes of rubbish."""
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +9,10 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.interop import ENGINES, read
-from shardwise.interop.reading import deepspeed, megatron, sglang, torchrun, torchtitan, transformers, vllm
+from shardwise.interop.engines import torchrun, torchtitan, transformers
 from shardwise.interop.reading.arguments import parse
+from shardwise.interop.reading.engine_reader import read_as
+from shardwise.interop.spec import spec
 
 
 @pytest.mark.parametrize(
@@ -144,11 +147,11 @@ def test_rubbish_is_one_line(data, ranks):
     ]
     flags = parse(words, {}, frozenset()).flags
     for reader, config in (
-        (deepspeed.read, data.draw(tables(DEEPSPEED))),
+        (partial(read_as, spec("deepspeed")), data.draw(tables(DEEPSPEED))),
         (torchtitan.read, data.draw(tables(TORCHTITAN))),
-        (megatron.read, flags),
-        (vllm.read, flags),
-        (sglang.read, flags),
+        (partial(read_as, spec("megatron")), flags),
+        (partial(read_as, spec("vllm")), flags),
+        (partial(read_as, spec("sglang")), flags),
         (torchrun.read, words),
         (lambda table, ranks: transformers.read(table, ranks, {}.__getitem__), data.draw(tables(TRANSFORMERS))),
     ):

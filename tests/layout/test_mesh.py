@@ -143,7 +143,7 @@ def test_names_in_the_ledger(layout: str, axes: Axes, name: str) -> None:
 
 KEYS = {
     "layout/keys.py": "the table of the layout text's keys",
-    "interop/reading": "other engines' files as keys of the layout text",
+    "interop/engines": "other engines' files as keys of the layout text",
     "interop/writing": "keys of the layout text that other engines' files have",
     "planner": "candidates by keys of the layout text",
     "validation/scoreboard": "published rows by keys of the layout text",
@@ -176,6 +176,6 @@ def test_one_file_spells_axes() -> None:
     del spelled["layout/axes.py"]
     excused = {path: key for path in spelled for key in KEYS if path == key or path.startswith(f"{key}/")}
     composed = [path for path, words in spelled.items() if any("_" in word for word in words)]
-    assert all(excused.get(path) == "interop/reading" for path in composed)
+    assert all(excused.get(path) == "interop/engines" for path in composed)
     assert {path: words for path, words in spelled.items() if path not in excused} == {}
     assert set(excused.values()) == set(KEYS), "an excuse that nothing needs"

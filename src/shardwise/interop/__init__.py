@@ -14,11 +14,12 @@ from shardwise.lazy import lazily
 if TYPE_CHECKING:
     from shardwise.interop.reading.reader import ENGINES, read
     from shardwise.interop.reading.settings import Reading, ServerSettings
-    from shardwise.interop.writing.request import EngineFile, EngineWriter, WriteRequest
+    from shardwise.interop.spec import EngineSpec
+    from shardwise.interop.writing.request import EngineFile, WriteRequest
     from shardwise.interop.writing.writer import WRITERS, nearest_layout, write
 
 __all__ = [
-    "ENGINES", "WRITERS", "EngineFile", "EngineWriter", "Reading", "ServerSettings", "WriteRequest", "nearest_layout",
+    "ENGINES", "WRITERS", "EngineFile", "EngineSpec", "Reading", "ServerSettings", "WriteRequest", "nearest_layout",
     "read", "write",
 ]  # fmt: skip
 
@@ -27,7 +28,7 @@ lazily(
     {
         "ENGINES": "reading.reader",
         "EngineFile": "writing.request",
-        "EngineWriter": "writing.request",
+        "EngineSpec": "spec",
         "Reading": "reading.settings",
         "ServerSettings": "reading.settings",
         "WRITERS": "writing.writer",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.known_keys import Known
 from shardwise.interop.reading.settings import Reading
 from shardwise.layout import Layout
 
@@ -18,7 +18,17 @@ NOTHING = ("", "auto")
 _LAYOUT = re.compile("parallel|degree|size|shard|stage|fsdp|zero")
 """Parts of names that say how a model is split, or how large something is."""
 
-NO_KEYS = Known(frozenset(), ())
+
+class Known(NamedTuple):
+    """Keys, and beginnings of keys, that change neither how a model is split nor what a rank keeps."""
+
+    keys: frozenset[str] = frozenset()
+    prefixes: tuple[str, ...] = ()
+
+
+NO_KEYS = Known()
+KINDS = ("facts", "notes", "doubts", "unpriced")
+"""Kinds of sentences about a configuration: see `ConfigFields.say`."""
 
 
 class ConfigFields:
@@ -38,27 +48,13 @@ class ConfigFields:
         self._shown = shown
         self._taken: set[str] = set()
         self._inner: list[ConfigFields] = []
-        self.facts: list[str] = []
-        self.notes: list[str] = []
-        self.unsettled: list[str] = []
-        self.unpriced: list[str] = []
+        self._within: dict[str, ConfigFields] = {}
+        self.said: dict[str, list[str]] = {kind: [] for kind in KINDS}
 
-    def unsettle(self, sentence: str) -> None:
-        """Add a doubt about the layout; for the outermost table as well."""
-        self.unsettled.append(sentence)
-
-    def unprice(self, sentence: str) -> None:
-        """Add a doubt about the layout that leaves its memory unknown."""
-        self.unsettled.append(sentence)
-        self.unpriced.append(sentence)
-
-    def fact(self, sentence: str) -> None:
-        """Add what the configuration says that a layout has no word for; for the outermost table as well."""
-        self.facts.append(sentence)
-
-    def note(self, sentence: str) -> None:
-        """Add what people trip over; for the outermost table as well."""
-        self.notes.append(sentence)
+    def say(self, kind: str, sentence: str) -> None:
+        """Add a sentence for the outermost table: of `facts`, which a layout has no word for, of `notes`, which people
+        trip over, of `doubts` about the layout, or that its memory is `unpriced`."""
+        self.said[kind].append(sentence)
 
     def name(self, key: str) -> str:
         """A key as its user wrote it."""
@@ -103,6 +99,14 @@ class ConfigFields:
             raise UserError(f"{self.name(key)} must be a number, not {_told(self._table[key])}")
         return value
 
+    def size(self, key: str, default: int = 0) -> int:
+        """A number of tokens, which vLLM also takes as 32k (1,000s) or 32K (1,024s). Raises as `integer`."""
+        text = self.word(key)
+        scale = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}.get(text[-1:])
+        if scale and text[:-1].replace(".", "", 1).isdigit():
+            return round(float(text[:-1]) * scale)
+        return self.integer(key, default)
+
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false. Raises `UserError` for another value."""
         if not self.given(key):
@@ -141,10 +145,17 @@ class ConfigFields:
         self.join(inner)
         return inner
 
+    def within(self, path: str, known: Callable[[str], Known]) -> ConfigFields:
+        """The table under dotted keys. known: the harmless keys of a path. Raises `UserError` as `table`."""
+        outer, _, key = path.rpartition(".")
+        if path not in self._within:
+            parent = self.within(outer, known) if outer else self
+            self._within[path] = parent.table(key, known(path))
+        return self._within[path]
+
     def join(self, inner: ConfigFields) -> None:
         """Take another table as one in this."""
-        inner.facts, inner.notes = self.facts, self.notes
-        inner.unsettled, inner.unpriced = self.unsettled, self.unpriced
+        inner.said = self.said
         self._inner.append(inner)
 
     def value(self, key: str) -> Any:
@@ -155,13 +166,23 @@ class ConfigFields:
         """The configuration as a whole, when all keys have been taken. said: further fields of `Reading`."""
         ignored, unknown, sizes = self.left()
         if sizes:
-            self.fact(f"not counted, though named like sizes: {', '.join(sizes)}")
+            self.say("facts", f"not counted, though named like sizes: {', '.join(sizes)}")
         doubts = [key for key in unknown if _LAYOUT.search(key.partition(" ")[0].rpartition(".")[2])]
+        facts, notes, unsettled, unpriced = (tuple(self.said[kind]) for kind in KINDS)
+        unsettled += (*unpriced, *(f"{key} is not known here and may change this" for key in doubts))
         return Reading(
-            engine, layout, **said, facts=tuple(self.facts), notes=tuple(self.notes), ignored=ignored, unknown=unknown,
-            unpriced="; ".join(self.unpriced),
-            unsettled=(*self.unsettled, *(f"{key} is not known here and may change this" for key in doubts)),
+            engine, layout, **said, facts=facts, notes=notes, ignored=ignored, unknown=unknown, unsettled=unsettled,
+            unpriced="; ".join(unpriced),
         )  # fmt: skip
+
+    def around(self, inner: Reading, engine: str, **said: Any) -> Reading:
+        """The reading of a file that this one names, inside it. said: fields of `Reading`."""
+        self.said["facts"] += inner.facts
+        self.said["notes"] += inner.notes
+        outer = self.reading(engine, inner.layout, **{"optimizer": inner.optimizer} | said)
+        keys = ("ignored", "unknown", "unsettled")
+        lists: dict[str, Any] = {key: (*getattr(outer, key), *getattr(inner, key)) for key in keys}
+        return replace(outer, **lists, unpriced=outer.unpriced or inner.unpriced)
 
     def left(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """(ignored, unknown, known but named like sizes) keys of this table and of those in it."""
@@ -189,10 +210,19 @@ class ConfigFields:
         return f" (did you mean {self._shown(near[0])}?)" if near else ""
 
 
-def nearest_multiples(number: int, of: int) -> str:
-    """The multiples of `of` around a number that is none, in words."""
-    below = number // of * of
-    return f"{below} or {below + of}" if below else str(of)
+def renamed(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A table with other names of its keys. names: old -> new; a dotted one is the key of a table."""
+    result: dict[str, Any] = {key: dict(one) if isinstance(one, Mapping) else one for key, one in data.items()}
+    for old, new in names.items():
+        place, _, key = old.rpartition(".")
+        source = result.get(place) if place else result
+        if isinstance(source, dict) and key in source:
+            value = source.pop(key)
+            place, _, key = new.rpartition(".")
+            goal = result.setdefault(place, {}) if place else result
+            if isinstance(goal, dict):
+                goal.setdefault(key, value)
+    return result
 
 
 def _told(value: Any) -> str:

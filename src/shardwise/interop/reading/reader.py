@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.reading import (
-    accelerate,
-    deepspeed,
-    dialects,
-    megatron,
-    sglang,
-    torchrun,
-    torchtitan,
-    transformers,
-    vllm,
-)
+from shardwise.interop.engines import accelerate, deepspeed, torchtitan, transformers
 from shardwise.interop.reading.arguments import LAUNCHER_SHORT, launched_ranks, parse
-from shardwise.interop.reading.known_keys import has, known, rows
-from shardwise.interop.reading.recognized import READ, UNREAD, engine_of, names, program_of, unknown
-from shardwise.interop.reading.settings import FileReader, Reading
+from shardwise.interop.reading.engine_reader import read_as
+from shardwise.interop.reading.recognized import engine_of, engines, names, program_of, unknown, unread
+from shardwise.interop.reading.settings import Reading
 from shardwise.interop.reading.source import ConfigInput, sources
+from shardwise.interop.spec import spec
 
-ENGINES = READ
-
-_READERS: dict[str, Callable[[Mapping[str, Any], int | None, FileReader], Reading]] = {
-    "vllm": lambda data, ranks, _: vllm.read(data, ranks),
-    "sglang": lambda data, ranks, _: sglang.read(data, ranks),
-    "deepspeed": lambda data, ranks, _: deepspeed.read(data, ranks),
-    "megatron": lambda data, ranks, _: megatron.read(data, ranks),
-    "torchtitan": lambda data, ranks, _: torchtitan.read(data, ranks),
-    "accelerate": accelerate.read,
-    "transformers": transformers.read,
-    "tensorrt-llm": lambda data, ranks, _: dialects.tensorrt_llm(data, ranks),
-    "axolotl": dialects.axolotl,
-    "llamafactory": dialects.llamafactory,
-}
+ENGINES = tuple(engines())
 
 
 def read(
@@ -78,7 +56,7 @@ def _chosen(found: Sequence[ConfigInput], engine: str | None) -> list[tuple[str,
     pairs = [pair for pair in named if pair[0]]
     # Launchers of programs that are no engine's say little beside an engine's command.
     pairs = [pair for pair in pairs if pair[0] != "torchrun"] or pairs
-    if not pairs or pairs[0][0] in UNREAD:
+    if not pairs or pairs[0][0] in unread():
         raise unknown(pairs[0][0] if pairs else "")
     texts = [re.sub(r"--node[-_]rank[= ]\S+", "", " ".join(source.words or ())) for _, source in pairs]
     return [pair for number, pair in enumerate(pairs) if pair[1].words is None or texts[number] not in texts[:number]]
@@ -91,7 +69,7 @@ def _engine(source: ConfigInput) -> str:
     engine, place = program_of(source.words)
     head = source.words[:place]
     if "launch" in head and any(word.endswith("accelerate") for word in head):
-        return engine if engine in ("megatron", "torchtitan", *UNREAD) else "accelerate"
+        return engine if engine in ("megatron", "torchtitan", *unread()) else "accelerate"
     flags = parse(source.words[place:], {}, frozenset()).flags
     starts = any(word.rpartition("/")[2] in ("torchrun", "deepspeed") for word in head) or any(
         word in ("torch.distributed.run", "torch.distributed.launch") for word in head
@@ -106,10 +84,10 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
     if source.words is not None:
         _, place = program_of(source.words)
         words = list(source.words[place:])
-        head = parse(source.words[:place], LAUNCHER_SHORT, torchrun.ALONE).flags
+        head = parse(source.words[:place], LAUNCHER_SHORT, spec("torchrun").standing_alone).flags
         launched = launched_ranks(parse(words, {}, frozenset()).flags | head)
         if engine == "torchrun":
-            return torchrun.read(words, launched or ranks)
+            return spec("torchrun").functions["read"](words, launched or ranks)
         if engine == "torchtitan":
             return _torchtitan(source, words, ranks or launched)
         data = _table(engine, source, words)
@@ -118,17 +96,21 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
             if not (named or head):
                 raise UserError("accelerate is read from its configuration file, or from accelerate launch's flags")
             settings = accelerate.merged(source.file(named) if isinstance(named, str) else {}, head)
-            trainer = dialects.trainer_of(program_of(source.words)[0], _table("transformers", source, words))
-            reading = accelerate.read(settings, ranks, source.file, trainer)
+            program = program_of(source.words)[0]
+            dialect = program if program in ("axolotl", "llamafactory") else "transformers"
+            trainer = transformers.trainer(_table("transformers", source, words), dialect)
+            reading = accelerate.read(settings, ranks, source.file, trainer=trainer)
             default = "accelerate's own file of that machine fills in what this does not say"
             return reading if named else replace(reading, unsettled=(*reading.unsettled, default))
-        if engine == "deepspeed" and not set(data) & set(rows("recognized", "keys")["deepspeed"].split()):
+        if engine == "deepspeed" and not set(data) & spec("deepspeed").marks:
             raise UserError("DeepSpeed is read from its configuration file: give that, or a command that names it")
     if precision and engine != "deepspeed":
         raise UserError("--precision says what DeepSpeed's file leaves to a trainer; leave it out here")
     if precision:
         data = deepspeed.filled(data, bf16=precision == "bf16", fp16=precision == "fp16")
-    reading = _READERS[engine](data, ranks or launched, source.file)
+    own = spec(engine).functions.get("read")
+    ranks_of = ranks or launched
+    reading = own(data, ranks_of, source.file, engine) if own else read_as(spec(engine), data, ranks_of)
     if launched and ranks and launched != ranks:
         said = f"the command starts {launched} processes, but {ranks} are given: {ranks} are counted"
         reading = replace(reading, unsettled=(*reading.unsettled, said))
@@ -138,15 +120,15 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
 def _table(engine: str, source: ConfigInput, words: Sequence[str]) -> dict[str, Any]:
     """Flags of a program, over the keys of the file that one of them names. Raises `UserError` where that cannot be
     read."""
-    short = rows(engine, "short") if has(engine, "short") else {}
-    arguments = parse(words, short, known(engine, "alone").keys if has(engine, "alone") else frozenset())
+    one = spec(engine)
+    arguments = parse(words, one.short, one.standing_alone)
     flags = dict(arguments.flags)
-    named = [flags.pop(key, None) for key in rows("recognized", "files").get(engine, "").split()]
+    named = [flags.pop(key, None) for key in one.names_file]
     rest = [word for word in arguments.words[1:] if word not in ("serve", "train", "sft", "-m")]
     tables = [word for word in (*named, *rest) if isinstance(word, str) and word.endswith((".json", ".yaml", ".yml"))]
     base = {key.replace("-", "_"): value for key, value in source.file(tables[0]).items()} if tables else {}
     model = next((word for word in rest if not word.startswith(("-", "$@"))), None)
-    return base | ({"model": model} if model and short and "model" not in flags else {}) | flags
+    return base | ({"model": model} if model and one.serves and "model" not in flags else {}) | flags
 
 
 def _torchtitan(source: ConfigInput, words: list[str], ranks: int | None) -> Reading:
@@ -157,4 +139,5 @@ def _torchtitan(source: ConfigInput, words: list[str], ranks: int | None) -> Rea
     named = named or (source.variables.get("CONFIG_FILE") if script else None)
     count = source.variables.get("NGPU", "") if script else ""
     ranks = ranks or (int(count) if count.isdigit() else None)
-    return torchtitan.read(words, ranks, source.file(named) if isinstance(named, str) else {})
+    base = source.file(named) if isinstance(named, str) else {}
+    return torchtitan.read(words, ranks, base=base)

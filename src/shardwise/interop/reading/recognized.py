@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import resources
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.reading.known_keys import has, known, rows
+from shardwise.interop.spec import EngineSpec, specs
 
-READ, UNREAD = (tuple(rows("recognized", "names")[key].split()) for key in ("read", "not_read"))
-"""Engines that are read, and engines that are only recognized."""
+
+@cache
+def engines() -> dict[str, EngineSpec]:
+    """Name -> engine that is read; servers first."""
+    return {one.name: one for one in sorted(specs().values(), key=lambda one: not one.serves)}
+
+
+@cache
+def unread() -> dict[str, EngineSpec]:
+    """Name -> engine that is only recognized."""
+    text = (resources.files("shardwise.interop.reading") / "unread.toml").read_text(encoding="utf-8")
+    rows = tomllib.loads(text).items()
+    return {
+        name: EngineSpec(name, name, program=row.get("program", ""), marks=frozenset(row.get("marks", "").split()))
+        for name, row in rows
+    }
 
 
 def program_of(words: Sequence[str]) -> tuple[str, int]:
     """(Engine, place of its first word) of the program that a command starts; an empty engine, and the place of the
     first script or module, where the program is no engine's."""
-    programs = [(engine, re.compile(pattern)) for engine, pattern in rows("recognized", "programs").items()]
+    programs = [(name, re.compile(one.program)) for name, one in (engines() | unread()).items() if one.program]
     for place in reversed(range(len(words))):
         here = " ".join(words[place : place + 2])
         for engine, pattern in programs:
@@ -30,30 +47,25 @@ def program_of(words: Sequence[str]) -> tuple[str, int]:
 
 def engine_of(keys: Iterable[str]) -> str:
     """The engine that has most of these keys among its own; empty where there is none, or several."""
-    given = set(keys)
-    marks = {engine: set(text.split()) for engine, text in rows("recognized", "keys").items()}
-    for engine, base in rows("recognized", "extends").items():
-        marks[engine] |= {key for name in base.split() for key in marks[name]}
-    scores = {engine: (len(names & given), _harmless(engine, given)) for engine, names in marks.items()}
-    best = [engine for engine, score in scores.items() if score == max(scores.values()) and score[0]]
+    given, every = set(keys), engines() | unread()
+    scores = {}
+    for name, one in every.items():
+        marks = one.marks.union(*(every[base].marks for base in one.extends))
+        scores[name] = len(marks & given), len(given & one.known().keys)
+    best = [name for name, score in scores.items() if score == max(scores.values()) and score[0]]
     # A dialect without a key of its own there is its base.
-    best = [name for name in best if not set(best) & set(rows("recognized", "extends").get(name, "").split())]
+    best = [name for name in best if not set(best) & set(every[name].extends)]
     return best[0] if len(best) == 1 else ""
-
-
-def _harmless(engine: str, given: set[str]) -> int:
-    """Number of keys that an engine is known to have though they change no layout."""
-    return sum(len(given & known(engine, table).keys) for table in ("top", "alone") if has(engine, table))
 
 
 def names(table: Mapping[str, Any]) -> set[str]:
     """Keys of a table, of its tables with theirs, such as model.tensor_model_parallel_size, and first parts of dotted
     ones."""
-    found = {key.replace("-", "_") for key in table} | {key.partition(".")[0] for key in table}
+    result = {key.replace("-", "_") for key in table} | {key.partition(".")[0] for key in table}
     for key, value in table.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}.{inner}" for inner in value}
-    return found
+            result |= {f"{key}.{inner}" for inner in value}
+    return result
 
 
 def unknown(engine: str = "") -> UserError:
@@ -61,4 +73,4 @@ def unknown(engine: str = "") -> UserError:
     if engine:
         hint = "give the arguments or the file of the engine that it trains with, or say --engine"
         return UserError(f"this is {engine}'s configuration, which is not read here: {hint}")
-    return UserError(f"no engine is recognized in this; say which with --engine: {', '.join(READ)}")
+    return UserError(f"no engine is recognized in this; say which with --engine: {', '.join(engines())}")

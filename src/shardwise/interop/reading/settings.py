@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shardwise.layout import Layout
@@ -28,6 +28,10 @@ class ServerSettings:
     sequences: int | None = None
     tokens: int | None = None
     memory: float = 0.9
+
+
+SERVED = tuple(one.name for one in fields(ServerSettings))
+"""Names of a server's numbers."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.data.extras import require
 from shardwise.errors import UserError
-from shardwise.interop.reading.known_keys import rows
+from shardwise.interop.reading.recognized import engines
 from shardwise.interop.reading.shell import Command, commands
 
 _TABLES = (".json", ".toml", ".yaml", ".yml")
@@ -165,8 +165,8 @@ def _called(text: str, path: Path) -> list[ConfigInput]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UserError(f"{path} is not valid Python") from None
-    packages = dict(pair.split("=") for pair in rows("python", "calls")["packages"].split())
-    calls = rows("python", "calls")["names"].split()
+    packages = {package: name for name, one in engines().items() for package in one.packages}
+    calls = list(dict.fromkeys(call for one in engines().values() for call in one.calls))
     modules: dict[str, str] = {}
     values: dict[str, ast.expr | None] = {}
     for node in ast.walk(tree):

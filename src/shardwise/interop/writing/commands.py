@@ -18,11 +18,6 @@ PORT = 29500
 """torchrun's usual port."""
 
 
-def nodes_of(request: WriteRequest) -> tuple[int, int]:
-    """(nodes, ranks per node) of a request's layout. Raises `UserError` where ranks do not fill nodes."""
-    return nodes_for(request.layout, request.cluster)
-
-
 def nodes_for(layout: Layout, cluster: Cluster | None) -> tuple[int, int]:
     """(nodes, ranks per node) of a layout. Raises `UserError` where ranks do not fill nodes."""
     ranks = layout.ranks
@@ -38,7 +33,7 @@ def nodes_for(layout: Layout, cluster: Cluster | None) -> tuple[int, int]:
 
 def torchrun(request: WriteRequest) -> list[str]:
     """torchrun's words, before the program. Every node runs the same line; HEAD_ADDRESS is the first node's."""
-    nodes, ranks = nodes_of(request)
+    nodes, ranks = nodes_for(request.layout, request.cluster)
     if nodes == 1:
         return ["torchrun", "--standalone", f"--nproc-per-node {ranks}"]
     return [
@@ -47,25 +42,21 @@ def torchrun(request: WriteRequest) -> list[str]:
     ]  # fmt: skip
 
 
-def flag_words(flags: Mapping[str, Any]) -> list[str]:
-    """Each flag as it is typed: True stands alone, None and False are left out."""
+def flag_words(flags: Mapping[str, Any], dashes: bool = True) -> list[str]:
+    """Each flag as it is typed: True stands alone, None and False are left out. dashes: in place of underscores."""
+    shown = dashed if dashes else "--{}".format
     return [
-        dashed(name) if value is True else f"{dashed(name)} {shlex.quote(f'{value}')}"
+        shown(name) if value is True else f"{shown(name)} {_quoted(f'{value}')}"
         for name, value in flags.items()
         if value is not None and value is not False
     ]
 
 
+def _quoted(text: str) -> str:
+    # A variable has its quotes.
+    return text if text.startswith('"$') else shlex.quote(text)
+
+
 def command(words: Sequence[str]) -> str:
     """One command, a flag per line."""
     return " \\\n    ".join(words) + "\n"
-
-
-def with_comments(text: str, comments: Sequence[str]) -> str:
-    """A script with its comments on top."""
-    return f"#!/usr/bin/env bash\n{commented(comments)}{text}"
-
-
-def commented(comments: Sequence[str]) -> str:
-    """Comments of a script, TOML or YAML. A model's name may have line breaks, a comment must not."""
-    return "".join(f"# {' '.join(line.split())}\n" for line in comments)

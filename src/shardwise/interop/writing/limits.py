@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.errors import LayoutError
+from shardwise.interop.expressions import Names, evaluate
 from shardwise.interop.writing.canonical import DEFAULTS, SHARDING, SYNC, defaults
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 
-Changes = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A bound on the layouts that an engine expresses."""
-
-    key: str
-    """The layout key that messages name."""
-    broken: Callable[[Layout], bool]
-    repair: Callable[[Layout], Changes]
-    """Key -> value of the nearest layout within the bound."""
-    why: str
-    experts: bool = False
-    """Whether it bounds models with experts alone."""
-
-
-def only(key: str, values: Collection[Any], nearest: Any, why: str) -> Limit:
-    """A key with few values. nearest: the one in place of all others."""
-    return Limit(key, lambda layout: getattr(layout, key) not in values, lambda _: {key: nearest}, why)
-
-
-def without(key: str, when: Callable[[Layout], bool], why: str, *more: str) -> Limit:
-    """A key that must have its default where `when` holds. more: keys that then have theirs, too."""
-    return Limit(
-        key,
-        lambda layout: getattr(layout, key) != DEFAULTS[key] and when(layout),
-        lambda _: defaults(key, *more),
-        why,
-    )
-
-
-def as_data(key: str, when: Callable[[Layout], bool], why: str, *more: str) -> Limit:
-    """A degree that must be 1 where `when` holds; its ranks become data-parallel ones."""
-
-    def repair(layout: Layout) -> Changes:
-        return defaults(key, *more) | {"dp": layout.dp * getattr(layout, key)}
-
-    return Limit(key, lambda layout: getattr(layout, key) > 1 and when(layout), repair, why)
-
-
-def always(_: Layout) -> bool:
-    """The condition of a limit without one."""
-    return True
-
-
+_DEGREES = ("tp", "pp", "cp")
+"""Axes whose ranks become data-parallel ones without them."""
 _WITH: dict[str, tuple[str, ...]] = {
     "pp": ("schedule", "virtual", "stages"),
     "virtual": ("schedule", "stages"),
@@ -69,16 +26,46 @@ _WITH: dict[str, tuple[str, ...]] = {
 """Key -> keys that cannot stay when it gets its default."""
 
 
+@dataclass(frozen=True)
+class Limit:
+    """A bound on the layouts that an engine expresses. Without `set`, the key gets its default."""
+
+    key: str
+    """The layout key that messages name."""
+    why: str
+    when: str = "True"
+    """Expression of a layout that is outside."""
+    set: str = ""
+    """Arguments of the layout that is nearest, such as zero=3."""
+    plain: str = ""
+    """Keys that get their defaults there, first; with * the keys that depend on one, too."""
+    experts: bool = False
+    """Whether it bounds models with experts alone."""
+
+    def broken(self, layout: Layout) -> bool:
+        """Whether a layout is outside."""
+        if not self.set and getattr(layout, self.key) == DEFAULTS[self.key]:
+            return False
+        return bool(evaluate(self.when, Names(layout)))
+
+    def repair(self, layout: Layout) -> dict[str, Any]:
+        """Key -> value of the nearest layout within the bound."""
+        keys = [self.key] if not self.set else []
+        for key in self.plain.split():
+            keys += [key.rstrip("*"), *(_WITH[key.rstrip("*")] if key.endswith("*") else ())]
+        changes = defaults(*keys)
+        if self.set:
+            return changes | evaluate(f"dict({self.set})", Names(layout))
+        if self.key in _DEGREES:
+            changes["dp"] = layout.dp * getattr(layout, self.key)
+        return changes
+
+
 def absent(expressed: Iterable[str], left: Iterable[str]) -> list[Limit]:
     """Limits for every key that an engine has no word for. left: keys that its files may leave to the user's code."""
     known = {*expressed, *left}
-    limits = []
-    for key in DEFAULTS:
-        if key in known or (key in SYNC and key != "sync"):
-            continue
-        make = as_data if key in ("tp", "pp", "cp") else without
-        limits.append(make(key, always, "it has no word for it", *_WITH.get(key, ())))
-    return limits
+    keys = [key for key in DEFAULTS if key not in known and (key not in SYNC or key == "sync")]
+    return [Limit(key, "it has no word for it", plain=f"{key}*" if key in _WITH else "") for key in keys]
 
 
 def first_broken(limits: Iterable[Limit], layout: Layout, model: ModelConfig) -> Limit | None:

@@ -5,23 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.errors import LayoutError, UserError, did_you_mean
-from shardwise.interop.writing import accelerate, deepspeed, megatron, sglang, torchrun, torchtitan, transformers, vllm
+from shardwise.interop.spec import EngineSpec, writers
 from shardwise.interop.writing.canonical import canonical
+from shardwise.interop.writing.engine_writer import write_as
 from shardwise.interop.writing.limits import Limit, first_broken, nearest
-from shardwise.interop.writing.request import EngineFile, EngineWriter, WriteRequest
+from shardwise.interop.writing.request import EngineFile, WriteRequest
 from shardwise.layout import Layout, check
 from shardwise.layout.legality import check_served
 from shardwise.model import ModelConfig
 
-_ENGINES = (
-    megatron.WRITER, torchtitan.WRITER, deepspeed.WRITER, accelerate.WRITER, transformers.WRITER, vllm.WRITER,
-    sglang.WRITER, torchrun.WRITER,
-)  # fmt: skip
-WRITERS: dict[str, EngineWriter] = {writer.name: writer for writer in _ENGINES}
+WRITERS: dict[str, EngineSpec] = writers()
 """Name -> engine that layouts are written for."""
 
 
-def writer_for(name: str) -> EngineWriter:
+def writer_for(name: str) -> EngineSpec:
     """The engine of that name. Raises `UserError` with the nearest name."""
     if name not in WRITERS:
         raise UserError(f"no engine {name!r}; {did_you_mean(name, WRITERS, 'there are')}")
@@ -44,18 +41,17 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     given = canonical(request.layout, request.model)
     request = replace(request, layout=canonical(replace(given, **writer.fixed), request.model))
     _check_limits(writer, request)
-    text, comments = writer.write(request)
     version = f" {request.version}" if request.version else ""
     head = f"{writer.title}{version}: {request.model.name}, layout {request.layout}, {request.layout.ranks} ranks"
     forced = [f"{key}={getattr(request.layout, key)} in place of {getattr(given, key)}: {writer.title} has no other"
               for key in writer.fixed if getattr(request.layout, key) != getattr(given, key)]  # fmt: skip
-    every = [head, *request.notes, *forced, *writer.remarks(request.layout), *comments]
+    text, every = write_as(writer, request, [head, *request.notes, *forced, *writer.left_to_code(request.layout)])
     return EngineFile(
         engine,
         request.version,
         request.layout,
         writer.files.get(request.version, writer.file),
-        writer.comment(text, every),
+        text,
         tuple(every[1:]),
     )
 
@@ -80,7 +76,7 @@ def nearest_layout(engine: str, request: WriteRequest) -> Layout | None:
     return canonical(layout, request.model)
 
 
-def why_not_written(writer: EngineWriter, layout: Layout, model: ModelConfig) -> str:
+def why_not_written(writer: EngineSpec, layout: Layout, model: ModelConfig) -> str:
     """What of a layout or its model an engine cannot express, and why; empty where it expresses all."""
     if reason := writer.objection(model):
         return f"not {model.name}: {reason}"
@@ -93,7 +89,7 @@ def _said(limit: Limit, layout: Layout) -> str:
     return limit.key if value is True else f"{limit.key}={value}"
 
 
-def _version(writer: EngineWriter, version: str) -> str:
+def _version(writer: EngineSpec, version: str) -> str:
     if version and version not in writer.versions:
         known = ", ".join(filter(None, writer.versions))
         hint = f"known are {known}" if known else "its files are the same for all that are known: leave it out"
@@ -101,7 +97,7 @@ def _version(writer: EngineWriter, version: str) -> str:
     return version or writer.versions[0]
 
 
-def _check_kind(writer: EngineWriter, request: WriteRequest) -> None:
+def _check_kind(writer: EngineSpec, request: WriteRequest) -> None:
     if writer.serves and request.workload.batch:
         raise UserError(
             f"{writer.title} serves: give --prompt, --output and --concurrency in place of --seq and --batch"
@@ -117,7 +113,7 @@ def _check_kind(writer: EngineWriter, request: WriteRequest) -> None:
         raise UserError(f"{writer.title} cannot express optimizer={request.workload.optimizer}; it has {known}")
 
 
-def _check_limits(writer: EngineWriter, request: WriteRequest) -> None:
+def _check_limits(writer: EngineSpec, request: WriteRequest) -> None:
     limit = first_broken(writer.bounds, request.layout, request.model)
     if limit is None:
         return

@@ -1,0 +1,92 @@
+"""accelerate's degrees, DeepSpeed's file that it names, and flags of `accelerate launch`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.interop.engines import deepspeed
+from shardwise.interop.reading.engine_reader import read_as
+from shardwise.interop.reading.fields import ConfigFields
+from shardwise.interop.reading.settings import FileReader, Reading
+from shardwise.interop.spec import spec
+
+_SWITCHES = {f"use_{kind.lower()}": kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")} | {"multi_gpu": "MULTI_GPU"}
+_OF_DEEPSPEED = ("deepspeed_config_file", "zero", "offload_", "gradient_")
+"""Beginnings of flags of `accelerate launch` that are keys of `deepspeed_config`."""
+
+
+def read(
+    data: Mapping[str, Any],
+    ranks: int | None,
+    other: FileReader,
+    engine: str = "accelerate",
+    trainer: Mapping[str, Any] | None = None,
+) -> Reading:
+    """Layout of a file. other: reads the DeepSpeed file that it may name. trainer: arguments of the program, by
+    transformers' names. Raises `UserError` where the number of processes is missing, and where sizes do not multiply to
+    it."""
+    reading = read_as(spec(engine), data, ranks, other=other, trainer=trainer or {})
+    if not trainer:
+        return reading
+    fields, micro, batch = ConfigFields(trainer), reading.layout.micro, reading.batch
+    if micro_given := fields.integer("per_device_train_batch_size"):
+        micro, batch = micro_given, micro_given * fields.integer("gradient_accumulation_steps", 1) * reading.layout.dp
+    recompute = "full" if fields.flag("gradient_checkpointing") else reading.layout.recompute
+    seq = fields.integer("max_length") or fields.integer("max_seq_length") or None
+    layout = replace(reading.layout, micro=micro, recompute=recompute)
+    return replace(reading, layout=layout, seq=seq, batch=batch, model=fields.word("model_name_or_path") or None)
+
+
+def merged(data: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """A file with the flags of `accelerate launch` in place of its keys."""
+    result = {key: dict(one) if isinstance(one, Mapping) else one for key, one in data.items()}
+    for key, value in flags.items():
+        kind = re.match("fsdp|parallelism|megatron_lm", key)
+        table = f"{kind[0]}_config" if kind else "deepspeed_config" if key.startswith(_OF_DEEPSPEED) else ""
+        if key in _SWITCHES:
+            result["distributed_type"] = _SWITCHES[key]
+        else:
+            (result.setdefault(table, {}) if table else result)[key] = value
+    return result
+
+
+def derive(names: Mapping[str, Any], _: ConfigFields) -> dict[str, Any]:
+    """ZeRO's groups, or the reading of DeepSpeed's file. Raises `UserError` for degrees that DeepSpeed has not."""
+    group = names["shards_of_data"] * names["cp"]
+    if names["kind"] == "DEEPSPEED":
+        return _deepspeed(names)
+    if names["kind"] == "MEGATRON_LM":
+        recompute = names["granularity"] or ("selective" if names["megatron_core"] else "none")
+        return {"recompute": recompute, "zero": int(names["megatron_zero"])}
+    if names["product"] == 1 or (names["zero"] and group > 1):
+        return {"shard": names["shard"] if names["product"] == 1 else group}
+    # A group of one rank shards nothing, and what FSDP offloads stays.
+    return {"shard": 0, "zero": 0, "offload": "none", "offload_params": "none"}
+
+
+def _deepspeed(names: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's own file where one is named, else the few keys that accelerate writes into its place."""
+    cp, mixed, trainer = names["cp"], names["mixed"], names["trainer"]
+    if names["tp"] > 1 or (cp > 1 and names["cpkind"] != "ulysses"):
+        raise UserError("beside DeepSpeed, parallelism_config has data-parallel sizes and sp_size alone")
+    config: dict[str, Any] = {"sequence_parallel_size": cp} if cp > 1 else {}
+    if name := names["deepspeed_file"]:
+        said = deepspeed.settings_of(ConfigFields(trainer)) if trainer else {}
+        said |= {"bf16": mixed == "bf16", "fp16": mixed == "fp16"}
+        config = {**deepspeed.filled(names["other"](name), **said), **config}
+    else:
+        homes = {f"offload_{key}": {"device": names[f"{key}_home"]} for key in ("optimizer", "params")}
+        homes["offload_param"] = homes.pop("offload_params")
+        config |= {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": names["clip"],
+            "zero_optimization": {"stage": names["stage"], **homes},
+            **({mixed: {"enabled": True}} if mixed in ("bf16", "fp16") else {}),
+        }
+    inner = read_as(spec("deepspeed"), config, names["processes"])
+    inner = inner if name else replace(inner, batch=None)
+    return {"inner": inner, "title": "accelerate with DeepSpeed"}

@@ -1,0 +1,34 @@
+"""What servers share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwise.errors import UserError
+from shardwise.layout import Layout
+from shardwise.layout.experts import expert_spread, experts_across
+from shardwise.model import ModelConfig
+from shardwise.model.formats import weight_format
+
+
+def quantization(engine: str, words: Mapping[str, str], weights: str) -> str | None:
+    """The engine's word for a type of stored weights; None for 16 and 32 bits. words: word -> type that it stores.
+    Raises `UserError` without one."""
+    stored = weight_format(weights)
+    if not stored.lossy:
+        return None
+    for word, meaning in words.items():
+        # Some store experts alone.
+        if weight_format(meaning).form == stored.form and not word.startswith("experts"):
+            return word
+    raise UserError(f"no quantization of {engine} stores {weights}")
+
+
+def shared_experts(layout: Layout) -> bool:
+    """Whether replicas of attention are inside one engine."""
+    return experts_across(layout) > 1
+
+
+def redundant_experts(layout: Layout, model: ModelConfig) -> int | None:
+    """Copies of experts that fill up ranks; None without."""
+    return (expert_spread(layout, model.experts.count).redundant if model.experts else 0) or None

@@ -1,0 +1,87 @@
+"""torchtitan's arguments, its models, and files of older versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.interop.reading.arguments import launched_ranks, parse
+from shardwise.interop.reading.engine_reader import read_as
+from shardwise.interop.reading.fields import renamed
+from shardwise.interop.reading.settings import FileReader, Reading
+from shardwise.interop.spec import spec
+from shardwise.model import ModelConfig
+from shardwise.model.catalog import catalog
+
+_POLICY = "activation-checkpoint:"
+"""Word of arguments that chooses what is recomputed, since 0.3."""
+
+
+def read(
+    data: Mapping[str, Any] | list[str],
+    ranks: int | None,
+    other: FileReader | None = None,
+    engine: str = "torchtitan",
+    base: Mapping[str, Any] | None = None,
+) -> Reading:
+    """Layout of a file or of arguments. base: the file that the arguments name; theirs come first. Raises `UserError`
+    where the degrees do not multiply to the number of processes, or leave one open that nothing tells."""
+    preset = ""
+    if isinstance(data, list):
+        flags = parse([word for word in data if not word.startswith(_POLICY)], {}, frozenset()).flags
+        ranks = ranks or launched_ranks(flags)
+        policies = [word.removeprefix(_POLICY).replace("-", "_") for word in data if word.startswith(_POLICY)]
+        preset = flags.get("config", "")
+        data = _nested(flags) | ({"activation_checkpoint": {"mode": policies[-1]}} if policies else {})
+        for section, table in (base or {}).items():
+            data[section] = {**table, **data.get(section, {})} if isinstance(table, Mapping) else table
+    return read_as(spec(engine), _by_new_names(data), ranks, preset=preset)
+
+
+def _by_new_names(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A file of 0.1 by the names since 0.2."""
+    table = renamed(data, spec("torchtitan").renamed)
+    parallel = table.setdefault("parallelism", {})
+    for section in (table.get("training"), table.get("experimental")):
+        if isinstance(section, dict) and isinstance(parallel, dict):
+            for key in [key for key in section if "_parallel_" in str(key)]:
+                parallel.setdefault(key, section.pop(key))
+    began = data.get("experimental")
+    if isinstance(began, Mapping) and "pipeline_parallel_degree" in began and isinstance(parallel, dict):
+        # Its local batch is cut into as many micro-batches as stages unless their number is given.
+        parallel.setdefault("num_pp_microbatches", began["pipeline_parallel_degree"])
+    return table
+
+
+def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """--training.seq_len 8192 as {"training": {"seq_len": "8192"}}; flags without a section are torchrun's."""
+    data: dict[str, Any] = {}
+    for name, value in flags.items():
+        section, dot, key = name.partition(".")
+        if dot:
+            data.setdefault(section, {})[key] = value
+    return data
+
+
+def schedule_of(name: str) -> str:
+    """The schedule by its name here. Raises `UserError` for one that there is not."""
+    # Brings numpy, which only a pipeline needs.
+    from shardwise.schedule.pipeline import find
+
+    return find("Interleaved1F1B" if name.lower() == "interleavedzerobubble" else name).name
+
+
+def catalog_name(name: str, flavor: str) -> str:
+    """The catalog's way of writing a model's name and flavor: llama3 and 70B are llama-3-70b."""
+    family = "llama-3" if name == "llama3" else name
+    return f"{family}-{flavor.lower()}" if name and flavor else family
+
+
+def catalogued(model: ModelConfig) -> bool:
+    """Whether torchtitan has the catalog's model of that name."""
+    return model.name in spec("torchtitan").options["titan_model"].words.values() and catalog()[model.name] == model
+
+
+def models() -> str:
+    """Models that torchtitan has and the catalog knows."""
+    return ", ".join(spec("torchtitan").options["titan_model"].words.values())

@@ -1,0 +1,80 @@
+"""The Trainer's degrees, and the files of FSDP and DeepSpeed that its arguments name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.interop.engines import deepspeed
+from shardwise.interop.reading.engine_reader import read_as, values_of
+from shardwise.interop.reading.fields import ConfigFields, renamed
+from shardwise.interop.reading.settings import FileReader, Reading
+from shardwise.interop.spec import spec
+
+_TABLES = ("distributed_config", "training_arguments")
+_NODE = 8
+_ADAPTERS = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type")
+
+
+def read(data: Mapping[str, Any], ranks: int | None, other: FileReader, engine: str = "transformers") -> Reading:
+    """Layout of the tables. other: reads the files that they name. engine: transformers, or a dialect. Raises
+    `UserError` for sizes that do not multiply to the number of processes."""
+    data = trainer(data, engine)
+    if _TABLES[1] not in data:
+        arguments = {key: value for key, value in data.items() if key not in _TABLES}
+        data = {key: data[key] for key in _TABLES if key in data} | {_TABLES[1]: arguments}
+    return read_as(spec(engine), data, ranks, other=other, title=spec(engine).title)
+
+
+def trainer(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """The Trainer's arguments in a dialect's file, by transformers' names."""
+    one = spec(engine)
+    table = renamed({key: value for key, value in data.items() if key not in one.dropped}, one.renamed)
+    usual = {} if table.get("fp16") else one.defaults
+    return table | {key: value for key, value in usual.items() if table.get(key, "auto") == "auto"}
+
+
+def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
+    """Degrees, batch and adapters, or the reading of DeepSpeed's file. Raises `UserError` as `read`."""
+    arguments = fields.within(_TABLES[1], spec("transformers").known)
+    for key in _ADAPTERS:
+        word = arguments.word(key).lower()
+        if word not in ("", "false", "no", "full"):
+            arguments.say("unpriced", f"{key}: {word}: weights are frozen or narrow: see plan --lora")
+    if names["deepspeed"]:
+        if names["fsdp"] or names["fsdp_config"]:
+            raise UserError("deepspeed and fsdp are both given; the trainer takes one of them")
+        named = names["deepspeed"]
+        file = named if isinstance(named, Mapping) else names["other"](str(named))
+        inner = read_as(spec("deepspeed"), deepspeed.filled(file, **deepspeed.settings_of(arguments)), names["ranks"])
+        if names["recompute"] == "full":
+            inner = replace(inner, layout=replace(inner.layout, recompute="full"))
+        return {"inner": inner, "title": f"{names['title']} with DeepSpeed"}
+    return {}
+
+
+def keys_of_fsdp(text: str, named: Any, ranks: int | None, other: FileReader, fields: ConfigFields) -> dict[str, Any]:
+    """Layout keys of the trainer's `fsdp` (text) and `fsdp_config` (named); none without them. Raises `UserError` as
+    accelerate."""
+    words = text.split()
+    table = named if isinstance(named, Mapping) else other(named) if isinstance(named, str) else {}
+    if not (words or table) or words == ["false"]:
+        return {}
+    table = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in table.items()}
+    strategy = next((word for word in words if word.endswith(("shard", "_op", "zero2"))), "full_shard")
+    table.setdefault("fsdp_sharding_strategy", strategy)
+    if table.get("fsdp_version") == 2:
+        table.pop("fsdp_sharding_strategy")
+    if "offload" in words:
+        table["fsdp_offload_params"] = True
+    nodes = 1
+    if "hybrid" in strategy and ranks and ranks > _NODE:
+        nodes = -(-ranks // _NODE)
+        fields.say("doubts", f"{strategy} shards inside a node, counted as {_NODE} ranks")
+    inner = ConfigFields(table, spec("fsdp_config").known(), "fsdp_config.")
+    fields.join(inner)
+    read = values_of(spec("fsdp_config"), inner, kind="FSDP", processes=ranks or 1, machines=nodes)
+    keys = {key: read[key] for key in ("shard", "recompute", "offload", "offload_params")}
+    return {"zero": read["zero"]} | {key: value for key, value in keys.items() if value not in (0, "none")}

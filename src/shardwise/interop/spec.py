@@ -1,0 +1,287 @@
+"""`EngineSpec`: an engine as `engines/NAME.toml` describes it, read by both drivers.
+
+A file has the engine's title, limits and, under `[options]`, a row for each layout key, number of a step or a server,
+and further option: what the engine calls it, what is read from it, and what is written. Texts under `read`, `write`,
+`check`, `when` and `set` are Python expressions of the rows' names; those of messages are f-strings of them.
+Functions that they call are in `engines/NAME.py`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from importlib import import_module, resources
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from shardwise.interop.expressions import Names, evaluate, sentence
+from shardwise.interop.reading.fields import Known
+from shardwise.interop.writing.canonical import DEFAULTS
+from shardwise.interop.writing.limits import Limit, absent
+from shardwise.layout import Layout
+from shardwise.layout.optimizers import OPTIMIZERS
+from shardwise.model import ModelConfig
+
+_KINDS = {int: "integer", bool: "flag", str: "word"}
+_TYPES: dict[str, Any] = {
+    "integer": 0,
+    "size": 0,
+    "number": 0.0,
+    "flag": False,
+    "switch": False,
+    "given": False,
+    "raw": None,
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row of `[options]`."""
+
+    name: str
+    """A layout key, a number of a step or of a server, or a name for other rows."""
+    option: str = ""
+    """The engine's word, with the tables that it is in; empty for what other rows give."""
+    kind: str = ""
+    """Method of `ConfigFields` that reads it; empty for what is only written."""
+    default: Any = None
+    least: int = 1
+    choices: tuple[str, ...] = ()
+    words: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's word -> value."""
+    otherwise: Any = None
+    """Value of a word that is not listed."""
+    unlisted: str = ""
+    """Fact about such a word."""
+    check: str = ""
+    error: str = ""
+    """Message where `check` does not hold."""
+    read: str = ""
+    """Expression of the value; `value` is what the option says."""
+    write: str = ""
+    """Expression of what is written; None and, on a command line, False leave the option out."""
+    fact: str = ""
+    note: str = ""
+    """Said where the option is given."""
+    shown: str = ""
+    """Name in tables, where it is not the option's last part."""
+    versions: tuple[str, ...] = ()
+    """Versions whose files have it; empty: all."""
+
+    @property
+    def path(self) -> tuple[str, str]:
+        """(Tables that it is in, its name there)."""
+        table, _, key = self.option.rpartition(".")
+        return table, key
+
+    def said(self, value: Any) -> Any:
+        """The engine's word for a value, which it is itself without a list of words."""
+        if not self.words or value is None:
+            return value
+        return next((word for word, meaning in self.words.items() if meaning == value), None)
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A sentence about a configuration: an error, a fact, a note, a doubt, or a comment in a written file."""
+
+    say: str
+    when: str = "True"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine."""
+
+    name: str
+    title: str = ""
+    """Name in sentences; empty for a file that others share."""
+    like: str = ""
+    """File with what several engines share."""
+    include: Mapping[str, str] = field(default_factory=dict)
+    """Table -> file with the rows of its options."""
+    gates: Mapping[str, str] = field(default_factory=dict)
+    """Table -> expression of what must hold for it to be read."""
+    place: int = 99
+    """Place among the engines."""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
+    """Layout key -> comment where it is not the default: what the user's code or environment has to do."""
+    limits: tuple[Limit, ...] = ()
+    """Bounds beside the keys that are in neither table."""
+    harmless: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Table -> its keys, and beginnings of keys (`prefixes`), that change nothing. "top" is the outermost."""
+    alone: frozenset[str] = frozenset()
+    """Flags that never take a value, beside switches."""
+    short: Mapping[str, str] = field(default_factory=dict)
+    """Other names of flags."""
+    program: str = ""
+    """Regular expression of a command's word and the next that start the engine."""
+    marks: frozenset[str] = frozenset()
+    """Keys that tell it from other engines."""
+    extends: tuple[str, ...] = ()
+    """Engines whose marks are its own, too."""
+    names_file: tuple[str, ...] = ()
+    """Flags that name its file."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Keys of other names, such as a dialect's, -> keys; a dotted one is in a table."""
+    renamed_for_megatron: Mapping[str, str] = field(default_factory=dict)
+    """The same where a dialect trains with Megatron-Core."""
+    dropped: tuple[str, ...] = ()
+    """Keys of a dialect that change nothing."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of a dialect where it says auto, or nothing."""
+    packages: tuple[str, ...] = ()
+    """Packages of Python that have the `calls`."""
+    calls: tuple[str, ...] = ()
+    """Functions and classes that take the engine's arguments."""
+    needs_ranks: str = ""
+    """Error where nothing says how many processes there are; empty where degrees do."""
+    flags: bool = False
+    """Whether options are flags of a command line."""
+    command: tuple[str, ...] = ()
+    """Start of the command that is written."""
+    end: tuple[str, ...] = ()
+    """Its last words."""
+    before: str = "''"
+    """Expression of the script's lines before it."""
+    launcher: bool = False
+    """Whether torchrun starts it."""
+    remarks: Mapping[str, tuple[Remark, ...]] = field(default_factory=dict)
+    """Kind -> sentences."""
+    file: str = ""
+    """Usual name of the file; its suffix tells the reader its kind."""
+    profile: str = ""
+    """Profile of the planner (`predict.time.ENGINES`) that prices it."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Layout keys that plans do not search, with the only value that it has: it replaces another."""
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    serves: bool = False
+    loads_model: bool = False
+    """Whether it loads the model by a name, which says the model's sizes."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Version -> name of its file, where it is another."""
+    versions: tuple[str, ...] = ("",)
+    """Versions whose files differ, the newest first."""
+
+    @cached_property
+    def functions(self) -> dict[str, Any]:
+        """Functions of the Python beside the file, and of that of engines like it."""
+        result: dict[str, Any] = {}
+        for name in filter(None, (self.like, *self.include.values())):
+            result |= spec(name).functions
+        if (_folder() / f"{self.name}.py").is_file():
+            module = vars(import_module(f"shardwise.interop.engines.{self.name}"))
+            own = f"shardwise.interop.engines.{self.name}"
+            result |= {name: one for name, one in module.items() if getattr(one, "__module__", "") == own}
+        return result
+
+    @cached_property
+    def keys(self) -> dict[str, str]:
+        """Layout key -> option that says it."""
+        if "layout" in self.options:
+            return dict.fromkeys(DEFAULTS, "--layout")
+        rows = {name: row for name, row in self.options.items() if name in DEFAULTS}
+        return {name: row.shown or row.path[1] for name, row in rows.items() if row.shown or row.option}
+
+    @cached_property
+    def bounds(self) -> tuple[Limit, ...]:
+        """Every limit: keys without a word first."""
+        return (*absent(self.keys, self.left), *self.limits)
+
+    @cached_property
+    def standing_alone(self) -> frozenset[str]:
+        """Flags that never take a value."""
+        return self.alone | {row.option for row in self.options.values() if row.kind == "switch"}
+
+    def plain_name(self, flag: str) -> str:
+        """An option's name, of another name of it."""
+        if not self.flags:
+            return flag
+        key = flag.replace("-", "_")
+        return next((one for short, one in self.short.items() if short.lstrip("-").replace("-", "_") == key), key)
+
+    def known(self, table: str = "top") -> Known:
+        """Keys of a table that change nothing."""
+        row = self.harmless.get(table, {})
+        keys = {*row.get("keys", "").split(), *(self.alone if table == "top" else ())}
+        return Known(frozenset(keys), tuple(row.get("prefixes", "").split()))
+
+    def objection(self, model: ModelConfig) -> str:
+        """Why the engine does not support a model; empty where it does."""
+        names = Names(model, **self.functions, model=model)
+        return next((sentence(one.say, names) for one in self.remarks["objections"] if evaluate(one.when, names)), "")
+
+    def left_to_code(self, layout: Layout) -> list[str]:
+        """Comments on keys that the file leaves to others."""
+        changed: dict[str, Any] = {key: getattr(layout, key) for key in self.left}
+        return [f"{key}={value}: {self.left[key]}" for key, value in changed.items() if value != DEFAULTS[key]]
+
+
+def _folder() -> Traversable:
+    return resources.files("shardwise.interop.engines")
+
+
+def _names() -> list[str]:
+    return sorted(one.name[:-5] for one in _folder().iterdir() if one.name.endswith(".toml"))
+
+
+@cache
+def spec(name: str) -> EngineSpec:
+    """The engine of that name, with the limits, rows and remarks of the file that it is `like`."""
+    data = tomllib.loads((_folder() / f"{name}.toml").read_text(encoding="utf-8"))
+    base = spec(data["like"]) if "like" in data else EngineSpec(name)
+    included = {table: spec(one) for table, one in data.get("include", {}).items()}
+    rows = {key: _option(key, row) for key, row in data.pop("options", {}).items()}
+    for table, one in included.items():
+        rows |= {key: replace(row, option=row.option and f"{table}.{row.option}") for key, row in one.options.items()
+                 if key not in rows}  # fmt: skip
+        data.setdefault("harmless", {})[table] = one.harmless["top"]
+    remarks = {kind: tuple(Remark(**row) for row in data.pop(kind, ())) for kind in REMARKS}
+    words = {key: frozenset(data.pop(key, "").split()) for key in ("alone", "marks")}
+    merged: dict[str, Any] = {
+        "options": {**base.options, **rows},
+        "harmless": {**base.harmless, **data.pop("harmless", {})},
+        "left": {**base.left, **data.pop("left", {})},
+        "limits": (*base.limits, *(Limit(**row) for row in data.pop("limits", ()))),
+        "fixed": {**base.fixed, **data.pop("fixed", {})},
+        "remarks": {
+            kind: (*(remark for one in (base, *included.values()) for remark in one.remarks.get(kind, ())), *more)
+            for kind, more in remarks.items()
+        },
+    }
+    inherited = {"serves": base.serves, "loads_model": base.loads_model, "flags": base.flags, "profile": base.profile}
+    given: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in data.items()}
+    return EngineSpec(**{"name": name, **inherited, **given, **words, **merged})
+
+
+REMARKS = ("errors", "facts", "notes", "doubts", "unpriced", "comments", "objections")
+"""Kinds of sentences."""
+
+
+def _option(name: str, said: str | Mapping[str, Any]) -> Option:
+    row: dict[str, Any] = {"option": said} if isinstance(said, str) else dict(said)
+    if {"kind", "fact", "note"} & row.keys():
+        row.setdefault("option", name)
+    kind = row.get("kind", "given" if {"fact", "note"} & row.keys() else "")
+    if not kind and "option" in row and not ("write" in row and not {"read", "words", "choices"} & row.keys()):
+        kind = _KINDS.get(type(DEFAULTS.get(name)), "word")
+    if kind:
+        usual, own = _TYPES.get(kind, ""), DEFAULTS.get(name)
+        row.setdefault("default", own if type(own) is type(usual) else usual)
+    lists = {key: tuple(row[key]) for key in ("choices", "versions") if key in row}
+    return Option(name, **(row | {"kind": kind} | lists))
+
+
+@cache
+def specs() -> dict[str, EngineSpec]:
+    """Name -> engine, in the order of their places."""
+    every = [spec(name) for name in _names()]
+    return {one.name: one for one in sorted(every, key=lambda one: one.place) if one.title}
+
+
+def writers() -> dict[str, EngineSpec]:
+    """Name -> engine that layouts are written for."""
+    return {name: one for name, one in specs().items() if one.file}
