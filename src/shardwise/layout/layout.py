@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from shardwise.errors import LayoutError, did_you_mean
@@ -17,6 +17,7 @@ from shardwise.layout.algorithm_names import check_algorithm
 from shardwise.layout.axes import DENSE
 from shardwise.layout.sync import MOMENTS, OUTERS, SERVED, SYNCS, Servers, check_sync
 from shardwise.options import option
+from shardwise.records import dataclass
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "cpkind": ("ring", "ulysses", "allgather"),

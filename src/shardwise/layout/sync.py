@@ -8,11 +8,11 @@ master weights and the optimizer state of a key range each. Sources: Li et al. 2
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.errors import LayoutError
 from shardwise.layout.axes import CP, EP, PP
+from shardwise.records import dataclass
 
 if TYPE_CHECKING:
     from shardwise.layout.layout import Layout

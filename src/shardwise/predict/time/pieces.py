@@ -6,7 +6,7 @@ Depends on few numbers of a split (`BLOCK_DEPENDS_ON`): over many candidates eac
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import Num, StepShape
 from shardwise.predict.time.traced import KINDS as TRACED_KINDS
 from shardwise.predict.time.traced import TracedTimes
+from shardwise.records import dataclass
 
 Parts = dict[str, Num]
 """Seconds by kind."""

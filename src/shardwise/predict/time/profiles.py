@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.predict.time.features import EVERYTHING, Features
+from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from shardwise.layout import Layout, Workload
 from shardwise.layout.gradients import widens_gradients
 from shardwise.layout.optimizers import DEFAULT
+from shardwise.records import dataclass
 
 Num = Any
 """A number, or an array of numbers."""
