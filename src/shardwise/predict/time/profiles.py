@@ -72,6 +72,8 @@ class EngineProfile:
     ring_bytes: tuple[float, float] = (0.0, 0.0)
     """Bytes moved per element of a rank's queries to merge each further piece of a ring's attention, (forward,
     backward)."""
+    ring_overlap: bool = True
+    """A ring's messages run beside the attention to the piece before."""
     kv_repeated: bool = False
     """Context parallelism sends keys and values once for each head of queries."""
     tensor_pipelined: bool = False
