@@ -20,6 +20,7 @@ FLOORS = {
     "errors": 0,
     "small_files": 0,
     "lazy": 0,
+    "records": 0,
     "options": 0.5,
     "model": 1,
     "cluster": 1,

@@ -17,6 +17,7 @@ from shardwise.planner.space import RECOMPUTE, BatchChoice, LayoutColumns, Sched
 from shardwise.predict.step_seconds import step_seconds
 from shardwise.predict.time import ENGINES, Pricing, StepShape, engine, time_range, training_step
 from shardwise.predict.time.block import Shape, tally_part
+from shardwise.predict.time.step import link_seconds
 
 GPT, LLAMA = get("megatron-22b"), get("llama-3-8b")
 POWERS = st.sampled_from([1, 2, 4, 8])
@@ -197,6 +198,19 @@ def test_each_kind_of_context_parallelism_has_its_own_messages():
     exchanges = 2 * (price("all_to_all", 48 * head / 8, 8) + price("all_to_all", 32 * head / 8, 8))
     assert exchanged == pytest.approx(LLAMA.layers * exchanges, rel=1e-9)
     assert inside(cpkind="ulysses", recompute="full") == pytest.approx(1.5 * exchanged)
+
+
+def test_a_compiled_ring_waits_for_its_messages():
+    """A traced collective is waited for where it is sent, so that no attention runs beside it."""
+    pricing = Pricing(Cluster.parse("8xH100"))
+
+    def inside(name: str) -> float:
+        return float(training_step(LLAMA, StepShape(65536, cp=8), engine(name), pricing).parts["tensor"])
+
+    merged = replace(engine("torchtitan-compiled"), ring_bytes=(0.0, 0.0))
+    messages = link_seconds(LLAMA, StepShape(65536, cp=8), merged, pricing)["tensor"]
+    alone = float(training_step(LLAMA, StepShape(65536, cp=8), merged, pricing).parts["tensor"])
+    assert alone == pytest.approx(float(messages)) and inside("torchtitan-compiled") > inside("torchtitan") > 0
 
 
 @pytest.mark.parametrize("name", sorted(ENGINES))

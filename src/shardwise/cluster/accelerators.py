@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.cluster.device import Device, Link
 from shardwise.cluster.host import UNKNOWN, Host
+from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)

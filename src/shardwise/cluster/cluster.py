@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardwise.cluster.host import HOST_FIELDS, RATES, UNKNOWN, Host
 from shardwise.cluster.networks import network_of
 from shardwise.cluster.paths import NodePaths, paths_of, slowest
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.small_files import read_small
 
 MOST_COUNTED = 999_999_999

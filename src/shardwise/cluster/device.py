@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, NamedTuple
 
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 
 LEAST, MOST = 1e-15, 1e24
 """Limits of every number of a device: outside them there is no machine, and times overflow."""

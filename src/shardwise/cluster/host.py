@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 from shardwise.cluster.device import check_number
+from shardwise.records import dataclass
 
 RATES = ("link_bandwidth", "links_bandwidth", "adamw_rate", "disk_read", "disk_write")
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from shardwise.cluster.accelerators import Accelerator
 from shardwise.cluster.device import KINDS, Link
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 
 PATHS = {
     "PIX": "one PCIe switch",

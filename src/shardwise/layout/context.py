@@ -8,11 +8,11 @@ causal attention is as much work on every rank (Megatron-LM, ring-flash-attentio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.errors import LayoutError
 from shardwise.layout.layout import Layout
+from shardwise.records import dataclass
 
 PAGE, CHUNK = 16, 256
 """Tokens of a page of the cache, and of a chunk of a prompt, where nothing else is asked for."""

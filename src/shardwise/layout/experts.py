@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from shardwise.layout.axes import CP, DATA, EP, EP_ACROSS, STAGE, TP, Axes
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Placed, width_held
 from shardwise.ops.expert_share import ExpertShare
+from shardwise.records import dataclass
 
 LOADS = "expert loads"
 """Name, in a ledger, of the sum of a step's loads."""

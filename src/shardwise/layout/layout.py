@@ -7,12 +7,13 @@ that contradicts itself fails here; whether it suits a model is `legality.py`'s 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import LayoutError
 from shardwise.layout.algorithm_names import check_algorithm
 from shardwise.layout.keys import KEYS, SERVED, Group, Key, Keys, Servers, changed, defaults, read
+from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)

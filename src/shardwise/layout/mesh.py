@@ -8,7 +8,6 @@ where key/value heads are replicated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,6 +33,7 @@ from shardwise.layout.axes import (
 from shardwise.layout.experts import expert_places
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
+from shardwise.records import dataclass
 
 if TYPE_CHECKING:
     from shardwise.layout.layout import Layout

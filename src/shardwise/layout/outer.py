@@ -8,11 +8,11 @@ Douillard et al. 2025 (Streaming DiLoCo: outer gradients in 4 bits).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.layout.axes import REPLICA, Axes
 from shardwise.layout.wire import WIRE_DTYPE, PackedRun, packed_runs
+from shardwise.records import dataclass
 
 if TYPE_CHECKING:
     from shardwise.layout.units import Unit, UnitPlan

@@ -7,7 +7,6 @@ dim, row-parallel the input dim (Shoeybi et al. 2019).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import accumulate
 
 from shardwise.layout.axes import KV, TP, Axes
@@ -16,6 +15,7 @@ from shardwise.layout.tensor import split_dim
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Cut, Parameter
 from shardwise.ops.cache_shape import CacheShape
+from shardwise.records import dataclass
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) of each dim."""

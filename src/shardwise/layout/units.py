@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, groupby, pairwise
 from math import ceil
@@ -51,6 +51,7 @@ from shardwise.model.lora import INT8, NF4, NF4_BYTES
 from shardwise.model.operations import AttentionCore
 from shardwise.model.parameters import Model, blueprint
 from shardwise.ops.fusion import FusedForm, fused_form
+from shardwise.records import dataclass
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from shardwise.layout.workload import Workload
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
+from shardwise.records import dataclass
 
 LONGEST = 8192
 """Tokens of a sequence in pre-training: longer contexts are trained at its end (Llama 3, 2024, section 3.4.2)."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.layout.layout import Layout
 from shardwise.layout.optimizers import DEFAULT, ELSEWHERE, OPTIMIZERS
 from shardwise.options import option
+from shardwise.records import dataclass
 
 MOST = 1_000_000_000
 """Limit of each number of a workload, so that counts over a step fit 64-bit integers."""

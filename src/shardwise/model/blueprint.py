@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.model.operations import Elementwise, Operation, operation_from_json
+from shardwise.records import dataclass
 
 if TYPE_CHECKING:
     from shardwise.model.config import Experts

@@ -8,12 +8,13 @@ parameters (`parameters.py`), the decoder, the placement of tensors, the predict
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.model.counted import Counted
 from shardwise.model.lora import Lora
+from shardwise.records import dataclass
 
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "both"]

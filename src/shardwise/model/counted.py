@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.model.blueprint import Part
 from shardwise.model.operations import AttentionCore
+from shardwise.records import dataclass
 
 CacheType = Literal["full", "window", "latent", "indexed", "compressed", "linear", "none"]
 

@@ -8,11 +8,12 @@ for each expert, as [out, in]. DeepSeek keeps the two numbers that a rotation tu
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal
 
 from shardwise.model.blueprint import ForeignSlice, Parameter
 from shardwise.model.config import ModelConfig
+from shardwise.records import dataclass
 
 FUSED = ("q", "k", "v")
 """Order of the parameters in a fused tensor."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.errors import UserError, did_you_mean
+from shardwise.records import dataclass
 
 
 class Form(NamedTuple):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeVar
 
 from shardwise.errors import UserError, did_you_mean
 from shardwise.model.formats import weight_format
+from shardwise.records import dataclass
 
 MOST_RANK = 1 << 16
 """Largest rank: more than any model's width."""

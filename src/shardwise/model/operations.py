@@ -10,10 +10,10 @@ Widths are the whole model's; `Width` says which of them tensor parallelism divi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 
 Rows = Literal["tokens", "stream", "routed"]
 """Which tokens an operation sees on a rank. tokens: all of its sequences; stream: its shard of the residual stream,

@@ -5,7 +5,7 @@ Without torch: the layout makes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)

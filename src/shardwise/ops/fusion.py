@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from shardwise.model import ModelConfig
+from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from shardwise.cluster import Cluster
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import Block
+from shardwise.records import dataclass
 
 KEYS = ("tp", "pp", "cp", "ep", "zero", "micro", "recompute", "sp", "schedule")
 """The keys whose neighbouring values are looked at."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from shardwise.cluster import Cluster
@@ -10,6 +9,7 @@ from shardwise.layout import Workload
 from shardwise.layout.model_size import size_json
 from shardwise.model.parameters import Model
 from shardwise.predict.cluster_links import links_json
+from shardwise.records import dataclass
 
 One = TypeVar("One")
 

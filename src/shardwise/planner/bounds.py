@@ -142,8 +142,10 @@ class MemoryBound:
         plan_of = cache(partial(self._alone, model))
         for at, (tp, ep, row) in enumerate(rows):
             plan = plan_of(tp, ep if model.experts else 1, row.sp)
-            # Formulas take other paths where a degree is 1: what diverges for certain is evaluated apart.
-            paths = plan.fused, row.sp, row.recompute, tp > 1, ep > 1, row.cp > 1, row.micro > 1
+            # Formulas take other paths where a degree is 1, or a rank has one head: what diverges for certain is
+            # evaluated apart.
+            heads = tp >= model.kv_heads, tp >= model.heads
+            paths = plan.fused, row.sp, row.recompute, tp > 1, ep > 1, row.cp > 1, row.micro > 1, heads
             groups.setdefault(paths, (plan, []))[1].append(at)
         table = np.empty((len(MicroBatchBytes._fields), len(rows)))
         for plan, group in groups.values():

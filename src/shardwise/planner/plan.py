@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.ranges import large_run
 from shardwise.predict.traffic.slow_links import tensor_warnings
+from shardwise.records import dataclass
 from shardwise.report.printing import Printable
 from shardwise.report.room import DeviceRoom
 from shardwise.report.terminal import Renderable

@@ -8,7 +8,7 @@ the traffic of the data ranks computed once a mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.split import StepShape
 from shardwise.predict.time.step import bubble_share, step_parts, training_step
 from shardwise.predict.time.traffic import Traffic, traffic
+from shardwise.records import dataclass
 from shardwise.report.step_report import Bytes
 
 Num = Any

@@ -235,7 +235,7 @@ class RankBound:
         embedding = s.embedding - s.known_embedding if kind in (FIRST, WHOLE) else 0.0
         return embedding + (s.head - s.known_head if kind in (LAST, WHOLE) else 0.0)
 
-    def _columns(self) -> Iterator[tuple[list[Num], list[Num], list[Num], list[Num]]]:
+    def _columns(self) -> Iterator[tuple[Num, Num, Num, Num]]:
         """For each moment, arrays of rows x 1 x orders: its kind and the next; and by kind its counts of saved, kept
         and accumulated."""
         frame = self.frame
@@ -246,8 +246,8 @@ class RankBound:
         most = max(len(each) for of_count in table for each in of_count)
         # [counts, orders, moments, numbers]
         full = np.array([[each + each[:1] * (most - len(each)) for each in of_count] for of_count in table])
-        for index in range(most):
-            columns = [full[row, :, index, number][:, None, :] for number in range(full.shape[-1])]
+        # [moments, numbers, rows, 1, orders]
+        for columns in full.transpose(2, 3, 0, 1)[:, :, row, None]:
             yield columns[:2], columns[2:6], columns[6:10], columns[10:]
 
     def _inside(self, kind: int) -> Num:

@@ -8,7 +8,7 @@ it is priced. Nothing else is left out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import inf
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +28,7 @@ from shardwise.predict.memory.engine_bytes import counts_engine
 from shardwise.predict.memory.engine_rows import engine_memory
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
+from shardwise.records import dataclass
 
 Bound = MemoryBound | EngineBound
 By = Literal["throughput", "memory", "pareto"]

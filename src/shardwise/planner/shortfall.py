@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from shardwise.cluster import Cluster, catalog
@@ -18,6 +18,7 @@ from shardwise.predict.fixing import HOMES, words_of
 from shardwise.predict.memory.capacity import reserved_bytes, usable_bytes
 from shardwise.predict.node_bytes import NOTHING, NodeBytes
 from shardwise.predict.supported import MOST_DEVICES
+from shardwise.records import dataclass
 from shardwise.report.units import format_apart, format_bytes
 
 SHORTEST = 128

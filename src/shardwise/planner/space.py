@@ -8,7 +8,7 @@ frame is a grid of arrays and never a list of layouts. `Space` defines exactly w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from shardwise.predict.supported import check_sequences, check_size, in_closed_f
 from shardwise.predict.time.features import Features
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.traced_layout import searched_tp, searched_with_shards
+from shardwise.records import dataclass
 from shardwise.schedule.pipeline import find
 from shardwise.schedule.pipeline.stages import BARE_ENDS
 

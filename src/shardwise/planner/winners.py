@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Literal
 
@@ -26,6 +26,7 @@ from shardwise.planner.ranking import (
 )
 from shardwise.planner.space import Space, powers
 from shardwise.predict.time.pricing import Pricing
+from shardwise.records import dataclass
 
 By = Literal["throughput", "fastest", "memory", "cost", "pareto"]
 ROUNDING = 1e-9

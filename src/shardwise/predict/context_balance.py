@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from shardwise.layout import Layout, Workload
@@ -11,6 +11,7 @@ from shardwise.layout.context import SequenceCut
 from shardwise.model import ModelConfig
 from shardwise.model.operations import AttentionCore
 from shardwise.model.parameters import blueprint
+from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cluster import Cluster
@@ -11,6 +11,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.keys import changed
 from shardwise.model.parameters import Model
+from shardwise.records import dataclass
 from shardwise.report.units import format_time
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from shardwise.records import dataclass
 from shardwise.report.step_report import LedgerRow, StepReport
 from shardwise.report.units import format_spans
 

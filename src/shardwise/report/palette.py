@@ -6,8 +6,8 @@ The colours are Okabe and Ito's (jfly.uni-koeln.de/color, 2008), lightened for d
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from shardwise.records import dataclass
 from shardwise.report.step_report import Bytes
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
+from shardwise.records import dataclass
 from shardwise.report.units import format_bytes, format_share
 
 RoomState = Literal["fits", "at risk", "does not fit"]

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, field, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from shardwise.errors import UserError
 from shardwise.options import kinds
+from shardwise.records import dataclass
 from shardwise.report.files import write_whole
 from shardwise.report.printing import Printable
 from shardwise.report.room import DeviceRoom

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import chain, pairwise, starmap
 from math import sqrt
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.schedule.algorithms import Algorithm, algorithms, build, collective_name, find
 from shardwise.schedule.closed_forms import Terms, lower_bounds
 from shardwise.schedule.comm import CommSchedule

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
 
+from shardwise.records import dataclass
 from shardwise.schedule.network import Network
 
 

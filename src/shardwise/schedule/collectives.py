@@ -10,11 +10,11 @@ In terms of a schedule's data chunks, with p ranks; chunk i belongs to rank i wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardwise.records import dataclass
 from shardwise.schedule.comm import CommSchedule, Ints
 
 if TYPE_CHECKING:

@@ -12,11 +12,13 @@ travel as one message.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+
+from shardwise.records import dataclass
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

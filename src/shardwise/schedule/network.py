@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from math import log
 from typing import NamedTuple
@@ -22,6 +22,7 @@ import numpy as np
 
 from shardwise.cluster import KINDS, Cluster, Link
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.schedule.comm import Ints
 
 ADDITION_TRAFFIC = 3

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from shardwise.model.config import ModelConfig
 from shardwise.model.fields import Fields
 from shardwise.model.foreign import ForeignNames
+from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ unfused GPT layer in fp16 (34 sbh + 5 a s^2 b); here attention is fused unless `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.layout.placement import kv_heads_held, width_held
@@ -15,6 +15,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.ops.cpu.limits import LONGEST_SHORT, SHORTEST
 from shardwise.predict.memory.expert_tensors import MixtureTensors
 from shardwise.predict.memory.traced import trace_of, traced_saved
+from shardwise.records import dataclass
 from shardwise.report.step_report import DTYPE_BYTES
 
 

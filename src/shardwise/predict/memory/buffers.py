@@ -10,7 +10,6 @@ its unit's reduction.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.layout.axes import HPZ, SHARD
@@ -18,6 +17,7 @@ from shardwise.layout.homes import accumulates_on_host
 from shardwise.layout.units import Unit, UnitPlan
 from shardwise.layout.wire import adding_bytes, packing_bytes
 from shardwise.ops.limits import sum_chunk
+from shardwise.records import dataclass
 from shardwise.report.step_report import DTYPE_BYTES
 
 When = Literal["loss", "begin", "backward", "reduction", "between", "landing", "optimizer", "outer"]

@@ -8,7 +8,6 @@ the backward pass of a block, the loss, and the optimizer's update.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from shardwise.model.parameters import blueprint
 from shardwise.predict.memory.activations import Sizes
 from shardwise.predict.memory.engine_rows import EngineMemory, TensorRow, engine_memory
 from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
+from shardwise.records import dataclass
 from shardwise.report.step_report import Bytes
 
 Num = Any

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from shardwise.records import dataclass
 
 SECTIONS = ("saved", "dense", "experts", "backward", "backward_dense", "backward_experts")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout
 from shardwise.layout.optimizers import ELSEWHERE, OPTIMIZERS, check_own
 from shardwise.predict.memory.engine_rows import EngineMemory, engine_memory
+from shardwise.records import dataclass
 
 MUON = "the time of an update is AdamW's: Muon's orthogonalization is not in it"
 """Note on every time of a step with Muon."""

@@ -6,7 +6,6 @@ Follows `ops/experts.py` line by line. How many rows come to a rank's experts is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.layout.experts import gathers_sequences, slices_tokens
@@ -14,6 +13,7 @@ from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.model.config import Experts
 from shardwise.predict.memory.transients import LiveBytes, gather, scatter, weight_gradient
+from shardwise.records import dataclass
 
 if TYPE_CHECKING:
     from shardwise.predict.memory.activations import Sizes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from shardwise.predict.memory.outer import outer_transient
 from shardwise.predict.memory.peak import optimizer
 from shardwise.predict.memory.pipeline_action import Change, Effect, RankStages
 from shardwise.predict.memory.traced import trace_of
+from shardwise.records import dataclass
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:

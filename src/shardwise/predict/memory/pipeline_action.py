@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.activations import Sizes, kept_items, saved_items, saved_mask, stored_bytes
 from shardwise.predict.memory.buffers import MemoryByClass, MemoryTrace, When
 from shardwise.predict.memory.peak import backwards, forward, inputs, loss, of_weights, saved_inputs, tables
+from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)

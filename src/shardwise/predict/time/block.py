@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Ope
 from shardwise.model.parameters import blueprint
 from shardwise.predict.time.kernels import WIDTH, Kernels
 from shardwise.predict.time.profiles import EngineProfile
+from shardwise.records import dataclass
 
 Num = Any
 

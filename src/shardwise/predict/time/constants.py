@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from shardwise.cluster import Device
 from shardwise.errors import UserError
 from shardwise.model.formats import weight_format
+from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)

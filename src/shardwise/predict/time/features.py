@@ -7,11 +7,12 @@ its row with `layout.legality.check_runnable`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any
 
 from shardwise.layout import Layout
 from shardwise.layout.keys import KEYS, changed
+from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)

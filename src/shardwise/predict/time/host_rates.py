@@ -6,10 +6,11 @@ links of the node move at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardwise.cluster import Cluster, Host
 from shardwise.cluster.accelerators import accelerators
+from shardwise.records import dataclass
 
 MEASURED, CORE = "measured", "measured-core"
 """Hosts of the catalog that stand in for unknown ones: beside GPUs, and for one thread of a CPU."""

@@ -21,7 +21,6 @@ Copies beside computation slow it by 2% of their time. Copies up and down count 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +28,7 @@ import numpy as np
 from shardwise.layout.optimizers import DEFAULT, states_of, update_bytes
 from shardwise.predict.time.host_rates import HostShare
 from shardwise.predict.time.split import Num, StepShape
+from shardwise.records import dataclass
 
 ADAMW = float(update_bytes(DEFAULT))
 """Bytes that move through the host's memory per parameter that AdamW updates, whose rate is measured: fp32 weight,

@@ -6,7 +6,7 @@ Depends on few numbers of a split (`BLOCK_DEPENDS_ON`): over many candidates eac
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.split import Num, StepShape
 from shardwise.predict.time.traced import KINDS as TRACED_KINDS
 from shardwise.predict.time.traced import TracedTimes
+from shardwise.records import dataclass
 
 Parts = dict[str, Num]
 """Seconds by kind."""
@@ -305,12 +306,13 @@ def _context(
     if split.cpkind == "allgather":
         gathered = price("all_gather_into", 2 * head * kv)
         return gathered, gathered * (1 + again) + price("reduce_scatter", 2 * head * kv * 4.0 / split.width)
-    return _ring(2 * head * kv / np.asarray(split.cp), again, model, shape, split, pricing, tally)
+    return _ring(2 * head * kv / np.asarray(split.cp), again, model, shape, split, engine, pricing, tally)
 
 
 def _ring(
-    nbytes: Num, again: Num, model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing, tally: PartSeconds
-) -> tuple[Num, Num]:
+    nbytes: Num, again: Num, model: ModelConfig, shape: Shape, split: StepShape, engine: EngineProfile,
+    pricing: Pricing, tally: PartSeconds,
+) -> tuple[Num, Num]:  # fmt: skip
     """The ring that keys and values go around, forward and backward. nbytes: of a rank's keys and values; again:
     whether the core is computed again.
 
@@ -321,7 +323,8 @@ def _ring(
     ranks = np.asarray(split.cp)
     ahead = sum(tally.selective.values())
     back = ahead * pricing.kernels.attention_ratio(model.head_dim, shape.keys, shape.wide)
-    hidden, covered = pricing.constants.value("tensor_hidden"), 1 - 1 / ranks
+    hidden = pricing.constants.value("tensor_hidden") if engine.ring_overlap else 0.0
+    covered = 1 - 1 / ranks
 
     def hop(nbytes: Num) -> Num:
         return pricing.collectives.hop(nbytes, split.tp, ranks)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.predict.time.features import EVERYTHING, Features
+from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class EngineProfile:
     ring_bytes: tuple[float, float] = (0.0, 0.0)
     """Bytes moved per element of a rank's queries to merge each further piece of a ring's attention, (forward,
     backward)."""
+    ring_overlap: bool = True
+    """A ring's messages run beside the attention to the piece before."""
     kv_repeated: bool = False
     """Context parallelism sends keys and values once for each head of queries."""
     tensor_pipelined: bool = False

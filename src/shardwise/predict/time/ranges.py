@@ -8,12 +8,12 @@ whose kernels were not measured, and facts that had to be assumed, widen the ran
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from shardwise.predict.time.constants import Constants, uncertainty
+from shardwise.records import dataclass
 
 Num = Any
 

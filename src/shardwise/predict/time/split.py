@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.gradients import widens_gradients
 from shardwise.layout.keys import KEYS
 from shardwise.layout.optimizers import DEFAULT
+from shardwise.records import dataclass
 
 Num = Any
 """A number, or an array of numbers."""

@@ -12,7 +12,7 @@ and the pipeline (`traffic.py`), and what follows from both with a few dozen ope
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from shardwise.predict.time.traffic import (
     traffic,
     trained_table,
 )
+from shardwise.records import dataclass
 from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
 from shardwise.schedule.pipeline.completion import gathers_of_a_stage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.predict.time.kernels import Kernels
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.traced_layout import traced
+from shardwise.records import dataclass
 from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from shardwise.options import option
+from shardwise.records import dataclass
 
 
 def slow_option() -> Any:

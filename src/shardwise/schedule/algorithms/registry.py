@@ -11,11 +11,11 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.schedule.collectives import COLLECTIVES, ROOTED
 from shardwise.schedule.comm import CommSchedule, Draft
 

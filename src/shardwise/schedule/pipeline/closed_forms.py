@@ -11,8 +11,10 @@ DeepSeek-AI 2024, whose p counts the stages of a V, two a rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
+
+from shardwise.records import dataclass
 
 
 class PipelineShape(NamedTuple):

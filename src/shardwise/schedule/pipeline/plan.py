@@ -8,10 +8,11 @@ meet on rank 0, and no message passes at the turn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Literal
 
+from shardwise.records import dataclass
 from shardwise.schedule.pipeline.action import Action
 
 MOST_PASSES = 500_000

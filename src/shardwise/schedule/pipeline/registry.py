@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.schedule.algorithms.registry import first_paragraph, nearest
 from shardwise.schedule.pipeline.action import Action
 from shardwise.schedule.pipeline.bulk import without_collections

@@ -7,9 +7,8 @@ the last; either may have no other layers (`stages=0/20/20/0`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 
 BARE_ENDS = 2
 """Stages without layers that a pipeline may have: the first with the embedding, the last with the head."""
