@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.model.formats import stored_bytes
+from shardwise.model.hub import hub_models
 from shardwise.model.huggingface import read_fields, read_model
 from shardwise.model.parameters import count, count_parts
 from shardwise.model.precision import read_precision
@@ -165,6 +167,22 @@ def test_popular_models_are_found_by_their_names_without_a_network(name, tmp_pat
     model = resolve(name)
     assert count(model) == HUB[name]
     assert model.name in (name, name.rsplit("/")[-1].lower())  # the catalog goes first
+
+
+def test_names_that_state_a_precision_have_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    quantized = [name for name in hub_models() if re.search("FP8|FP4|AWQ|GPTQ|Int[48]", name)]
+    stored = {name: resolve(name, stored=True).counted.stored for name in quantized}
+    assert len(stored) >= 20 and all(stored.values())
+    assert stored["Qwen/Qwen3-235B-A22B-FP8"] == "fp8-block128x128"
+    assert stored["Qwen/Qwen2.5-72B-Instruct-AWQ"] == "int4-g128z"
+
+
+def test_keys_of_an_indexer_have_a_byte_each_and_their_scales():
+    counted = resolve("deepseek-ai/DeepSeek-V3.2").counted
+    latent, index = 512 + 64, 128 + 4
+    assert counted.cache_bytes(1, tp=8) == 61 * (2 * latent + index)
+    assert counted.cache_bytes(1, tp=8, width=1) == 61 * (latent + index)
 
 
 def test_an_unknown_name_of_the_hub_names_near_ones(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from shardwise.model.counted import Counted, LayerCache
 from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation, Width
 from shardwise.model.precision import Precision
 from shardwise.model.shapes.reading import Shaped
-from shardwise.model.shapes.table import PREDICTING, UNWINDOWED
+from shardwise.model.shapes.table import PREDICTING, SCALE, UNWINDOWED
 
 _ACTIVE = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_top_k",
            "num_experts_per_topk", "router_top_k", "ffn_config.moe_top_k", "expert_top_k")  # fmt: skip
@@ -291,23 +291,23 @@ def _cache(config: ModelConfig, read: _Reading, layer: int, tensors: Sequence[Sh
     )
     names = " ".join(n for n, *_ in tensors)
     state = _state(read, layer, tensors)
-    index = read.integer("index_head_dim") if re.search("indexer", names) else 0
+    index = read.integer("index_head_dim") * (1 + SCALE) if re.search("indexer", names) else 0
     shared = read.integer("num_kv_shared_layers")
     if shared and layer >= config.layers - shared:
         return LayerCache("none")
     if config.latent_attention and re.search("kv_a_proj|kv_b_proj", names):
-        return LayerCache("latent", _latent_numbers(config, tensors), extra=index, window=_window(read, kind))
+        return LayerCache("latent", _latent_numbers(config, tensors), extra=int(index), window=_window(read, kind))
     if "compress" in kind:
         rates = {k.rpartition(".")[2]: v for k, v in read.attributes.items() if k.startswith("compress_rates.")}
         width = read.integer("head_dim", default=config.head_dim)
         window = read.integer("sliding_window")
-        return LayerCache("compressed", width, every=rates.get(kind, 1), extra=index // max(1, rates.get(kind, 1)),
+        return LayerCache("compressed", width, every=rates.get(kind, 1), extra=int(index // max(1, rates.get(kind, 1))),
                           state=window * width)  # fmt: skip
     numbers, heads = _key_numbers(config, read, layer, tensors)
     if not numbers:
         return LayerCache("linear", state=state) if state else LayerCache("none")
     window = _window(read, kind)
-    return LayerCache("window" if window else "full", numbers, heads, window, extra=index, state=state)
+    return LayerCache("window" if window else "full", numbers, heads, window, extra=int(index), state=state)
 
 
 def _latent_numbers(config: ModelConfig, tensors: Sequence[Shaped]) -> int:

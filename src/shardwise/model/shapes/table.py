@@ -27,6 +27,9 @@ ALIASES = {
 PREDICTING = {"qwen3_next": 1}
 """Families whose files have layers for multi-token prediction that their configuration does not name: `mtp.` tensors of
 the published index."""
+SCALE = 4 / 128
+"""Bytes of scales beside a byte of an indexer's key (inference/model.py of DeepSeek-V3.2-Exp: `k_cache` in FP8, with an
+fp32 number per 128)."""
 UNWINDOWED = ("phimoe",)
 """Families with a `sliding_window` in their configuration that keep the keys of all tokens."""
 _RENAMED = {
