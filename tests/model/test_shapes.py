@@ -91,6 +91,34 @@ def test_models_whose_class_transformers_lacks_are_counted_by_the_table(name):
     assert count(read(row)) == ABSENT[name]
 
 
+BLOOM = {
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["BloomForCausalLM"],
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "bias_dropout_fusion": True,
+    "hidden_dropout": 0.0,
+    "layer_norm_epsilon": 1e-05,
+    "masked_softmax_fusion": True,
+    "model_type": "bloom",
+    "n_embed": 14336,
+    "n_inner": None,
+    "n_layer": 70,
+    "num_attention_heads": 112,
+    "offset_alibi": 100,
+    "pretraining_tp": 4,
+    "seq_length": 2048,
+    "skip_bias_add": True,
+    "skip_bias_add_qkv": False,
+    "unk_token_id": 0,
+    "vocab_size": 250880,
+}
+
+
+def test_bloom_is_counted_as_the_catalog_has_it():
+    assert count(read_fields(BLOOM, "bloom")) == count(resolve("bloom-176b"))
+
+
 LFM2 = {
     "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8, "block_ff_dim": 12288, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0,
