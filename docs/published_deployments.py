@@ -1,4 +1,5 @@
-"""The page of published deployments: their tokens per second beside the winner of `plan --serve`.
+"""The page of published deployments: their tokens per second beside the winner of `plan --serve`; and what servers
+logged of their memory and took for requests, beside the predictions.
 
 python docs/published_deployments.py   writes docs/published_deployments.md: about a minute
 """
@@ -6,21 +7,34 @@ python docs/published_deployments.py   writes docs/published_deployments.md: abo
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.model.caches import layer_caches
+from shardwise.model.catalog import resolve
+from shardwise.model.formats import weight_format
 from shardwise.planner.disaggregated import Disaggregated, best_apart, instances
 from shardwise.planner.serving import Deployment, ServingPlan, plan_serving
 from shardwise.planner.strategies import serving_engine
+from shardwise.predict.memory.serving import ServingSetup, stage_bytes
+from shardwise.predict.time.constants import constants
+from shardwise.predict.time.serving import ServingLayout, throughput
+from shardwise.predict.time.step import Pricing
 from shardwise.report.units import format_bytes, format_count, format_time
 
 FOLDER = Path(__file__).parent
 NEAR = 1.10
 """Ratio of tokens per second up to which two deployments are as fast."""
 ALL = 1_000_000
+GIB = 1 << 30
+UNEXPLAINED = "No reason found yet."
+LOADED_WITHIN, SERVED_WITHIN = 0.01, 0.2
+"""Errors of weights, and of times, up to which a row needs no reason."""
 
 HEAD = """\
 # Published deployments
@@ -37,6 +51,25 @@ HEADINGS = (
     "published by", "cluster", "prompt, answer, clients", "published", "tokens/s", "first token, each", "memory",
     "winner", "tokens/s", "ratio",
 )  # fmt: skip
+
+LOADS_HEAD = """\
+
+## Weights and caches of servers
+GiB of weights per device, as servers logged them, and bytes of cache per token and device: what the server set aside
+over the tokens that it says fit. {near} of {count} weights are within {limit:.0%}.
+
+| model | software, devices | layout | weights | predicted | error | cache per token | predicted | error |
+|---|---|---|---|---|---|---|---|---|
+"""
+SPEEDS_HEAD = """\
+
+## Times of servers
+Seconds until a server has answered requests that all arrive at once, without prefix caching. {near} of {count} are
+within {limit:.0%}; the mean error is {mean:.0%}.
+
+| model | cluster | layout | prompt, answer, requests | seconds | predicted | error |
+|---|---|---|---|---|---|---|
+"""
 
 
 @dataclass(frozen=True)
@@ -55,20 +88,105 @@ class Compared:
 
 
 def main() -> None:
-    rows = json.loads((FOLDER / "published_deployments.json").read_text(encoding="utf-8"))
-    found = [_compared(row) for row in rows]
+    data = json.loads((FOLDER / "published_deployments.json").read_text(encoding="utf-8"))
+    found = [_compared(row) for row in data["deployments"]]
     text = HEAD.format(near=sum(one.ratio <= NEAR for one in found), count=len(found), limit=NEAR - 1)
-    text += f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}\n"
-    text += "".join(f"| {' | '.join(_cells(one))} |\n" for one in found)
+    text += f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}\n" + _rows(_cells(one) for one in found)
     text += f"\n## Ratios above {NEAR:.2f}\n"
-    text += "".join(
-        f"- {_name(one.row)}: {one.row.get('why', 'No reason found yet.')}\n" for one in found if one.ratio > NEAR
-    )
+    text += "".join(f"- {_name(one.row)}: {one.row.get('why', UNEXPLAINED)}\n" for one in found if one.ratio > NEAR)
     text += "\n## Sources and assumptions\n"
     for one in found:
         assumed = f" Assumed: {one.row['assumed']}." if "assumed" in one.row else ""
         text += f"- {_name(one.row)}: {one.row['source']}. Speed of {one.row['engine']}.{assumed}\n"
+    text += _loads(data["loads"]) + _speeds(data["speeds"])
     (FOLDER / "published_deployments.md").write_text(text, encoding="utf-8")
+
+
+def _rows(rows: Iterable[list[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def _loads(rows: list[dict[str, Any]]) -> str:
+    errors = [(row, loaded(row)[1]) for row in rows if row["gib"]]
+    near = sum(abs(error) <= LOADED_WITHIN for _, error in errors)
+    text = LOADS_HEAD.format(near=near, count=len(errors), limit=LOADED_WITHIN) + _rows(map(load_cells, rows))
+    return text + _reasons((row, f"{row['model']}, {row['layout']}, {row['gib']:.2f} GiB") for row, error in errors
+                           if abs(error) > LOADED_WITHIN) + _sources(rows)  # fmt: skip
+
+
+def _speeds(rows: list[dict[str, Any]]) -> str:
+    errors = [served(row)[1] for row in rows]
+    known = [abs(error) for error in errors if error is not None]
+    near = sum(error <= SERVED_WITHIN for error in known)
+    head = SPEEDS_HEAD.format(near=near, count=len(rows), limit=SERVED_WITHIN, mean=sum(known) / len(known))
+    far = (
+        (row, f"{row['model']}, {row['cluster']}, {row['prompt']:,} tokens")
+        for row, error in zip(rows, errors, strict=True)
+        if error is None or abs(error) > SERVED_WITHIN
+    )
+    return head + _rows(map(speed_cells, rows)) + _reasons(far) + _sources(rows)
+
+
+def _reasons(rows: Iterable[tuple[dict[str, Any], str]]) -> str:
+    """A paragraph for each reason, with the rows that it explains."""
+    named: dict[str, list[str]] = {}
+    for row, name in rows:
+        named.setdefault(row.get("why", UNEXPLAINED), []).append(name)
+    return "\nLarger errors:\n" + "".join(f"- {why.strip('.')}: {'; '.join(names)}\n" for why, names in named.items())
+
+
+def _sources(rows: list[dict[str, Any]]) -> str:
+    return "\nSources:\n" + "".join(f"- {source}\n" for source in dict.fromkeys(row["source"] for row in rows))
+
+
+def loaded(row: dict[str, Any]) -> tuple[float, float]:
+    """(GiB of weights on the fullest device, error against the row's); error 0 where the row has none."""
+    setup = ServingSetup(1, 1, weights=row.get("weights", "bfloat16"))
+    stages = stage_bytes(resolve(row["model"], stored=True), Layout.parse(row["layout"]), setup)
+    gib = max(stage.weights for stage in stages) / GIB
+    return gib, gib / row["gib"] - 1 if row["gib"] else 0.0
+
+
+def cached(row: dict[str, Any]) -> tuple[float, float]:
+    """(bytes of cache per token and device as published, as predicted)."""
+    width, tp = weight_format(row.get("cache", "bfloat16")).each, Layout.parse(row["layout"]).tp
+    caches = layer_caches(resolve(row["model"], stored=True))
+    kept = width * sum(one.numbers_of(row["length"], tp, width) for one in caches)
+    return row["cache_gib"] * GIB / row["tokens"], kept / row["length"]
+
+
+def load_cells(row: dict[str, Any]) -> list[str]:
+    gib, error = loaded(row)
+    published, predicted = cached(row) if "tokens" in row else (0.0, 0.0)
+    return [
+        row["model"], f"{row['engine']}, {row['devices']}", f"`{row['layout']}`",
+        *((f"{row['gib']:.2f}", f"{gib:.2f}", f"{error:+.2%}") if row["gib"] else "---"),
+        *((f"{published:,.0f}", f"{predicted:,.0f}", f"{predicted / published - 1:+.2%}")
+          if published else "---"),
+    ]  # fmt: skip
+
+
+def served(row: dict[str, Any]) -> tuple[float, float | None]:
+    """(seconds, error against the row's); None where the requests do not fit."""
+    cluster = Cluster.parse(row["cluster"])
+    split = ServingLayout(row["weights"], tp=Layout.parse(row["layout"]).tp)
+    work = row["prompt"], row["output"], row["requests"]
+    pricing = Pricing(cluster, constants(cluster.device))
+    try:
+        model, engine = resolve(row["model"], stored=True), serving_engine(row["engine"])
+        seconds = float(throughput(model, split, *work, engine, pricing).seconds)
+    except UserError:
+        return float("inf"), None
+    return seconds, seconds / row["seconds"] - 1
+
+
+def speed_cells(row: dict[str, Any]) -> list[str]:
+    seconds, error = served(row)
+    return [
+        row["model"], row["cluster"], f"`{row['layout']}`",
+        f"{row['prompt']:,}, {row['output']:,}, {row['requests']:,}", f"{row['seconds']:.0f}",
+        *(("does not fit", "-") if error is None else (f"{seconds:.0f}", f"{error:+.0%}")),
+    ]  # fmt: skip
 
 
 def _compared(row: dict[str, Any]) -> Compared:

@@ -285,28 +285,6 @@ QWEN3_30B_A3B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-BLOOM = {
-    "apply_residual_connection_post_layernorm": False,
-    "architectures": ["BloomForCausalLM"],
-    "attention_dropout": 0.0,
-    "attention_softmax_in_fp32": True,
-    "bias_dropout_fusion": True,
-    "hidden_dropout": 0.0,
-    "layer_norm_epsilon": 1e-05,
-    "masked_softmax_fusion": True,
-    "model_type": "bloom",
-    "n_embed": 14336,
-    "n_inner": None,
-    "n_layer": 70,
-    "num_attention_heads": 112,
-    "offset_alibi": 100,
-    "pretraining_tp": 4,
-    "seq_length": 2048,
-    "skip_bias_add": True,
-    "skip_bias_add_qkv": False,
-    "unk_token_id": 0,
-    "vocab_size": 250880,
-}
 PUBLISHED = {
     "llama-3.1-8b": LLAMA_31_8B,
     "mistral-7b": MISTRAL_7B_V03,
@@ -319,7 +297,6 @@ PUBLISHED = {
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "deepseek-v3": DEEPSEEK_V3,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
-    "bloom-176b": BLOOM,
 }
 
 
@@ -411,7 +388,6 @@ def test_any_value_is_read_or_refused_in_one_line(data, name, value):
         ("qwen3-30b-a3b", "decoder_sparse_step", 2),
         ("qwen3-30b-a3b", "mlp_only_layers", [0]),
         ("qwen3-30b-a3b", "use_sliding_window", "yes"),
-        ("bloom-176b", "apply_residual_connection_post_layernorm", True),
     ],
 )
 def test_value_that_changes_the_mathematics_is_refused_by_name(name, field, value):

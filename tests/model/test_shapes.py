@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.model.formats import stored_bytes
+from shardwise.model.hub import hub_models
 from shardwise.model.huggingface import read_fields, read_model
 from shardwise.model.parameters import count, count_parts
 from shardwise.model.precision import read_precision
@@ -87,6 +89,94 @@ ABSENT = {
 def test_models_whose_class_transformers_lacks_are_counted_by_the_table(name):
     (row,) = [row for row in ROWS if row["name"] == name]
     assert count(read(row)) == ABSENT[name]
+
+
+NAMED = [
+    # Configurations whose model_type transformers lacks, of families with tensors of the same sizes, and the parameters
+    # of their published files.
+    ({"model_type": "qwen", "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+      "num_attention_heads": 32, "vocab_size": 151936, "kv_channels": 128, "seq_length": 8192, "no_bias": True,
+      "tie_word_embeddings": False}, 7_721_324_544),
+    ({"model_type": "deepseek", "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+      "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+      "num_experts_per_tok": 6, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16,
+      "vocab_size": 102400, "max_position_embeddings": 4096}, 16_375_728_128),
+    ({"model_type": "minicpm", "hidden_size": 2304, "intermediate_size": 5760, "num_hidden_layers": 40,
+      "num_attention_heads": 36, "num_key_value_heads": 36, "vocab_size": 122753, "scale_emb": 12,
+      "dim_model_base": 256, "scale_depth": 1.4}, 2_724_880_896),
+    ({"model_type": "stablelm_epoch", "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32,
+      "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 50304, "rope_pct": 0.25,
+      "max_position_embeddings": 4096, "tie_word_embeddings": False}, 2_795_443_200),
+    ({"model_type": "bailing_moe", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 28,
+      "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 126464, "num_experts": 64,
+      "num_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 0,
+      "max_position_embeddings": 16384, "tie_word_embeddings": False}, 16_801_974_272),
+    ({"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "max_seq_len": 32768, "vocab_size": 100352,
+      "attn_config": {"kv_n_heads": 8, "clip_qkv": 8}, "ffn_config": {"ffn_hidden_size": 10752, "moe_top_k": 4,
+      "moe_num_experts": 16}, "tie_word_embeddings": False}, 131_596_523_520),
+    ({"model_type": "minimax_text_01", "hidden_size": 6144, "intermediate_size": 9216, "num_hidden_layers": 80,
+      "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 200064,
+      "attn_type_list": ([0] * 7 + [1]) * 10, "num_local_experts": 32, "num_experts_per_tok": 2,
+      "max_position_embeddings": 10240000, "tie_word_embeddings": False}, 456_089_655_296),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"), NAMED, ids=lambda value: value["model_type"] if type(value) is dict else ""
+)
+def test_other_names_of_known_shapes_are_read_by_data(config, parameters):
+    model = read_fields(dict(config), config["model_type"])
+    assert count(model) == parameters
+    assert model.counted is not None and model.counted.caches[-1].kind == "full"
+    if config["model_type"].startswith("minimax"):
+        assert [cache.kind for cache in model.counted.caches[:8]] == ["linear"] * 7 + ["full"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "state"),
+    [
+        ("kimi_linear", {}, 32 * 128 * 128 + 3 * 32 * 128 * 4),  # a state of each head, the convolution's last inputs
+        ("minimax", {"head_dim": 128}, 32 * 128 * 128),  # no convolution
+        ("falcon_mamba", {}, 1536 * 16 + 1536 * 4),  # a state of each channel
+        ("qwen3_next", {}, 32 * 128 * 128 + (2 * 128 * 16 + 32 * 128) * 4),
+        ("inkling_text", {}, None),  # convolutions alone
+    ],
+)
+def test_states_of_linear_layers(model_type, fields, state):
+    model = read_fields({"model_type": model_type, "tie_word_embeddings": False, **fields}, model_type)
+    states = {cache.state for cache in model.counted.caches}
+    if state is None:
+        assert 0 < max(states) < 10**5
+    else:
+        assert max(states) == state
+
+
+BLOOM = {
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["BloomForCausalLM"],
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "bias_dropout_fusion": True,
+    "hidden_dropout": 0.0,
+    "layer_norm_epsilon": 1e-05,
+    "masked_softmax_fusion": True,
+    "model_type": "bloom",
+    "n_embed": 14336,
+    "n_inner": None,
+    "n_layer": 70,
+    "num_attention_heads": 112,
+    "offset_alibi": 100,
+    "pretraining_tp": 4,
+    "seq_length": 2048,
+    "skip_bias_add": True,
+    "skip_bias_add_qkv": False,
+    "unk_token_id": 0,
+    "vocab_size": 250880,
+}
+
+
+def test_bloom_is_counted_as_the_catalog_has_it():
+    assert count(read_fields(BLOOM, "bloom")) == count(resolve("bloom-176b"))
 
 
 LFM2 = {
@@ -165,6 +255,22 @@ def test_popular_models_are_found_by_their_names_without_a_network(name, tmp_pat
     model = resolve(name)
     assert count(model) == HUB[name]
     assert model.name in (name, name.rsplit("/")[-1].lower())  # the catalog goes first
+
+
+def test_names_that_state_a_precision_have_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    quantized = [name for name in hub_models() if re.search("FP8|FP4|AWQ|GPTQ|Int[48]", name)]
+    stored = {name: resolve(name, stored=True).counted.stored for name in quantized}
+    assert len(stored) >= 20 and all(stored.values())
+    assert stored["Qwen/Qwen3-235B-A22B-FP8"] == "fp8-block128x128"
+    assert stored["Qwen/Qwen2.5-72B-Instruct-AWQ"] == "int4-g128z"
+
+
+def test_keys_of_an_indexer_have_a_byte_each_and_their_scales():
+    counted = resolve("deepseek-ai/DeepSeek-V3.2").counted
+    latent, index = 512 + 64, 128 + 4
+    assert counted.cache_bytes(1, tp=8) == 61 * (2 * latent + index)
+    assert counted.cache_bytes(1, tp=8, width=1) == 61 * (latent + index)
 
 
 def test_an_unknown_name_of_the_hub_names_near_ones(tmp_path, monkeypatch):

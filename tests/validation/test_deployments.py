@@ -1,4 +1,5 @@
-"""Published deployments beside the winners of `plan --serve`: sources, and a page of today's figures."""
+"""Published deployments beside the winners of `plan --serve`, and logs of servers: sources, and a page of today's
+numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "published_deployments.md").read_text(encoding="utf-8")
-ROWS = json.loads((DOCS / "published_deployments.json").read_text(encoding="utf-8"))
+DATA = json.loads((DOCS / "published_deployments.json").read_text(encoding="utf-8"))
+ROWS = DATA["deployments"]
 NEAR = 1.10
+LOADED, KEPT, SERVED = 0.01, 0.012, 0.20
+"""Errors of weights, of cache bytes per token, and of times, up to which a row needs no reason."""
 TODAY = (1, 2, 11)
 """Rows that are computed again: a pair of layouts, and two single ones."""
 
@@ -33,12 +37,33 @@ def test_what_is_far_off_is_explained(row):
     assert float(cells(row)[-1]) <= NEAR or row["why"] in PAGE
 
 
-@pytest.mark.parametrize("row", [ROWS[place] for place in TODAY], ids=lambda row: row["id"])
-def test_the_page_has_the_figures_of_today(row, monkeypatch):
+@pytest.fixture
+def page(monkeypatch):
+    """The script that makes the page."""
     monkeypatch.syspath_prepend(str(DOCS))
     import published_deployments
 
-    try:
-        assert cells(row) == published_deployments._cells(published_deployments._compared(row))
-    finally:
-        sys.modules.pop("published_deployments")
+    yield published_deployments
+    sys.modules.pop("published_deployments")
+
+
+@pytest.mark.parametrize("row", [ROWS[place] for place in TODAY], ids=lambda row: row["id"])
+def test_the_page_has_the_figures_of_today(row, page):
+    assert cells(row) == page._cells(page._compared(row))
+
+
+def test_servers_load_the_weights_and_keep_the_cache_that_are_predicted(page):
+    assert len(DATA["loads"]) >= 20 and all(row["source"] for row in DATA["loads"])
+    for row in DATA["loads"]:
+        _, error = page.loaded(row)
+        assert abs(error) <= LOADED or row["why"] in PAGE, row
+        if "tokens" in row:
+            published, predicted = page.cached(row)
+            assert abs(predicted / published - 1) <= KEPT, row
+        assert f"| {' | '.join(page.load_cells(row))} |" in PAGE
+
+
+def test_servers_take_the_times_that_the_page_has(page):
+    errors = [page.served(row)[1] for row in DATA["speeds"]]
+    assert sum(error is not None and abs(error) <= SERVED for error in errors) >= len(errors) / 2
+    assert all(f"| {' | '.join(page.speed_cells(row))} |" in PAGE for row in DATA["speeds"])

@@ -25,8 +25,8 @@ def cache_json(config: ModelConfig) -> dict[str, Any]:
     """Bytes of the cache in 16 bits: per token, of that by kind of layer, and states per sequence, of any length."""
     kinds: dict[str, float] = {}
     for cache in layer_caches(config):
-        if each := cache.numbers / cache.every + cache.extra:
-            kinds[cache.kind] = kinds.get(cache.kind, 0) + WIDTH * each
+        if each := WIDTH * cache.numbers / cache.every + cache.extra:
+            kinds[cache.kind] = kinds.get(cache.kind, 0) + each
     states = WIDTH * sum(cache.state for cache in layer_caches(config))
     return {
         "cache_bytes_per_token": sum(kinds.values()),

@@ -28,15 +28,15 @@ class LayerCache:
     every: int = 1
     """Tokens per entry."""
     extra: int = 0
-    """Numbers per token beside that, held by every rank: keys of an indexer."""
+    """Bytes per token beside that, held by every rank whatever the cache's type: keys of an indexer."""
     state: int = 0
     """Numbers per sequence, whatever its length: states of linear attention."""
 
-    def numbers_of(self, tokens: float, tp: int) -> float:
-        """Numbers of a sequence of so many tokens on one of `tp` ranks."""
+    def numbers_of(self, tokens: float, tp: int, width: float = 2) -> float:
+        """Numbers, of `width` bytes, of a sequence of so many tokens on one of `tp` ranks."""
         kept = min(tokens, self.window) if self.window else tokens
         share = max(1, self.heads // tp) / self.heads if self.heads else 1.0
-        return kept / self.every * self.numbers * share + tokens * self.extra + self.state / tp
+        return kept / self.every * self.numbers * share + tokens * self.extra / width + self.state / tp
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,12 @@ class Counted:
         near = "parameters are exact; activations, traffic and times are those of the nearest decoder here"
         return (*self.notes, near, *stored)
 
-    def cache_numbers(self, tokens: float, tp: int = 1, first: int = 0, stop: int | None = None) -> float:
-        """Numbers in the cache of a sequence of so many tokens, of some layers, on one of `tp` ranks."""
-        return sum(cache.numbers_of(tokens, tp) for cache in self.caches[first:stop])
+    def cache_bytes(
+        self, tokens: float, tp: int = 1, first: int = 0, stop: int | None = None, width: float = 2
+    ) -> float:
+        """Bytes of the cache of a sequence of so many tokens, of some layers, on one of `tp` ranks. width: bytes of a
+        number."""
+        return width * sum(cache.numbers_of(tokens, tp, width) for cache in self.caches[first:stop])
 
     def cut(self, layers: int, mixed: bool, routed: bool) -> Counted:
         """The model with its first layers alone; one layer is the first with experts (`mixed`), else without. routed:

@@ -20,7 +20,8 @@ def is_hub_id(text: str) -> bool:
 
 @cache
 def hub_models() -> dict[str, Any]:
-    """Popular models, as of the date in `hub.json`: id -> the shapes in its `config.json`, or another id."""
+    """Popular models, as of the date in `hub.json`: id -> the shapes in its `config.json`, another id, or fields beside
+    those of another id (`base`)."""
     found: dict[str, Any] = json.loads(Path(__file__).with_name("hub.json").read_text(encoding="utf-8"))
     return found["models"]
 
@@ -31,7 +32,11 @@ def listed(text: str) -> tuple[str, dict[str, Any]] | None:
     if name is None:
         return None
     config = hub_models()[name]
-    return name, hub_models()[config] if isinstance(config, str) else config
+    config = {"base": config} if isinstance(config, str) else dict(config)
+    while base := config.pop("base", None):
+        other = hub_models()[base]
+        config = {**({"base": other} if isinstance(other, str) else other), **config}
+    return name, config
 
 
 def cached(text: str) -> Path | None:

@@ -39,8 +39,8 @@ _HARMLESS = words(
 def from_huggingface(source: str | Path | Mapping[str, Any], name: str | None = None) -> ModelConfig:
     """Read a `config.json`: its path, the folder that holds it, or its parsed contents.
 
-    Families: llama, mistral, qwen2, qwen3, olmo2, gemma2, gpt2, gpt_neox, mixtral, qwen3_moe, deepseek_v2, deepseek_v3;
-    for counting only bloom. `name` defaults to the folder's name, or to `_name_or_path` of parsed contents. Raises
+    Families: llama, mistral, qwen2, qwen3, olmo2, gemma2, gpt2, gpt_neox, mixtral, qwen3_moe, deepseek_v2, deepseek_v3.
+    `name` defaults to the folder's name, or to `_name_or_path` of parsed contents. Raises
     `UserError` in one line when the file cannot be read, a value is missing, of the wrong type or not supported, or a
     field is not known.
     """

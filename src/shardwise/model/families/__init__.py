@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shardwise.model.config import ModelConfig
-from shardwise.model.families.bloom import BLOOM
 from shardwise.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from shardwise.model.families.family import Family
 from shardwise.model.families.gemma import GEMMA2
@@ -18,7 +17,7 @@ from shardwise.model.families.qwen_moe import QWEN3_MOE
 FAMILIES = {
     family.model_type: family
     for family in (
-        DEEPSEEK_V3, DEEPSEEK_V2, QWEN3_MOE, MIXTRAL, BLOOM, OLMO2, GEMMA2, QWEN3, QWEN2, GPT2, GPT_NEOX, LLAMA,
+        DEEPSEEK_V3, DEEPSEEK_V2, QWEN3_MOE, MIXTRAL, OLMO2, GEMMA2, QWEN3, QWEN2, GPT2, GPT_NEOX, LLAMA,
         MISTRAL,
     )
 }  # fmt: skip

@@ -16,7 +16,7 @@ from shardwise.model.counted import Counted, LayerCache
 from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation, Width
 from shardwise.model.precision import Precision
 from shardwise.model.shapes.reading import Shaped
-from shardwise.model.shapes.table import PREDICTING, UNWINDOWED
+from shardwise.model.shapes.table import PREDICTING, SCALE, UNWINDOWED
 
 _ACTIVE = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_top_k",
            "num_experts_per_topk", "router_top_k", "ffn_config.moe_top_k", "expert_top_k")  # fmt: skip
@@ -290,24 +290,24 @@ def _cache(config: ModelConfig, read: _Reading, layer: int, tensors: Sequence[Sh
         read.at("layer_types", layer) or read.at("layers_block_type", layer) or read.at("attention_layers", layer)
     )
     names = " ".join(n for n, *_ in tensors)
-    state = _state(read, layer, tensors)
-    index = read.integer("index_head_dim") if re.search("indexer", names) else 0
+    state = _state(_scan(config, read, kind, tensors), tensors)
+    index = read.integer("index_head_dim") * (1 + SCALE) if re.search("indexer", names) else 0
     shared = read.integer("num_kv_shared_layers")
     if shared and layer >= config.layers - shared:
         return LayerCache("none")
     if config.latent_attention and re.search("kv_a_proj|kv_b_proj", names):
-        return LayerCache("latent", _latent_numbers(config, tensors), extra=index, window=_window(read, kind))
+        return LayerCache("latent", _latent_numbers(config, tensors), extra=int(index), window=_window(read, kind))
     if "compress" in kind:
         rates = {k.rpartition(".")[2]: v for k, v in read.attributes.items() if k.startswith("compress_rates.")}
         width = read.integer("head_dim", default=config.head_dim)
         window = read.integer("sliding_window")
-        return LayerCache("compressed", width, every=rates.get(kind, 1), extra=index // max(1, rates.get(kind, 1)),
+        return LayerCache("compressed", width, every=rates.get(kind, 1), extra=int(index // max(1, rates.get(kind, 1))),
                           state=window * width)  # fmt: skip
     numbers, heads = _key_numbers(config, read, layer, tensors)
     if not numbers:
         return LayerCache("linear", state=state) if state else LayerCache("none")
     window = _window(read, kind)
-    return LayerCache("window" if window else "full", numbers, heads, window, extra=index, state=state)
+    return LayerCache("window" if window else "full", numbers, heads, window, extra=int(index), state=state)
 
 
 def _latent_numbers(config: ModelConfig, tensors: Sequence[Shaped]) -> int:
@@ -356,16 +356,23 @@ def _window(read: _Reading, kind: str) -> int:
     return read.integer("sliding_window")
 
 
-def _state(read: _Reading, layer: int, tensors: Sequence[Shaped]) -> int:
+def _scan(config: ModelConfig, read: _Reading, kind: str, tensors: Sequence[Shaped]) -> tuple[int, int, int]:
+    """(heads, numbers of a key, of a value) of a layer's recurrent state; 0 for layers without one."""
+    decays = [s for n, _, s in tensors if n.endswith("A_log") and len(s) == 3]
+    if decays:  # Mamba 1: a state for each channel
+        return decays[0][1], decays[0][2], 1
+    if kind != "linear_attention" and not re.search("A_log|mamba|linear_attn", " ".join(n for n, *_ in tensors)):
+        return 0, 0, 0
+    heads = read.integer("linear_num_value_heads", "linear_num_heads", "mamba_num_heads", "mamba_n_heads", "num_heads")
+    keys = read.integer("linear_key_head_dim", "linear_head_dim", "ssm_state_size", "mamba_d_state", "state_size")
+    values = read.integer("linear_value_head_dim", "linear_head_dim", "mamba_head_dim", "mamba_d_head", "head_dim")
+    values = values or config.head_dim
+    return heads or config.heads, keys or values, values
+
+
+def _state(scan: tuple[int, int, int], tensors: Sequence[Shaped]) -> int:
     """Numbers of a layer's recurrent state and of its convolution's last inputs."""
-    names = " ".join(n for n, *_ in tensors)
-    if not re.search("conv1d|A_log|mamba|linear_attn", names):
-        return 0
-    heads = read.integer("linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "num_heads")
-    keys = read.integer("linear_key_head_dim", "ssm_state_size", "mamba_d_state", "state_size")
-    values = read.integer("linear_value_head_dim", "mamba_head_dim", "mamba_d_head", "head_dim")
-    conv = sum(s[1] * s[-1] for n, _, s in tensors if "conv1d" in n and len(s) == 4)
-    return heads * keys * values + conv
+    return math.prod(scan) + sum(s[1] * s[-1] for n, _, s in tensors if "conv1d" in n and len(s) == 4)
 
 
 def _operations(
@@ -424,11 +431,7 @@ def _core(
     """The attention of a layer. Linear attention stands as a window whose products cost as much as its scan."""
     latent = config.latent_attention
     if cache.kind == "linear":
-        keys = read.integer("linear_key_head_dim", "ssm_state_size", "mamba_d_state", "state_size", default=16)
-        values = read.integer("linear_value_head_dim", "mamba_head_dim", "mamba_d_head", "head_dim", default=64)
-        heads = read.integer(
-            "linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "num_heads", default=config.heads
-        )
+        heads, keys, values = _scan(config, read, "linear_attention", tensors)
         chunk = read.integer("chunk_size", "mamba_chunk_size", default=64)
         # A chunk's own products, and the state that is read and written once for each token.
         return AttentionCore(

@@ -7,44 +7,41 @@ counts a published configuration of each.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-ALIASES = {
-    "kimi_k2": "deepseek_v3",
-    "baichuan": "llama",  # W_pack has the rows of q, k and v
-    "xverse": "llama",
-    "internlm2": "llama",  # wqkv likewise
-    "mimo": "qwen2",  # beside layers that predict several tokens
-    "phi3_v": "phi3",
-    "chatglm": "glm",
-    "minimax_m3": "minimax_m3_vl_text",
-    "deepseek_ref": "deepseek_v4",
-}
-"""model_type -> family with tensors of the same sizes."""
+from shardwise.model.shapes.formulas import Scope, evaluate
+from shardwise.model.shapes.recording import flat
+
+
+@cache
+def aliases() -> dict[str, Any]:
+    """model_type -> `as`: family with tensors of the same sizes; `fields`: its names of fields, null for those that
+    leave shapes alone; `set`: fields with a value, or formulas of fields, where they are as they stand or missing;
+    `words`: a list of numbers -> the list that it stands for, and its words."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("aliases.json").read_text(encoding="utf-8"))
+    return found
+
 
 PREDICTING = {"qwen3_next": 1}
 """Families whose files have layers for multi-token prediction that their configuration does not name: `mtp.` tensors of
 the published index."""
+SCALE = 4 / 128
+"""Bytes of scales beside a byte of an indexer's key (inference/model.py of DeepSeek-V3.2-Exp: `k_cache` in FP8, with an
+fp32 number per 128)."""
 UNWINDOWED = ("phimoe",)
 """Families with a `sliding_window` in their configuration that keep the keys of all tokens."""
-_RENAMED = {
-    "chatglm": {
-        "ffn_hidden_size": "intermediate_size",
-        "num_layers": "num_hidden_layers",
-        "multi_query_group_num": "num_key_value_heads",
-        "kv_channels": "head_dim",
-        "padded_vocab_size": "vocab_size",
-        "add_qkv_bias": "attention_bias",
-        "seq_length": "max_position_embeddings",
-    },
-}
 SIZES = re.compile(
     "size|dim|rank|heads?$|heads_|layers?$|experts?|width|inner|hidden|intermediate|interval|freq|group|latent|kernel"
 )
 """Names of fields that shapes may depend on."""
-SHAPELESS = re.compile("^rotary|^rope|^time_step|^max_window|^dual_chunk|^img_|vision|_token")
+SHAPELESS = re.compile(
+    "^rotary|^rope|^time_step|^max_window|^dual_chunk|^img_|^image_|^mm_|^sparse_config|vision|_token"
+)
 """Names of those that they do not."""
 WITHOUT_LATENT = "glm4_moe"
 """Family of a DeepSeek-V2 with `use_mla: false`: plain attention, and experts of the same sizes."""
@@ -58,12 +55,25 @@ def family_name(model_type: str, data: Mapping[str, Any]) -> str:
     """The family with tensors of the same sizes."""
     if model_type == "deepseek_v2" and data.get("use_mla") is False:
         return WITHOUT_LATENT
-    return ALIASES.get(model_type, model_type)
+    alias: str = aliases().get(model_type, {}).get("as", model_type)
+    return alias
 
 
 def prepared(model_type: str, data: dict[str, Any]) -> dict[str, Any]:
     """The fields of the family's data, from the published fields under `model_type`."""
-    result = {_RENAMED.get(model_type, {}).get(k, k): v for k, v in data.items()}
+    alias = aliases().get(model_type, {})
+    names = alias.get("fields", {})
+    # A nested field is named with dots; one that is renamed gives way to no other.
+    inner = {name: value for name, value in flat(data).items() if "." in name and name in names}
+    result = {names.get(k, k): v for k, v in {**data, **inner}.items() if names.get(k, k) is not None}
+    for name, value in alias.get("set", {}).items():
+        if isinstance(value, str):
+            result[name] = evaluate(value, Scope(result))
+        else:
+            result.setdefault(name, value)
+    for name, (into, words) in alias.get("words", {}).items():
+        if isinstance(numbers := result.pop(name, None), list):
+            result[into] = [words[n] if type(n) is int and n < len(words) else n for n in numbers]
     layers = result.get("num_hidden_layers")
     if data.get("use_mla") is False:
         unused = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -272,11 +272,11 @@ def page_bytes(
 def _page_of_blocks(model: ModelConfig, layout: Layout, served: ServingSetup, blocks: range) -> int:
     """Bytes of one page of these blocks on a rank."""
     each = weight_format(served.cache_type).each if served.cache_type else DTYPE_BYTES[layout.dtype]
-    width = PageCut(served.page, layout.cp).slots * each
+    slots = PageCut(served.page, layout.cp).slots
     if model.counted:
-        numbers = model.counted.cache_numbers(served.context, layout.tp, blocks.start, blocks.stop) / served.context
-        return math.ceil(numbers * width)
-    block = cache_shape(model, layout.tp).numbers * width
+        kept = model.counted.cache_bytes(served.context, layout.tp, blocks.start, blocks.stop, each)
+        return math.ceil(kept / served.context * slots)
+    block = cache_shape(model, layout.tp).numbers * slots * each
     if served.engine is None or not served.engine.windowed_cache:
         return math.ceil(len(blocks) * block)
     windows = (_windows(model)[i] or served.context for i in blocks)
@@ -297,8 +297,8 @@ def page_bytes_of_block(model: ModelConfig, tp: int, dtype: str, page: int = PAG
     """Bytes of one block's keys and values of a page on one of `tp` ranks; heads are replicated where tp exceeds
     them, and so are latents. Of a model that is only counted, the mean of its blocks with `context` tokens."""
     if counted := model.counted:
-        numbers = counted.cache_numbers(max(context, 1), tp) / max(context, 1)
-        return math.ceil(numbers * page * DTYPE_BYTES[dtype] / model.layers)
+        kept = counted.cache_bytes(max(context, 1), tp, width=DTYPE_BYTES[dtype]) / max(context, 1)
+        return math.ceil(kept * page / model.layers)
     return cache_shape(model, tp).numbers * page * DTYPE_BYTES[dtype]
 
 

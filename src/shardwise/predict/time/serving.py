@@ -178,9 +178,10 @@ def _prompt_attention(batch: Num, prompt: Num, heads: Num, kv: Num, width: int, 
 def cache_bytes_per_token(model: ModelConfig, serving: ServingLayout) -> Num:
     """Bytes of keys and values that a rank of one stage keeps for a token, all layers of the model together."""
     if counted := model.counted:  # windows are in what is read of it
-        tps = np.unique(np.asarray(serving.tp)).tolist()
-        each = {tp: sum(replace(c, window=0, state=0).numbers_of(1, int(tp)) for c in counted.caches) for tp in tps}
-        return np.vectorize(each.get, otypes=[float])(serving.tp) * WIDTH[serving.cache]
+        tps, width = np.unique(np.asarray(serving.tp)).tolist(), WIDTH[serving.cache]
+        caches = [replace(cache, window=0, state=0) for cache in counted.caches]
+        each = {tp: width * sum(cache.numbers_of(1, int(tp), width) for cache in caches) for tp in tps}
+        return np.vectorize(each.get, otypes=[float])(serving.tp)
     latent = model.latent_attention
     kv = latent.cached if latent else 2 * np.maximum(model.kv_width / serving.tp, model.head_dim)
     return 1.0 * model.layers * kv * WIDTH[serving.cache]

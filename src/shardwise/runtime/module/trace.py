@@ -107,10 +107,11 @@ class _Tracer:
         if self.chain is None:  # a later step may have found the reason
             steps = [replace(step, stages=None) for step in steps]
         ends = None if self.chain is None else self._ends(self.chain, Layout(tp=max(described)))
-        for tp in described:
-            if tp > 1 and (found := self._on_shards(tp, precisions)):
-                largest, more = found
-                steps += more
+        for tp in sorted(set(described) - {1}):
+            if (found := self._on_shards(tp, precisions)) is None:
+                break  # what keeps shards of one degree from it keeps those of larger ones
+            largest, more = found
+            steps += more
         return replace(largest, trace=Trace(self.rows, self.seq, tuple(steps), ends, self.unpiped, self.uncut))
 
     def _on_shards(self, tp: int, precisions: Sequence[str]) -> tuple[Blueprint, list[TracedStep]] | None:
