@@ -1,7 +1,5 @@
 """What every test run prints besides its results: the seed of the sampled layouts, and measurements side by side."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

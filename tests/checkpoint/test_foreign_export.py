@@ -1,7 +1,5 @@
 """Checkpoints exported for FSDP2 and DeepSpeed: formats come back bit by bit, and FSDP2 and transformers resume."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import replace

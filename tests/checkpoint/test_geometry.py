@@ -1,7 +1,5 @@
 """Any partition of a tensor into intervals of boxes against any other, with plain slicing as the oracle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

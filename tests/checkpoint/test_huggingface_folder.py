@@ -1,7 +1,5 @@
 """Hugging Face folders without torch: every piece of every family, what is refused and how, how little is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import tracemalloc

@@ -1,7 +1,5 @@
 """`shardwise calibrate network`: two real ranks from end to end, and mistakes that are told before anything starts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """`shardwise calibrate device`: two ranks make a file with which `estimate` and `explain` say how long a step takes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

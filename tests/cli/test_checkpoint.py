@@ -1,7 +1,5 @@
 """`shardwise checkpoint`: results on standard output, one line for every mistake, exit codes."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

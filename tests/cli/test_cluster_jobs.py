@@ -1,7 +1,5 @@
 """`shardwise launch`: the files for SLURM, Kubernetes and ssh, what the scripts do, and what is an error."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`shardwise collective`: list, show, verify, cost."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

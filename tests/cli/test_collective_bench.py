@@ -1,7 +1,5 @@
 """`shardwise collective bench`: what it measures, what it makes of it, and what it refuses."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -1,7 +1,5 @@
 """`shardwise completion`: bash completes commands, actions, options and their values from the printed script."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

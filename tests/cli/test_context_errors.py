@@ -1,7 +1,5 @@
 """Layouts with context parallelism that cannot be had: one line, exit code 2, before any rank starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`shardwise estimate --measure`: its output, its JSON, and its mistakes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

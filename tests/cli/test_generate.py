@@ -1,7 +1,5 @@
 """`shardwise generate`: prompts in, text out; one line for what cannot be."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

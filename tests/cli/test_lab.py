@@ -1,7 +1,5 @@
 """`shardwise lab`: where commands run, their exit codes, their end, and mistakes."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

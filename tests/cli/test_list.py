@@ -1,7 +1,5 @@
 """`shardwise list`: what the catalogs and the layout text have is named, with --json, at 80 columns."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

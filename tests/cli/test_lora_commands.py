@@ -1,7 +1,5 @@
 """The adapters' commands in a row: train, resume under another layout, compare, export, merge; and their mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

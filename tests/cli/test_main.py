@@ -1,7 +1,5 @@
 """The command line: results on standard output, one line for every mistake, exit codes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

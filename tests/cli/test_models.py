@@ -1,7 +1,5 @@
 """`--set`: whatever value a field is given, a command answers or says in one line why it cannot."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

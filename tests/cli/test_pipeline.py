@@ -1,7 +1,5 @@
 """`shardwise pipeline`: list, show, verify, simulate, bubble."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

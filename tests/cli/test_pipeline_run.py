@@ -1,7 +1,5 @@
 """`shardwise pipeline run`: what it runs, what it lays beside it, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

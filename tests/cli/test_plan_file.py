@@ -1,7 +1,5 @@
 """`plan --out FILE`, and `train --plan FILE`: the row's model, layout and step, where this machine can run it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

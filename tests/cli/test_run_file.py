@@ -1,7 +1,5 @@
 """Run files: every run writes one that gives the same configuration again; flags take the place of what is there."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`shardwise serve` refuses what cannot be served, in one line, before anything is loaded."""
 
-from __future__ import annotations
-
 import re
 import socket
 from pathlib import Path

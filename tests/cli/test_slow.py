@@ -1,7 +1,5 @@
 """`--slow` and `--emulate` on the command line: what `estimate` says of them, and one line for what cannot be."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

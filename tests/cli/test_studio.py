@@ -1,7 +1,5 @@
 """`shardwise studio`: the address, the export, and mistakes in one line."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`shardwise sync`: workers of a run, or in virtual time, and mistakes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

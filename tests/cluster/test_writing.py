@@ -1,7 +1,5 @@
 """Cluster files that are written are read back as they were; measured fields that are wrong are refused in one line."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults and layouts, drawn by a seed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

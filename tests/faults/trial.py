@@ -5,8 +5,6 @@ run's in any bit. Hung: a process has not ended within its limit. Leaked: proces
 checkpoints remain. Unclear: a traceback, an unexpected exit code, or an end that is not one line of the command.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,8 +1,6 @@
 """Replicas that train apart from each other (`sync=local`): points of all spaces as what a replica is, and the same
 training on one device, replica after replica."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What must hold of replicas that train apart from each other, each as a function that asserts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

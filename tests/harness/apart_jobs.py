@@ -1,7 +1,5 @@
 """What ranks run for the tests of packed outer gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from unittest.mock import patch
 

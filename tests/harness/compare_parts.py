@@ -4,8 +4,6 @@ Exit code 1 where the two parts leave out a test of the day, where a test has no
 day of another checkout, such as an older commit's, has tests that this one has not. Takes three minutes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

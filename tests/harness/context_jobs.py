@@ -1,7 +1,5 @@
 """What ranks run for the tests of context parallelism: attention alone, compared with one device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

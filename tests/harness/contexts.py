@@ -1,7 +1,5 @@
 """The space of context parallelism: its kinds with other ways to split, drawn and covered as `space.py` does it."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from typing import Any

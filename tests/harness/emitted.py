@@ -1,7 +1,5 @@
 """Layouts for other engines: drawn at random over all keys, then brought to the nearest that an engine expresses."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

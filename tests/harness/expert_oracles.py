@@ -1,8 +1,6 @@
 """Second oracles of the catalog's models: transformers trains the same weights, on one device in float64, or on real
 ranks by its own expert parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The space of experts: expert parallelism with every other way to split, drawn and covered as `space.py` does it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache, lru_cache

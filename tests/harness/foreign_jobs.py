@@ -1,7 +1,5 @@
 """Jobs of the tests of other trainers' checkpoints: FSDP2 that saves or resumes, and our own training that resumes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ their own, which run the same `__main__`. What forked processes share, and execu
 the README's program, the demo, torchrun's ranks and the tests of the launcher alone execute theirs.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import importlib

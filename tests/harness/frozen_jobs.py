@@ -1,7 +1,5 @@
 """Training of a user's module some of whose parameters are frozen, on ranks and in plain PyTorch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

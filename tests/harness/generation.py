@@ -1,7 +1,5 @@
 """What a rank does for a test of generation: requests come at given turns, and every logit of every token is kept."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Hugging Face folders with random weights, as `transformers` writes them, and what a rank does with one for a test."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

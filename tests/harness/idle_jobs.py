@@ -1,7 +1,5 @@
 """Training of modules some of whose parameters have a gradient now and then, on ranks and in plain PyTorch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

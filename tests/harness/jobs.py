@@ -1,7 +1,5 @@
 """What a rank runs for a test: train a case under a layout, and say how far it is from the reference."""
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 import time

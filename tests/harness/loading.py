@@ -1,7 +1,5 @@
 """What a rank holds while it loads a model to generate with: every tensor's memory, at most and in the end."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass
 from typing import Any

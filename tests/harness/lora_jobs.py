@@ -1,7 +1,5 @@
 """Adapters on the ranks of a test: from `peft`'s folder, one step or several, and back to a checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

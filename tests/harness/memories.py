@@ -10,8 +10,6 @@ divide):
     all-to-all               every rank holds n elements                  -> p blocks of ceil(n / p), padded with zeros
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

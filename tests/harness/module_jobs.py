@@ -1,7 +1,5 @@
 """What ranks run for the tests of a user's own module, and the same training on one device in plain PyTorch."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass, field

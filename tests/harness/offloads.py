@@ -1,7 +1,5 @@
 """Layouts with state off the device: points of all spaces, each with one of the ways to offload."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

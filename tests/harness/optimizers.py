@@ -1,7 +1,5 @@
 """Cases of every space trained by SGD, with momentum and without."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Modules without a description: three of the tests' own, and `transformers` classes with few, random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

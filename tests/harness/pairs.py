@@ -4,8 +4,6 @@ The models of `space.py` are made to run quickly: at 24 numbers a token, vectors
 are percents of a peak. Here a token has 72 to 384 of them, as little as keeps a dry run below a second.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

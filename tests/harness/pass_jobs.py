@@ -1,7 +1,5 @@
 """Losses that call a module twice, or leave blocks out, on ranks and in plain PyTorch."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The space of pipelines: schedules with every way to split a stage, drawn and covered as `space.py` does it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

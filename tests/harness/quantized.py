@@ -1,7 +1,5 @@
 """Layouts that pack what they send, and block quantization in NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from harness.contexts import context_cases

@@ -1,8 +1,6 @@
 """What ranks run for the tests of quantized communication: weights that are rounded before a plain gather, and sums of
 packed gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby

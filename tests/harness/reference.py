@@ -1,7 +1,5 @@
 """The judge: the same decoder on one device, in a plain training loop with torch's own optimizer and loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any

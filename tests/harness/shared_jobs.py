@@ -1,7 +1,5 @@
 """What ranks do in the tests of shared memory."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

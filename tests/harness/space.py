@@ -5,8 +5,6 @@ of them by a seed, so that a working day's tests see another part of the space t
 space of their own in `pipelines.py`, covered and sampled by the same means.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

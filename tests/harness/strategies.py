@@ -1,7 +1,5 @@
 """hypothesis strategies: models, and layouts that suit them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The tests that a change concerns, in a small tree of files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

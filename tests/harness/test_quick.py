@@ -1,7 +1,5 @@
 """The quick part of a day: every test has its turn, and a fortnight of layouts has every pair of values of two keys."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date, timedelta

@@ -1,7 +1,5 @@
 """Measured steps of modules that were traced, in ranks of the pool."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ranks run for the test of generation's ledgers: scripted requests, turn by turn, each turn recorded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

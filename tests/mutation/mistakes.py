@@ -1,7 +1,5 @@
 """Known mistakes of parallel training, as one replacement in one file each, and the tests that must notice them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

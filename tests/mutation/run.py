@@ -5,8 +5,6 @@ of failing, or a test that fails without the mistake, too: at the end all that n
 WORD: only the mistakes of that trap number, or with it in their words.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The known mistakes fit the source of today: `make mutation` puts each of them back."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The terms behind an estimate add up to its totals."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st

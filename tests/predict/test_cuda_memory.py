@@ -1,7 +1,5 @@
 """Predicted memory of the CUDA forms, against a dry run that takes them on fake tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

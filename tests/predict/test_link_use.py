@@ -1,7 +1,5 @@
 """Communication by axis: the ledger's calls and bytes, and prices that follow the placement."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.layout import Layout, Workload

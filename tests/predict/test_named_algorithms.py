@@ -1,7 +1,5 @@
 """What prediction says of a layout that names an algorithm: rows, fallbacks, time, and layouts that are rejected."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

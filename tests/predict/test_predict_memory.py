@@ -1,7 +1,5 @@
 """Closed forms of memory, against the figures that the literature gives."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from typing import Any

@@ -5,8 +5,6 @@ peak, and the bytes of weights, gradients and optimizer state at the full bandwi
 out decides searches, and the mean error over published rows does not show it.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A measured device: what its samples say is what its constants predict, through the cluster file and back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

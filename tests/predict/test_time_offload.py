@@ -1,7 +1,5 @@
 """The time of offloading: arrays agree with numbers, no rate is above what was measured, what binds is said."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

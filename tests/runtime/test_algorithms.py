@@ -1,7 +1,5 @@
 """Training by the schedule that a layout names, `algorithm=`: parity, ledger, memory and traffic, in real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 from functools import partial

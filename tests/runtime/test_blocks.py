@@ -1,7 +1,5 @@
 """Blocks in two functions beside the same blocks computed module by module by autograd, in float64."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

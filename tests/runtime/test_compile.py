@@ -4,8 +4,6 @@ Most cases are traced, differentiated and cut into graphs as ever, by a backend 
 second where a C++ compiler takes twenty. A few go through inductor itself. SHARDWISE_ALL=1 runs all of both.
 """
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every generated layout with context parallelism against one device, the predicted ledger and the predicted memory."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

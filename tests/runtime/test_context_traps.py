@@ -1,7 +1,5 @@
 """Mistakes of context parallelism that others shipped, each a small layout in which it shows (`tests/mutation/`)."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.checks import assert_ledger, assert_parity, train

@@ -1,7 +1,5 @@
 """Runs whose loss, gradients or weights are not finite: what they update, save, prune and say."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The dry run observes the very runtime at scales that no machine here has; the closed form must say the same."""
 
-from __future__ import annotations
-
 import os
 import random
 import warnings

@@ -1,8 +1,6 @@
 """Error feedback beside qgz: over any number of steps, sent sums and residuals make up the true sum, bit by bit as in
 NumPy; checkpoints carry residuals from layout to layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 All pairs of seven layouts with SHARDWISE_ALL=1, else a sample.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mistakes of expert parallelism that others shipped, each a small layout in which it shows (`tests/mutation/`)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Every generated layout with experts against one device, the predicted ledger and the predicted memory; and each pair
 of a token and an expert is computed exactly once, by that expert, or dropped once."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import pytest

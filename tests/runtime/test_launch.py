@@ -1,7 +1,5 @@
 """The launcher with small commands in place of training: who failed first is named, and nobody is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

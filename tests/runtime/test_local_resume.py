@@ -1,8 +1,6 @@
 """Checkpoints of `sync=local`: a resumed run is the one that was not interrupted, bit by bit; other layouts, and those
 in lockstep, continue from them and the other way round."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Mistakes of replicas that train apart from each other, each with a case that would show it (tests/mutation)."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.apart import Apart, listed

@@ -4,8 +4,6 @@ Layouts are those of `test_layouts.py` and `test_pipelines.py` that adapters can
 and targets.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from zlib import crc32

@@ -3,8 +3,6 @@
 Both compute in float64 throughout: hence 1e-12. Files have float32: hence 1e-6 after training.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,8 +1,6 @@
 """One rank's share of a step: its ledger is the predicted one, its waits last as long as they should, and a step is
 composed of what the shares took."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Experts of a user's module: `verify` under every layout, with experts whole, split by width and over ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

@@ -1,7 +1,5 @@
 """A rank's error in a step of a split module: every rank ends with its message, and none waits for a timeout."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.failing_jobs import fail

@@ -1,7 +1,5 @@
 """`split` of modules with frozen parameters: training is that of one device, and frozen parameters stay."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

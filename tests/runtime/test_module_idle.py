@@ -1,7 +1,5 @@
 """`split` where parameters have no gradient in some steps: they are left alone, as torch's AdamW does."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`split` of modules and losses that run in plain PyTorch: they run, or one line names the module and why not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Offloading of a user's module: the same bits as in memory, and exact bytes of every home."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """Losses that call a user's module twice, with and without gradients, and forward passes that leave blocks out: final
 parameters are those of plain PyTorch."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Pipelines of a user's module: `verify` and training under the schedules of the catalog's models."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

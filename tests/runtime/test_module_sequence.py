@@ -1,7 +1,5 @@
 """Sequence parallelism of a user's module: training is that of one device, with the collectives of cut sequences."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 

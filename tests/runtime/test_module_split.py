@@ -1,7 +1,5 @@
 """`split` on three modules of the tests' own: training is that of one device, whatever the layout."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

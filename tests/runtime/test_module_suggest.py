@@ -1,7 +1,5 @@
 """`suggest`: the plans that `transformers` publishes, found without them, and plans where none is published."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Traced modules: what is predicted from their traces is what `split` measures, to the byte."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

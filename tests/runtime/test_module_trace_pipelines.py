@@ -1,7 +1,5 @@
 """Pipelines of traced modules: what is predicted from a stage with all parts is what `split` measures on its stages."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """`verify`: true for modules that are split right, and for others the first module or parameter that differs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

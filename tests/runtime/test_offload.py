@@ -1,7 +1,5 @@
 """State off the device: the same bits as in memory, in any layout, and exact bytes of every home."""
 
-from __future__ import annotations
-
 from zlib import crc32
 
 import pytest

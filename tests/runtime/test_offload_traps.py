@@ -1,7 +1,5 @@
 """Mistakes of offloading that known layouts show: each trains as in memory, bit by bit, with exact bytes and rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """SGD with momentum and without, against torch.optim.SGD on one device; its exact bytes and ledger; resuming."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from zlib import crc32

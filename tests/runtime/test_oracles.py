@@ -1,8 +1,6 @@
 """Other libraries as second oracles: torch's FSDP2, DTensor and pipelining, transformers on one device in float64, and
 transformers' expert parallelism, train the same model alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Predicted bytes of random pairs of a model and a layout, compared with a dry run's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

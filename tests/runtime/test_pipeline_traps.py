@@ -1,7 +1,5 @@
 """Ways in which pipelines go silently wrong, each as a test that fails when the mistake is made (`tests/mutation`)."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

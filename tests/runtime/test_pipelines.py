@@ -3,8 +3,6 @@
 A sample by the day's seed; every case with SHARDWISE_ALL=1; SHARDWISE_SEED repeats another day.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

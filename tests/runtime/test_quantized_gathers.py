@@ -1,7 +1,5 @@
 """Gathers of weights in 8 bits (qwz): the same bits as weights that are rounded first, with exact ledgers and bytes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sums of gradients in 4 bits (qgz): each rank's part is rounded once a hop and added up in fp32, and no more."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

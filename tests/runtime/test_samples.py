@@ -1,7 +1,5 @@
 """Physical limits of what `calibrate device` measures, on invented times: no device is needed."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs with parameter servers, as a user starts them: what they record of their updates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

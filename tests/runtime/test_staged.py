@@ -1,7 +1,5 @@
 """Ranks that share a GPU: their tensors go through the host's memory, which is forced on CPU tensors here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

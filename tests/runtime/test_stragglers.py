@@ -1,7 +1,5 @@
 """Injected waiting on a clock of the test's own, ranks that wait for each other, and whole runs with slow ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

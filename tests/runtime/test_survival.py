@@ -3,8 +3,6 @@
 Runs are real ones, as a user starts them. `harness/faulty_worker.py` stands in for a rank that gets into trouble.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

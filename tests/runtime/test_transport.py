@@ -1,7 +1,5 @@
 """Schedules run by real processes give torch's own results, on every transport."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

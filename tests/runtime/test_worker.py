@@ -1,7 +1,5 @@
 """One rank's process around a stand-in for the trainer: how what it raises reaches the launcher, or torchrun's user."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every algorithm gives what its collective promises, for any number of ranks and any size; how it is asked for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from collective_reference import results

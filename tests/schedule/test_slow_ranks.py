@@ -1,7 +1,5 @@
 """Slow ranks: the text of `--slow`, and factors that are a function of seed, rank and step alone."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

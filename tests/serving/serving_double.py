@@ -3,8 +3,6 @@
 An answer repeats its prompt, so that a test knows which tokens belong to whom.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import itertools

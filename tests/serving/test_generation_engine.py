@@ -4,8 +4,6 @@ Sixteen requests of different lengths arrive at different turns; prompts come in
 sequences are computed again, some prompts begin alike, and one request is cancelled.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import cache

@@ -1,8 +1,6 @@
 """Generation with experts under every way to split them: logits and answers of Mixtral, Qwen3-MoE and DeepSeek-V2 and
 V3 as `transformers` computes them."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from functools import cache

@@ -1,7 +1,5 @@
 """Decode steps with static shapes, on the CPU: the logits and tokens of the eager form, whatever joins and leaves."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache

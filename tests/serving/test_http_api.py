@@ -1,7 +1,5 @@
 """The HTTP interface on a double of the engine: answers, streams, what is refused and in which words."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -1,7 +1,5 @@
 """Clients that open connections and say nothing, or little, or read nothing: others are answered all the same."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

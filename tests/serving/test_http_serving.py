@@ -1,7 +1,5 @@
 """`shardwise serve` as its users run it: a small model on two ranks, the official client, and every way it can end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

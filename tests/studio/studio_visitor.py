@@ -1,7 +1,5 @@
 """What tests of the page share: a tab, a run on disk, tables as JSON has them."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

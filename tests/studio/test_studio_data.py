@@ -1,7 +1,5 @@
 """What the views' functions return, against the rooms that they stand on."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

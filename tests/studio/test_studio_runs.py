@@ -1,7 +1,5 @@
 """Runs: followed live through reload and end; files that are dropped."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The server: this machine only; no path leads out; a user's mistake is a 400 with its line."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """Workers and servers: the view's data are the record's, of runs and in virtual time; drawn, and followed."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

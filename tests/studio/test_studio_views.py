@@ -1,7 +1,5 @@
 """Each view in a real browser: its tables are the Python functions' values, by mouse and by keyboard alone."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Simulated bubbles and counted peaks against the table of the literature, exactly, where it holds."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import product
 

@@ -1,7 +1,5 @@
 """docs/pipelines.md: its Python runs, and its figures are what the commands that it names print."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The generators: what they refuse, that they are torch's where torch has them, and the form of what they make."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Texts and CSV read back what was written, and torch's own parser reads ours, and we its schedules."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
