@@ -118,10 +118,6 @@ def test_mistakes_name_the_file(command: Command, tmp_path: Path, text: str, wor
     mistake(command("train", "--config", tmp_path / "x.toml"), f"{tmp_path}/x.toml: {words}")
 
 
-def test_a_file_that_is_not_there_is_one_line(command: Command) -> None:
-    mistake(command("train", "--config", "none.toml"), "none.toml: cannot read it: No such file or directory")
-
-
 def test_other_commands_read_files(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('model = "missing"\nlayout = "tp=2"\nquantize = "int8"\nport = 0\n')
