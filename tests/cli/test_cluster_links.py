@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from harness.cases import from_table
+
 SERVE = "--serve --prompt 512 --output 128 --concurrency 16"
 COMMANDS = (
     "plan llama-3.2-1b --cluster {} --seq 1024 --batch 64",
@@ -78,14 +80,7 @@ def test_one_device_has_no_links(command):
     assert links == {"inside_node": None, "between_nodes": None}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "estimate llama-2-7b --layout dp=8,zero=3 --cluster 8xH100 --seq 8192 --batch 8",
-        "plan llama-2-7b --cluster 8xH100 --seq 8192 --batch 8",
-        "plan llama-2-7b --seq 8192 --batch 8",
-    ],
-)
+@from_table
 def test_sequences_beyond_a_models_positions_are_said(words, command):
     said = "sequences of 8,192 tokens are longer than the 4,096 positions of llama-2-7b"
     assert said in command(*words.split())[1].replace("\n", " ")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.cases import from_table
 from harness.today import some_of
 from shardwise.cli.main import main
 from shardwise.errors import UserError
@@ -308,14 +309,7 @@ def test_it_answers_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("cluster", "fix", "words"),
-    [
-        ("8xL40S", "tp=4", "warning: tp=4 runs over PCIe, through the host, not NVLink: "),
-        ("2x4xH100", "tp=8", "warning: tp=8 spans nodes of 4: "),
-        ("8xA100", "tp=8", ""),
-    ],
-)
+@from_table
 def test_tensor_parallelism_over_slow_links_is_warned_of(cluster, fix, words, capsys):
     arguments = ["plan", "llama-3.2-1b", "--cluster", cluster, "--seq", "2048", "--batch", "16", "--fix", fix]
     assert main(arguments) == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from harness.cases import from_table
 from harness.forked import context
 from harness.space import MODELS
 from harness.today import EVERYTHING, seed
@@ -89,23 +90,15 @@ def test_what_cannot_run_is_refused() -> None:
         dry_run(get("tiny-llama"), Layout.parse("offload=nvme"), Workload(seq=64, batch=2))
 
 
-@pytest.mark.parametrize(
-    ("layout", "batch", "run"),
-    [
-        ("pp=4,schedule=gpipe,micro=2", 8, [(0, 4), (1, 4), (3, 4)]),
-        ("dp=2,pp=2,zero=3", 80, [(0, 8), (1, 8)]),
-        ("tp=2,pp=2,virtual=2,schedule=zb-v,sp", 30, [(0, 10), (1, 10)]),
-        ("dp=2,zero=3", 40, [(0, 3)]),
-    ],
-)
+@from_table
 def test_what_is_the_same_is_observed_once(
-    layout: str, batch: int, run: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    layout: str, batch: int, run: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank of those that do the same, and of a long step one with the same steady state: (place, micro-batches)."""
     observe, seen = dryrun._observe_all, []
 
     def watched(asked: Sequence[tuple[UnitPlan, int]]) -> list[Role]:
-        seen.extend((plan.pp_rank, dryrun._run(plan).micro_batches) for plan, _ in asked)
+        seen.extend([plan.pp_rank, dryrun._run(plan).micro_batches] for plan, _ in asked)
         return observe(asked)
 
     monkeypatch.setattr(dryrun, "_observe_all", watched)

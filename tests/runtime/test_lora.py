@@ -11,6 +11,7 @@ from zlib import crc32
 import pytest
 
 from harness import pipelines, space
+from harness.cases import from_table
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
 from harness.reference import Case, reference
 from harness.space import MODELS, Point
@@ -115,15 +116,7 @@ def test_frozen_units_have_no_state() -> None:
         assert {unit.name for unit in plan.units if not unit.frozen} == {"blocks.0", "blocks.1"}
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("tp=2,tpkind=gathered", "tpkind=gathered"),
-        ("dp=2,sync=local,every=2", "sync=local"),
-        ("pp=2,schedule=zb-h1", "choose 1f1b"),
-        ("compile=block", "compile=block"),
-    ],
-)
+@from_table
 def test_what_adapters_cannot_have_yet(text: str, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         check_runnable(Layout.parse(text), MODELS["llama"].replace(lora=Lora(3)), Workload(12, 8))

@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 
+from harness.cases import from_table
 from harness.module_jobs import OwnTraining, trained
-from harness.own_modules import MIXTURES, OWN, PLANS, exact, token_example
+from harness.own_modules import MIXTURES, OWN, exact, token_example
 from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, UserError
@@ -100,24 +101,7 @@ def test_a_checkpoint_of_experts_is_continued_under_any_layout(after, tmp_path):
     trained(OwnTraining("routed", after, load=str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("plan", "layout", "message"),
-    [
-        (None, "ep=2,dp=2", r"ep=2 splits experts, and RoutedModel publishes no plan for any: give plan="),
-        ({"table": "vocab"}, "dp=2,ep=2", r"ep=2 splits experts, and the plan names none"),
-        (PLANS["routed"], "dp=3,ep=3", r"ep=3 does not divide the 4 experts of blocks.0.experts; valid ep: 1, 2, 4"),
-        ({"blocks.*.expert": "experts"}, "dp=2,ep=2", r"no module is named 'blocks.\*.expert'"),
-        ({"blocks.*.router": "experts"}, "dp=2,ep=2", r"blocks.0.router does not stack experts"),
-        ({"blocks.*": "experts"}, "dp=2,ep=2", r"blocks.0 has parameters in submodules; experts are stacked"),
-        ({"blocks.*.experts": "experts"}, "tp=2", r"tp=2 splits each expert, and blocks.0.experts.up has no style"),
-        (PLANS["routed"], "tp=8", r"tp=8 does not divide the width 24 of 2 maps of blocks.0.experts.up"),
-        (
-            PLANS["routed"] | {"blocks.*.experts.up": "packed_rowwise"},
-            "tp=2",
-            r"'blocks.\*.experts.up' has style 'packed_rowwise', which split does not have for weights of experts",
-        ),
-    ],
-)
+@from_table
 def test_a_bad_plan_for_experts_is_one_line(plan, layout, message):
     with pytest.raises(UserError, match=message) as caught:
         describe(OWN["routed"](), Layout.parse(layout), plan, [])

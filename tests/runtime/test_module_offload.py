@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from harness.cases import from_table
 from harness.module_jobs import OffloadOutcome, OwnTraining
 from harness.own_modules import OWN
 from harness.pool import run_ranks
@@ -77,13 +78,7 @@ def test_saved_activations_leave_the_device():
     assert away.bytes.saved < here.bytes.saved / 2
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("offload=nvme", r"give split a folder for it, offload_dir="),
-        ("pp=2,offload_activations=cpu", r"does not go with pp=2 .* leave it out, or choose recompute=full"),
-    ],
-)
+@from_table
 def test_bad_input_is_one_line(text, message):
     with pytest.raises(UserError, match=message) as caught:
         split(OWN["plain"](), text)

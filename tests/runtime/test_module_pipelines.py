@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 from torch import nn
 
+from harness.cases import from_table
 from harness.module_jobs import OwnTraining, trained
 from harness.own_modules import GPT2_PARTS, GPT2_PLAN, OWN, PARTS, PIPED, PastStages, own_batch, token_example
 from harness.pool import run_ranks
@@ -112,16 +113,7 @@ def test_a_checkpoint_of_stages_is_continued_under_any_layout(after, tmp_path):
     trained(OwnTraining("plain", after, 2, load=str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        (None, r"pp needs an ordered list of parts, and PlainMLP publishes none: give parts=\['table'"),
-        (["enter", "block.*", "head"], r"no module is named 'block.\*'; did you mean blocks"),
-        (["enter", "blocks.*", "enter"], r"parts: enter is named twice"),
-        (["enter", "blocks.0", "head"], r"parts: blocks.1.\S+ is in none of them"),
-        ([], r"none of them has parameters"),
-    ],
-)
+@from_table
 def test_a_bad_list_of_parts_is_one_line(parts, message):
     module = OWN["plain"]()
     with pytest.raises(UserError, match=message) as caught:

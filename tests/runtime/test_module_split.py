@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.cases import from_table
 from harness.module_jobs import ROWS, STEPS, OwnTraining, reference, trained
 from harness.own_modules import OWN, SkipMLP, own_batch
 from harness.pool import run_ranks
@@ -106,14 +107,7 @@ def test_a_module_on_the_meta_device_starts_with_the_same_weights_under_any_layo
         assert weights == 0 and logits < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "layouts"),
-    [
-        ("skips", ["dp=2,zero=1", "dp=2,tp=2,zero=3"]),
-        ("plain", ["pp=2,dp=2,zero=2"]),
-        ("routed", ["dp=2,ep=2,zero=3", "dp=2,tp=2,etp=2,ep=2"]),
-    ],
-)
+@from_table
 def test_bf16_trains_near_float64_with_masters_in_float32(name, layouts):
     expected, _ = reference(name)
     for layout in layouts:
@@ -165,17 +159,7 @@ def test_bad_input_is_one_line(module, layout, options, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (None, r"tp=2 needs a plan, and SkipMLP publishes none"),
-        ({"blocks.*.up": "colum"}, r"'blocks.\*.up' has style 'colum', which split does not have; it has column, row"),
-        ({"blocks.*.op": "column"}, r"no map is named 'blocks.\*.op'; did you mean blocks.\d.up"),
-        ({"blocks.*.norm": "column"}, r"blocks.0.norm is a LayerNorm; nn.Linear, Conv1D and nn.Embedding are cut"),
-        ({"blocks.0.up": "column"}, r"blocks.0.up is a Doubled with a forward of its own"),
-        ({"enter": "packed_colwise"}, r"'enter' has style 'packed_colwise'"),
-    ],
-)
+@from_table
 def test_a_bad_plan_is_one_line(plan, message):
     module = SkipMLP()
     module.blocks[0].up = Doubled(16, 48)

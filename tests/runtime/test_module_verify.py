@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from harness import forked
+from harness.cases import from_table
 from harness.own_modules import (
     FAMILIES,
     GPT2_PLAN,
@@ -236,17 +237,7 @@ def test_the_command_says_what_is_right_and_what_is_wrong(tmp_path):
     assert done.returncode == 1 and not data["equal"] and data["module"] == "down" and "RuntimeError" in data["reason"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["net.py"], "names no object of a file: give FILE.py:NAME"),
-        (["{file}:nothing"], "has no nothing"),
-        (["{file}:build", "--layout", "dp=3"], "4 rows cannot be divided among dp = 3"),
-        (["{file}:build", "--layout", "pp=2"], "pp needs an ordered list of parts, and Net publishes none"),
-        (["{file}:build", "--layout", "tp=2"], "tp=2 needs a plan, and Net publishes none"),
-        (["{file}:build", "--plan", "up"], "'up' is not PATTERN=STYLE"),
-    ],
-)
+@from_table
 def test_bad_input_is_one_line_and_code_2(words, message, tmp_path):
     file = tmp_path / "net.py"
     file.write_text(MODULE)
