@@ -5,8 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # as where `run.py` itself runs
 
-from mistakes import MISTAKES
-from run import ROOT, misplaced
+from run import MISTAKES, ROOT, misplaced
 
 
 def test_every_mistake_has_one_place() -> None:
