@@ -10,17 +10,13 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from harness.contexts import context_cases
-from harness.experts import expert_cases
-from harness.pipelines import pipeline_cases
 from harness.reference import Case, OneDevice, global_batch
-from harness.space import GENERATOR_SEED, MODELS, Point, all_cases
+from harness.space import GENERATOR_SEED, MODELS, SPACES, Point, cases
 from harness.today import EVERY_LAYOUT, seed
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.runtime.sync.rounds import Rounds
 
-SPACES = {"dense": all_cases, "pipelines": pipeline_cases, "contexts": context_cases, "experts": expert_cases}
 WORLDS = (2, 4, 8)
 SPLITS = ((2, 2), (1, 2), (2, 2), (4, 2), (2, 2), (1, 4), (2, 4))
 """(ranks of a replica, replicas)."""
@@ -50,8 +46,8 @@ class Apart:
 def _cases() -> Iterator[Apart]:
     generator = random.Random(GENERATOR_SEED)
     ways = zip(cycle(SPLITS), cycle((1, 2, 2, 3)), cycle(OUTERS), cycle(MOMENTS), cycle(OFFLOADS), strict=False)
-    for name, points in SPACES.items():
-        exact = [p for p in points() if p.layout.precision == "fp64" and p.layout.ranks in (1, 2, 4)]
+    for name in SPACES:
+        exact = [p for p in cases(name) if p.layout.precision == "fp64" and p.layout.ranks in (1, 2, 4)]
         generator.shuffle(exact)
         for (ranks, replicas), *way in islice(ways, OF_EACH):
             point = min(exact, key=lambda point: abs(point.layout.ranks - ranks))

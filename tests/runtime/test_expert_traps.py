@@ -8,10 +8,10 @@ import pytest
 
 from harness.checks import assert_ledger, assert_parity, assert_replicas_equal, judge, train
 from harness.expert_jobs import plain_routing
-from harness.experts import EXPERT_MODELS
 from harness.jobs import Training
 from harness.pool import run_ranks
 from harness.reference import Case, reference
+from harness.space import EXPERT_MODELS
 from shardwise.checkpoint import Checkpoint, diff
 from shardwise.layout import Layout, Workload
 from shardwise.model.config import Experts

@@ -1,7 +1,7 @@
 """Low-rank adapters under generated layouts: parity with one device in float64, equal ledgers, equal bytes.
 
-Layouts are those of `test_layouts.py` and `test_pipelines.py` that adapters can have, each with its own rank
-and targets.
+Layouts are the dense ones and pipelines of `test_layouts.py` that adapters can have, each with its own rank and
+targets.
 """
 
 from dataclasses import replace
@@ -10,11 +10,10 @@ from zlib import crc32
 
 import pytest
 
-from harness import pipelines, space
 from harness.cases import from_table
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
 from harness.reference import Case, reference
-from harness.space import MODELS, Point
+from harness.space import MODELS, Point, cases
 from harness.today import some_of
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check_runnable, unit_plan
@@ -41,7 +40,7 @@ def adapted(point: Point) -> Point | None:
 
 @cache
 def points() -> tuple[Point, ...]:
-    every = (*space.all_cases(), *pipelines.pipeline_cases())
+    every = (*cases("dense"), *cases("pipelines"))
     return tuple(filter(None, map(adapted, (point for point in every if point.layout.ranks <= MOST_RANKS))))
 
 

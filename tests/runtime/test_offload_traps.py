@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from harness.checks import assert_ledger, assert_memory, judge, train
-from harness.experts import expert_cases, settled
+from harness.experts import settled
 from harness.reference import Case
-from harness.space import point
+from harness.space import cases, point
 from shardwise.layout import Layout
 
 DENSE = {
@@ -37,7 +37,7 @@ def test_trap_28_no_home_changes_a_bit(text: str) -> None:
 
 
 def test_trap_28_routers_biases_move_in_the_state_of_their_step() -> None:
-    chosen = next(p for p in expert_cases() if "deepseek" in p.id and p.layout.stage == 3 and p.layout.ranks <= 4)
+    chosen = next(p for p in cases("experts") if "deepseek" in p.id and p.layout.stage == 3 and p.layout.ranks <= 4)
     case = settled(chosen.case)
     assert judge(case).losses
     equal(case, replace(chosen.layout, offload="nvme"))

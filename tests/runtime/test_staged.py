@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from harness.checks import assert_ledger, assert_replicas_equal, train
-from harness.experts import EXPERT_MODELS
 from harness.reference import Case
-from harness.space import MODELS
+from harness.space import EXPERT_MODELS, MODELS
 from harness.today import some_of
 from shardwise.api import _carried_by
 from shardwise.errors import UserError
