@@ -4,19 +4,10 @@ import json
 
 import pytest
 
-from harness.cases import from_table
+from harness.cases import from_table, table
 
 SERVE = "--serve --prompt 512 --output 128 --concurrency 16"
-COMMANDS = (
-    "plan llama-3.2-1b --cluster {} --seq 1024 --batch 64",
-    "plan llama-3.2-1b,qwen3-0.6b --cluster {} --seq 1024 --batch 64",
-    f"plan llama-3.2-1b --cluster {{}} {SERVE}",
-    "plan llama-3.2-1b --cluster {} --seq 1024 --find batch",
-    "estimate llama-3.2-1b --layout dp=16 --cluster {} --seq 1024 --batch 64",
-    "estimate llama-3.2-1b --layout dp=16 --cluster {} --seq 1024 --batch 64 --links",
-    "estimate llama-3.2-1b --layout dp=16 --compare dp=8,tp=2 --cluster {} --seq 1024 --batch 64",
-    "estimate llama-3.2-1b --layout dp=16 --cluster {} --seq 1024 --batch 64 --breakdown",
-)
+COMMANDS = table(__file__, "COMMANDS")
 
 
 @pytest.mark.parametrize("words", COMMANDS)

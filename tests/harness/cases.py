@@ -28,8 +28,17 @@ def _value(given: Any) -> Any:
     return given
 
 
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def table(file: str, name: str) -> Any:
+    """A table of a test's file by its name; lists are tuples."""
+    return _frozen(_value(_tables(Path(file).parent)[Path(file).stem][name]))
+
+
 def from_table(test: Test) -> Test:
     """Parametrize a test by the rows of its table: values of the arguments `names`."""
     file = Path(test.__code__.co_filename)
-    table = _tables(file.parent)[file.stem][test.__name__]
-    return pytest.mark.parametrize(table["names"], _value(table["rows"]))(test)
+    found = _tables(file.parent)[file.stem][test.__name__]
+    return pytest.mark.parametrize(found["names"], _value(found["rows"]))(test)

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import Bytes, LedgerRow, StepReport
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.module.comparison import RankDifference, compare_split
+from shardwise.runtime.module.comparison import RankDifference, compare_split, first_difference
 from shardwise.runtime.module.initial import MetaValues
 from shardwise.runtime.module.split import SplitModule, split
-from shardwise.runtime.module.verify import VerifyRequest
+from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
 
 ROWS, STEPS, LR = 8, 3, 1e-2
 SETTINGS = OptimizerConfig(clip=0.5)
@@ -253,6 +254,15 @@ def passes(rank: int, layout: str) -> list[float]:
 def compare(rank: int, request: VerifyRequest) -> RankDifference:
     """What one rank finds."""
     return compare_split(request)
+
+
+def verdict(
+    model: Any, layout: str, example: Any, plan: Any = None, parts: Any = None, tolerance: float = TOLERANCE
+) -> Verification:
+    """`verify` in the tests' own ranks."""
+    at = Layout.parse(f"{layout},precision=fp64")
+    request = VerifyRequest(model, at, example, plan and dict(plan), None, tolerance, parts)
+    return first_difference(run_ranks("harness.module_jobs:compare", at.ranks, request))
 
 
 @cache

@@ -3,23 +3,13 @@
 import random
 from dataclasses import dataclass, replace
 
+from harness.cases import table
 from harness.experts import settled
 from harness.reference import Case
 from harness.space import GENERATOR_SEED, SPACES, Point, cases
 from shardwise.layout import Layout
 
-WAYS = (
-    "offload=cpu",
-    "offload=nvme",
-    "offload=cpu:0.4",
-    "offload=nvme:0.6",
-    "offload=cpu,offload_params=cpu",
-    "offload=nvme,offload_params=nvme",
-    "offload=cpu:0.3,offload_params=nvme",
-    "offload=nvme,offload_params=cpu",
-    "offload_activations=cpu",
-    "offload=nvme,offload_params=nvme,offload_activations=cpu",
-)
+WAYS = table(__file__, "WAYS")
 OF_EACH = 2
 
 

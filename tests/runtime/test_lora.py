@@ -10,7 +10,7 @@ from zlib import crc32
 
 import pytest
 
-from harness.cases import from_table
+from harness.cases import from_table, table
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
 from harness.reference import Case, reference
 from harness.space import MODELS, Point, cases
@@ -61,17 +61,7 @@ def test_layout(point: Point) -> None:
     assert_memory(point.case, point.layout, ranks)
 
 
-OTHERS = (
-    "dp=2,zero=3,offload=cpu,precision=fp64",
-    "dp=2,zero=2,offload=cpu:0.5,precision=fp64",
-    "dp=4,shard=2,zero=3,precision=fp64",
-    "cp=2,tp=2,precision=fp64",
-    "cp=2,cpkind=ulysses,precision=fp64",
-    "dp=2,zero=3,offload_activations=cpu,precision=fp64",
-    "dp=2,zero=3,offload=cpu,offload_params=cpu,precision=fp64",
-    "dp=2,zero=3,offload=nvme,offload_params=nvme,precision=fp64",
-    "dp=2,zero=1,offload=nvme:0.5,precision=fp64",
-)
+OTHERS = table(__file__, "OTHERS")
 """Keys that the spaces above have not."""
 
 

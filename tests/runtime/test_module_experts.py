@@ -5,57 +5,23 @@ from itertools import product
 
 import pytest
 
-from harness.cases import from_table
-from harness.module_jobs import OwnTraining, trained
+from harness.cases import from_table, table
+from harness.module_jobs import OwnTraining, trained, verdict
 from harness.own_modules import MIXTURES, OWN, exact, token_example
 from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, UserError
-from shardwise.runtime.module.comparison import first_difference
 from shardwise.runtime.module.describe import describe
-from shardwise.runtime.module.verify import Verification, VerifyRequest
 
-TOLERANCE = 1e-12
-
-
-def verdict(model, layout: str, plan=None, tolerance=TOLERANCE) -> Verification:
-    """`verify` in the tests' own ranks."""
-    exact = Layout.parse(f"{layout},precision=fp64")
-    request = VerifyRequest(model, exact, token_example(), plan, None, tolerance)
-    return first_difference(run_ranks("harness.module_jobs:compare", exact.ranks, request))
-
-
-WHOLE = [
-    "dp=2",
-    "dp=2,zero=1",
-    "dp=2,zero=2",
-    "dp=2,zero=3,recompute=full",
-    "dp=4,zero=3,shard=2",
-    "tp=2",
-    "dp=2,tp=2,zero=1",
-    "dp=2,tp=2,zero=2",
-    "dp=2,tp=2,zero=3,recompute=full",
-]
-SPREAD = [
-    "dp=2,ep=2",
-    "dp=2,ep=2,zero=1",
-    "dp=2,ep=2,zero=3,recompute=full",
-    "dp=4,ep=2,zero=2",
-    "dp=4,ep=4,zero=3",
-    "dp=4,ep=2,zero=3,shard=2",
-    "tp=2,ep=2",
-    "dp=2,tp=2,ep=2,zero=1",
-    "dp=2,tp=2,ep=4,zero=3,recompute=full",
-    "dp=2,tp=2,ep=2,etp=2,zero=3",
-    "dp=2,tp=2,etp=1,zero=2",
-]
+WHOLE = table(__file__, "WHOLE")
+SPREAD = table(__file__, "SPREAD")
 
 
 @pytest.mark.parametrize(
     ("family", "layout"), some_of(product(MIXTURES, WHOLE + SPREAD), 6, "mixtures of a user's module")
 )
 def test_mixtures_are_split_right(family, layout):
-    result = verdict(partial(exact, family), layout)
+    result = verdict(partial(exact, family), layout, token_example(), tolerance=1e-12)
     assert result, str(result)
     assert result.modules >= 20 and result.parameters >= 18
 

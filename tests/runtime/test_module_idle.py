@@ -26,15 +26,6 @@ def test_parameters_without_a_gradient_on_any_rank_are_left_alone(layout, tmp_pa
     assert {missed for _, missed in results} == {STEPS}
 
 
-@pytest.fixture
-def alone():
-    import torch.distributed as dist
-
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def squares(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return model(x, False).square().sum(), x.numel()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.cases import from_table
+from harness.cases import from_table, table
 from harness.module_jobs import ROWS, STEPS, OwnTraining, reference, trained
 from harness.own_modules import OWN, SkipMLP, own_batch
 from harness.pool import run_ranks
@@ -17,18 +17,7 @@ from shardwise.runtime.module.describe import describe, find_blocks
 
 PLAIN = ("skips", "states", "shared")
 """Without experts and without stages."""
-LAYOUTS = [
-    "dp=2",
-    "dp=2,zero=1",
-    "dp=2,zero=2",
-    "dp=2,zero=3,recompute=full",
-    "dp=4,zero=2,shard=2",
-    "dp=4,zero=3,hpz=2",
-    "tp=2",
-    "dp=2,tp=2,zero=1",
-    "dp=2,tp=2,zero=3",
-    "tp=4,recompute=full",
-]
+LAYOUTS = table(__file__, "LAYOUTS")
 
 
 @pytest.mark.parametrize(("name", "layout"), some_of(product(PLAIN, LAYOUTS), 12, "own modules"))
@@ -171,15 +160,6 @@ def test_a_degree_that_does_not_divide_names_those_that_do():
     message = r"tp=5 does not divide the 48 outputs of blocks.0.up.weight; valid tp: 1, 2, 3"
     with pytest.raises(UserError, match=message):
         describe(OWN["skips"](), Layout(tp=5), {"blocks.*.up": "column"}, [])
-
-
-@pytest.fixture
-def alone():
-    import torch.distributed as dist
-
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

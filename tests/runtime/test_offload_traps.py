@@ -4,19 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from harness.cases import table
 from harness.checks import assert_ledger, assert_memory, judge, train
 from harness.experts import settled
 from harness.reference import Case
 from harness.space import cases, point
 from shardwise.layout import Layout
 
-DENSE = {
-    "zero=3,offload=nvme,offload_params=nvme": {},
-    "zero=3,recompute=input,offload=cpu,offload_params=nvme": {},
-    "zero=2,offload=nvme:0.4": {"micro": 2},
-    "zero=1,offload=cpu:0.6,offload_activations=cpu": {"model": "gpt2"},
-    "zero=3,recompute=selective,offload=cpu,offload_params=cpu,offload_activations=cpu": {"micro": 2},
-}
+DENSE = table(__file__, "DENSE")
 
 
 def equal(case: Case, layout: Layout) -> None:

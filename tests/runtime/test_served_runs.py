@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness import forked
+from harness.cases import table
 from harness.today import some_of
 from shardwise.cli.main import main
 from shardwise.layout.recorded_run import RecordedRun, recorded_run
@@ -15,13 +16,7 @@ from shardwise.schedule.staleness import check
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 STEPS = 6
-LAYOUTS = (
-    "dp=2,sync=ps",
-    "dp=3,sync=ssp,staleness=2,servers=2",
-    "dp=3,sync=async,servers=1:own",
-    "dp=3,sync=ps,backup=1,servers=2:own",
-    "dp=2,tp=2,sync=async,damped,servers=2",
-)
+LAYOUTS = table(__file__, "LAYOUTS")
 
 
 def train(text: Path, out: Path, layout: str, *more: str) -> None:
