@@ -22,7 +22,6 @@ def cuts(draw, n: int, most: int) -> list[tuple[int, int]]:
 
 @st.composite
 def partitions(draw, shape: tuple[int, ...]) -> list[Piece]:
-    """Boxes along one dim, each cut into intervals."""
     boxes = [full(shape)]
     if shape and draw(st.booleans()):
         dim = draw(st.integers(0, len(shape) - 1))

@@ -22,7 +22,6 @@ TINY = ("--ranks", "2", "--sizes", "1KiB,4KiB,32MiB", "--rounds", "3")
 
 @pytest.fixture
 def calibrate(command):
-    """Run `shardwise calibrate network ...`."""
     return partial(command, "calibrate", "network")
 
 

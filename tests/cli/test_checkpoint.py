@@ -43,7 +43,6 @@ def run(tmp_path):
 
 @pytest.fixture
 def command(command):
-    """Run `shardwise checkpoint ...`."""
     return partial(command, "checkpoint")
 
 

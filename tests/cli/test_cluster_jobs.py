@@ -421,7 +421,6 @@ def test_a_server_on_two_hosts_answers_and_ends(folder: Path, layout: str) -> No
 
 
 def train_small(folder: Path) -> None:
-    """A run to serve."""
     (folder / "text.txt").write_text("".join(f"{n} is one more than {n - 1}\n" for n in range(1, 1500)))
     small = ["train", "tiny-llama", "--set", "layers=2,hidden=128,ffn=192", "--vocab", "300", "--steps", "1"]
     data = ["--data", "text.txt", "--seq", "32", "--batch", "4", "--no-tensorboard", "--out", "run"]
@@ -456,5 +455,4 @@ def test_a_server_ends_when_a_rank_of_another_host_is_killed(folder: Path, layou
 
 
 def output(folder: Path) -> str:
-    """Output of all ranks."""
     return "\n".join(path.read_text() for path in sorted((folder / "logs").rglob("*.log")) if path.is_file())

@@ -16,7 +16,6 @@ from shardwise.schedule import Draft, RepeatedRounds, Round, algorithms, find
 
 @pytest.fixture
 def collective(command):
-    """Run `shardwise collective ...`."""
     return partial(command, "collective")
 
 

@@ -30,13 +30,11 @@ bandwidth = 5e9
 
 @pytest.fixture
 def bench(command):
-    """Run `shardwise collective bench ...`."""
     return partial(command, "collective", "bench")
 
 
 @pytest.fixture
 def bench_ranks(ranks_command):
-    """The same, with real ranks."""
     return partial(ranks_command, "collective", "bench")
 
 

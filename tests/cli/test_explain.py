@@ -89,16 +89,7 @@ def test_the_batch_of_the_command_line_comes_first(config, capsys):
     asked = [
         "explain",
         config,
-        "--ranks",
-        "64",
-        "--model",
-        "llama-3-8b",
-        "--seq",
-        "2048",
-        "--batch",
-        "128",
-        "--micro",
-        "1",
+        *["--ranks", "64", "--model", "llama-3-8b", "--seq", "2048", "--batch", "128", "--micro", "1"],
     ]
     assert main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

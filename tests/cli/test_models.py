@@ -14,22 +14,14 @@ from shardwise.model.catalog import get
 from shardwise.model.changes import change
 from shardwise.model.config import Experts, LatentAttention
 
-COMMANDS = (
-    ["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "512", "--batch", "8", "--fix", "tp=2,pp=1,cp=1", "--json"],
-    [
-        "estimate",
-        "llama-3-8b",
-        "--cluster",
-        "8xH100",
-        "--layout",
-        "tp=2,dp=4,zero=1,sp",
-        "--seq",
-        "512",
-        "--batch",
-        "8",
-    ],
-    ["estimate", "gpt2", "--cluster", "4xcpu", "--layout", "dp=4,zero=3", "--seq", "64", "--batch", "4", "--json"],
-)
+COMMANDS = [
+    words.split()
+    for words in (
+        "plan llama-3-8b --cluster 8xH100 --seq 512 --batch 8 --fix tp=2,pp=1,cp=1 --json",
+        "estimate llama-3-8b --cluster 8xH100 --layout tp=2,dp=4,zero=1,sp --seq 512 --batch 8",
+        "estimate gpt2 --cluster 4xcpu --layout dp=4,zero=3 --seq 64 --batch 4 --json",
+    )
+]
 FIELDS = [field.name for field in dataclasses.fields(ModelConfig)]
 VALUES = st.sampled_from(
     ["1e20", "1" + "0" * 20, str(2**63 - 1), "9" * 5000, "1000000007", "-1", "0", "1", "2", "3", "0.5", "nan", "inf",

@@ -16,7 +16,6 @@ from shardwise.schedule.pipeline.text import to_text
 
 @pytest.fixture
 def pipeline(command):
-    """Run `shardwise pipeline ...`."""
     return partial(command, "pipeline")
 
 

@@ -24,7 +24,6 @@ TINY = ("--emulate", "F=1ms,I=1ms,W=1ms", "--steps", 1)
 
 @pytest.fixture
 def run(command):
-    """Run `shardwise pipeline run ...`."""
     return partial(command, "pipeline", "run")
 
 
@@ -49,18 +48,8 @@ def pretended(monkeypatch):
 def test_a_file_s_schedule_runs_beside_its_simulation(run, tmp_path, capfd):
     file, trace = tmp_path / "mine.txt", tmp_path / "trace.json"
     assert main(["pipeline", "show", "zb-v", "--ranks", "2", "--micro", "4", "--tied", "--out", str(file)]) == 0
-    simulate = [
-        "simulate",
-        "--file",
-        str(file),
-        "--times",
-        "F=1ms,I=1ms,W=1ms",
-        "--hop",
-        "3ms",
-        "--no-overlap",
-        "--json",
-    ]
-    simulate += ["--weight-share", "0.5"]
+    options = "--times F=1ms,I=1ms,W=1ms --hop 3ms --no-overlap --json --weight-share 0.5"
+    simulate = ["simulate", "--file", str(file), *options.split()]
     capfd.readouterr()
     assert main(["pipeline", *simulate]) == 0
     expected = json.loads(capfd.readouterr().out)

@@ -29,7 +29,6 @@ def make(source, out, **options):
 
 
 def documents(corpus, split):
-    """The texts that a split's tokens spell."""
     ids = corpus.tokens(split).tolist()
     assert ids[-1] == corpus.eos
     ends = [i for i, token in enumerate(ids) if token == corpus.eos]

@@ -77,6 +77,5 @@ def draw(seed: str, count: int, layouts: Sequence[str], kinds: Sequence[str]) ->
 
 
 def fits(kind: str, text: str) -> bool:
-    """Whether a fault can come under a layout."""
     ranks = Layout.parse(text).ranks
     return ranks == 2 if kind == "link cut" else ranks > 1 if kind == "all ranks killed" else True

@@ -74,7 +74,6 @@ class Space:
             self._plain[layout] = out
 
     def plain(self, layout: str) -> Path:
-        """The undisturbed run under a layout."""
         return self._plain[layout]
 
 
@@ -103,7 +102,6 @@ class Trial:
         self, *more: str, out: Path | None = None, words: list[str] | None = None,
         variables: Mapping[str, str] | None = None, prepare: Callable[[], object] | None = None,
     ) -> Process:  # fmt: skip
-        """The training with more words, or another command."""
         out = out or self.out
         around = {"TMPDIR": str(self.tmp), **(variables or {})}
         arguments = words or [*self.space.words(self.fault.layout, out), *more]

@@ -70,7 +70,6 @@ def _apart(name: str, point: Point, replicas: int, every: int, outer: str, momen
 
 
 def apart_cases() -> list[Apart]:
-    """At least thirty cases."""
     return list(_cases())
 
 
@@ -163,7 +162,6 @@ def _average_moments(devices: list[OneDevice]) -> None:
 def _agree(
     replicas: list[dict[str, Tensor]], shared: dict[str, Tensor], momentum: dict[str, Tensor], outer: str
 ) -> None:
-    """One outer step, as the papers write it."""
     for name, base in shared.items():
         gradient = base - sum(weights[name].detach() for weights in replicas) / len(replicas)
         if outer == "nesterov":

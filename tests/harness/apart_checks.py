@@ -16,7 +16,6 @@ TOLERANCE = 1e-9
 
 
 def blank(model: ModelConfig) -> Outcome:
-    """No reference."""
     zeros = {p.name: torch.zeros(p.shape, dtype=torch.float64) for p in parameters(model)}
     return Outcome([], [], zeros, zeros)
 

@@ -62,7 +62,6 @@ class Account:
 
 
 def accounted(rank: int, asked: Apart) -> list[Account]:
-    """Train, and account for every packed outer gradient."""
     case, layout = asked.case, asked.layout
     program = build(case, layout, rank, transport=asked.transport)
     true: dict[PackedExchange, Tensor] = {}

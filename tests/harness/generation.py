@@ -87,7 +87,6 @@ class _Scoring(TokenGenerator):
 
 
 def generate(rank: int, script: Script) -> Seen:
-    """Run a script to its end."""
     job, seen = script.job, Seen()
     staged = StagesAll if script.staged else None
     comms = make_comms(job.layout, job.model, rank, timeout=60.0, transport=job.transport, staged=staged)

@@ -160,7 +160,6 @@ class RankProgram:
         start_from(self.program, open_weights(source, model))
 
     def step(self, step: int, lr: float) -> float:
-        """Train on the step's tokens; its loss."""
         layout = self.plan.layout
         rows = tokens(step).chunk(layout.dp)[self.share]
         return self.program.step([_micro_batch(row, self.plan) for row in rows.split(layout.micro)], lr)[0]

@@ -48,7 +48,6 @@ class Live(TorchDispatchMode):
 
 
 def load(rank: int, job: ServingJob) -> Loaded:
-    """Load as a rank of an engine does."""
     comms = make_comms(job.layout, job.model, rank, timeout=60.0, transport=job.transport)
     _, weights = weights_in(job.weights)
     live = Live()

@@ -52,7 +52,6 @@ def wrapped_llama() -> nn.Module:
 
 
 def train_adapters(rank: int, job: LoraJob) -> LoraResult:
-    """Train adapters and save them."""
     from shardwise.model.huggingface import from_huggingface
 
     model = PeftAdapters.open(job.adapters, from_huggingface(job.weights)).model

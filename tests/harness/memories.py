@@ -44,7 +44,6 @@ def lay_out(schedule: CommSchedule, rank: int, given: Tensor, elements: int) -> 
 
 
 def region(schedule: CommSchedule, memory: Tensor, name: Region) -> Tensor:
-    """One region of a memory, as a view."""
     elements = elements_of(schedule, memory)
     first = schedule.regions.index(name) * elements
     return memory[first : first + elements]

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -56,15 +57,20 @@ class OwnOutcome:
     """Largest error of the trained module's outputs for rows of the rank's own."""
 
 
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """torch's, with weight decay of matrices alone."""
+    matrices, others = [], []
+    for p in parameters:
+        (matrices if p.dim() > 1 else others).append(p)
+    groups = [{"params": matrices, "weight_decay": SETTINGS.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], LR, SETTINGS.betas, SETTINGS.eps)
+
+
 def one_device(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
     """Losses and norms, and the final parameters, in plain PyTorch."""
     torch.manual_seed(0)
     module = OWN[name]().double()
-    groups = [
-        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": SETTINGS.weight_decay},
-        {"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, LR, SETTINGS.betas, SETTINGS.eps)
+    optimizer = adamw(module.parameters())
     outcome = OwnOutcome()
     for step in range(STEPS):
         loss, count = summed_loss(module, own_batch(name, ROWS, step))
@@ -252,7 +258,6 @@ def passes(rank: int, layout: str) -> list[float]:
 
 
 def compare(rank: int, request: VerifyRequest) -> RankDifference:
-    """What one rank finds."""
     return compare_split(request)
 
 

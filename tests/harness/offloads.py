@@ -35,7 +35,6 @@ def offloaded(name: str, point: Point, way: str, case: Case | None = None) -> Of
 
 
 def offload_cases() -> list[Offloaded]:
-    """Two of each space for each way."""
     generator = random.Random(GENERATOR_SEED)
     return [
         offloaded(name, point, way)

@@ -19,7 +19,6 @@ CONFIG = OptimizerConfig(lr=0.05, warmup=2, clip=0.5)
 
 
 def trained_by(kind: str, case: Case) -> Case:
-    """The case with this optimizer."""
     return replace(case, workload=replace(case.workload, optimizer=kind), optimizer=CONFIG, steps=STEPS)
 
 
@@ -40,7 +39,6 @@ def optimizer_cases() -> Iterator[Offloaded]:
 
 
 def small(text: str, kind: str, **choices: object) -> tuple[Case, Layout]:
-    """A small case under a layout."""
     layout = Layout.parse(text)
     chosen = {"model": "llama", "dp": layout.dp, "accumulate": 2, "precision": layout.precision} | choices
     return trained_by(kind, point(**chosen).case), layout

@@ -176,7 +176,6 @@ def accounted(rank: int, asked: Training) -> list[Account]:
 
 
 def evaluated(rank: int, asked: Training) -> list[float]:
-    """Losses of a micro-batch after each step."""
     case, losses = asked.case, []
     program = build(case, asked.layout, rank)
     for step in range(case.steps):

@@ -95,7 +95,6 @@ def _note_choices(generator: TokenGenerator, choices: dict[str, list[int]]) -> N
 
 
 def follow(rank: int, script: Script) -> Followed:
-    """Run a script to its end."""
     job = ServingJob(model=script.model, layout=Layout.parse(script.layout), weights="none", **script.job)
     comms = make_comms(job.layout, job.model, rank, timeout=60.0)
     generator = TokenGenerator(job, comms, rank, torch.device("cpu"))

@@ -70,7 +70,6 @@ def uses(source: Path) -> bool:
 
 
 def put_back(source: Path, mistake: Mistake) -> None:
-    """Make the mistake in the copy."""
     path = source / "shardwise" / mistake.file
     path.write_text(path.read_text().replace(mistake.old, mistake.new))
 

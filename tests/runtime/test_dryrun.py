@@ -97,7 +97,7 @@ def test_what_is_the_same_is_observed_once(
 
 
 SMALL = {"max_positions": 256}
-PEAKS = table(__file__, "PEAKS")
+PEAKS = list(table(__file__, "PEAKS"))
 PEAKS += [
     ("gpt2", {"hidden": 120, "ffn": 237, "layers": 2},
      "dp=2,tp=4,zero=2,recompute=selective,attention=math,precision=fp32", 12, 2, False, 0),

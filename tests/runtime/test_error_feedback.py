@@ -134,7 +134,6 @@ STORED = ("dp=2,zero=1,micro=3", "dp=4,zero=3,hpz=2", "dp=4,zero=2,shard=2", "dp
 
 
 def saved(text: str, folder: Path, words: str = "qgz,feedback") -> Checkpoint:
-    """The checkpoint after two steps."""
     layout = Layout.parse(f"{text},{words},precision=fp32")
     run_ranks("harness.resume_jobs:straight", layout.ranks, (CASE, layout, str(folder), 2, 2))
     return Checkpoint.open(folder / "step-2")

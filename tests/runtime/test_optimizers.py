@@ -67,7 +67,6 @@ def test_bf16_weights_keep_fp32_masters(kind: str, text: str) -> None:
 
 
 def flat(kind: str, elements: int) -> list[torch.Tensor]:
-    """Weights, gradient and moments."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(elements, generator=generator) for _ in range(1 + len(states_of(kind)))]
 

@@ -99,7 +99,6 @@ def undisturbed(runs: Path, layout: str, **options: Any) -> list[float]:
 
 
 def happened(attempt: Attempt) -> float:
-    """When the trouble began."""
     return float(attempt.out.with_name(f"{attempt.out.name}-happened").read_text())
 
 

@@ -32,7 +32,6 @@ def sizes(p: int) -> tuple[int, ...]:
 
 
 def options(algorithm: Algorithm, p: int, generator: random.Random) -> tuple[tuple[str, int], ...]:
-    """Values for some of its options."""
     values = {"root": range(p), "segments": (1, 2, 3, 5), "node": [g for g in range(1, p + 1) if p % g == 0]}
     return tuple(
         (name, generator.choice(values[name]))

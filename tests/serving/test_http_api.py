@@ -25,7 +25,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def until(condition) -> None:
-    """Wait for what another thread does."""
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline

@@ -33,7 +33,6 @@ def serving(folder: Path) -> Iterator[Studio]:
 
 
 def plain_columns(table: Table) -> dict[str, list[Any]]:
-    """A table's columns as JSON has them."""
     return {name: json.loads(encode(list(values))) for name, values in table.columns.items()}
 
 

@@ -84,7 +84,6 @@ class Stage:
 
 
 def torch_schedule(name: str, p: int, m: int, v: int):
-    """torch's own schedule object."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     return getattr(schedules, name)([Stage(p * chunk, p * v, p) for chunk in range(v)], m)
 
