@@ -36,21 +36,9 @@ def test_explain_names_them_too(command):
 
 
 def test_a_slower_network_is_dearer(command):
-    words = [
-        "estimate",
-        "llama-3-8b",
-        "--layout",
-        "dp=16",
-        "--cluster",
-        "2x8xH100",
-        "--seq",
-        "1024",
-        "--batch",
-        "16",
-        "--json",
-    ]
+    words = "estimate llama-3-8b --layout dp=16 --cluster 2x8xH100 --seq 1024 --batch 16 --json"
     seconds = [
-        json.loads(command(*words, *network)[1])["time"]
+        json.loads(command(*words.split(), *network)[1])["time"]
         for network in ((), ("--network", "8x400Gb"), ("--network", "400Gb"), ("--network", "100Gb"))
     ]
     assert seconds[0] == seconds[1] < seconds[2] < seconds[3]

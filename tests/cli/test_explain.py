@@ -86,11 +86,8 @@ def test_what_fits_a_server(capsys):
 
 
 def test_the_batch_of_the_command_line_comes_first(config, capsys):
-    asked = [
-        "explain",
-        config,
-        *["--ranks", "64", "--model", "llama-3-8b", "--seq", "2048", "--batch", "128", "--micro", "1"],
-    ]
+    step = "--ranks 64 --model llama-3-8b --seq 2048 --batch 128 --micro 1"
+    asked = ["explain", config, *step.split()]
     assert main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["layout"], found["batch"], found["seq"]) == ("dp=64,zero=3", 128, 2048)
