@@ -1,7 +1,5 @@
 """What every test run prints besides its results: the seed of the sampled layouts, and measurements side by side."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile
@@ -93,11 +91,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header() -> str:
-    from harness.pipelines import pipeline_cases
-    from harness.space import all_cases
+    from harness.space import cases
     from harness.today import EVERYTHING, MOST, seed
 
-    count = len(all_cases()) + len(pipeline_cases())
+    count = len(cases("dense")) + len(cases("pipelines"))
     if EVERYTHING:
         most = f", {MOST} of each test at most (SHARDWISE_MOST, SHARDWISE_SEED={seed()})" if MOST else ""
         return f"layouts: all {count} generated cases (SHARDWISE_ALL=1){most}"

@@ -1,7 +1,5 @@
 """`train` around a stand-in for the ranks: what is checked, prepared, handed to them, and returned."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

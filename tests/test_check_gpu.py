@@ -1,7 +1,5 @@
 """The device check reports what is wrong: losses that differ, exceptions, and what is not possible."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

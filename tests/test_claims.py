@@ -1,7 +1,5 @@
 """Every figure of the table of claims is what a public function gives, and the page of the docs shows it."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from collections.abc import Iterator

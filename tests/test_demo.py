@@ -1,7 +1,5 @@
 """The tour: it trains for real, shows every part, and fails when one of its three claims does."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

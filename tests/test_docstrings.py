@@ -1,7 +1,5 @@
 """Every module says what lives in it, and everything public says what it does and which mistakes it refuses."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

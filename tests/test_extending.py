@@ -1,7 +1,5 @@
 """The examples of docs/extending.md run as they are."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

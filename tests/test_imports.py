@@ -1,7 +1,5 @@
 """The direction of imports between rooms, what a command may load, and the decoder's silence about parallelism."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """`benchmarks/measured_estimate.py`: its layouts are legal and run in shares, and its numbers are those of its rows."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names and sizes in the source: a public class name for one class, no function longer than a screen."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter, defaultdict
 from pathlib import Path

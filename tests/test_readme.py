@@ -1,7 +1,5 @@
 """The README's program, commands and figures: they run, and they are what the code gives."""
 
-from __future__ import annotations
-
 import re
 import runpy
 

@@ -1,8 +1,6 @@
 """Budgets that keep the code small: `size.toml` has them. To exceed one, delete elsewhere, or raise it in the same
 commit and say why in its message; a package that has shrunk lowers its own."""
 
-from __future__ import annotations
-
 import ast
 import tomllib
 from collections.abc import Iterator

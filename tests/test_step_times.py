@@ -1,7 +1,5 @@
 """`benchmarks/step_times.py`: its layouts are legal and priced, and its figures are those of its rows."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from dataclasses import replace

@@ -4,8 +4,6 @@ Each question is the argument list of one `shardwise` command. Python names neve
 answers the same questions. Illegal draws are left in; the recorder keeps a few of them.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

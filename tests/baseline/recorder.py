@@ -13,8 +13,6 @@ its whole JSON. Of manifests, checksums of values are left out: they depend on t
 estimates are rejected layouts, compared by exit code. Numbers that differ by rounding only are counted apart.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

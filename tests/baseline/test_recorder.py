@@ -1,7 +1,5 @@
 """The recorder: it tells differences by place, and rounding from differences. The whole comparison is a script."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import sys

@@ -12,8 +12,6 @@ weights and moments as DeepSpeed's own `safe_get_full_*` functions give them in 
 through DeepSpeed's `ds_to_universal`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

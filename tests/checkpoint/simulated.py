@@ -3,8 +3,6 @@
 It knows nothing of `checkpoint/geometry.py`: units are built as the runtime builds them, from padded local tensors.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What lies beside weights, through a run, a resume, a merge and an export: a chat model must still chat."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Conversions of stored elements against torch's, and NaNs kept as they are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

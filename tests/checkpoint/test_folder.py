@@ -1,7 +1,5 @@
 """Which checkpoint of a run counts, and which go."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from simulated import LLAMA, save, state_of

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint folders: what FSDP2 and transformers saved goes on here; damaged ones are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

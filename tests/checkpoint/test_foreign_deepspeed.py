@@ -1,7 +1,5 @@
 """DeepSpeed's checkpoints, as DeepSpeed wrote them (`make_deepspeed_fixture.py` says how), go on here bit by bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

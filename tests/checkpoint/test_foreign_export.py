@@ -1,7 +1,5 @@
 """Checkpoints exported for FSDP2 and DeepSpeed: formats come back bit by bit, and FSDP2 and transformers resume."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import replace
@@ -160,7 +158,6 @@ def test_a_model_of_transformers_loads_an_exported_checkpoint(family, tmp_path):
 
 
 def trained(family: str, steps: int = 1):
-    """(transformers' model after some steps, its AdamW)."""
     model = pretrained(family)
     named = dict(model.named_parameters())
     adam = adamw(Case(FEW, Workload(seq=8, batch=4)), named, {name: p.ndim > 1 for name, p in named.items()})

@@ -1,7 +1,5 @@
 """Any partition of a tensor into intervals of boxes against any other, with plain slicing as the oracle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,7 +22,6 @@ def cuts(draw, n: int, most: int) -> list[tuple[int, int]]:
 
 @st.composite
 def partitions(draw, shape: tuple[int, ...]) -> list[Piece]:
-    """Boxes along one dim, each cut into intervals."""
     boxes = [full(shape)]
     if shape and draw(st.booleans()):
         dim = draw(st.integers(0, len(shape) - 1))

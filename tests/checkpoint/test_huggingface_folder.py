@@ -1,7 +1,5 @@
 """Hugging Face folders without torch: every piece of every family, what is refused and how, how little is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import tracemalloc
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from simulated import LLAMA, layouts_of, load_rank, same_bits, save, state_of
 
+from harness.cases import from_table
 from shardwise.checkpoint import Piece, needs, shapes
 from shardwise.checkpoint.dtypes import convert
 from shardwise.checkpoint.huggingface import HuggingFaceWeights, bands, export, exporting, open_weights, tensor_file
@@ -358,18 +357,7 @@ def test_a_weight_map_names_files_beside_it(name, tmp_path):
     mistake(lambda: HuggingFaceWeights.open(tmp_path / "folder"), INDEX, "no weight_map from tensors to files")
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "end"),
-    [
-        (None, None),
-        ({"added_tokens": [{"id": 5, "content": "<|endoftext|>"}], "model": {"vocab": {"a": 0, "</s>": 2}}}, 5),
-        ({"added_tokens": None, "model": {"vocab": {"a": 0, "b": 1, "</s>": 2}}}, 2),
-        ({"model": {"vocab": [["a", -1.0], ["<eos>", 0.0]]}}, 1),
-        ({"model": {"vocab": {"a": 0}}}, None),
-        ({"model": []}, None),
-        ([], None),
-    ],
-)
+@from_table
 def test_the_token_that_ends_answers_is_the_tokenizers_own(tokenizer, end, tmp_path):
     """And none where it is not known, rather than the family's."""
     (tmp_path / "corpus").mkdir()

@@ -1,7 +1,5 @@
 """Manifests that were changed: refused in one line, whatever was done to them, and with next to no memory."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Save under every layout, load under every other: what each rank then holds is what slicing gives it, bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from simulated import LLAMA, MODELS, layouts_of, load_rank, same_bits, save, state_of, units_of

@@ -1,7 +1,5 @@
 """Reading: any piece in any dtype, little of the files, and never a byte that is not what was written."""
 
-from __future__ import annotations
-
 import os
 import random
 

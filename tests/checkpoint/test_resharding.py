@@ -1,7 +1,5 @@
 """Resharding without a run, in bounded memory, and the comparison of two checkpoints."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import tracemalloc

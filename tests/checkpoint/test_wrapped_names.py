@@ -1,7 +1,5 @@
 """Names of parameters that wrappers have changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Writing: valid safetensors files, an order that a kill cannot harm, and errors in one line."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

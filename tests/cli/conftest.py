@@ -1,7 +1,5 @@
 """Command lines run in the tests' own process, or, if they start ranks, in a forked one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

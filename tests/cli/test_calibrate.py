@@ -1,7 +1,5 @@
 """`shardwise calibrate network`: two real ranks from end to end, and mistakes that are told before anything starts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial
@@ -24,7 +22,6 @@ TINY = ("--ranks", "2", "--sizes", "1KiB,4KiB,32MiB", "--rounds", "3")
 
 @pytest.fixture
 def calibrate(command):
-    """Run `shardwise calibrate network ...`."""
     return partial(command, "calibrate", "network")
 
 
@@ -151,26 +148,3 @@ def test_it_says_at_first_how_long_it_takes(calibrate, monkeypatch):
     _, _, err = calibrate("--ranks", 2, "--seconds", 12.5)
     first = err.splitlines()[0]
     assert "17 sizes on 2 ranks" in first and "up to 7 rounds" in first and "at most about 12.5 s" in first
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (("--ranks", 2, "--seconds", 0), "--seconds must be a positive number, not 0"),
-        (("--ranks", 2, "--sizes", "0,1KB,4KB"), "give sizes of at least one byte"),
-        (("--ranks", 1), "--ranks 1: between 2 and"),
-        (("--ranks", 2, "--rounds", 0), "--rounds must be a positive integer"),
-        (("--ranks", 2, "--sizes", "1KB,4KB"), "three sizes or more"),
-        (("--ranks", 2, "--sizes", "1KB,4XB,8KB"), "--sizes 4XB: give a size"),
-        (("--ranks", 2, "--out", "here.json"), "ends in .toml"),
-        (("--ranks", 2, "--out", "nowhere/here.toml"), "there is no directory nowhere"),
-        (("--ranks", 2, "--out", "broken.toml"), "broken.toml is not valid TOML"),
-        (("--ranks", 2, "--out", "/proc/here.toml"), "cannot write /proc/here.toml"),
-    ],
-)
-def test_mistakes_are_told_before_anything_starts(calibrate, monkeypatch, tmp_path, argv, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.toml").write_text("nodes = [")
-    monkeypatch.setattr(collective_bench, "measure", lambda *_: pytest.fail("ranks were started"))
-    code, _, err = calibrate(*argv)
-    assert code == 2 and words in err and err.count("\n") == 1

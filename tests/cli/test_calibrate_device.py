@@ -1,7 +1,5 @@
 """`shardwise calibrate device`: two ranks make a file with which `estimate` and `explain` say how long a step takes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial
@@ -77,25 +75,3 @@ def test_explain_times_the_engines_that_have_a_profile(command):
     )
     report = json.loads(out)["outlook"]["report"]
     assert code == 0 and report["timing"]["engine"] == "megatron-bridge" and report["time"] > 0
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (("--ranks", 0), "--ranks 0: between 1 and 64"),
-        (("--threads", 0), "--threads must be a positive integer"),
-        (("--seconds", -1), "--seconds must be a positive number"),
-        (("--out", "here.json"), "ends in .toml"),
-        (("--disk", "nowhere"), "cannot measure the disk of nowhere: there is no such directory"),
-        (("--disk", "/dev/null"), "cannot measure the disk of /dev/null: it is no directory"),
-        (("--disk", "/proc"), "cannot measure the disk of /proc"),
-        (("--out", "nowhere/here.toml"), "there is no directory nowhere"),
-        (("--out", "/proc/here.toml"), "cannot write /proc/here.toml"),
-        (("--device", "cuda"), "torch sees no CUDA device"),
-    ],
-)
-def test_mistakes_are_told_before_anything_starts(command, monkeypatch, argv, words):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("shardwise.cli.calibrate_device._measured", lambda *_: pytest.fail("ranks were started"))
-    code, _, err = command("calibrate", "device", *argv)
-    assert code == 2 and words in err and len(err.splitlines()) == 1

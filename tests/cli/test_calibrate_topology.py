@@ -37,25 +37,3 @@ def test_standard_input_and_json(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["cluster"] == "2x2xH100-PCIe" and found["paths"] == {"NV12": 1}
     assert (found["inter"]["bandwidth"], found["shared_nics"]) == (50e9, 1), "one NIC for two GPUs"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["none.txt", "--device", "H100"], "cannot read none.txt"),
-        (["."], "cannot read"),
-        ([], "give --device"),
-        (["--device", "H1O0"], "did you mean H100"),
-        (["--device", "L4"], "L4 has none"),
-        (["--device", "H100", "--out", "x.txt"], "ends in .toml"),
-        (["--device", "H100", "--out", "none/x.toml"], "cannot write"),
-        (["--device", "H100", "--nodes", "-1"], "positive integer"),
-        (["--device", "H100", "--nic-gbits", "nan"], "positive number"),
-        (["--devcie", "H100"], "unrecognized arguments"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_2(arguments, words, table, capsys):
-    given = arguments if arguments and not arguments[0].startswith("--") else [table, *arguments]
-    assert main(["calibrate", "topology", *given]) == 2
-    captured = capsys.readouterr()
-    assert words in captured.err and captured.err.count("\n") == 1

@@ -1,7 +1,5 @@
 """`shardwise checkpoint`: results on standard output, one line for every mistake, exit codes."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -45,7 +43,6 @@ def run(tmp_path):
 
 @pytest.fixture
 def command(command):
-    """Run `shardwise checkpoint ...`."""
     return partial(command, "checkpoint")
 
 
@@ -97,14 +94,9 @@ def test_reshard_and_diff(command, run, tmp_path):
 
 
 def test_mistakes(command, run, tmp_path):
-    mistake(command(), "ACTION")
-    mistake(command("inspct", run), "inspct")
-    mistake(command("inspect", tmp_path / "nowhere"), "no such folder")
-    mistake(command("inspect", tmp_path), "holds no checkpoint")
     mistake(command("reshard", run, "--layout", "tp=5", "--out", tmp_path / "x"), "tp=5 does not suit")
     mistake(command("reshard", run, "--layout", "tpp=5", "--out", tmp_path / "x"), "did you mean tp?")
     mistake(command("reshard", run, "--layout", "tp=2", "--out", run), "is not empty")
-    mistake(command("diff", run), "B")
     (run / "checkpoints" / "step-2" / "manifest.json").write_text("{}")
     mistake(command("verify", run / "checkpoints" / "step-2"), "manifest.json is damaged")
     assert not (tmp_path / "x").exists()

@@ -1,7 +1,5 @@
 """`shardwise launch`: the files for SLURM, Kubernetes and ssh, what the scripts do, and what is an error."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -74,74 +72,7 @@ def test_ranks_compute_on_the_cluster_s_devices(folder: Path) -> None:
     assert "serve --device cuda folder" in (folder / "shardwise.sh").read_text()
 
 
-CPUS = ["--cluster", "2x8xcpu"]
 SMALL = ["train", "tiny-llama", "--layout", "dp=16", "--data", "text.txt", "--seq", "64", "--batch", "16"]
-
-
-@pytest.mark.parametrize(
-    ("command", "line"),
-    [
-        (words("slurm", train=[*TRAIN[:3], "dp=16", *TRAIN[4:]]), r"needs 137 GB per device.*83.0 GB: `shardwise plan"),
-        (words("slurm", train=[*TRAIN[:3], "dp=32,zero=3", *TRAIN[4:-1], "32"]), "= 32 ranks, but there are 16"),
-        (["launch", "--slurm", *GPUS, "--", *TRAIN], "the training needs --out"),
-        (["launch", "--slurm", *GPUS, "--", "plan", "x"], "name the command: shardwise launch"),
-        (["launch", "--slurm", *GPUS], "name the command"),
-        (words("slurm", train=[*TRAIN, "--resume", "runs/first"]), "without --resume"),
-        (words("slurm", train=[*TRAIN, "--restarts", "2"]), "give them before the --"),
-        (words("slurm", "--name", "My Job"), "lower-case letters, digits and hyphens"),
-        (words("slurm", "--env", "A B=1"), "give NAME=VALUE"),
-        (words("slurm", "--setup", "a\nb"), "give --setup once per line"),
-        (words("slurm", "--sbatch=partition"), "give an option of sbatch"),
-        (words("slurm", "--volume", "a:/b"), "--volume is of Kubernetes"),
-        (words("ssh", "--time", "10"), "are of SLURM"),
-        (
-            ["launch", "--ssh", "a", *GPUS, "--", *TRAIN, "--out", "x"],
-            "--ssh names 1 hosts, and .* fills 2 of 2x8xH100",
-        ),
-        (["launch", "--ssh", "a,-oProxy", *GPUS, "--", *TRAIN, "--out", "x"], "'-oProxy' is no host"),
-        (["launch", "--k8s", *GPUS, "--", *TRAIN, "--out", "x"], "needs an image: add --container"),
-        (["launch", "--k8s", "--container", "i", *GPUS, "--", *TRAIN, "--out", "x"], "needs shared storage"),
-        (words("k8s", out="/tmp/x"), "--out /tmp/x is not on the shared storage: give a folder under /data"),
-        (words("k8s", "--submit"), "start this one with kubectl apply -f shardwise.json"),
-        (words("slurm", "--restarts", "-1"), "restarts must be at least 0"),
-        (words("slurm", "--per", "rank"), "--per is for a program of your own"),
-        (words("slurm", "--time", "1\x0b--wrap=x"), "--time '1.x0b--wrap=x' has a control character"),
-        (words("slurm", "--time", "1 --wrap=x"), "give minutes, HH:MM:SS"),
-        (words("slurm", "--sbatch=--comment=a\u2028b"), r"has a line separator \('.u2028'\)"),
-        (words("slurm", "--env", "A=a\x85b"), r"--env 'A=a.x85b' has a control character"),
-        (words("slurm", "--env", "RANK=3"), "the job sets RANK itself"),
-        (words("ssh", "--env", "node=3"), "the job sets node itself"),
-        (words("slurm", "--env", "SLURM_JOB_ID=a[$(x)]"), "the job sets SLURM_JOB_ID itself"),
-        (words("slurm", "--env", "SLURM_RESTART_COUNT=a[$(x)]"), "the job sets SLURM_RESTART_COUNT itself"),
-        (words("k8s", "--env", "JOB_COMPLETION_INDEX=a[$(x)]"), "the job sets JOB_COMPLETION_INDEX itself"),
-        (words("k8s", "--env", "BASH_ENV=$(x)"), "bash has BASH_ENV for itself"),
-        (words("ssh", "--env", "IFS=a"), "bash has IFS for itself"),
-        (words("slurm", "--logs", "50%j"), "--logs '50%j': SLURM reads % and backslashes .* give another one"),
-        (words("slurm", "--logs", "a\\b"), "reads % and backslashes"),
-        (words("slurm", "--container=-x"), "does not begin with a hyphen"),
-        (
-            words("ssh", train=[*TRAIN[:5], "a\nEND\ntouch x", *TRAIN[6:]]),
-            "word .* has a control character .*into a file",
-        ),
-        (words("ssh", train=[*TRAIN[:5], "x" * 40_000, *TRAIN[6:]]), "more than 32,768 bytes"),
-        (
-            words("k8s", train=[*TRAIN[:5], "x", *TRAIN[6:], *["--set", "layers=2" + " " * 30_000] * 5]),
-            "too long for a pod",
-        ),
-        (["launch", "--slurm", *GPUS, "--", "torchrun", "--standalone", "x.py"], "leave it out"),
-        (["launch", "--slurm", *GPUS, "--", ""], "name the command"),
-        (["launch", "--ssh", "a", *GPUS, "--", "bash", "x.sh"], "--ssh names 1 hosts, and bash fills 2 of 2x8xH100"),
-        (["launch", "--slurm", *GPUS, "--", "serve", "x", "--layout", "tp=32"], "needs 32 ranks"),
-    ],
-)
-def test_what_cannot_run_is_one_line(
-    command: list[str], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1
-    assert re.search(line, said.err), said.err
-    assert list(folder.iterdir()) == []
 
 
 def test_a_command_that_is_not_here_is_one_line(
@@ -490,7 +421,6 @@ def test_a_server_on_two_hosts_answers_and_ends(folder: Path, layout: str) -> No
 
 
 def train_small(folder: Path) -> None:
-    """A run to serve."""
     (folder / "text.txt").write_text("".join(f"{n} is one more than {n - 1}\n" for n in range(1, 1500)))
     small = ["train", "tiny-llama", "--set", "layers=2,hidden=128,ffn=192", "--vocab", "300", "--steps", "1"]
     data = ["--data", "text.txt", "--seq", "32", "--batch", "4", "--no-tensorboard", "--out", "run"]
@@ -525,5 +455,4 @@ def test_a_server_ends_when_a_rank_of_another_host_is_killed(folder: Path, layou
 
 
 def output(folder: Path) -> str:
-    """Output of all ranks."""
     return "\n".join(path.read_text() for path in sorted((folder / "logs").rglob("*.log")) if path.is_file())

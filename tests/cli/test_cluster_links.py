@@ -4,17 +4,10 @@ import json
 
 import pytest
 
+from harness.cases import from_table, table
+
 SERVE = "--serve --prompt 512 --output 128 --concurrency 16"
-COMMANDS = (
-    "plan llama-3.2-1b --cluster {} --seq 1024 --batch 64",
-    "plan llama-3.2-1b,qwen3-0.6b --cluster {} --seq 1024 --batch 64",
-    f"plan llama-3.2-1b --cluster {{}} {SERVE}",
-    "plan llama-3.2-1b --cluster {} --seq 1024 --find batch",
-    "estimate llama-3.2-1b --layout dp=16 --cluster {} --seq 1024 --batch 64",
-    "estimate llama-3.2-1b --layout dp=16 --cluster {} --seq 1024 --batch 64 --links",
-    "estimate llama-3.2-1b --layout dp=16 --compare dp=8,tp=2 --cluster {} --seq 1024 --batch 64",
-    "estimate llama-3.2-1b --layout dp=16 --cluster {} --seq 1024 --batch 64 --breakdown",
-)
+COMMANDS = table(__file__, "COMMANDS")
 
 
 @pytest.mark.parametrize("words", COMMANDS)
@@ -40,46 +33,15 @@ def test_explain_names_them_too(command):
     code, out, err = command(*words)
     assert (code, err) == (0, "") and "EFA, 12.5 GB/s per NIC, 4 per node, between nodes" in out
     assert json.loads(command(*words, "--json")[1])["cluster_links"]["between_nodes"]["nics_per_node"] == 4
-    code, out, err = command(*words[:2], "--network", "EFA")
-    assert (code, out) == (2, "") and "add --cluster" in err and err.count("\n") == 1
 
 
 def test_a_slower_network_is_dearer(command):
-    words = [
-        "estimate",
-        "llama-3-8b",
-        "--layout",
-        "dp=16",
-        "--cluster",
-        "2x8xH100",
-        "--seq",
-        "1024",
-        "--batch",
-        "16",
-        "--json",
-    ]
+    words = "estimate llama-3-8b --layout dp=16 --cluster 2x8xH100 --seq 1024 --batch 16 --json"
     seconds = [
-        json.loads(command(*words, *network)[1])["time"]
+        json.loads(command(*words.split(), *network)[1])["time"]
         for network in ((), ("--network", "8x400Gb"), ("--network", "400Gb"), ("--network", "100Gb"))
     ]
     assert seconds[0] == seconds[1] < seconds[2] < seconds[3]
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        ("plan llama-3.2-1b --cluster 8xH100 --network NDR", "is one node: leave it out"),
-        ("plan llama-3.2-1b --network NDR", "--network needs --cluster"),
-        ("estimate llama-3.2-1b --layout dp=16 --cluster 2x8xH100 --network fast", "no network of that name"),
-        ("plan llama-3.2-1b --cluster 2x8x4090", "name it, --network 100Gb"),
-        (f"plan llama-3.2-1b --cluster 2x8x4090 {SERVE}", "--network 100Gb"),
-        ("plan llama-3.2-1b --cluster 4xcpu", "`shardwise calibrate device --ranks N --out FILE.toml`"),
-        (f"plan llama-3.2-1b --cluster 4xcpu {SERVE}", "`shardwise calibrate device --ranks N --out FILE.toml`"),
-    ],
-)
-def test_mistakes_are_one_line(words, hint, command):
-    code, out, err = command(*words.split())
-    assert (code, out) == (2, "") and hint in err and err.count("\n") == 1
 
 
 def test_trays_of_an_nvl72_are_said_to_be_one_node(command):
@@ -97,14 +59,7 @@ def test_one_device_has_no_links(command):
     assert links == {"inside_node": None, "between_nodes": None}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "estimate llama-2-7b --layout dp=8,zero=3 --cluster 8xH100 --seq 8192 --batch 8",
-        "plan llama-2-7b --cluster 8xH100 --seq 8192 --batch 8",
-        "plan llama-2-7b --seq 8192 --batch 8",
-    ],
-)
+@from_table
 def test_sequences_beyond_a_models_positions_are_said(words, command):
     said = "sequences of 8,192 tokens are longer than the 4,096 positions of llama-2-7b"
     assert said in command(*words.split())[1].replace("\n", " ")

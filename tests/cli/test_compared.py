@@ -69,50 +69,6 @@ def test_prediction_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([*NODE, "--compare", "tp=3"], "valid tp: 1, 2, 4, 8"),
-        ([*NODE, "--compare", "tp=16"], "needs 16 ranks, but there are 8"),
-        ([*NODE, "--compare", "dp=2,zero=1"], "use zero=0"),
-        ([*NODE, "--compare", "tp=8", "tp=8"], "twice"),
-        ([*NODE, "--compare", "--prompt-tokens", "0"], "prompt must be a positive number, not 0"),
-        ([*NODE, "--compare", "--max-new-tokens", "-1"], "output must be a positive number, not -1"),
-        ([*NODE, "--compare", "--max-new-tokens", "9000"], "knows 8192 positions"),
-        ([*NODE, "--compare", "--layout", "tp=8"], "--layout does nothing here"),
-        ([*NODE, "--compare", "--prompt", "Once"], "--prompt does nothing here"),
-        ([*NODE, "--compare", "--top-p", "0.5"], "--top-p does nothing here"),
-        ([*NODE, "--compare", "--emulate", "3ms"], "--emulate does nothing here"),
-        ([*NODE, "--compare", "--no-reuse"], "--no-reuse does nothing here"),
-        ([*NODE, "--compare", "--transport", "gloo"], "--transport does nothing here"),
-        ([*NODE, "--compare", "--threads", "4"], "--threads does nothing here"),
-        ([*NODE, "--compare", "--hang", "3"], "--hang does nothing here"),
-        ([*NODE, "--compare", "--device", "cuda"], "--device does nothing here"),
-        (["generate", "bloom-176b", "--compare", "--cluster", "8xH100"], "ALiBi"),
-        ([*NODE, "--compare", "--set", "layer=2"], "did you mean layers?"),
-        (["generate", ".", "--compare", "tp=2", "--set", "layers=2"], "--set does nothing here"),
-        ([*NODE, "--compare", "--int8"], "int8 weights are not gathered"),
-        (["generate", "llama-3-70b", "--compare", "tp=2", "--train-seq", "8"], "--train-seq does nothing here"),
-        (["generate", "llama-3-70b", "--compare", "tp=2"], "no folder of weights: give one, or predict with --cluster"),
-        (["generate", "llama-3-70b", "--cluster", "8xH1000"], "H100"),
-        (["generate", "llama-4-70b", "--cluster", "8xH100"], "llama-3-70b"),
-    ],
-)
-def test_mistakes_are_one_line(arguments, words, capsys):
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
-
-
-def test_layouts_are_needed_to_run_here(tmp_path, capsys):
-    assert main(["generate", str(tmp_path), "--compare"]) == 2
-    assert 'needs layouts to run here, such as "tp=2"' in capsys.readouterr().err
-    assert main(["generate", str(tmp_path), "--compare", "tp=2", "dp=1,tp=2"]) == 2
-    assert "names a layout twice" in capsys.readouterr().err
-    assert main(["generate", str(tmp_path), "--compare", "tp=2", "--top-p", "0.5"]) == 2
-    assert "--top-p does nothing here" in capsys.readouterr().err
-
-
 def model_in(folder) -> ModelConfig:
     return from_huggingface(folder)
 

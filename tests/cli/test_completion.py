@@ -1,7 +1,5 @@
 """`shardwise completion`: bash completes commands, actions, options and their values from the printed script."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
@@ -58,8 +56,3 @@ def test_bash_completes(command: Command, tmp_path: Path) -> None:
 def test_json(command: Command, shell: str) -> None:
     code, out, _ = command("completion", shell, "--json")
     assert code == 0 and json.loads(out)["script"] == command("completion", shell)[1]
-
-
-def test_an_unknown_shell_is_one_line(command: Command) -> None:
-    code, out, err = command("completion", "fish")
-    assert (code, out) == (2, "") and err.count("\n") == 1 and "bash" in err

@@ -8,25 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import table
+
 SNAPSHOTS = Path(__file__).parent / "snapshots"
-COMMANDS = {
-    "plan": "plan llama-3-70b --cluster 8x8xH100 --seq 8192 --batch 1024",
-    "plan-serve": "plan llama-3-70b --cluster 8xH100 --serve --prompt 1024 --output 256 --concurrency 64",
-    "estimate": "estimate llama-3-70b --layout tp=8,dp=8,zero=1,sp,recompute=full --cluster 8x8xH100 --seq 8192 "
-    "--batch 512",
-    "compare": "generate llama-3-70b --compare tp=8 zero=3,dp=8 pp=8 --cluster 8xH100",
-}
+COMMANDS = table(__file__, "COMMANDS")
 
 
-WIDE = (
-    "estimate llama-3-70b --layout tp=8,pp=2,dp=4,zero=1,sp --cluster 8x8xH100 --seq 8192 --batch 512 --breakdown",
-    "estimate deepseek-v3 --layout dp=512,ep=64,zero=3,recompute=full --cluster 64x8xH100 --seq 4096 --batch 512 "
-    "--breakdown",
-    "estimate --params 1e12 --zero-table 1,8,64,512",
-    "list models --weights",
-    "list links",
-    "--help",
-)
+WIDE = table(__file__, "WIDE")
 """Commands whose tables fit at every width, with the first column."""
 
 

@@ -46,30 +46,3 @@ def test_a_step_is_assumed_as_in_plan_and_forced_keys_are_replaced(command, tmp_
     forced = engine in ("torchtitan", "accelerate", "transformers")
     assert ("grads=fp32" in data["layout"]) == forced
     assert any("grads=fp32 in place of bf16" in comment for comment in data["comments"]) == forced
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["dp=8", *TRAIN, "--for", "megatro"], "no engine 'megatro'; did you mean megatron?"),
-        (["dp=8", *TRAIN, "--for", "vllm"], "vLLM serves: give --prompt"),
-        (["dp=8", *SERVE, "--for", "megatron"], "Megatron-LM trains: give --seq"),
-        (["dp=8", "--model", "gemma-2-9b", "--seq", 64, "--batch", 8, "--for", "megatron"], "express gemma-2-9b"),
-        (["dp=8", "--model", "llama", "--for", "vllm"], "no model 'llama'"),
-        (["dp=0", *TRAIN, "--for", "vllm"], "dp must be a positive integer"),
-        (["cp=2", *TRAIN, "--for", "deepspeed"], "nearest that it can: cp=2,cpkind=ulysses"),
-        (["dp=3", *TRAIN, "--for", "deepspeed"], "nearest that can: 63 or 66"),
-        (["tp=2", *SERVE[:2], "--for", "vllm"], "a server needs --output, --concurrency, too"),
-        (["tp=2", *SERVE, "--set", "layers=2", "--for", "vllm"], "loads the model by its name"),
-        (["dp=8", *TRAIN, "--for", "deepspeed", "--out", "/none/x"], "cannot write /none/x"),
-        (["--seq", 8, "--for", "deepspeed"], "argument --layout: expected one argument"),
-        (["dp=8", *TRAIN, "--for", "deepspeed", "--engine-version", "1"], "no version '1' of DeepSpeed"),
-        (["dp=8", *TRAIN, "--for", "torchrun", "--cluster", "4xH100"], "needs 8 ranks, but 4x"),
-        (["dp=8", "--seq", 0, "--batch", 8, "--for", "deepspeed"], "--seq must be a positive"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_one_line_and_exit_2(command, arguments, line):
-    # The former order, emit LAYOUT --model MODEL, is accepted too.
-    model = () if "--model" in arguments else MODEL
-    code, out, err = command("emit", *model, *arguments)
-    assert code == 2 and line in err and err.count("\n") == 1 and not out

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from shardwise.cli.main import main
 
 STEP = ["estimate", "llama-3-70b", "--layout", "tp=4,pp=4,dp=2,sp,zero=1", "--cluster", "4x8xH100", "--seq", "4096",
@@ -35,23 +33,6 @@ def test_an_engine_without_a_time_has_memory(capsys):
     found, nbytes = most(capsys, "--engine", "nanotron")
     assert nbytes and found["time"] is None
     assert any(note.startswith("no time of a step: no engine profile 'nanotron'") for note in found["notes"])
-
-
-@pytest.mark.parametrize(
-    ("command", "line"),
-    [
-        ([*STEP, "--precision", "fp8"], "precision=fp8: this runtime has no such setting; give --engine NAME"),
-        ([*STEP, "--engine", "megatrn"], "no engine profile 'megatrn'"),
-        ([*STEP, "--engine", "megatron-core", "--breakdown"], "--engine does nothing with --breakdown: leave it out"),
-        ([*STEP, "--optimizer", "muon"], "optimizer=muon: this runtime updates with adamw, momentum, sgd"),
-        ([*SEARCH, "--precision", "fp8"], "precision=fp8: this runtime has no such setting; give --engine NAME"),
-        ([*SEARCH[:2], "--seq", "4096", "--batch", "64", "--precision", "fp8"], "--precision is for one MODEL on one"),
-    ],
-)  # fmt: skip
-def test_what_the_software_has_not_is_one_line(capsys, command, line):
-    assert main(command) == 2
-    error = capsys.readouterr().err
-    assert line in error and error.count("\n") == 1
 
 
 def test_plan_says_which_products_it_plans(capsys):

@@ -1,7 +1,5 @@
 """The help of every command has two examples, which run; `shardwise --help` starts fast and fits 80 columns."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

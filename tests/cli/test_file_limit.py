@@ -1,7 +1,5 @@
 """A limit on open files is one line with its reason."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`shardwise generate`: prompts in, text out; one line for what cannot be."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -16,6 +14,7 @@ import tokenizers
 import torch
 
 from harness import forked
+from harness.cases import from_table
 from harness.huggingface import pretrained
 from harness.processes import alive, children
 from harness.today import EVERYTHING
@@ -128,16 +127,7 @@ def test_reports_of_every_turn(folder: Path, tmp_path: Path, layout: str, capsys
     refused(capsys, "not empty", folder, "--tokens", 1, "--report", out)
 
 
-@pytest.mark.parametrize(
-    ("layout", "prompts", "expected"),
-    [
-        ("dp=2,zero=3", "own", (5, 2)),
-        ("dp=2,tp=2,zero=3", "own", (5, 2)),
-        ("dp=2,zero=3", "same", (3, 1)),
-        ("tp=2,pp=2", "own", (3, 1)),
-        ("dp=2,tp=2", "own", (3, 1)),
-    ],
-)
+@from_table
 def test_a_turn_has_the_tokens_and_rows_of_each_data_rank_once(
     tmp_path: Path, layout: str, prompts: str, expected: tuple[int, int]
 ) -> None:
@@ -149,26 +139,10 @@ def test_a_turn_has_the_tokens_and_rows_of_each_data_rank_once(
         note = StepRecord(1, "prefill", tokens, 1, 0.5, 0.0, 0, Bytes(), (), ())
         notes_file(tmp_path, rank).write_text(note.to_line())
     _, report = next(reports(job, tmp_path))
-    assert (report.workload["tokens"], report.workload["rows"]) == expected
+    assert [report.workload["tokens"], report.workload["rows"]] == expected
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("--prompt", "x", "--layout", "tp=3"), "valid tp: 1, 2, 4"),
-        (("--prompt", "x", "--temperature", "-1"), "temperature must be between 0 and 100"),
-        (("--prompt", "x", "--context", "100", "--cache", "5kB"), "the largest that does: "),
-        (("--prompt", "x", "--max-new-tokens", "256"), "exceed the context of 256"),
-        (("--tokens", "1,x"), "give token ids"),
-        (("--tokens", "300"), "token 300 does not exist"),
-        (("--tokens", "1", "--hang", "1e300"), "hang must be a positive number, at most 1e+09"),
-        (("--tokens", "1", "--hang", "nan"), "hang must be a positive number"),
-        (("--tokens", "1", "--threads", "100000"), "threads must be at most 1024, not 100000"),
-        (("--prompt-file", "/nowhere"), "cannot read /nowhere"),
-        ((), "nothing to continue"),
-        (("--prompt", "x", "--layout", "dp=2,zero=2"), "use zero=0 (replicas) or zero=3"),
-    ],
-)
+@from_table
 def test_mistakes_are_one_line(
     folder: Path, args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,8 +1,6 @@
 """Popular models planned for the devices that their authors serve them on: bytes of the published files, commands under
 the hub's id, and what `explain` says of these."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

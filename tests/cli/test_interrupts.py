@@ -1,7 +1,5 @@
 """Signals that end a command in order, before it has ranks that are told."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`shardwise lab`: where commands run, their exit codes, their end, and mistakes."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -87,31 +85,6 @@ def test_the_command_ends_with_a_killed_lab(tmp_path: Path) -> None:
 def test_which_commands_are_ours() -> None:
     assert is_shardwise(["shardwise", "train"]) and is_shardwise(["/bin/python3", "-m", "shardwise", "train"])
     assert not is_shardwise(["torchrun", "-m", "shardwise"]) and not is_shardwise(["python", "train.py"])
-
-
-@pytest.mark.parametrize(
-    "text", ["", "fast", "10", "1Tb/s", "1kb/s", "1Gb/s,latency=5", "1Gb/s,latency=x", "1Gb/s,delay=5ms",
-             "1Gb/s,loss=0.1", "1Gb/s,loss=60%", "1Gb/s,"],
-)  # fmt: skip
-def test_bad_links_give_one_line_with_an_example(text: str, command: Command) -> None:
-    mistake(command("lab", "--link", text, "--", "true"), "such as 1Gb/s")
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--nodes", "1", "--", "true"], "2 to 8 hosts"),
-        (["--nodes", "9", "--", "true"], "2 to 8 hosts"),
-        (["--nodes", "3", "--link", "1Gb/s", "--link", "1Gb/s", "--", "true"], "once for each"),
-        ([], "name a command"),
-        (["--out", "here.toml"], "--cluster"),
-        (["--out", "here.txt", "--", "true"], ".toml"),
-        (["--cluster", "8xH100", "--", "true"], "calibrate device"),
-        (["--cluster", "3xcpu", "--", "true"], "--ranks 2"),
-    ],
-)
-def test_other_mistakes_give_one_line(words: list[str], named: str, command: Command) -> None:
-    mistake(command("lab", *words), named)
 
 
 def test_without_rights_one_line_says_what_is_needed(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

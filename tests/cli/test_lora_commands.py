@@ -1,7 +1,5 @@
 """The adapters' commands in a row: train, resume under another layout, compare, export, merge; and their mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness import forked
+from harness.cases import from_table
 from shardwise.checkpoint import Checkpoint
 
 TEXT = ("--data", "stdlib", "--max-bytes", "200000", "--seq", "32", "--batch", "4", "--validate-batches", "1")
@@ -123,20 +122,7 @@ def test_a_dropout_that_is_left_out_is_said_once_by_each_command(root: Path) -> 
         assert done.stderr.count("dropped has lora_dropout=0.25: it trains without it") == 1, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("generate", "lora", "--prompt", "a"), "merge them first"),
-        (("checkpoint", "merge", "whole", "--out", "x"), "has no adapters"),
-        (("checkpoint", "export", "lora", "--out", "x", "--format", "dcp"), "exported for peft"),
-        (("checkpoint", "merge", "base", "--out", "x"), "no checkpoint"),
-        (("train", "--resume", "lora", "--lora", "rank=3"), "leave out --lora"),
-        (("train", "tiny-llama", *TEXT, "--lora", "nowhere"), "no adapter_config.json"),
-        (("train", "tiny-llama", *TEXT, "--lora", "rank=3,targets=x"), "has no linear map 'x'"),
-        (("estimate", "mixtral-8x7b", "--lora", "rank=3", "--layout", "dp=1", "--cluster", "1xA100", "--seq", "8",
-          "--batch", "1"), "no adapters for experts"),
-    ],
-)  # fmt: skip
+@from_table
 def test_mistakes_are_one_line(root: Path, words: tuple[str, ...], message: str) -> None:
     done = shardwise(*words, folder=root, code=2)
     assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr

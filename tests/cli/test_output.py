@@ -1,7 +1,5 @@
 """What a command says while it works: nothing in a pipe, one line on a terminal, gone afterwards."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

@@ -1,7 +1,5 @@
 """`shardwise pipeline`: list, show, verify, simulate, bubble."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -18,7 +16,6 @@ from shardwise.schedule.pipeline.text import to_text
 
 @pytest.fixture
 def pipeline(command):
-    """Run `shardwise pipeline ...`."""
     return partial(command, "pipeline")
 
 
@@ -102,66 +99,6 @@ def test_bubble_prints_plots_and_finds_the_least_number(pipeline):
     assert [point["micro"] for point in found["dualpipe-v"]["points"]] == list(range(4, 13))
     _, out, _ = pipeline("bubble", "naive", "--ranks", 4, "--micro", "4", "--want", "50%")
     assert "naive: 50% of the total is not reached with up to 4,096 micro-batches" in out
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["show", "1f2b", "--ranks", "4", "--micro", "8"], "did you mean 1f1b"),
-        (["show", "--ranks", "4", "--micro", "8"], "either SCHEDULE or --file"),
-        (["show", "1f1b", "--micro", "8"], "needs --ranks and --micro"),
-        (["show", "1f1b", "--ranks", "0", "--micro", "8"], "--ranks must be a positive integer, not 0"),
-        (["show", "1f1b", "--ranks", "4", "--micro", "-1"], "--micro must be a positive integer, not -1"),
-        (["show", "1f1b", "--ranks", "4", "--micro", "300000"], "1,200,000 passes; up to 500,000"),
-        (["show", "1f1b", "--ranks", "4", "--micro", "8", "--virtual", "2"], "v=1"),
-        (["show", "1f1b", "--ranks", "4", "--micro", "8", "--tokens", "2"], "no option 'tokens'"),
-        (["show", "1f1b", "--ranks", "4", "--micro", "8", "--compute-only"], "--out FILE.csv"),
-        (["show", "1f1b", "--ranks", "2", "--micro", "2", "--out", "/nowhere/f.csv"], "cannot write /nowhere/f.csv"),
-        (["show", "--file", "/nowhere/f.csv"], "cannot read schedule"),
-        (["verify"], "one of SCHEDULE, --all and --file"),
-        (["verify", "1f1b", "--all"], "one of SCHEDULE, --all and --file"),
-        (["verify", "1f1b", "--micro", "8-2"], "--micro 8-2: give numbers"),
-        (["verify", "zb-v", "--ranks", "1", "--micro", "4"], "p of at least 2"),
-        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--times", "F=1"], "give F=20ms,I=20ms,W=20ms"),
-        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--times", "F=1e308,B=1"], "is too long a time"),
-        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--layers", "4", "--head", "nan"], "--head must lie"),
-        (
-            ["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--layers", "0"],
-            "--layers must be a positive integer, not 0",
-        ),
-        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--hop", "x"], "'x' is no time"),
-        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--bytes", "1MB"], "go together"),
-        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--stages", "1/2/3"], "p x v = 2"),
-        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--head", "1"], "give --layers or --stages"),
-        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--recompute", "2"], "0 to 1"),
-        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--together", "0"], "--together"),
-        (["bubble", "--ranks", "0"], "--ranks must be a positive integer"),
-        (["simulate", "1f1b", "--ranks", "1", "--micro", "800000"], "--micro 500000 at most"),
-        (["simulate", "zb-v", "--ranks", "2", "--micro", "200000"], "x 2 chunks are 800,000 passes"),
-        (["simulate", "decode", "--ranks", "2", "--micro", "9", "--tokens", "99999"], "x 99999 tokens are 1,799,982"),
-        (["show", "decode", "--ranks", "2", "--micro", "9", "--tokens", "0"], "--tokens must be a positive integer"),
-        (["verify", "1f1b", "--ranks", "1-9", "--micro", "99999"], "6 ranks x 99999 micro-batches are 599,994 passes"),
-        (["bubble", "--ranks", "99999999"], "up to 500,000 are written out"),
-        (["bubble", "--ranks", "4", "--want", "200%"], "--want 200%"),
-        (["bubble", "zb-v", "--ranks", "1"], "p of at least 2"),
-    ],
-)
-def test_mistakes_are_one_line(pipeline, argv, words):
-    code, out, err = pipeline(*argv)
-    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--stages", ""], "stages="),
-        (["simulate", "gpipe", "--ranks", "2", "--micro", "2", "--bytes", "", "--bandwidth", ""], "--bytes"),
-        (["bubble", "gpipe", "--ranks", "2", "--want", ""], "--want"),
-    ],
-)
-def test_empty_values_are_not_absent(pipeline, argv, words):
-    code, out, err = pipeline(*argv)
-    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("action", ["show", "simulate", "run", "verify"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.cases import from_table
 from harness.today import some_of
 from shardwise.cli.main import main
 from shardwise.errors import UserError
@@ -197,26 +198,6 @@ def test_how_llama_405b_was_cut_is_planned(capsys):
     assert reports[0].time == pytest.approx(first["seconds"]) and first["not_runnable"] is None
 
 
-@pytest.mark.parametrize(
-    ("software", "fix", "words"),
-    [
-        ("megatron-bridge", "schedule=zb-h1", "it has no schedule=zb-h1; choose one of 1f1b, interleaved"),
-        ("megatron-deepspeed-bf16", "sp", "it has no sequence parallelism; leave sp out"),
-        ("megatron-lm-2022", "cp=2", "it has no context parallelism; leave cp out"),
-        ("llm-foundry", "pp=2", "it has no pipelines; leave pp out"),
-        ("megatron-lm-2022", "zero=3", "it has no zero=3; choose one of 0, 1"),
-    ],
-)
-def test_features_that_an_engine_lacks_are_not_planned(software, fix, words, capsys):
-    assert main([*SMALL, "--engine", software, "--fix", fix]) == 2
-    assert f"{software} cannot run {fix}: {words}" in capsys.readouterr().err
-
-
-def test_an_engine_without_experts_is_named(capsys):
-    assert main(["plan", "mixtral-8x7b", *SMALL[2:], "--engine", "llm-foundry"]) == 2
-    assert "llm-foundry does not run models with experts, such as mixtral-8x7b" in capsys.readouterr().err
-
-
 def test_estimate_and_plan_use_one_capacity(capsys):
     on = ["--cluster", "8x8xH100", "--seq", "8192", "--batch", "1024"]
     cut = "dp=2,tp=4,pp=8,zero=1,sp,recompute=selective"
@@ -318,67 +299,6 @@ def test_the_longest_sequence_needs_no_sequence(capsys):
     assert json.loads(capsys.readouterr().out) == found
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"MODEL": "llama-3-405b"}, "does not fit 8xH100-80GB-SXM"),
-        ({"--cluster": "8xH101"}, "did you mean H100"),
-        ({"--cluster": "125000x8xH100"}, "1,000,000 devices"),
-        ({"--cluster": "4xcpu"}, "no constants of time for CPU"),
-        ({"--cluster": "0xH100"}, "counts must lie between"),
-        ({"--batch": "7", "--fix": "dp=8"}, "take a batch that is a multiple of 8"),
-        ({"--batch": "-1"}, "is no whole number, such as 8192 or 8k"),
-        ({"--seq": "0"}, "must be positive integers"),
-        ({"--top": "0"}, "--top must be a positive integer"),
-        ({"--top": "99999999"}, "--top shows at most 10,000 layouts"),
-        ({"--mtbf": "-1", "--save": "60"}, "--mtbf must be a positive number, not -1"),
-        ({"--restart": "60"}, "--restart needs --mtbf"),
-        ({"--restart": "0"}, "--restart needs --mtbf"),
-        ({"--tokens": ""}, "give a number of tokens"),
-        ({"--reserve": ""}, "give a size"),
-        ({"--restart": "-1", "--mtbf": "50", "--save": "60"}, "--restart must not be negative, not -1"),
-        ({"--tokens": "1T", "--price": "1e308"}, "--price must be a positive number up to 1e+15, not 1e+308"),
-        ({"--tokens": "1T", "--price": "inf"}, "--price must be a positive number up to 1e+15, not inf"),
-        ({"--fix": "tp=5"}, "leave tp free (valid tp: 1, 2, 4, 8)"),
-        ({"--fix": "pp=5"}, "leave pp free (valid pp: 1, 2, 4, 8)"),
-        ({"--fix": "ep=2"}, "llama-3-8b is a model without experts; leave ep out"),
-        ({"--fix": "ep=2", "--find": "scaling"}, "llama-3-8b is a model without experts; leave ep out"),
-        ({"MODEL": "mixtral-8x7b", "--fix": "ep=3"}, "divide the 8 experts of mixtral-8x7b; valid ep: 1, 2, 4, 8"),
-        ({"MODEL": "mixtral-8x7b", "--cluster": "6xH100", "--batch": "12", "--fix": "ep=4"}, "(valid ep: 1, 2)"),
-        ({"--engine": "megatron-brige"}, "did you mean megatron-bridge"),
-        ({"--reserve": "lots"}, "give a size"),
-        ({"--reserve": "900GB"}, "reserved"),
-        ({"--tokens": "many"}, "give a number of tokens"),
-        ({"--price": "0"}, "--price must be a positive number"),
-        ({"--pue": "1.2"}, "--pue needs --tokens"),
-        ({"--host-watts": "100"}, "--host-watts needs --tokens"),
-        ({"--host-memory": "lots"}, "--host-memory lots: give a size"),
-        ({"--host-memory": "0"}, "host.memory_bytes must be positive"),
-        ({"--host-memory": "8GB", "--cluster": "2xcpu"}, "write device.memory_bytes of a TOML file"),
-        ({"--tokens": "1T", "--pue": "0.9"}, "--pue must be 1 or more"),
-        ({"--tokens": "1T", "--pue": "nan"}, "--pue must be 1 or more"),
-        ({"--tokens": "1T", "--host-watts": "-1"}, "--host-watts not negative"),
-        ({"--find": "batch", "--pue": "1.2"}, "--pue does nothing with --find batch"),
-        ({"--find": "scaling", "--tokens": "1T"}, "--tokens does nothing with --find scaling"),
-        ({"--find": "model", "--by": "memory"}, "--by does nothing with --find model"),
-        ({"--find": "sequence", "--top": "3"}, "--top does nothing with --find sequence"),
-        ({"--find": "scaling", "--mtbf": "100", "--save": "60"}, "--mtbf does nothing with --find scaling"),
-        ({"--find": "btach"}, "invalid choice"),
-        ({"--mtbf": "100"}, "--mtbf and --save belong together"),
-        ({"--find": "cluster"}, "--deadline is for --find cluster"),
-        ({"--find": "cluster", "--deadline": "3"}, "needs --tokens"),
-        ({"--find": "cluster", "--deadline": "-3", "--tokens": "1T"}, "positive number of days"),
-        ({"--find": "cluster", "--deadline": "3", "--tokens": "1e18", "--fix": "tp=8,cp=1,zero=0"}, "no cluster of"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_one_line_and_exit_2(change, words, capsys):
-    arguments = {"--cluster": "8xH100", "--seq": "4096", "--batch": "8", **change}
-    model = arguments.pop("MODEL", "llama-3-8b")
-    assert main(["plan", model, *(word for pair in arguments.items() for word in pair)]) == 2
-    captured = capsys.readouterr()
-    assert words in captured.err and captured.err.count("\n") == 1 and not captured.out
-
-
 def test_it_answers_without_torch():
     code = f"import sys\nfrom shardwise.cli.main import main\nassert main({[*SMALL, '--json']!r}) == 0\n"
     code += "assert not {'torch', 'tokenizers', 'pyarrow'} & {name.partition('.')[0] for name in sys.modules}"
@@ -389,14 +309,7 @@ def test_it_answers_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("cluster", "fix", "words"),
-    [
-        ("8xL40S", "tp=4", "warning: tp=4 runs over PCIe, through the host, not NVLink: "),
-        ("2x4xH100", "tp=8", "warning: tp=8 spans nodes of 4: "),
-        ("8xA100", "tp=8", ""),
-    ],
-)
+@from_table
 def test_tensor_parallelism_over_slow_links_is_warned_of(cluster, fix, words, capsys):
     arguments = ["plan", "llama-3.2-1b", "--cluster", cluster, "--seq", "2048", "--batch", "16", "--fix", fix]
     assert main(arguments) == 0

@@ -69,20 +69,3 @@ def test_each_engine_says_what_it_cannot_express(command):
 def test_an_engine_that_is_written_for_is_a_name_of_its_profile(command):
     code, out, _ = command(*TRAIN, "--engine", "deepspeed", "--json")
     assert code == 0 and json.loads(out)["engine"] == WRITERS["deepspeed"].profile == "unknown"
-
-
-@pytest.mark.parametrize(
-    ("asked", "line"),
-    [
-        ((*TRAIN, "--emit", "vllm"), "--emit vllm: vLLM serves; add --serve"),
-        ((*SERVE, "--emit", "megatron"), "--emit megatron: Megatron-LM trains; leave out --serve"),
-        ((*TRAIN, "--emit", "none"), "no engine 'none'"),
-        ((*SERVE, "--out", "x"), "--out writes a training plan, or the file of --emit"),
-        ((*TRAIN, "--find", "model", "--emit", "megatron"), "leave it out with --find"),
-        ((*TRAIN, "--fix", "tp=2,pp=2,cp=2", "--emit", "accelerate"), "no layout that fits will do; the best, "),
-        ((*TRAIN, "--set", "layers=4", "--emit", "torchtitan"), "which --set changes"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_2(command, asked, line):
-    code, _, err = command(*asked)
-    assert code == 2 and line in err and err.count("\n") == 1

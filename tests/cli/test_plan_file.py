@@ -1,7 +1,5 @@
 """`plan --out FILE`, and `train --plan FILE`: the row's model, layout and step, where this machine can run it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -89,11 +87,9 @@ def test_mistakes(command: Command, plan: Path, written: dict[str, Any]) -> None
 
     mistake(command("train", "--plan", plan, "--row", 4), "the plan has rows 1 to 3, not 4")
     mistake(command("train", "--plan", plan, "--row", 0), "the plan has rows 1 to 3, not 0")
-    mistake(command("train", "--row", 1), "add --plan FILE")
     mistake(command("train", "tiny-llama", "--plan", plan), "leave out MODEL")
     mistake(command("train", "--plan", plan, "--seq", 8), "leave out --seq")
     mistake(command("train", "--plan", plan, "--resume", "x"), "leave out --resume")
-    mistake(command("train", "--plan", "none.json"), "cannot read none.json")
     mistake(with_(format="other"), "plan.json is no plan: write one with shardwise plan")
     mistake(with_(ranked=3), "plan.json is a damaged plan")
     mistake(with_(workload={"seq": -1}), "plan.json: workload: seq must be")

@@ -92,28 +92,3 @@ def test_models_that_fit_a_memory(command):
     assert {row["model"] for row in found["models"]} > {"llama-3-8b", "gpt2"}
     code, out, _ = command("plan", "--find", "model", "--memory", "24GB")
     assert code == 0 and "generate bf16" in out and "llama-3-8b" in out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "plan needs MODEL"),
-        (["--find", "model"], "needs MODEL and --cluster (the largest of its family), or --memory"),
-        (["--find", "model", "--memory", "lots"], "--memory lots: give a size"),
-        (["--find", "model", "--memory", "1GB"], "reserved"),
-        (["gpt2", "--memory", "24GB"], "--memory is for --find model without MODEL"),
-        (["gpt2", "--fix", "tp=2"], "--fix needs --cluster"),
-        (["gpt2", "--by", "cost"], "--by needs --cluster"),
-        (["gpt2", "--find", "scaling"], "--find needs --cluster"),
-        (["gpt2", "--price", "-1"], "--price must be a positive number"),
-        (["gpt2", "--batch", "0"], "must be positive integers"),
-        (["gpt2", "--batch", "many"], "is no whole number"),
-        (["gpt2,gpt2-xl"], "several models side by side need --cluster"),
-        (["gpt2,gpt2-xl", "--cluster", "1xH100", "--tokens", "1T"], "--tokens is for one model"),
-        (["gpt3,gpt4", "--cluster", "1xH100"], "none of the 2 models can be planned; the first: "),
-        (["gpt2", "--serve"], "plan --serve needs --prompt, --output, --concurrency"),
-    ],
-)
-def test_mistakes_are_one_line(words, message, command):
-    code, out, err = command("plan", *words)
-    assert code == 2 and out == "" and message in err and err.count("\n") == 1

@@ -1,7 +1,5 @@
 """Numbers and sizes on the command line."""
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError
 
 import pytest

@@ -1,7 +1,5 @@
 """Run files: every run writes one that gives the same configuration again; flags take the place of what is there."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from harness.command_line import mistake
 from harness.today import EVERYTHING
 from shardwise.api import configure
@@ -101,27 +100,10 @@ def test_flags_take_the_place_of_the_file(tmp_path: Path) -> None:
     assert read('[model]\nname = "mine"\nvocab = 9\n', tmp_path, "tiny-gpt").model == "tiny-gpt"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("stepz = 3", "unknown key 'stepz'; did you mean steps?"),
-        ("json = true", "unknown key 'json'"),
-        ('steps = "many"', "argument --steps: invalid int value: 'many'"),
-        ("steps = [1, 2]", "steps must be one value, not a list"),
-        ("steps = { a = 1 }", "steps must be a value, not a table"),
-        ("tensorboard = 1", "tensorboard must be true or false, not 1"),
-        ("betas = 3", "betas must be (a number, a number), not 3"),
-        ("[model]\nlayerz = 3", "not a shardwise model description"),
-        ("steps = ", "not valid TOML"),
-    ],
-)
+@from_table
 def test_mistakes_name_the_file(command: Command, tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "x.toml").write_text(text)
     mistake(command("train", "--config", tmp_path / "x.toml"), f"{tmp_path}/x.toml: {words}")
-
-
-def test_a_file_that_is_not_there_is_one_line(command: Command) -> None:
-    mistake(command("train", "--config", "none.toml"), "none.toml: cannot read it: No such file or directory")
 
 
 def test_other_commands_read_files(command: Command, tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """`shardwise serve` refuses what cannot be served, in one line, before anything is loaded."""
 
-from __future__ import annotations
-
 import re
 import socket
 from pathlib import Path
 
 import pytest
 
+from harness.cases import from_table
 from harness.command_line import mistake
 from shardwise.cli import serve
 from shardwise.cli.main import Parser
@@ -28,23 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--layout", "tp=3"], ["tp=3", "1, 2, 4"]),
-        (["--layout", "pp=5"], ["5 stages", "at most 2"]),
-        (["--layout", "zero=1"], ["zero=1", "zero=3"]),
-        (["--context", "65"], ["65", "64"]),
-        (["--context", "64", "--cache", "1kB"], ["--cache"]),
-        (["--batch", "0"], ["batch", "at least 1"]),
-        (["--queue", "-1"], ["--queue"]),
-        (["--grace", "nan"], ["--grace"]),
-        (["--api-key", ""], ["API key", "at least one"]),
-        (["--api-key", "a b\n"], ["API key"]),
-        (["--port", "99999"], ["port 99999"]),
-        (["--host", "203.0.113.7"], ["203.0.113.7", "cannot be used"]),
-    ],
-)
+@from_table
 def test_what_cannot_be_served_is_said_in_one_line(command, model, arguments, words):
     code, out, err = command("serve", model, "--port", 0, *arguments)
     # What fits is said before: the mistake is the last line.

@@ -1,15 +1,10 @@
 """`--slow` and `--emulate` on the command line: what `estimate` says of them, and one line for what cannot be."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
-from harness.command_line import mistake
-
 ESTIMATE = "estimate llama-3-8b --layout dp=8,zero=3 --cluster 8xH100 --seq 4096 --batch 8"
-TRAIN = "train tiny-llama --data stdlib --layout dp=2 --seq 64 --batch 8"
 
 
 def test_estimate_says_what_a_step_waits_for(command, monkeypatch):
@@ -27,21 +22,3 @@ def test_the_json_has_the_parts(command):
     parts = report["timing"]["parts"]
     assert code == 0 and parts["emulated"] == 2.0 and parts["stragglers"] == pytest.approx(4.0)
     assert report["time"] == pytest.approx(sum(parts.values()))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (f"{ESTIMATE} --slow rank=8,factor=3", "are 0 to 7"),
-        (f"{ESTIMATE} --slow rank=all", "by how much"),
-        (f"{ESTIMATE} --slow rank=1,factor=3 --dry-run", "--dry-run"),
-        (f"{ESTIMATE} --emulate soon", "no time"),
-        ("estimate --params 7e9 --zero-table 8 --slow rank=1,factor=3", "--slow belongs to"),
-        (f"{TRAIN} --slow rank=2,factor=3", "are 0 to 1"),
-        (f"{TRAIN} --slow rank=1,spread=0.5", "--emulate"),
-        (f"{TRAIN} --slow rank=1,factor=3 --device cuda", "--emulate"),
-        (f"{TRAIN} --slow rank=1,factor=3 --emulate 300s", "--hang"),
-    ],
-)
-def test_mistakes(command, words, said):
-    mistake(command(*words.split()), said)

@@ -1,7 +1,5 @@
 """`shardwise studio`: the address, the export, and mistakes in one line."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -62,26 +60,3 @@ def test_export_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["studio", "--out", str(path), "--view", "pipelines?ranks=2&micro=2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"written": str(path)}
     assert '"ranks": "2"' in path.read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--view", "memry", "--no-browser"], "--view memry: there are tokens"),
-        (["--out", "page.html", "--view", "pipelines?rank=2"], "this view has no 'rank'; did you mean ranks?"),
-        (["--out", "missing/page.html", "--view", "pipelines"], "cannot write missing/page.html"),
-        (["--out", ".", "--view", "pipelines"], "cannot write .: it is a folder; name a file"),
-        (["--runs", "text.txt", "--no-browser"], "--runs text.txt: that is a file"),
-        (["--out", "page.html", "--view", "pipelines", "--runs", "text.txt"], "--runs text.txt: that is a file"),
-        (["--port", "70000", "--no-browser"], "a port is 0 to 65535"),
-        (["--out", "page.html", "--view", "runs?run=none", "--runs", "nowhere"], "nowhere holds no run 'none'"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").touch()
-    assert main(["studio", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert line in told and told.count("\n") == 1

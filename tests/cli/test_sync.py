@@ -1,7 +1,5 @@
 """`shardwise sync`: workers of a run, or in virtual time, and mistakes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -116,13 +114,6 @@ def test_runs_without_a_record_say_why(command: Command, tmp_path: Path) -> None
 
 
 def test_mistakes_are_one_line(command: Command, tmp_path: Path) -> None:
-    mistake(command("sync", "simulate", "dp=4,sync=spp"), "sync=spp is unknown", "did you mean")
-    mistake(command("sync", "simulate", "dp=4", "--slow", "rank=4,factor=2"), "0 to 3")
-    mistake(command("sync", "simulate", "dp=4", "--slow", "rank=1"), "factor or spread")
-    mistake(command("sync", "simulate", "dp=4", "--steps", 0), "at least one step")
-    mistake(command("sync", "simulate", "dp=4", "--gradient", "0ms"), "time for a gradient")
-    mistake(command("sync", "simulate", "dp=4", "--steps", 5001), "at most 5,000 steps")
-    mistake(command("sync", "show", tmp_path), "holds no run")
     make_served_run(tmp_path / "run", "dp=2,sync=ps", record_of("dp=2,sync=ps"))
     lines = (tmp_path / "run" / "updates.jsonl").read_text()
     (tmp_path / "run" / "updates.jsonl").write_text(lines.replace('"begins":true', '"begins":false'))

@@ -59,11 +59,6 @@ def test_memory_by_engine(capsys):
         )
 
 
-def test_a_missing_table_is_one_line(capsys):
-    assert main(["validate", "none.json"]) == 2
-    assert "cannot read none.json" in capsys.readouterr().err
-
-
 def test_what_rows_do_not_say_is_listed(tmp_path, capsys):
     row = next(row for row in read(PUBLISHED) if row["source_id"] == "korthikanti22" and row["gpus"] > 8)
     table = tmp_path / "table.json"

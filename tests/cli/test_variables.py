@@ -1,7 +1,5 @@
 """Environment variables: the cluster where it is left out, the cache of prepared text, and the table of all."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

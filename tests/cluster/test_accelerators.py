@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.cluster import Cluster
 from shardwise.cluster.accelerators import accelerators
 from shardwise.cluster.catalog import lookup
@@ -70,28 +71,7 @@ def test_a_rack_is_one_node():
     assert str(rack) == "72xGB200-NVL72"
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("A100 40GB", "A100-40GB-SXM"),
-        ("a100 sxm4 80 GB", "A100-80GB-SXM"),
-        ("A100_80GB", "A100-80GB-SXM"),
-        ("4090", "RTX-4090"),
-        ("geforce rtx 4090", "RTX-4090"),
-        ("RTX 4090 24GB", "RTX-4090"),
-        ("h100 sxm", "H100-80GB-SXM"),
-        ("NVIDIA H100 80GB HBM3", "H100-80GB-SXM"),
-        ("H100 NVL", "H100-NVL"),
-        ("6000 Ada", "RTX-6000-Ada"),
-        ("a6000", "RTX-A6000"),
-        ("Tesla T4", "T4"),
-        ("MI300X 192GB", "MI300X"),
-        ("tpu v5e", "TPU-v5e"),
-        ("Trainium 2", "Trainium2"),
-        ("Apple M2 Ultra", "M2-Ultra-192GB"),
-        ("gb200 nvl72", "GB200-NVL72"),
-    ],
-)
+@from_table
 def test_names_forgive_spaces_case_and_dashes(text, name):
     assert lookup(text).device.name == name
     assert Cluster.parse(f"2x8x{text}") == Cluster.parse(f"2 x 8x {text.upper()}") == Cluster.parse(f"2x8x{name}")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.cluster import Cluster, Device, Link
 from shardwise.cluster.catalog import lookup, names
 from shardwise.errors import UserError
@@ -23,41 +24,12 @@ def test_text_round_trip(nodes, devices, device):
     assert str(Cluster.parse(str(cluster))) == str(cluster)
 
 
-@pytest.mark.parametrize(
-    ("text", "canonical"),
-    [
-        ("8xH100", "8xH100-80GB-SXM"),
-        ("8x8xH100", "8x8xH100-80GB-SXM"),
-        ("1x8xH100", "8xH100-80GB-SXM"),
-        (" 8Xh100-80gb-sxm ", "8xH100-80GB-SXM"),
-        ("16xa100", "16xA100-80GB-SXM"),
-        ("4xcpu", "4xCPU"),
-        ("08xH100", "8xH100-80GB-SXM"),
-    ],
-)
+@from_table
 def test_canonical_text(text, canonical):
     assert str(Cluster.parse(text)) == canonical
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("H100", "1xH100"),
-        ("", "8xH100"),
-        ("8", "8xH100"),
-        ("8x", "8xH100"),
-        ("xH100", "8xH100"),
-        ("2x2x2xH100", "8xH100"),
-        ("-8xH100", "8xH100"),
-        ("0xH100", "between 1 and"),
-        ("8x0xH100", "between 1 and"),
-        ("9" * 5000 + "xH100", "between 1 and"),
-        ("8xH10", "did you mean H100"),
-        ("8xA100-60GB-SXM", "did you mean A100-"),
-        ("8xZZZ", "list devices"),
-        ("none.toml", "No such file"),
-    ],
-)
+@from_table
 def test_bad_text_is_refused_with_what_to_write(text, hint):
     with pytest.raises(UserError) as caught:
         Cluster.parse(text)
@@ -151,43 +123,7 @@ def test_toml_with_a_device_of_its_own(tmp_path):
     assert hash(cluster) == hash(parse_toml(tmp_path, text))
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("nodes =", "not valid TOML"),
-        ("", "device is missing"),
-        ('device = "H100"', "devices_per_node is missing"),
-        ('devices_per_node = 8\ndevice = "H10"', "did you mean"),
-        ('devices_per_node = 8\ndevice = "H100"\ngpus = 8', "unknown field gpus"),
-        ('devices_per_node = 0\ndevice = "H100"', "devices_per_node must be a positive integer"),
-        ('devices_per_node = 8\nnics = -1\ndevice = "H100"', "nics must be an integer from 0"),
-        ('devices_per_node = true\ndevice = "H100"', "devices_per_node must be a positive integer"),
-        ('nodes = 1.5\ndevices_per_node = 8\ndevice = "H100"', "nodes must be a positive integer"),
-        ("devices_per_node = 8\ndevice = 3", "device must be a table"),
-        ("devices_per_node = 8\n[device]\nmemory_bytes = 1", "device.name"),
-        ('devices_per_node = 8\n[device]\nname = "4090"', "device.name"),
-        ('devices_per_node = 8\n[device]\nname = "h100"', "in the catalog"),
-        ('devices_per_node = 8\n[device]\nname = "G"\nkind = "npu"', "kind must be cuda, cpu, tpu, neuron or mps"),
-        ('devices_per_node = 8\n[device]\nname = "G"\nmemory_bytes = "80GB"', "device.memory_bytes must be a finite"),
-        ('devices_per_node = 8\n[device]\nname = "G"\nmemory_bytes = -1', "memory_bytes must be positive"),
-        ('devices_per_node = 8\n[device]\nname = "G"\nmemory_bandwidth = nan', "must be a finite number"),
-        ('devices_per_node = 8\n[device]\nname = "G"\npeak_flops = { bf16 = false }', "peak_flops.bf16"),
-        ('devices_per_node = 8\n[device]\nname = "G"\nspeed = 1', "unknown field device.speed"),
-        ('devices_per_node = 8\ndevice = "H100"\n[intra]\nbeta = 1', "unknown field intra.beta"),
-        ('devices_per_node = 8\ndevice = "H100"\n[intra]\nbandwidth = 0', "bandwidth must be positive"),
-        ('devices_per_node = 8\ndevice = "H100"\n[inter]\nalpha = -1e-6', "alpha must be finite and not negative"),
-        ('devices_per_node = 8\ndevice = "H100"\ninter = 1', "inter must be a table"),
-        (f'nodes = 1{"0" * 400}\ndevices_per_node = 8\ndevice = "H100"', "nodes must be at most 999,999,999"),
-        ('devices_per_node = 4\n[device]\nname = "G"\nkind = "cpu"\nmemory_bytes = 3', "more than 3 for 4 ranks"),
-        (f'devices_per_node = 8\n[device]\nname = "G"\nmemory_bytes = 1{"0" * 400}', "memory_bytes must be at most"),
-        ('devices_per_node = 8\n[device]\nname = "G"\nmemory_bandwidth = 1e-300', "bandwidth must be at least 1e-15"),
-        ('devices_per_node = 8\n[device]\nname = "G"\npeak_flops = { bf16 = 1e300 }', "bf16 must be at most 1e+24"),
-        ('devices_per_node = 8\n[device]\nname = "G"\nwatts = 1e300', "watts must be at most 1e+24"),
-        ('devices_per_node = 8\ndevice = "H100"\n[intra]\nalpha = 1e300', "alpha must be at most 1e+24"),
-        ('devices_per_node = 8\ndevice = "H100"\n[intra]\nbandwidth = 1e-300', "bandwidth must be at least 1e-15"),
-        ('devices_per_node = 8\ndevice = "H100"\n[intra]\nspeeds = [{ bytes = 1, copy = 1e-300 }]', "copy must be at"),
-    ],
-)
+@from_table
 def test_bad_toml_is_refused_by_file_and_field(tmp_path, text, hint):
     with pytest.raises(UserError) as caught:
         parse_toml(tmp_path, text)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.cluster import Cluster
 from shardwise.cluster.accelerators import accelerators
 from shardwise.cluster.networks import network_of
@@ -13,34 +14,7 @@ from shardwise.errors import UserError
 NODES = Cluster.parse("2x8xH100")
 
 
-@pytest.mark.parametrize(
-    ("text", "gigabytes", "nics"),
-    [
-        ("100Gb", 12.5, 1),
-        ("100 Gbit/s", 12.5, 1),
-        ("100gbps", 12.5, 1),
-        ("10GbE", 1.25, 1),
-        ("12.5GB/s", 12.5, 1),
-        ("8x400Gb", 50.0, 0),
-        ("8 x 200 Gb/s HDR", 25.0, 0),
-        ("4x200G", 25.0, 4),
-        ("16x400Gb", 100.0, 0),
-        ("400Gb per GPU", 50.0, 0),
-        ("400Gb/node", 50.0, 1),
-        ("3.2Tbps", 100.0, 4),
-        ("RoCE 400Gb", 50.0, 1),
-        ("RoCEv2 8x200Gb", 25.0, 0),
-        ("NDR", 50.0, 0),
-        ("ndr400", 50.0, 0),
-        ("InfiniBand HDR", 25.0, 0),
-        ("2xHDR", 25.0, 2),
-        ("EFA", 50.0, 0),
-        ("EFA of p5.48xlarge", 50.0, 0),
-        ("EFA-p4d", 12.5, 4),
-        ("Slingshot-11", 25.0, 4),
-        ("omni-path", 12.5, 1),
-    ],
-)
+@from_table
 def test_networks_have_a_speed_and_nics(text, gigabytes, nics):
     cluster = NODES.with_network(text)
     assert (cluster.inter.bandwidth, cluster.nics) == (gigabytes * 1e9, nics)
@@ -55,22 +29,7 @@ def test_efa_is_that_of_the_devices_machines():
         Cluster.parse("2x8xMI300X").with_network("EFA")
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("", "how fast is it?"),
-        ("InfiniBand", "how fast is it?"),
-        ("roce", "how fast is it?"),
-        ("100GB", "100Gb for bits or 100GB/s for bytes"),
-        ("100", "no network of that name"),
-        ("NRD", "known are EDR, HDR"),
-        ("0Gb", "give a speed from"),
-        ("99999999Tb", "give a speed from"),
-        ("0x100Gb", "1 to 1,024 NICs"),
-        ("2000x100Gb", "1 to 1,024 NICs"),
-        ("roce " * 50 + "100Gb", "write 100Gb"),
-    ],
-)
+@from_table
 def test_other_texts_are_one_line(text, hint):
     with pytest.raises(UserError) as caught:
         NODES.with_network(text)

@@ -1,7 +1,5 @@
 """Cluster files that are written are read back as they were; measured fields that are wrong are refused in one line."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.cluster import Cluster, Device, Host, Link, Speed
 from shardwise.cluster.catalog import lookup
 from shardwise.cluster.writing import to_toml
@@ -60,17 +59,7 @@ def test_what_is_written_is_read_back(cluster):
     assert text.startswith("# measured today\n") and text.count("# 1 to 2") == 1
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("memory_bytes = 0", "host.memory_bytes must be positive"),
-        ("link_bandwidth = -1.0", "host.link_bandwidth must be positive"),
-        ('adamw_rate = "fast"', "host.adamw_rate must be a finite number"),
-        ("disk_read = nan", "host.disk_read must be a finite number"),
-        ("disk_write = 1e30", "host.disk_write must be at most"),
-        ("disk = 1", "unknown field host.disk; known are host.memory_bytes, host.link_bandwidth"),
-    ],
-)
+@from_table
 def test_a_bad_host_gives_one_line(tmp_path, lines, words):
     (tmp_path / "cluster.toml").write_text(f'devices_per_node = 2\ndevice = "H100"\n[host]\n{lines}\n')
     with pytest.raises(UserError) as error:
@@ -90,20 +79,7 @@ def test_a_table_of_the_host_is_read_in_place_of_the_catalogs(tmp_path):
         Cluster.parse(str(file))
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("startup = -1.0", "startup must be finite and not negative"),
-        ('reads = "yes"', "intra.reads must be true or false"),
-        ("speeds = 3", "intra.speeds must be a list of tables"),
-        ("speeds = [3]", "intra.speeds must be a list of tables"),
-        ("speeds = [{ bandwidth = 1e9 }]", "intra.speeds: bytes is missing"),
-        ("speeds = [{ bytes = 1, speed = 2 }]", "unknown field intra.speeds.speed"),
-        ("speeds = [{ bytes = 1, copy = 0 }]", "copy must be positive"),
-        ("speeds = [{ bytes = 1, copy = nan }]", "intra.speeds.copy must be a finite number"),
-        ("speeds = [{ bytes = 2 }, { bytes = 1 }]", "in the order of their sizes"),
-    ],
-)
+@from_table
 def test_a_bad_file_gives_one_line(tmp_path, lines, words):
     file = tmp_path / "cluster.toml"
     file.write_text(f'devices_per_node = 2\ndevice = "CPU"\n[intra]\nalpha = 1e-6\nbandwidth = 1e9\n{lines}\n')

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.cases import from_table
 from shardwise.data import corpus as corpus_module
 from shardwise.data.corpus import Corpus, prepare
 from shardwise.data.tokenizer import load
@@ -28,7 +29,6 @@ def make(source, out, **options):
 
 
 def documents(corpus, split):
-    """The texts that a split's tokens spell."""
     ids = corpus.tokens(split).tolist()
     assert ids[-1] == corpus.eos
     ends = [i for i, token in enumerate(ids) if token == corpus.eos]
@@ -304,15 +304,7 @@ def test_a_bad_record_is_reported_while_the_tokenizer_trains(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"validation_fraction": 0.0}, "between 0 and 1"),
-        ({"validation_fraction": 1.0}, "between 0 and 1"),
-        ({"max_bytes": 0}, "at least 1"),
-        ({"vocab": 10}, "at least 257"),
-    ],
-)
+@from_table
 def test_impossible_settings_are_refused(texts, tmp_path, options, reason):
     with pytest.raises(UserError, match=reason):
         make(texts, tmp_path / "out", **options)

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.data.sources import open_source
 from shardwise.errors import UserError
 
@@ -62,17 +63,7 @@ def test_jsonl_skips_blank_lines_and_takes_the_named_field(tmp_path):
     assert read(file, "body") == ["x", "ü"]
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b'{"text": ', "is not JSON"),
-        (b'{"text": "\xff"}', "is not JSON"),
-        (b'["text"]', "is not a JSON object but list"),
-        (b'{"body": "x", "id": 7}', "no field 'text'; name the one with the text (--text-field): 'body', 'id'"),
-        (b'{"text": null}', "is NoneType, not text"),
-        (b'{"text": "\\ud800"}', "surrogate"),
-    ],
-)
+@from_table
 def test_a_bad_jsonl_line_is_named(tmp_path, line, reason):
     file = tmp_path / "r.jsonl"
     file.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")

@@ -4,8 +4,6 @@ Both compute in float64: hence 1e-12, for gradients of their norm or 3% of all g
 as their files hold them, read as weights are.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The one-device reference uses these modules too, so no comparison with it can prove them.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

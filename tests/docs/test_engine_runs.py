@@ -1,8 +1,6 @@
 """DeepSpeed and accelerate train with emitted files, and DeepSpeed resumes an exported checkpoint, where they are
 installed: `.venv/engines` of `make parsers`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

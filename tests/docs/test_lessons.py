@@ -1,7 +1,5 @@
 """The lessons run: their own assertions hold the numbers that they teach."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

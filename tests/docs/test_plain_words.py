@@ -1,7 +1,5 @@
 """The README, the documents and the commands' help are written in plain words."""
 
-from __future__ import annotations
-
 import re
 import runpy
 

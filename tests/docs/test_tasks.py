@@ -1,7 +1,5 @@
 """Every command of "I want to ..." runs, in the folder that the page describes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

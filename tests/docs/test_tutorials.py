@@ -1,7 +1,5 @@
 """Commands of every page with `sh` blocks run in their order, and every page is a page of the site."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Exit code 0 when all that must hold held, 1 when something did not, 2 for a bad 
 namespace of this command's own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

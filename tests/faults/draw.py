@@ -1,7 +1,5 @@
 """Faults and layouts, drawn by a seed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -79,6 +77,5 @@ def draw(seed: str, count: int, layouts: Sequence[str], kinds: Sequence[str]) ->
 
 
 def fits(kind: str, text: str) -> bool:
-    """Whether a fault can come under a layout."""
     ranks = Layout.parse(text).ranks
     return ranks == 2 if kind == "link cut" else ranks > 1 if kind == "all ranks killed" else True

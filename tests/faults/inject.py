@@ -1,7 +1,5 @@
 """The faults of a training. Each function runs a trial to its end."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import shutil

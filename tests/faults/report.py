@@ -1,7 +1,5 @@
 """Results of faults, as a table and as JSON."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

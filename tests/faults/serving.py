@@ -1,7 +1,5 @@
 """The faults of a server, with requests under way. A new server then answers as one that nothing has happened to."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

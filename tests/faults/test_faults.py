@@ -1,7 +1,5 @@
 """Eight random faults of the day, and proof that each check finds what it is there for."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ run's in any bit. Hung: a process has not ended within its limit. Leaked: proces
 checkpoints remain. Unclear: a traceback, an unexpected exit code, or an end that is not one line of the command.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -76,7 +74,6 @@ class Space:
             self._plain[layout] = out
 
     def plain(self, layout: str) -> Path:
-        """The undisturbed run under a layout."""
         return self._plain[layout]
 
 
@@ -105,7 +102,6 @@ class Trial:
         self, *more: str, out: Path | None = None, words: list[str] | None = None,
         variables: Mapping[str, str] | None = None, prepare: Callable[[], object] | None = None,
     ) -> Process:  # fmt: skip
-        """The training with more words, or another command."""
         out = out or self.out
         around = {"TMPDIR": str(self.tmp), **(variables or {})}
         arguments = words or [*self.space.words(self.fault.layout, out), *more]

@@ -1,7 +1,5 @@
 """Requests for tests of generation, and what their answers and logits must be."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

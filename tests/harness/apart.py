@@ -1,8 +1,6 @@
 """Replicas that train apart from each other (`sync=local`): points of all spaces as what a replica is, and the same
 training on one device, replica after replica."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,17 +10,13 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from harness.contexts import context_cases
-from harness.experts import expert_cases
-from harness.pipelines import pipeline_cases
 from harness.reference import Case, OneDevice, global_batch
-from harness.space import GENERATOR_SEED, MODELS, Point, all_cases
+from harness.space import GENERATOR_SEED, MODELS, SPACES, Point, cases
 from harness.today import EVERY_LAYOUT, seed
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.runtime.sync.rounds import Rounds
 
-SPACES = {"dense": all_cases, "pipelines": pipeline_cases, "contexts": context_cases, "experts": expert_cases}
 WORLDS = (2, 4, 8)
 SPLITS = ((2, 2), (1, 2), (2, 2), (4, 2), (2, 2), (1, 4), (2, 4))
 """(ranks of a replica, replicas)."""
@@ -52,8 +46,8 @@ class Apart:
 def _cases() -> Iterator[Apart]:
     generator = random.Random(GENERATOR_SEED)
     ways = zip(cycle(SPLITS), cycle((1, 2, 2, 3)), cycle(OUTERS), cycle(MOMENTS), cycle(OFFLOADS), strict=False)
-    for name, points in SPACES.items():
-        exact = [p for p in points() if p.layout.precision == "fp64" and p.layout.ranks in (1, 2, 4)]
+    for name in SPACES:
+        exact = [p for p in cases(name) if p.layout.precision == "fp64" and p.layout.ranks in (1, 2, 4)]
         generator.shuffle(exact)
         for (ranks, replicas), *way in islice(ways, OF_EACH):
             point = min(exact, key=lambda point: abs(point.layout.ranks - ranks))
@@ -76,7 +70,6 @@ def _apart(name: str, point: Point, replicas: int, every: int, outer: str, momen
 
 
 def apart_cases() -> list[Apart]:
-    """At least thirty cases."""
     return list(_cases())
 
 
@@ -169,7 +162,6 @@ def _average_moments(devices: list[OneDevice]) -> None:
 def _agree(
     replicas: list[dict[str, Tensor]], shared: dict[str, Tensor], momentum: dict[str, Tensor], outer: str
 ) -> None:
-    """One outer step, as the papers write it."""
     for name, base in shared.items():
         gradient = base - sum(weights[name].detach() for weights in replicas) / len(replicas)
         if outer == "nesterov":

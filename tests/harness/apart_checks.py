@@ -1,7 +1,5 @@
 """What must hold of replicas that train apart from each other, each as a function that asserts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -18,7 +16,6 @@ TOLERANCE = 1e-9
 
 
 def blank(model: ModelConfig) -> Outcome:
-    """No reference."""
     zeros = {p.name: torch.zeros(p.shape, dtype=torch.float64) for p in parameters(model)}
     return Outcome([], [], zeros, zeros)
 

@@ -1,7 +1,5 @@
 """What ranks run for the tests of packed outer gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -64,7 +62,6 @@ class Account:
 
 
 def accounted(rank: int, asked: Apart) -> list[Account]:
-    """Train, and account for every packed outer gradient."""
     case, layout = asked.case, asked.layout
     program = build(case, layout, rank, transport=asked.transport)
     true: dict[PackedExchange, Tensor] = {}

@@ -5,8 +5,6 @@ does not know included. A test file is near when it imports a changed file, or o
 there by more imports.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What must hold of a trained case: the design's rules 1 to 3, each as a function that asserts."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """What holds of every command line that a user has got wrong."""
 
-from __future__ import annotations
-
 import json
 
 

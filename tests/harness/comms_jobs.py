@@ -3,8 +3,6 @@
 Every rank draws everybody's numbers from one seed, so that it can tell what must reach it.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Exit code 1 where the two parts leave out a test of the day, where a test has no
 day of another checkout, such as an older commit's, has tests that this one has not. Takes three minutes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -70,7 +68,6 @@ KINDS: dict[str, Callable[[Iterable[str]], set[str]]] = {
 
 
 def compared(day: set[str], now: set[str], rest: set[str], fortnight: set[str]) -> list[str]:
-    """What is left out; prints a table."""
     missing: list[str] = []
     print(f"{'':24}{'day':>8}{'quick':>8}{'rest':>8}{'fortnight of quick parts':>28}")
     for kind, of in KINDS.items():

@@ -1,7 +1,5 @@
 """What a rank runs for a test of compile=block: train a case, count compilations, and look where gradients ended up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What ranks run for the tests of context parallelism: attention alone, compared with one device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +63,6 @@ def core_of(job: AttentionJob) -> CoreAttention:
 
 
 def whole(job: AttentionJob, cut: SequenceCut) -> list[Tensor]:
-    """Output and gradients on one device."""
     q, k, v, grad = drawn(job, cut)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = core_of(job)(*leaves, whole_batch(job, cut))

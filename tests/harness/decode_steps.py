@@ -1,8 +1,6 @@
 """A rank that computes every engine step twice: decode steps in their static form, and all steps eagerly with a cache
 of their own."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from dataclasses import dataclass, field, replace

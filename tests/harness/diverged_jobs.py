@@ -1,7 +1,5 @@
 """What a rank runs for the tests of steps that are not finite: a split module."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commands and programs that documents quote, run as a reader would."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

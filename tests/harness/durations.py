@@ -4,8 +4,6 @@ A test's seconds go without fixtures that others share. Such a fixture stands in
 than all tests of a file that use it: they then have one turn. Whatever is not in a recording keeps its entry.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

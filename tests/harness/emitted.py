@@ -1,12 +1,11 @@
 """Layouts for other engines: drawn at random over all keys, then brought to the nearest that an engine expresses."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from harness.cases import table
 from shardwise.errors import UserError
 from shardwise.interop import WRITERS, WriteRequest, nearest_layout
 from shardwise.interop.reading.settings import ServerSettings
@@ -14,34 +13,7 @@ from shardwise.layout import Layout, Workload, check, check_runnable
 from shardwise.model.catalog import get
 
 MODELS = ("llama-3-8b", "gpt2", "qwen3-8b", "mixtral-8x7b", "llama-3-70b", "qwen3-30b-a3b")
-CHOICES: dict[str, list[Any]] = {
-    "dp": [1, 2, 4, 8],
-    "tp": [1, 1, 2, 4],
-    "pp": [1, 1, 2, 4],
-    "cp": [1, 1, 1, 2, 4],
-    "ep": [1, 2, 4, 8],
-    "etp": [0, 0, 1],
-    "zero": [0, 1, 2, 3, 3],
-    "shard": [0, 0, 2, 4],
-    "hpz": [0, 0, 2],
-    "qwz": [False, False, True],
-    "qgz": [False, False, True],
-    "sp": [False, True],
-    "cpkind": ["ring", "ulysses", "allgather"],
-    "sync": ["allreduce"] * 9 + ["async"],
-    "schedule": ["1f1b", "1f1b", "gpipe", "interleaved", "zb-h1"],
-    "virtual": [1, 1, 2],
-    "stages": ["even", "even", "uneven"],
-    "micro": [1, 2],
-    "recompute": ["none", "selective", "full", "input"],
-    "attention": ["sdpa", "sdpa", "math"],
-    "offload": ["none", "none", "cpu", "cpu:0.5", "nvme"],
-    "offload_params": ["none", "none", "cpu", "nvme"],
-    "compile": ["off", "off", "block"],
-    "precision": ["bf16", "bf16", "fp32", "fp64"],
-    "grads": ["bf16", "fp32"],
-    "order": ["pp-dp-cp-tp", "pp-dp-cp-tp", "dp-pp-cp-tp", "pp-tp-cp-dp"],
-}
+CHOICES: dict[str, list[Any]] = table(__file__, "CHOICES")
 SPLITS = ("dp", "tp", "pp", "ep", "precision")
 """Keys that a serving layout draws."""
 MOST_RANKS = 64

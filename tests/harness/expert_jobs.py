@@ -1,7 +1,5 @@
 """What ranks run for the tests of experts: training whose first step tells which experts computed which tokens."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager

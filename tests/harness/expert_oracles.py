@@ -1,8 +1,6 @@
 """Second oracles of the catalog's models: transformers trains the same weights, on one device in float64, or on real
 ranks by its own expert parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,12 @@ OPTIMIZER = OptimizerConfig(lr=LR, clip=0.0)
 
 
 def ours(rank: int, payload: tuple[Path, ModelConfig, Layout]) -> list[float]:
-    """Losses of `STEPS` steps from a folder's weights."""
     source, model, layout = payload
     run = RankProgram(source, model, layout, rank, OPTIMIZER)
     return [run.step(step, LR) for step in range(STEPS)]
 
 
 def alone(source: Path) -> list[float]:
-    """The same by plain PyTorch, in float64."""
     import transformers
 
     eager = {"experts_implementation": "eager"}  # the default form of experts has no float64

@@ -1,7 +1,5 @@
 """Steps of a split module in which one rank fails, and what every rank says."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -6,8 +6,6 @@ it exists, it has come already and does not come again (again: it does). pids: a
 process id. The program itself knows nothing of all this.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -4,8 +4,6 @@ Their norms, rotary angles, routers and softmaxes ask for float32 by name, in a 
 means float64, so that such a model is an oracle to the last digits.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import cache, wraps

@@ -1,7 +1,5 @@
 """Jobs of the tests of other trainers' checkpoints: FSDP2 that saves or resumes, and our own training that resumes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +75,6 @@ def fsdp_resume(rank: int, payload: tuple[Case, str, dict[str, str]]) -> Saved:
 
 
 def _sharded(case: Case) -> Any:
-    """The case's decoder under FSDP2 over all ranks."""
     decoder = _decoder(case)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in decoder.blocks:
@@ -121,7 +118,6 @@ def adamw(case: Case, named: dict[str, Any], decays: dict[str, bool] | None = No
 
 
 def held(named: dict[str, Any], adam: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Weights and moments, whole."""
     found = {}
     for name, parameter in named.items():
         state = adam.state[parameter]

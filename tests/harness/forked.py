@@ -6,8 +6,6 @@ their own, which run the same `__main__`. What forked processes share, and execu
 the README's program, the demo, torchrun's ranks and the tests of the launcher alone execute theirs.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import importlib
@@ -94,7 +92,6 @@ class Started:
         self._process.kill()
 
     def printed(self) -> str:
-        """Standard output so far."""
         return self._files[0].read_text() if self._files[0].exists() else ""
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
@@ -129,7 +126,6 @@ def give(pipe: Connection, value: Any) -> None:
 
 
 def take(pipe: Connection) -> Any:
-    """What `give` sent."""
     return pickle.loads(pipe.recv_bytes())
 
 
@@ -253,7 +249,6 @@ def _inherit(streams: Sequence[Stream]) -> None:
 
 
 def _interpret(words: list[str]) -> None:
-    """What `python WORDS` does."""
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
     if words[0] == "-m":
         sys.argv = words[1:]

@@ -1,7 +1,5 @@
 """Training of a user's module some of whose parameters are frozen, on ranks and in plain PyTorch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.jobs import _errors
-from harness.module_jobs import LR, ROWS, SETTINGS, STEPS
+from harness.module_jobs import LR, ROWS, SETTINGS, STEPS, adamw
 from harness.own_modules import OWN, PLANS, own_batch, summed_loss
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
@@ -62,11 +60,7 @@ def one_device(job: FrozenTraining) -> tuple[FrozenOutcome, dict[str, Tensor]]:
     module.double()
     narrow = round_to_int8(module)
     trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": SETTINGS.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], LR, SETTINGS.betas, SETTINGS.eps)
+    optimizer = adamw(trained)
     for step in range(STEPS):
         loss, count = summed_loss(module, own_batch(job.name, ROWS, step))
         optimizer.zero_grad()

@@ -1,7 +1,5 @@
 """What a rank does for a test of generation: requests come at given turns, and every logit of every token is kept."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +87,6 @@ class _Scoring(TokenGenerator):
 
 
 def generate(rank: int, script: Script) -> Seen:
-    """Run a script to its end."""
     job, seen = script.job, Seen()
     staged = StagesAll if script.staged else None
     comms = make_comms(job.layout, job.model, rank, timeout=60.0, transport=job.transport, staged=staged)

@@ -1,7 +1,5 @@
 """Hosts of the lab in tests, where this machine allows them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

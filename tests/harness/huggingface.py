@@ -1,7 +1,5 @@
 """Hugging Face folders with random weights, as `transformers` writes them, and what a rank does with one for a test."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.cases import table
 from shardwise.checkpoint.huggingface import open_weights
 from shardwise.decoder import Batch
 from shardwise.decoder.modules import soft_cap
@@ -22,100 +21,16 @@ from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.tensor.loss import IGNORED
 
-SIZES = {"vocab_size": 53, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 42, "max_position_embeddings": 64}
-NEOX = {**SIZES, "intermediate_size": 42, "max_position_embeddings": 64, "hidden_act": "gelu"}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
-GPT2 = {
-    "vocab_size": 53, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", LLAMA),
-    "llama3": ("llama", {**LLAMA, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "mistral": ("mistral", {**LLAMA, "head_dim": 8, "sliding_window": None}),
-    "qwen2": ("qwen2", LLAMA),
-    "qwen3": ("qwen3", {**LLAMA, "head_dim": 10, "tie_word_embeddings": True}),
-    "olmo2": ("olmo2", LLAMA),
-    "gemma2": (
-        "gemma2",
-        {
-            **LLAMA,
-            "head_dim": 10,
-            "query_pre_attn_scalar": 7,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-            "sliding_window": 5,
-        },
-    ),
-    "gpt2": ("gpt2", GPT2),
-    "gpt_neox": ("gpt_neox", {**NEOX, "rotary_pct": 0.67}),
-    "gpt_neox_sequential": (
-        "gpt_neox",
-        {**NEOX, "rotary_pct": 0.34, "use_parallel_residual": False, "tie_word_embeddings": True},
-    ),
-}
-DEEPSEEK = {
-    **LLAMA, "num_key_value_heads": 4, "num_hidden_layers": 3, "q_lora_rank": 11, "kv_lora_rank": 10,
-    "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "n_routed_experts": 8, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 14, "n_shared_experts": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
-MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2}),
-    "qwen3_moe": (
-        "qwen3_moe",
-        {
-            **LLAMA,
-            "head_dim": 10,
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 14,
-            "norm_topk_prob": True,
-        },
-    ),
-    "qwen3_moe_plain": (
-        "qwen3_moe",
-        {**LLAMA, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "tie_word_embeddings": True},
-    ),
-    "deepseek_v2": (
-        "deepseek_v2",
-        {
-            **DEEPSEEK,
-            "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 2.5,
-        },
-    ),
-    "deepseek_v2_lite": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_interleave": True, "n_shared_experts": 2},
-    ),
-    "deepseek_v3_yarn": (
-        "deepseek_v3",
-        {
-            **DEEPSEEK,
-            "n_group": 1,
-            "topk_group": 1,
-            "qk_rope_head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 500.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "beta_fast": 2.0,
-                "beta_slow": 0.5,
-                "mscale": 0.7,
-                "mscale_all_dim": 0.7,
-            },
-        },
-    ),
-}
-"""Mixtures of experts."""
+
+def _families(name: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Family -> (type of its configuration, fields)."""
+    bases = table(__file__, "bases")
+    return {family: (kind, bases[base] | fields) for family, (kind, base, fields) in table(__file__, name).items()}
+
+
+LLAMA = table(__file__, "bases")["llama"]
+FAMILIES, MIXTURES = _families("families"), _families("mixtures")
+"""Dense models, and mixtures of experts."""
 SEQ, BATCH, STEPS = 12, 4, 20
 
 
@@ -138,7 +53,7 @@ def pretrained(name: str, **changes: Any) -> Any:
 
 def tokens(seed: int, batch: int = BATCH) -> Tensor:
     """[batch, SEQ + 1] token ids."""
-    return torch.randint(SIZES["vocab_size"], (batch, SEQ + 1), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(LLAMA["vocab_size"], (batch, SEQ + 1), generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass
@@ -162,7 +77,6 @@ class RankProgram:
         start_from(self.program, open_weights(source, model))
 
     def step(self, step: int, lr: float) -> float:
-        """Train on the step's tokens; its loss."""
         layout = self.plan.layout
         rows = tokens(step).chunk(layout.dp)[self.share]
         return self.program.step([_micro_batch(row, self.plan) for row in rows.split(layout.micro)], lr)[0]

@@ -1,7 +1,5 @@
 """Training of modules some of whose parameters have a gradient now and then, on ranks and in plain PyTorch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.jobs import _errors
-from harness.module_jobs import LR, SETTINGS
+from harness.module_jobs import LR, SETTINGS, adamw
 from shardwise.layout.axes import DATA
 from shardwise.runtime.module.split import SplitModule, split
 
@@ -48,11 +46,7 @@ def reference() -> dict[str, Tensor]:
     """Final parameters in plain PyTorch. The second rank's rows use `often` in odd steps."""
     torch.manual_seed(0)
     module = NowAndThen().double()
-    groups = [
-        {"params": [p for p in module.parameters() if (p.dim() > 1) == matrix], "weight_decay": decay}
-        for matrix, decay in ((True, SETTINGS.weight_decay), (False, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, LR, SETTINGS.betas, SETTINGS.eps)
+    optimizer = adamw(module.parameters())
     for step in range(STEPS):
         freeze(module, step)
         optimizer.zero_grad()

@@ -1,7 +1,5 @@
 """What a rank runs for a test: train a case under a layout, and say how far it is from the reference."""
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 import time
@@ -106,7 +104,6 @@ def build(
 
 
 def train(rank: int, asked: Training) -> RankOutcome:
-    """Train; the last step is recorded."""
     case, layout, reference = asked.case, asked.layout, asked.against
     program = build(case, layout, rank, asked.overlap, asked.transport, asked.staged)
     outcome = RankOutcome([], [], {}, {}, {}, None, program.plan.backend)  # type: ignore[arg-type]

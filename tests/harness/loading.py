@@ -1,7 +1,5 @@
 """What a rank holds while it loads a model to generate with: every tensor's memory, at most and in the end."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +48,6 @@ class Live(TorchDispatchMode):
 
 
 def load(rank: int, job: ServingJob) -> Loaded:
-    """Load as a rank of an engine does."""
     comms = make_comms(job.layout, job.model, rank, timeout=60.0, transport=job.transport)
     _, weights = weights_in(job.weights)
     live = Live()

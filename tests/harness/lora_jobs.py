@@ -1,7 +1,5 @@
 """Adapters on the ranks of a test: from `peft`'s folder, one step or several, and back to a checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,7 +52,6 @@ def wrapped_llama() -> nn.Module:
 
 
 def train_adapters(rank: int, job: LoraJob) -> LoraResult:
-    """Train adapters and save them."""
     from shardwise.model.huggingface import from_huggingface
 
     model = PeftAdapters.open(job.adapters, from_huggingface(job.weights)).model

@@ -4,8 +4,6 @@ Message sizes stand for what is sent: 1 element for an activation or its gradien
 loss, so that a clock can tell what each takes.
 """
 
-from __future__ import annotations
-
 from harness.play import Compute
 from shardwise.schedule.pipeline.action import COMPUTE, Action
 from shardwise.schedule.pipeline.plan import PipelineSchedule

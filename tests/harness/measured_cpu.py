@@ -1,7 +1,5 @@
 """A CPU as `shardwise calibrate device` would describe it, with times that follow simple rules."""
 
-from __future__ import annotations
-
 from itertools import product
 
 from shardwise.cluster import Cluster, Link

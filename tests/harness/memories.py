@@ -10,8 +10,6 @@ divide):
     all-to-all               every rank holds n elements                  -> p blocks of ceil(n / p), padded with zeros
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -46,7 +44,6 @@ def lay_out(schedule: CommSchedule, rank: int, given: Tensor, elements: int) -> 
 
 
 def region(schedule: CommSchedule, memory: Tensor, name: Region) -> Tensor:
-    """One region of a memory, as a view."""
     elements = elements_of(schedule, memory)
     first = schedule.regions.index(name) * elements
     return memory[first : first + elements]

@@ -4,8 +4,6 @@ A control group holds them where the machine lets one be made, and ends ranks th
 alone, and the most that a rank has used is compared with the limit afterwards. Prints a line of JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,12 +1,12 @@
 """What ranks run for the tests of a user's own module, and the same training on one device in plain PyTorch."""
 
-from __future__ import annotations
-
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +21,10 @@ from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import Bytes, LedgerRow, StepReport
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.module.comparison import RankDifference, compare_split
+from shardwise.runtime.module.comparison import RankDifference, compare_split, first_difference
 from shardwise.runtime.module.initial import MetaValues
 from shardwise.runtime.module.split import SplitModule, split
-from shardwise.runtime.module.verify import VerifyRequest
+from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
 
 ROWS, STEPS, LR = 8, 3, 1e-2
 SETTINGS = OptimizerConfig(clip=0.5)
@@ -57,15 +57,20 @@ class OwnOutcome:
     """Largest error of the trained module's outputs for rows of the rank's own."""
 
 
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """torch's, with weight decay of matrices alone."""
+    matrices, others = [], []
+    for p in parameters:
+        (matrices if p.dim() > 1 else others).append(p)
+    groups = [{"params": matrices, "weight_decay": SETTINGS.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], LR, SETTINGS.betas, SETTINGS.eps)
+
+
 def one_device(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
     """Losses and norms, and the final parameters, in plain PyTorch."""
     torch.manual_seed(0)
     module = OWN[name]().double()
-    groups = [
-        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": SETTINGS.weight_decay},
-        {"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, LR, SETTINGS.betas, SETTINGS.eps)
+    optimizer = adamw(module.parameters())
     outcome = OwnOutcome()
     for step in range(STEPS):
         loss, count = summed_loss(module, own_batch(name, ROWS, step))
@@ -253,8 +258,16 @@ def passes(rank: int, layout: str) -> list[float]:
 
 
 def compare(rank: int, request: VerifyRequest) -> RankDifference:
-    """What one rank finds."""
     return compare_split(request)
+
+
+def verdict(
+    model: Any, layout: str, example: Any, plan: Any = None, parts: Any = None, tolerance: float = TOLERANCE
+) -> Verification:
+    """`verify` in the tests' own ranks."""
+    at = Layout.parse(f"{layout},precision=fp64")
+    request = VerifyRequest(model, at, example, plan and dict(plan), None, tolerance, parts)
+    return first_difference(run_ranks("harness.module_jobs:compare", at.ranks, request))
 
 
 @cache

@@ -1,34 +1,16 @@
 """Layouts with state off the device: points of all spaces, each with one of the ways to offload."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from harness.contexts import context_cases
-from harness.experts import expert_cases, settled
-from harness.pipelines import pipeline_cases
+from harness.cases import table
+from harness.experts import settled
 from harness.reference import Case
-from harness.space import GENERATOR_SEED, Point, all_cases
-from harness.today import EVERY_LAYOUT, seed
+from harness.space import GENERATOR_SEED, SPACES, Point, cases
 from shardwise.layout import Layout
 
-WAYS = (
-    "offload=cpu",
-    "offload=nvme",
-    "offload=cpu:0.4",
-    "offload=nvme:0.6",
-    "offload=cpu,offload_params=cpu",
-    "offload=nvme,offload_params=nvme",
-    "offload=cpu:0.3,offload_params=nvme",
-    "offload=nvme,offload_params=cpu",
-    "offload_activations=cpu",
-    "offload=nvme,offload_params=nvme,offload_activations=cpu",
-)
-SPACES = {"dense": all_cases, "pipelines": pipeline_cases, "contexts": context_cases, "experts": expert_cases}
+WAYS = table(__file__, "WAYS")
 OF_EACH = 2
-TODAY = 3
 
 
 @dataclass(frozen=True)
@@ -41,29 +23,25 @@ class Offloaded:
     layout: Layout
 
 
-def _cases() -> Iterator[Offloaded]:
-    generator = random.Random(GENERATOR_SEED)
-    for name, points in SPACES.items():
-        for way in WAYS:
-            legal = [p for p in points() if p.layout.ranks < 8 and (p.layout.stage == 3 or "params" not in way)]
-            for point in generator.sample(legal, OF_EACH):
-                yield _offloaded(name, point, way)
+def legal(name: str, way: str) -> list[Point]:
+    """Points of a space, on less than 8 ranks, that can offload in this way."""
+    return [p for p in cases(name) if p.layout.ranks < 8 and (p.layout.stage == 3 or "params" not in way)]
 
 
-def _offloaded(name: str, point: Point, way: str) -> Offloaded:
-    layout = replace(point.layout, **dict(word.split("=") for word in way.split(",")))
-    return Offloaded(f"{name}:{point.id}:{way}", point.case, point.layout, layout)
+def offloaded(name: str, point: Point, way: str, case: Case | None = None) -> Offloaded:
+    """A point with a way to offload, or none. case: in place of the point's own."""
+    layout = replace(point.layout, **dict(word.split("=") for word in way.split(",") if word))
+    return Offloaded(f"{name}:{point.id}:{way}", case or point.case, point.layout, layout)
 
 
 def offload_cases() -> list[Offloaded]:
-    """At least forty cases."""
-    return list(_cases())
-
-
-def selected_offloads() -> list[Offloaded]:
-    """All of them, or today's."""
-    every = offload_cases()
-    return every if EVERY_LAYOUT else random.Random(seed()).sample(every, TODAY)
+    generator = random.Random(GENERATOR_SEED)
+    return [
+        offloaded(name, point, way)
+        for name in SPACES
+        for way in WAYS
+        for point in generator.sample(legal(name, way), OF_EACH)
+    ]
 
 
 def clear(offloaded: Offloaded) -> Case:

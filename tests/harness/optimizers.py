@@ -1,15 +1,12 @@
 """Cases of every space trained by SGD, with momentum and without."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from harness.offloads import SPACES, WAYS, Offloaded, clear
+from harness.offloads import WAYS, Offloaded, legal, offloaded
 from harness.reference import Case
-from harness.space import GENERATOR_SEED, Point
-from harness.today import by_turns
+from harness.space import GENERATOR_SEED, SPACES, point
 from shardwise.layout import Layout
 from shardwise.layout.optimizers import DEFAULT, OPTIMIZERS
 from shardwise.runtime.job.config import OptimizerConfig
@@ -18,56 +15,30 @@ KINDS = tuple(kind for kind in OPTIMIZERS if kind != DEFAULT)
 STEPS = 5
 OF_EACH = {"dense": 6, "pipelines": 3, "contexts": 2, "experts": 2}
 """Points of each space, for each optimizer."""
-TODAY = 4
 CONFIG = OptimizerConfig(lr=0.05, warmup=2, clip=0.5)
 
 
 def trained_by(kind: str, case: Case) -> Case:
-    """The case with this optimizer."""
     return replace(case, workload=replace(case.workload, optimizer=kind), optimizer=CONFIG, steps=STEPS)
 
 
-def _optimized(kind: str, name: str, point: Point, way: str) -> Offloaded:
-    homes = dict(word.split("=") for word in way.split(",")) if way else {}
-    case = trained_by(kind, point.case)
-    return Offloaded(f"{kind}:{name}:{point.id}:{way}", case, point.layout, replace(point.layout, **homes))
-
-
-def _cases() -> Iterator[Offloaded]:
-    generator = random.Random(GENERATOR_SEED)
-    for kind in KINDS:
-        for name, points in SPACES.items():
-            exact = [p for p in points() if p.layout.ranks < 8 and p.case.precision == "fp64"]
-            for point in generator.sample(exact, OF_EACH[name]):
-                yield _optimized(kind, name, point, "")
-        for way in WAYS:
-            name = generator.choice(list(SPACES))
-            legal = [
-                p for p in SPACES[name]()
-                if p.layout.ranks < 8 and p.case.precision == "fp64" and (p.layout.stage == 3 or "params" not in way)
-            ]  # fmt: skip
-            yield _optimized(kind, name, generator.choice(legal), way)
-
-
-def optimizer_cases() -> list[Offloaded]:
+def optimizer_cases() -> Iterator[Offloaded]:
     """Both optimizers in every space, and with every way to offload."""
-    return list(_cases())
+    generator = random.Random(GENERATOR_SEED)
 
+    def drawn(kind: str, name: str, way: str, count: int) -> Iterator[Offloaded]:
+        exact = [p for p in legal(name, way) if p.case.precision == "fp64"]
+        for each in generator.sample(exact, count):
+            yield offloaded(f"{kind}:{name}", each, way, trained_by(kind, each.case))
 
-def selected_optimizers() -> list[Offloaded]:
-    """All of them, or today's."""
-    return by_turns(optimizer_cases(), TODAY, "optimizers")
-
-
-def settled_case(optimized: Offloaded) -> Case:
-    """Its case, with experts whose choice rounding does not change."""
-    return clear(optimized)
+    for kind in KINDS:
+        for name in SPACES:
+            yield from drawn(kind, name, "", OF_EACH[name])
+        for way in WAYS:
+            yield from drawn(kind, generator.choice(list(SPACES)), way, 1)
 
 
 def small(text: str, kind: str, **choices: object) -> tuple[Case, Layout]:
-    """A small case under a layout."""
-    from harness.space import point
-
     layout = Layout.parse(text)
     chosen = {"model": "llama", "dp": layout.dp, "accumulate": 2, "precision": layout.precision} | choices
     return trained_by(kind, point(**chosen).case), layout

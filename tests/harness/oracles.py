@@ -4,8 +4,6 @@ ranks.
 Each job trains as the one-device reference does and returns an `Outcome` with whole tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

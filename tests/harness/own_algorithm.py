@@ -1,7 +1,5 @@
 """An algorithm of somebody who uses shardwise: one decorated function, which SHARDWISE_ALGORITHMS makes known."""
 
-from __future__ import annotations
-
 from shardwise.schedule import Draft, RepeatedRounds, Round
 from shardwise.schedule.algorithms import algorithm
 

@@ -1,7 +1,5 @@
 """Modules without a description: three of the tests' own, and `transformers` classes with few, random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -448,7 +446,6 @@ T5_PLAN = {
 
 
 def t5_example() -> dict[str, Tensor]:
-    """Source and target texts."""
     ids = token_example()["input_ids"]
     return {"input_ids": ids, "decoder_input_ids": ids.roll(1, 1)[:, :5], "use_cache": False}  # type: ignore[dict-item]
 
@@ -458,6 +455,5 @@ def image_example() -> dict[str, Tensor]:
 
 
 def token_example(rows: int = 4, seq: int = 7) -> dict[str, Tensor]:
-    """Inputs of a language model of `transformers`."""
     ids = torch.randint(1, 48, (rows, seq), generator=torch.Generator().manual_seed(3))
     return {"input_ids": ids, "use_cache": False}  # type: ignore[dict-item]

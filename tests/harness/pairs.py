@@ -4,15 +4,11 @@ The models of `space.py` are made to run quickly: at 24 numbers a token, vectors
 are percents of a peak. Here a token has 72 to 384 of them, as little as keeps a dry run below a second.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
 
-from harness import pipelines, space
-from harness.experts import EXPERT_MODELS
-from harness.space import MODELS
+from harness.space import EXPERT_MODELS, MODELS, SPACES, stage_layers
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, UnitPlan, Workload, check_runnable, unit_plan
 from shardwise.layout.units import Backend
@@ -60,8 +56,8 @@ def pair(seed: int, index: int, featured: bool = False) -> tuple[UnitPlan, int]:
 
 def _drawn(generator: random.Random, featured: bool) -> tuple[ModelConfig, Layout, Workload]:
     piped = generator.random() < 0.7
-    space_of = pipelines.CHOICES if piped else space.CHOICES
-    chosen = {name: generator.choice(values) for name, values in space_of.items()}
+    choices = SPACES["pipelines" if piped else "dense"]["choices"]
+    chosen = {name: generator.choice(values) for name, values in choices.items()}
     chosen["precision"] = generator.choice(("bf16", "bf16", "fp32", "fp64"))
     more = _features(generator) if featured else {}
     lora = more.pop("lora", None)
@@ -71,7 +67,7 @@ def _drawn(generator: random.Random, featured: bool) -> tuple[ModelConfig, Layou
     if piped:
         chunks = chosen["pp"] * chosen["virtual"]
         keys = (*KEYS, "precision", "schedule", "pp", "virtual")
-        stages = pipelines.stage_layers(chosen["stages"], chunks, generator)
+        stages = stage_layers(chosen["stages"], chunks, generator)
         layout = Layout(**{key: chosen[key] for key in keys} | more, stages=stages)
         layers = sum(stages) or chunks + generator.randrange(chunks)
     else:

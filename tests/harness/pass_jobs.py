@@ -1,7 +1,5 @@
 """Losses that call a module twice, or leave blocks out, on ranks and in plain PyTorch."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.jobs import _errors
-from harness.module_jobs import LR, SETTINGS
+from harness.module_jobs import LR, SETTINGS, adamw
 from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
 from shardwise.runtime.module.split import SplitModule, split
@@ -117,11 +115,7 @@ def reference(name: str, accumulate: int = 1) -> dict[str, Tensor]:
     """Final parameters in plain PyTorch: two ranks' rows, one after the other."""
     torch.manual_seed(0)
     module = Leaving().double()
-    groups = [
-        {"params": [p for p in module.parameters() if (p.dim() > 1) == matrix], "weight_decay": decay}
-        for matrix, decay in ((True, SETTINGS.weight_decay), (False, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, LR, SETTINGS.betas, SETTINGS.eps)
+    optimizer = adamw(module.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank, rows in enumerate(rows_of(step).chunk(2)):

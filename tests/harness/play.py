@@ -5,8 +5,6 @@ whether it ends at all: a send completes together with its receive (rendezvous),
 deadlocks here. With memory, it moves real numbers.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A job that exceeds its time limit kills the whole pool, which the next job starts anew; no process outlives the tests.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import gc

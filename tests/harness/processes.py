@@ -1,7 +1,5 @@
 """Looking at processes from outside."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,19 +1,14 @@
 """Layouts that pack what they send, and block quantization in NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 
-from harness.contexts import context_cases
-from harness.experts import expert_cases
-from harness.pipelines import pipeline_cases
-from harness.space import all_cases
+from harness.space import SPACES, cases
 from shardwise.layout.wire import BLOCK
 
 GRADIENT_POINTS = [
     point
-    for points in (all_cases(), pipeline_cases(), context_cases(), expert_cases())
-    for point in [p for p in points if p.layout.stage and p.layout.precision != "fp64"][::9]
+    for name in SPACES
+    for point in [p for p in cases(name) if p.layout.stage and p.layout.precision != "fp64"][::9]
 ]
 """Points whose gradients can be packed."""
 

@@ -1,8 +1,6 @@
 """What ranks run for the tests of quantized communication: weights that are rounded before a plain gather, and sums of
 packed gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -178,7 +176,6 @@ def accounted(rank: int, asked: Training) -> list[Account]:
 
 
 def evaluated(rank: int, asked: Training) -> list[float]:
-    """Losses of a micro-batch after each step."""
     case, losses = asked.case, []
     program = build(case, asked.layout, rank)
     for step in range(case.steps):

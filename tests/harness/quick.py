@@ -5,8 +5,6 @@ are in `tests/durations.json`: each of their cases has its turn once in a fortni
 turns of another kind: the layouts on few ranks are dealt out so that a fortnight has every pair of values of two keys.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import fields

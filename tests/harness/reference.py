@@ -1,7 +1,5 @@
 """The judge: the same decoder on one device, in a plain training loop with torch's own optimizer and loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -123,7 +121,6 @@ def _optimizer(case: Case, groups: list[dict[str, Any]]) -> torch.optim.Optimize
 
 
 def _decay(decayed: list[Tensor], by: float) -> None:
-    """Decoupled weight decay, as AdamW's."""
     for tensor in decayed:
         tensor.data.mul_(by)
 
@@ -190,7 +187,6 @@ class OneDevice:
         return loss.item(), float(norm)
 
     def show(self) -> None:
-        """Give the decoder the master weights, rounded."""
         if self.master is not self.named:
             for name, tensor in self.named.items():
                 tensor.data.copy_(self.master[name])
@@ -198,7 +194,6 @@ class OneDevice:
 
 @lru_cache(maxsize=256)
 def reference(case: Case) -> Outcome:
-    """Train on one device."""
     device, losses, norms = OneDevice(case), [], []
     for step in range(case.steps):
         loss, norm = device.step(global_batch(case, step), step)

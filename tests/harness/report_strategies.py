@@ -1,7 +1,5 @@
 """Hypothesis strategies for step reports, shared by this folder's tests."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from shardwise.report import Bytes, LedgerRow, Role, StepReport, TransportRow

@@ -1,7 +1,5 @@
 """What ranks run for the tests of resuming: train on sampled text, save, go on from a checkpoint of any layout."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path

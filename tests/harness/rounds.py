@@ -1,7 +1,5 @@
 """A collective by other rounds than its algorithm's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Whole runs, started from a process of their own."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank runs for the tests of parameter servers: train as a worker, or serve."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping

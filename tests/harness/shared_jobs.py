@@ -1,7 +1,5 @@
 """What ranks do in the tests of shared memory."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource
@@ -105,7 +103,6 @@ def quick_alone(ranks: int, payload: tuple[int, int]) -> list[Tensor]:
 
 
 def pieces(rank: int, ranks: int, elements: int) -> Tensor:
-    """A rank's part of what `summed` sums."""
     return torch.randn(ranks * elements, generator=torch.Generator().manual_seed(rank))
 
 

@@ -1,100 +1,69 @@
-"""The layout space: cases are drawn from it by rule, none is written down by hand.
+"""The spaces of layouts of `spaces.toml`: cases are drawn from them by rule, none is written down by hand.
 
-`all_cases` is a deterministic selection that covers every pair of choices that can occur together; `sample` draws a few
-of them by a seed, so that a working day's tests see another part of the space than the day before. Pipelines have a
-space of their own in `pipelines.py`, covered and sampled by the same means.
+`cases` is a deterministic selection that covers every pair of choices that can occur together; `sample` draws a few of
+them by a seed, so that a working day's tests see another part of the space than the day before. Choices that a space
+does not have are `DEFAULTS`.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from harness.reference import BF16_STEPS, STEPS, Case
 from harness.today import EVERY_LAYOUT, seed
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
+from shardwise.layout.context import SequenceCut
 from shardwise.model import ModelConfig
-from shardwise.model.config import LatentAttention, RopeScaling
+from shardwise.model.config import Experts, LatentAttention, RopeScaling
 
 GENERATOR_SEED = 7
-POOL = 4000
-LEAST = 160
-EIGHT_RANKS = 14
-SAMPLE = 24
 SEQ = 12
-
-# Every vocabulary and most widths are odd or prime: whatever a layout divides by leaves a remainder somewhere.
-_LLAMA = ModelConfig("llama", vocab=53, hidden=32, layers=2, heads=4, kv_heads=2, ffn=44, max_positions=64)
-_GPT2 = ModelConfig(
-    "gpt2", vocab=53, hidden=24, layers=2, heads=4, ffn=47, max_positions=16, norm="layernorm", positions="learned",
-    activation="gelu_tanh", gated=False, bias="all", tied=True, dropout=0.1,
-)  # fmt: skip
-MODELS: dict[str, ModelConfig] = {
-    model.name: model
-    for model in (
-        _LLAMA,
-        _LLAMA.replace(
-            name="mqa", hidden=24, heads=6, head_dim=6, kv_heads=1, ffn=43,
-            rope_scaling=RopeScaling(4.0, 1.0, 4.0, 16),
-        ),
-        _LLAMA.replace(name="prime", hidden=29, heads=3, head_dim=8, kv_heads=3, ffn=41, vocab=59),
-        _LLAMA.replace(name="qwen2", hidden=26, heads=6, head_dim=6, kv_heads=3, ffn=45, bias="qkv"),
-        _LLAMA.replace(name="qwen3", hidden=24, heads=4, head_dim=8, kv_heads=2, ffn=47, qk_norm=True, tied=True),
-        _LLAMA.replace(
-            name="olmo2", hidden=26, heads=4, head_dim=6, kv_heads=2, ffn=45, norm_placement="post", qk_norm=True,
-            qk_norm_scope="all heads",
-        ),
-        _LLAMA.replace(
-            name="gemma2", hidden=24, heads=6, head_dim=8, kv_heads=3, ffn=43, activation="gelu_tanh", tied=True,
-            norm_placement="both", norm_zero_centered=True, score_scale=7.0, score_softcap=2.0, logit_softcap=3.0,
-            window=5, full_attention_every=2, scaled_embedding=True,
-        ),
-        _LLAMA.replace(
-            name="latent", hidden=26, heads=6, kv_heads=6, head_dim=0, ffn=45,
-            latent_attention=LatentAttention(q_rank=11, kv_rank=9, nope_head_dim=5, rope_head_dim=4, v_head_dim=7),
-        ),
-        _LLAMA.replace(
-            name="latent-direct", hidden=29, heads=4, kv_heads=4, head_dim=0, ffn=47, tied=True, dropout=0.1,
-            latent_attention=LatentAttention(q_rank=0, kv_rank=13, nope_head_dim=6, rope_head_dim=2, v_head_dim=3),
-        ),
-        _GPT2,
-        _GPT2.replace(name="gpt2-drop", heads=6, kv_heads=6, head_dim=4, attention_dropout=0.2),
-        _GPT2.replace(
-            name="neox", heads=6, kv_heads=6, head_dim=8, hidden=48, ffn=61, positions="rope", rotary_fraction=0.25,
-            activation="gelu", tied=False, parallel_residual=True, dropout=0.0,
-        ),
-    )
-}  # fmt: skip
-
-CHOICES: dict[str, list[Any]] = {
-    "model": list(MODELS),
-    "dp": [1, 2, 3, 4, 6, 8],
-    "tp": [1, 2, 3, 4, 6],
-    "zero": [0, 1, 2, 3, 3],
-    "shard": [0, 0, 2, 3],
-    "hpz": [0, 2, 2, 3],
-    "sp": [False, True],
-    "tpkind": ["megatron", "megatron", "gathered"],
-    "recompute": ["none", "selective", "full", "input"],
-    "attention": ["sdpa", "math"],
-    "micro": [1, 2],
-    "accumulate": [1, 2, 3],
-    "documents": [False, True],
-    "precision": ["fp64"] * 7 + ["fp32", "bf16", "bf16-fp32"],
-    "order": ["pp-dp-cp-tp", "pp-tp-cp-dp"],
-    "ignore": ["some", "some", "none", "most"],
-}
 WORLDS = (1, 2, 3, 4, 6, 8)
+TABLE = tomllib.loads(Path(__file__).with_name("spaces.toml").read_text(encoding="utf-8"))
+SPACES: dict[str, dict[str, Any]] = TABLE["spaces"]
+DEFAULTS: dict[str, Any] = {
+    **{"dp": 1, "tp": 1, "pp": 1, "cp": 1, "zero": 0, "shard": 0, "hpz": 0, "virtual": 1, "stages": "even", "seq": SEQ},
+    **{"documents": False, "ignore": "some", "window": "model's", "balance": "model's", "capacity": 0.0, "z_loss": 0.0},
+    **{"etp": "default", "transport": "shared"},
+}
+FIELDS = (
+    "schedule", "pp", "virtual", "dp", "tp", "cp", "cpkind", "ep", "zero", "shard", "hpz", "sp", "tpkind", "recompute",
+    "attention", "micro", "order",
+)  # fmt: skip
+PLAIN: dict[str, dict[str, Any]] = {
+    "pp": {"virtual": 1, "schedule": "1f1b", "stages": "even"},
+    "tp": {"sp": False, "etp": "default"},
+    "cp": {"cpkind": "ring"},
+    "zero": {"shard": 0},
+}
+"""Key -> values of those that mean nothing without it."""
+
+
+def _models(table: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ModelConfig]]:
+    for name, given in table.items():
+        for key, kind in (("rope_scaling", RopeScaling), ("latent_attention", LatentAttention)):
+            if key in given:
+                given[key] = kind(*given[key])
+        if "experts" in given:
+            given["experts"] = Experts(**given["experts"])
+        yield name, MODELS[given.pop("of")].replace(name=name, **given) if "of" in given else ModelConfig(name, **given)
+
+
+MODELS: dict[str, ModelConfig] = {}
+for _name, _model in _models(TABLE["models"]):
+    MODELS[_name] = _model
+EXPERT_MODELS = dict(_models(TABLE["expert_models"]))
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the space: what is trained, and how it is split. `choices` are the values it was drawn with."""
+    """One point of a space: what is trained, and how it is split. `choices` are the values it was drawn with."""
 
     id: str
     case: Case
@@ -106,26 +75,10 @@ class Point:
 
 
 def point(**choices: Any) -> Point:
-    """Build a point from values of `CHOICES`; missing ones are the first choice. Raises `UserError` if illegal."""
-    chosen = {name: choices.get(name, values[0]) for name, values in CHOICES.items()}
-    model = MODELS[chosen["model"]]
-    precision, _, grads = chosen["precision"].partition("-")
-    layout = Layout(
-        **{
-            key: chosen[key]
-            for key in ("dp", "tp", "zero", "shard", "hpz", "sp", "tpkind", "recompute", "attention", "micro", "order")
-        },
-        precision=precision,
-        grads=grads or "bf16",
-    )
-    batch = layout.dp * layout.micro * chosen["accumulate"]
-    workload = Workload(seq=choices.get("seq", SEQ), batch=batch, isolate_documents=chosen["documents"])
-    check_runnable(layout, model, workload)
-    words = [chosen["model"], str(layout), f"x{chosen['accumulate']}"]
-    words += ["documents"] * chosen["documents"] + [f"ignore-{chosen['ignore']}"] * (chosen["ignore"] != "some")
-    steps = BF16_STEPS if precision == "bf16" else STEPS
-    case = Case(model, workload, precision, layout.attention, ignore=chosen["ignore"], steps=steps)
-    return Point(":".join(words), case, layout, tuple(chosen.items()))
+    """Build a point of the dense space; missing choices are the first ones. Raises `UserError` if illegal."""
+    seq = {"seq": choices.pop("seq")} if "seq" in choices else {}
+    chosen = {name: choices.get(name, values[0]) for name, values in SPACES["dense"]["choices"].items()}
+    return _built(chosen, DEFAULTS | chosen | seq, random.Random())
 
 
 def possible_copies(chosen: dict[str, Any], data: int) -> int:
@@ -134,47 +87,122 @@ def possible_copies(chosen: dict[str, Any], data: int) -> int:
     return chosen["hpz"] if chosen["zero"] == 3 and among > chosen["hpz"] and not among % (chosen["hpz"] or 1) else 0
 
 
-def _draw(generator: random.Random) -> Point | None:
-    """A random point; None when the draw is illegal, means the same as a simpler one, or needs another world."""
-    chosen = {name: generator.choice(values) for name, values in CHOICES.items()}
-    dp, tp = chosen["dp"], chosen["tp"]
-    chosen["hpz"] = possible_copies(chosen, dp)
-    pointless = (
-        dp * tp not in WORLDS
-        or (chosen["zero"] and dp == 1)
-        or chosen["shard"] == dp
-        or (chosen["order"] != CHOICES["order"][0] and 1 in (dp, tp))
-        or (chosen["precision"] == "bf16-fp32" and chosen["accumulate"] > 1)
+def stage_layers(kind: str, chunks: int, generator: random.Random) -> tuple[int, ...]:
+    """Layers of each stage; empty where the layout says nothing about them."""
+    if kind == "even":
+        return ()
+    layers = [generator.choice((1, 2)) for _ in range(chunks)]
+    if kind == "ends":  # the embedding alone, or the head, or both
+        layers[generator.choice((0, -1))] = 0
+    return tuple(layers)
+
+
+def _model_of(draw: dict[str, Any], layout: Layout) -> ModelConfig:
+    """The model of a draw: layers for all stages; windows shorter than a chunk of tokens, longer than one, and longer
+    than two, none of one token (scores then have no gradient, and Adam makes updates of what bf16 rounds); losses of
+    experts, and a bound on an expert's tokens."""
+    model, chunks = (MODELS | EXPERT_MODELS)[draw["model"]], layout.pp * layout.virtual
+    changes: dict[str, Any] = {
+        "layers": sum(layout.stages) or (chunks + chunks % 3 if layout.pp > 1 else model.layers),
+    }
+    if draw["window"] != "model's":
+        chunk = SequenceCut.of(layout, draw["seq"]).local // 2
+        lengths = {"in a chunk": max(2, chunk - 1), "in two": chunk + 1, "long": 2 * chunk + 1}
+        changes["window"] = lengths[draw["window"]]
+    if model.experts:
+        more = {"capacity": draw["capacity"], "z_loss": draw["z_loss"]}
+        if draw["balance"] != "model's":
+            more |= {"balance": draw["balance"], "balance_loss": 0.05}
+        changes["experts"] = Experts(**(vars(model.experts) | more))
+    return model.replace(**changes)
+
+
+def _built(chosen: dict[str, Any], draw: dict[str, Any], generator: random.Random) -> Point:
+    """The point of a draw: of `chosen` with the defaults of what its space has not. Raises `UserError` if illegal."""
+    stages = stage_layers(draw["stages"], draw["pp"] * draw["virtual"], generator)
+    precision, _, grads = draw["precision"].partition("-")
+    layout = Layout(
+        **{key: chosen[key] for key in FIELDS if key in chosen}, stages=stages, precision=precision,
+        etp={"default": 0, "whole": 1, "tp": draw["tp"]}[draw["etp"]], grads=grads or "bf16",
+    )  # fmt: skip
+    model = _model_of(draw, layout)
+    batch = layout.dp * layout.micro * draw["accumulate"]
+    workload = Workload(draw["seq"], batch, isolate_documents=draw["documents"])
+    check_runnable(layout, model, workload)
+    e, seq = model.experts, "seq" in chosen
+    words = [model.name, str(layout), f"{draw['seq'] if seq else ''}x{draw['accumulate']}"]
+    words += [draw["transport"]] * seq
+    if e:
+        words += [e.balance] + [f"capacity-{e.capacity}"] * bool(e.capacity) + ["z-loss"] * bool(e.z_loss)
+    words += [f"window-{model.window}"] * bool("window" in chosen and model.window)
+    words += ["documents"] * draw["documents"] + [f"ignore-{draw['ignore']}"] * (draw["ignore"] != "some")
+    case = Case(
+        model, workload, precision, layout.attention, ignore=draw["ignore"],
+        steps=BF16_STEPS if precision == "bf16" else STEPS, pool=layout.micro if e else 1,
+    )  # fmt: skip
+    return Point(":".join(words), case, layout, tuple(chosen.items()))
+
+
+def _pointless(name: str, draw: dict[str, Any]) -> bool:
+    """Whether a draw means the same as a simpler one, needs another world, or cannot be compared with one device."""
+    dp, tp, ranks = draw["dp"], draw["tp"], draw["dp"] * draw["tp"] * draw["pp"] * draw["cp"]
+    return (
+        ranks not in WORLDS
+        or (name in ("dense", "pipelines") and bool(draw["zero"]) and dp == 1)
+        or (name == "dense" and (draw["shard"] == dp or (draw["order"] != "pp-dp-cp-tp" and 1 in (dp, tp))))
+        or (name == "experts" and ranks == 1)
+        # The one device that it is compared with rounds once, and has one batch.
+        or (draw["precision"] == "bf16" and draw["accumulate"] > SPACES[name].get("most_rounded", 99))
+        or (draw["precision"] == "bf16-fp32" and draw["accumulate"] > 1)
+        or (draw["balance"] == "global" and draw["accumulate"] > 1)
     )
-    if pointless:
+
+
+def _draw(name: str, generator: random.Random) -> Point | None:
+    """A random point; None when the draw is illegal or pointless."""
+    choices = SPACES[name]["choices"]
+    chosen = {key: generator.choice(values) for key, values in choices.items()}
+    for key in SPACES[name].get("plain", ()):
+        if chosen[key] == min(choices[key]):
+            chosen |= PLAIN[key]
+    draw = DEFAULTS | chosen
+    chosen["hpz"] = possible_copies(draw, draw["dp"] * draw["cp"])
+    if _pointless(name, draw):
         return None
     try:
-        return point(**chosen)
+        return _built(chosen, draw, generator)
     except UserError:
         return None
 
 
-def _pairs(point: Point) -> set[tuple[Any, Any]]:
-    return set(combinations(point.choices, 2))
-
-
 @cache
-def all_cases() -> tuple[Point, ...]:
-    """At least `LEAST` points that cover every pair of choices seen in a large draw; at most a tenth on 8 ranks."""
-    return covering(_draw, POOL, LEAST, EIGHT_RANKS)
+def cases(name: str) -> tuple[Point, ...]:
+    """At least `least` points of a space that cover every pair of choices seen in a large draw; so many of them on 8
+    ranks, and some with the keys of `rare`, which cover few pairs."""
+    space = SPACES[name]
+    draw: Callable[[random.Random], Point | None] = lambda generator: _draw(name, generator)  # noqa: E731
+    covered = _covering(draw, space["pool"], space["least"], space["eight_ranks"])
+    rare, generator = [], random.Random(GENERATOR_SEED)
+    while len(rare) < space.get("rare_count", 0):
+        found = draw(generator)
+        if found and all(getattr(found.layout, key) == value for key, value in space["rare"].items()):
+            rare.append(found)
+    return tuple(dict.fromkeys((*covered, *rare)))
 
 
-def covering(
+def _covering(
     draw: Callable[[random.Random], Point | None], size: int, least: int, eight_ranks: int
 ) -> tuple[Point, ...]:
-    """At least `least` points that cover every pair of choices seen in a draw of `size`; so many of them on 8 ranks."""
     generator = random.Random(GENERATOR_SEED)
     drawn: dict[str, Point] = {}
     while len(drawn) < size:
         if found := draw(generator):
             drawn[found.id] = found
     numbers: dict[tuple[Any, Any], int] = {}
-    masks = {p.id: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(p)) for p in drawn.values()}
+    masks = {
+        p.id: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in set(combinations(p.choices, 2)))
+        for p in drawn.values()
+    }
     chosen: list[Point] = []
     missing = (1 << len(numbers)) - 1
     eight = [p for p in drawn.values() if p.layout.ranks == 8]
@@ -191,52 +219,29 @@ def covering(
     return tuple(sorted(chosen, key=lambda p: (p.layout.ranks, p.id)))
 
 
-def first_with(draw: Callable[[random.Random], Point | None], count: int, **layout: int) -> Iterator[Point]:
-    """The first `count` points drawn that have these values of a layout: they cover few pairs, and so are rare."""
-    generator = random.Random(GENERATOR_SEED)
-    while count:
-        if (point := draw(generator)) and all(getattr(point.layout, key) == value for key, value in layout.items()):
-            count -= 1
-            yield point
+def _strata(name: str, point: Point) -> set[tuple[Any, ...]]:
+    layout = point.layout
+    found: set[tuple[Any, ...]] = {(key, point[key]) for key in SPACES[name]["strata"]}
+    if name == "dense":
+        found |= {("ranks", layout.ranks), ("hsdp", layout.replicate_ranks > 1 and layout.zero > 0)}
+    elif name == "pipelines":
+        found.add(("tied", point.case.model.tied, point["zero"]))
+    elif name == "experts":
+        found.add(("etp", layout.expert_tp > 1, layout.ep > 1, layout.tp > 1))
+    return found
 
 
-def _features(point: Point) -> set[tuple[str, Any]]:
-    wanted = (
-        "zero",
-        "sp",
-        "tpkind",
-        "recompute",
-        "attention",
-        "precision",
-        "model",
-        "accumulate",
-        "documents",
-        "ignore",
-    )
-    found = {(name, point[name]) for name in wanted} | {("ranks", point.layout.ranks)}
-    return found | {("hsdp", point.layout.replicate_ranks > 1 and point.layout.zero > 0)}
-
-
-def sample(seed: int, count: int = SAMPLE, most_ranks: int = max(WORLDS)) -> tuple[Point, ...]:
-    """`count` of `all_cases`: every stratum first (stage, sp, recompute, model, precision, world, ...), then at random.
-
-    At most one point has 8 ranks.
-    """
-    return stratified([p for p in all_cases() if p.layout.ranks <= most_ranks], _features, seed, count)
-
-
-def stratified(
-    points: Sequence[Point], features: Callable[[Point], set[tuple[str, Any]]], seed: int, count: int
-) -> tuple[Point, ...]:
-    """`count` of `points`: every feature first, then at random; at most one with 8 ranks."""
+def sample(seed: int, name: str = "dense", count: int = 0, most_ranks: int = max(WORLDS)) -> tuple[Point, ...]:
+    """`count` of a space's cases, by default its `sample`: every stratum first (stage, sp, model, precision, ...), then
+    at random; at most one with 8 ranks."""
     generator = random.Random(seed)
-    left = list(points)
+    left = [p for p in cases(name) if p.layout.ranks <= most_ranks]
     generator.shuffle(left)
-    missing = set().union(*map(features, left))
+    missing = set().union(*(_strata(name, p) for p in left))
     chosen: list[Point] = []
-    while len(chosen) < count:
-        best = max(left, key=lambda p: len(features(p) & missing))
-        missing -= features(best)
+    while len(chosen) < (count or SPACES[name]["sample"]):
+        best = max(left, key=lambda p: len(_strata(name, p) & missing))
+        missing -= _strata(name, best)
         chosen.append(best)
         left.remove(best)
         if best.layout.ranks == 8:
@@ -244,6 +249,6 @@ def stratified(
     return tuple(sorted(chosen, key=lambda p: (p.layout.ranks, p.id)))
 
 
-def selected() -> tuple[Point, ...]:
+def selected(name: str) -> tuple[Point, ...]:
     """What the tests run: every case with SHARDWISE_ALL=1, else today's sample."""
-    return all_cases() if EVERY_LAYOUT else sample(seed())
+    return cases(name) if EVERY_LAYOUT else sample(seed(), name)

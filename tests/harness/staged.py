@@ -1,7 +1,5 @@
 """Staging of CPU tensors, as if they were on a GPU that ranks share."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from shardwise.runtime.transport.staged import StagedTransport

@@ -1,7 +1,5 @@
 """hypothesis strategies: models, and layouts that suit them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st
@@ -48,7 +46,6 @@ def models(draw: st.DrawFn) -> ModelConfig:
 
 @st.composite
 def layouts(draw: st.DrawFn, model: ModelConfig) -> Layout:
-    """Runnable layouts of up to 64 ranks."""
     dp, tp = draw(st.integers(1, 8)), draw(st.sampled_from([t for t in valid_tp(model) if t <= 8]))
     zero = draw(st.integers(0, 3))
     divisors = [n for n in range(2, dp) if dp % n == 0]

@@ -3,8 +3,6 @@
 They travel as properties of a test's report: that is what a process that runs tests sends to the one that prints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

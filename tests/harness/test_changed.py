@@ -1,12 +1,11 @@
 """The tests that a change concerns, in a small tree of files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from harness import changed
+from harness.cases import from_table
 
 FILES = {
     "src/shardwise/__init__.py": "",
@@ -38,18 +37,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("file", "expected"),
-    [
-        ("src/shardwise/part/low.py", {"low": 1, "high": 2, "job": 2, "command": 3}),
-        ("src/shardwise/part/table.toml", {"low": 2, "high": 3, "job": 3, "command": 4}),
-        ("src/shardwise/high.py", {"high": 1, "command": 2}),
-        ("src/shardwise/cli/plan.py", {"command": 1}),
-        ("tests/harness/jobs.py", {"job": 1}),
-        ("tests/test_other.py", {"other": 0}),
-        ("README.md", {}),
-    ],
-)
+@from_table
 def test_distances_are_the_fewest_imports(tree: Path, file: str, expected: dict[str, int]) -> None:
     """Through functions' imports, names of packages, jobs and commands by string, and data that a module names."""
     found = changed.distances({tree / file})

@@ -1,7 +1,5 @@
 """The tests' own environment: whatever starts them, a command line finds the same one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The engine: deadlocks are found and named, times follow ports, values arrive."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

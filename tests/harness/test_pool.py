@@ -1,7 +1,5 @@
 """The tests' pool of ranks: what it says of ranks that do not answer, and that jobs are apart."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The quick part of a day: every test has its turn, and a fortnight of layouts has every pair of values of two keys."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date, timedelta
@@ -11,12 +9,9 @@ from typing import Any
 import pytest
 
 from harness import quick
-from harness.contexts import context_cases
 from harness.durations import table
-from harness.experts import expert_cases
-from harness.pipelines import pipeline_cases
 from harness.quick import DAYS, LAYOUTS_A_DAY, RANKS, dealt, is_quick, left_out, pairs, today
-from harness.space import all_cases
+from harness.space import SPACES, cases
 
 
 class Item(SimpleNamespace):
@@ -40,8 +35,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_layouts_of_a_fortnight_have_every_pair() -> None:
-    spaces = (all_cases(), pipeline_cases(), context_cases(), expert_cases())
-    layouts = [point.layout for space in spaces for point in space]
+    layouts = [point.layout for name in SPACES for point in cases(name)]
     days = dealt(layouts)
     few = [layout for layout in layouts if layout.ranks <= RANKS]
     run = [layout for layout, day in zip(layouts, days, strict=True) if day is not None]

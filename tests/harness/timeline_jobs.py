@@ -1,7 +1,5 @@
 """What ranks run for the tests of timelines: training whose last step but one is recorded, over slow collectives."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ SHARDWISE_MOST=N leaves N cases of each test. SHARDWISE_PART is the part of the 
 nothing for both.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterable, Sequence

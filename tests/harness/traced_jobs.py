@@ -1,7 +1,5 @@
 """Measured steps of modules that were traced, in ranks of the pool."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +35,6 @@ class TracedCase:
 
     @property
     def family(self) -> bool:
-        """Whether it is a class of `transformers`."""
         return self.name in BUILT
 
     @property
@@ -51,16 +48,13 @@ class TracedCase:
         return {**PLANS, "gpt2": GPT2_PLAN}.get(self.name)
 
     def build(self) -> nn.Module:
-        """The module with weights of seed 0."""
         torch.manual_seed(0)
         return BUILT[self.name](**_WIDE.get(self.name, _WIDER)) if self.family else OWN[self.name]()
 
     def batch(self, rows: int, seed: int = 0) -> Any:
-        """A micro-batch."""
         return token_example(rows, SEQ) if self.family else own_batch(self.name, rows, seed)
 
     def loss(self) -> Any:
-        """As for `train_step`."""
         return token_loss if self.family else summed_loss
 
 

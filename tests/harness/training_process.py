@@ -29,7 +29,6 @@ def write_text(folder: Path) -> None:
 
 
 def command(runs: Path, out: Path, layout: str, steps: int, *more: str) -> list[str]:
-    """Words of a training of a small model."""
     return [
         *("train", "tiny-llama", "--vocab", "300", "--layout", layout, "--data", str(runs / "text")),
         *("--seq", "32", "--batch", "4", "--steps", str(steps), "--out", str(out), "--no-tensorboard"),

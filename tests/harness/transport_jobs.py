@@ -62,7 +62,6 @@ class Together(SendTransport):
 
 
 def make(transport: str) -> Any:
-    """A transport over all ranks, by name."""
     if transport == "shared":
         from shardwise.runtime.transport.shared import SharedTransport
 
@@ -71,7 +70,6 @@ def make(transport: str) -> Any:
 
 
 def compare(rank: int, payload: Payload) -> list[Outcome]:
-    """Run the cases in order, on one transport."""
     transport, torchs = make(payload.transport), _Torchs(rank)
     try:
         return [_outcome(rank, case, transport, torchs, payload.repeat) for case in payload.cases]

@@ -1,7 +1,5 @@
 """What ranks run for the tests of single traps: pieces of the runtime, looked at from inside."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator

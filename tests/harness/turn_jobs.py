@@ -1,7 +1,5 @@
 """What ranks run for the test of generation's ledgers: scripted requests, turn by turn, each turn recorded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +95,6 @@ def _note_choices(generator: TokenGenerator, choices: dict[str, list[int]]) -> N
 
 
 def follow(rank: int, script: Script) -> Followed:
-    """Run a script to its end."""
     job = ServingJob(model=script.model, layout=Layout.parse(script.layout), weights="none", **script.job)
     comms = make_comms(job.layout, job.model, rank, timeout=60.0)
     generator = TokenGenerator(job, comms, rank, torch.device("cpu"))

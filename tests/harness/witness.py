@@ -3,8 +3,6 @@
 It knows nothing of `Comms`. Every collective of every caller, autograd's backward included, reaches `torch.ops.c10d`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

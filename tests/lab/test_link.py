@@ -1,7 +1,5 @@
 """Links of the lab as text."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.cluster import Cluster

@@ -1,7 +1,5 @@
 """Hosts of the lab: bandwidth, latency, bytes, and nothing left behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

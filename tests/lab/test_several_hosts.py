@@ -1,7 +1,5 @@
 """Training, generation and a server on two hosts: results as on one, bytes as predicted, and one host killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

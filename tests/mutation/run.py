@@ -5,8 +5,6 @@ of failing, or a test that fails without the mistake, too: at the end all that n
 WORD: only the mistakes of that trap number, or with it in their words.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -14,17 +12,34 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-
-from mistakes import MISTAKES, TESTS, Mistake
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED, FAILED = 0, 1
 SECONDS_A_JOB = 40
 FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?\]?)(?: - |$)", re.MULTILINE)
 """What failed, or whose fixture did: some fixtures are runs."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A row of `mistakes.toml`: one replacement in one file, and the tests that must notice it."""
+
+    file: str
+    trap: int
+    what: str
+    old: str
+    new: str
+    tests: str
+
+
+TABLE = tomllib.loads((Path(__file__).parent / "mistakes.toml").read_text(encoding="utf-8"))
+ROWS = [Mistake(file, *row) for file, rows in TABLE["mistakes"].items() for row in rows]
+MISTAKES = sorted(ROWS, key=lambda mistake: mistake.trap)
 
 
 def pytest(source: Path, *chosen: str) -> tuple[int, str]:
@@ -55,7 +70,6 @@ def uses(source: Path) -> bool:
 
 
 def put_back(source: Path, mistake: Mistake) -> None:
-    """Make the mistake in the copy."""
     path = source / "shardwise" / mistake.file
     path.write_text(path.read_text().replace(mistake.old, mistake.new))
 
@@ -84,7 +98,7 @@ def all_tests(clean: Path) -> list[str]:
 
     Errors: RuntimeError, with pytest's words, where they cannot be collected.
     """
-    code, output = pytest(clean, "--collect-only", *TESTS)
+    code, output = pytest(clean, "--collect-only", *TABLE["tests"])
     if code != PASSED:
         raise RuntimeError(output)
     return [line for line in output.splitlines() if "::" in line]

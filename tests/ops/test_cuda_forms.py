@@ -3,8 +3,6 @@
 torch's backward of a fused RMSNorm exists on CUDA alone: the decoder's own takes its place here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

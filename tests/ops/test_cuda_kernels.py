@@ -1,7 +1,5 @@
 """Triton's kernels on the CPU, in Triton's interpreter: what they compute is what the plain forms compute."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Products with a frozen matrix in 8 bits: those of its numbers x scales, block by block, and their gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The table of forms on blocks that it has no row for: their parts get theirs, and the result stays the plain one's."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """A block's tensors followed one by one beside the closed forms of what is saved, over random models and layouts."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.pairs import pair

@@ -1,11 +1,10 @@
 """The terms behind an estimate add up to its totals."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from harness.cases import table
 from harness.strategies import split_models
 from harness.today import EVERYTHING
 from shardwise.cluster import Cluster
@@ -23,13 +22,7 @@ from shardwise.predict.recompute_modes import recompute_modes
 from shardwise.report import StepReport
 
 RUNNABLE = sorted(name for name, model in catalog().items() if not model.why_not_runnable())
-TEXTS = (
-    "dp=1", "dp=8,zero=1", "dp=4,tp=2,zero=2,sp", "dp=8,zero=3,recompute=full", "tp=4,grads=fp32", "cp=2,dp=2,zero=3",
-    "pp=2,dp=2,zero=1", "pp=4,schedule=zb-h1", "pp=2,virtual=2,schedule=interleaved", "pp=4,schedule=gpipe,tp=2,sp",
-    "pp=2,virtual=2,schedule=zb-v,recompute=full", "pp=2,virtual=2,schedule=dualpipe-v,dp=2",
-    "dp=8,zero=3,hpz=4,qwz,qgz",
-    "dp=4,zero=2,offload=cpu:0.5", "dp=2,sync=local,every=4", "dp=2,precision=fp32,recompute=selective,attention=math",
-)  # fmt: skip
+TEXTS = table(__file__, "TEXTS")
 
 
 def terms_of(model: ModelConfig, layout: Layout, workload: Workload, report: StepReport | None = None) -> Breakdown:

@@ -1,7 +1,5 @@
 """Attention's work per context-parallel rank, counted pair by pair."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Predicted memory of the CUDA forms, against a dry run that takes them on fake tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from harness.cases import table
 from harness.space import MODELS
 from shardwise.decoder import modules
 from shardwise.decoder.modules import RMSNorm
@@ -73,14 +72,7 @@ def test_saved_tensors_and_peak(name: str, recompute: str, precision: str, vocab
     assert predicted.total == pytest.approx(observed.total, rel=0.002)
 
 
-MEASURED = [
-    ("llama-3.2-1b", 4096, 2, "none", "off", 32.2),
-    ("llama-3.2-1b", 4096, 2, "selective", "off", 32.2),
-    ("llama-3.2-1b", 4096, 2, "full", "off", 20.9),
-    ("llama-3.2-1b", 4096, 2, "none", "block", 30.05),
-    ("llama-3.2-3b", 8192, 1, "selective", "block", 67.35),
-    ("llama-3.2-3b", 8192, 1, "full", "block", 53.05),
-]
+MEASURED = table(__file__, "MEASURED")
 """(model, tokens of a sequence, sequences, recompute, compile, peak in GB) by `benchmarks/gpu.py` on one H100, torch
 2.11, 2026-11-23."""
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from harness.cases import from_table
 from harness.today import seed
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -201,22 +202,7 @@ def test_recomputing_more_holds_less():
     assert max(peaks("llama-3-70b", layout, workload, "megatron-core", precision="fp8")) < modules[0]
 
 
-@pytest.mark.parametrize(
-    ("engine", "settings", "words"),
-    [
-        (None, {"precision": "fp8"}, "precision=fp8: this runtime has no such setting; give --engine NAME"),
-        ("nanotron", {"precision": "fp8"}, "nanotron does not train in fp8"),
-        ("megatron-core", {"precision": "fp4"}, "precision=fp4 is no setting of engines; choose one of fp8, mxfp8"),
-        (
-            "megatron-core",
-            {"modules": ("mpl",)},
-            "recomputed module 'mpl' is unknown to megatron-core: did you mean mlp",
-        ),
-        ("torchtitan", {"modules": ("mlp",)}, "recomputed module 'mlp' is unknown to torchtitan: it has no modules"),
-        ("torchtitan", {"layers": 2}, "torchtitan does not recompute a part of a chunk's layers"),
-        ("megatron-core", {"modules": ("mlp",), "layers": 2}, "two ways to recompute: give one of them"),
-    ],
-)
+@from_table
 def test_a_setting_that_an_engine_has_not_is_rejected(engine, settings, words):
     with pytest.raises(UserError, match="^[^\n]*" + words.replace("(", "\\(")):
         peaks("llama-3-8b", "dp=8,zero=1", Workload(2048, 8), engine, **settings)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from harness.strategies import models
 from quoted.tokens import summed_bytes
 from shardwise.errors import LayoutError, UserError
@@ -110,20 +111,7 @@ def test_sequences_are_shared_out():
     assert sequences_of(Layout.parse("dp=4"), 1) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("dp=2,zero=1", "use zero=0 .replicas. or zero=3"),
-        ("tp=2,sp", "leave sp out"),
-        ("dp=2,sync=ps", "sync=ps is for training"),
-        ("tp=2,tpkind=gathered", "tpkind=gathered is for training"),
-        ("dp=2,pp=2,zero=3", "pp=1"),
-        ("pp=2,virtual=2,schedule=interleaved", "one chunk"),
-        ("cp=2,cpkind=ulysses", "cpkind=ulysses is for training"),
-        ("dp=2,cp=2,zero=3", "weights are gathered without cp=2"),
-        ("tp=3", "valid tp: 1, 2, 4"),
-    ],
-)
+@from_table
 def test_layouts_that_are_not_for_generation(text, words):
     with pytest.raises(LayoutError, match=words):
         check_generation(Layout.parse(text), MODEL)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.space import all_cases
+from harness.space import cases
 from harness.today import some_of
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
@@ -23,7 +23,7 @@ from shardwise.schedule.pipeline.completion import gathers_of_a_stage
 LLAMA = get("llama-3-8b")
 
 
-@pytest.mark.parametrize("point", some_of([p for p in all_cases() if p.case.precision != "fp64"], 12, "widths"))
+@pytest.mark.parametrize("point", some_of([p for p in cases("dense") if p.case.precision != "fp64"], 12, "widths"))
 def test_widths_are_those_of_the_plan(point):
     plan_of = unit_plan(point.case.model, point.layout, point.case.workload, backend="nccl")
     split = StepShape.of(point.layout, point.case.workload)

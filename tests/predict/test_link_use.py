@@ -1,9 +1,8 @@
 """Communication by axis: the ledger's calls and bytes, and prices that follow the placement."""
 
-from __future__ import annotations
-
 import pytest
 
+from harness.cases import table
 from shardwise.layout import Layout, Workload
 from shardwise.layout.axes import SERVER
 from shardwise.model.catalog import get
@@ -11,13 +10,7 @@ from shardwise.predict import estimate
 from shardwise.predict.arguments import as_cluster
 from shardwise.predict.time.link_use import LinkUse, link_advice, link_uses
 
-CASES = (
-    ("llama-3-8b", "dp=4,tp=2,pp=2,zero=1,sp", "2x8xH100"),
-    ("llama-3-8b", "dp=4,cp=4,zero=3,hpz=4", "2x8xH100"),
-    ("llama-3-8b", "dp=8,tp=2,zero=2", "4x4xA100"),
-    ("deepseek-v2-lite", "dp=8,ep=8,zero=1", "8xH100"),
-    ("llama-3.2-1b", "tp=4", "4xA100-80GB-PCIe"),
-)
+CASES = table(__file__, "CASES")
 
 
 def uses_of(name: str, text: str, devices: str) -> tuple[LinkUse, ...]:

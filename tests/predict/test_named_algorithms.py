@@ -1,11 +1,10 @@
 """What prediction says of a layout that names an algorithm: rows, fallbacks, time, and layouts that are rejected."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 
+from harness.cases import from_table
 from harness.today import seed
 from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
@@ -61,15 +60,7 @@ def test_the_time_of_a_named_algorithm_is_its_schedule_s_price(name: str) -> Non
     assert seconds("all_to_all", 2.0**26, 16) == usual.seconds("all_to_all", 2.0**26, 16)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("dp=2,algorithm=rign", "ring"),
-        ("dp=4,algorithm=hierarchical", "node=N"),
-        ("dp=4,node=2", "algorithm=hierarchical"),
-        ("dp=4,algorithm=ring,node=2", "leave it out"),
-    ],
-)
+@from_table
 def test_layouts_that_are_rejected(text: str, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         Layout.parse(text)

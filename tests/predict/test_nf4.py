@@ -1,7 +1,5 @@
 """QLoRA's base in 4 bits, as `estimate` counts it."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.errors import UserError

@@ -1,7 +1,5 @@
 """Predictions of `sync=local` without running it: what an outer step takes, and over which links it goes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

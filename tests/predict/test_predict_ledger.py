@@ -1,7 +1,5 @@
 """The predicted ledger against the volumes that the papers state."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,19 +1,20 @@
 """Closed forms of memory, against the figures that the literature gives."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 
-from harness.pipelines import long_cases
+from harness.space import cases
 from harness.strategies import split_models
 from harness.today import EVERYTHING, seed
 from shardwise.cluster import Cluster
-from shardwise.layout import Layout, UnitPlan, Workload, pipeline, unit_plan
+from shardwise.layout import Layout, Mesh, UnitPlan, Workload, pipeline, unit_plan
+from shardwise.layout.units import Backend
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count
@@ -188,6 +189,22 @@ def test_a_mask_is_saved_once_whatever_the_number_of_blocks() -> None:
 
 
 # -- long pipelines: their steady state once
+
+
+def long_cases(generator: random.Random, count: int) -> Iterator[tuple[UnitPlan, int]]:
+    """(plan, place) of as many pipelines with up to a hundred micro-batches, on a place drawn at random."""
+    points = cases("pipelines")
+    while count:
+        point = generator.choice(points)
+        layout, workload, model = point.layout, point.case.workload, point.case.model
+        batch = layout.dp * layout.micro * generator.randrange(20, 100)
+        if layout.schedule == "interleaved":
+            batch = batch // (layout.dp * layout.micro * layout.pp) * layout.dp * layout.micro * layout.pp
+        place = generator.randrange(layout.pp)
+        rank = Mesh.of(layout, model).rank(pp=place)
+        backend: Backend = generator.choice(("shared", "gloo", "nccl"))
+        yield unit_plan(model, layout, replace(workload, batch=batch), rank=rank, backend=backend), place
+        count -= 1
 
 
 class _Forgetful(dict[Any, Any]):

@@ -5,8 +5,6 @@ peak, and the bytes of weights, gradients and optimizer state at the full bandwi
 out decides searches, and the mean error over published rows does not show it.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from harness.cases import table
 from harness.today import EVERYTHING
 from harness.today import seed as today
 from shardwise.cluster import Cluster
@@ -180,13 +179,7 @@ def test_no_price_is_below_its_floor(model, cluster, layout, workload):
 
 SCALARS = 1e-6
 """Seconds of what is no tensor: experts' loads."""
-OMITTED = {
-    "gradients of micro-batches": ("llama-3-8b", "dp=8,zero=1", "8xH100", 512, 64),
-    "gathers of an interleaved pipeline": (
-        "llama-3-8b", "dp=4,pp=2,zero=3,schedule=interleaved,virtual=16", "8xH100", 512, 128
-    ),
-    "gradients of a ring": ("llama-3-8b", "dp=1,cp=8,recompute=full", "8xH100", 131072, 1),
-}  # fmt: skip
+OMITTED = table(__file__, "OMITTED")
 """Work that prices left out once, with a layout whose floor it decides."""
 
 

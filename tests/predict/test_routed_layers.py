@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import table
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout
 from shardwise.model.catalog import get
@@ -18,14 +19,7 @@ H100 = Pricing(Cluster.parse("8xH100"))
 TRT = engine("tensorrt-llm")
 QWEN, DEEPSEEK, MIXTRAL = "qwen3-30b-a3b", "deepseek-v3", "mixtral-8x7b"
 BLOCKS = "fp8-block128x128"
-MEASURED = [
-    (QWEN, "fp8", 1, 1, 0.036, 0.039), (QWEN, "fp8", 1, 16, 0.121, 0.232), (QWEN, "fp8", 1, 64, 0.214, 0.236),
-    (QWEN, "fp8", 1, 256, 0.257, 0.262), (QWEN, "bf16", 1, 16, 0.203, 0.42), (QWEN, "bf16", 1, 64, 0.384, 0.429),
-    (DEEPSEEK, BLOCKS, 8, 16, 0.254, 0.327), (DEEPSEEK, BLOCKS, 8, 64, 0.478, 0.604),
-    (DEEPSEEK, BLOCKS, 8, 256, 0.672, 0.696), (DEEPSEEK, "fp8", 8, 64, 0.478, 0.604),
-    (MIXTRAL, "bf16", 1, 16, 0.923, 0.963), (MIXTRAL, "bf16", 1, 64, 0.969, 1.147),
-    (MIXTRAL, "bf16", 1, 256, 1.06, 1.222),
-]  # fmt: skip
+MEASURED = table(__file__, "MEASURED")
 """(model, format, tp, tokens, lowest and highest milliseconds over routings) of one routed layer on an H100 under
 TensorRT-LLM 1.3.0rc20: aiconfigurator-core 0.12.0, whose rows of these models no constant is fitted on."""
 

@@ -1,7 +1,5 @@
 """Predictions of parameter servers without running them."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.layout import Layout, Workload

@@ -1,7 +1,5 @@
 """What splitting adds to a step's measured arithmetic."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predicted steps with slow ranks: closed forms where there are some, and the servers' own policies in virtual time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

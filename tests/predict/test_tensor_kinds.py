@@ -1,7 +1,5 @@
 """The kinds of tensor parallelism side by side: bytes by hand, and every form of them in what `estimate` prints."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.cli.main import main

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import table
 from shardwise.cluster.catalog import lookup
 from shardwise.errors import UserError
 from shardwise.predict.time.constants import constants, known_devices
@@ -12,30 +13,9 @@ from shardwise.predict.time.kernels import Kernels
 
 # ai-dynamo/aiconfigurator 095f58a51c4c (A100, H100), aiconfigurator-core 0.12.0, gemm_perf.parquet, bfloat16: device,
 # m, n, k, milliseconds
-MEASURED = [
-    ("A100", 8192, 65536, 4096, 15.287540),
-    ("A100", 8192, 65536, 5120, 18.933968),
-    ("A100", 8192, 65536, 6144, 22.679799),
-    ("H100", 32768, 65536, 12288, 60.324042),
-    ("H100", 32768, 65536, 16384, 80.850132),
-    ("H200", 16384, 8192, 8192, 3.313),
-    ("B200", 16384, 8192, 8192, 1.532),
-    ("GB200", 8192, 4096, 4096, 0.197),
-    ("B300", 4096, 8192, 8192, 0.2952),
-    ("GB300", 16384, 8192, 8192, 1.131),
-    ("L40S", 8192, 4096, 4096, 1.426),
-    ("RTX-PRO-6000", 4096, 8192, 8192, 1.382),
-]
+MEASURED = table(__file__, "MEASURED")
 # context_attention_perf.parquet, heads of 128, 8 of keys and values: device, batch, tokens, heads, milliseconds
-ATTENTION = [
-    ("H200", 1, 8192, 32, 0.9383),
-    ("B200", 1, 8192, 32, 0.5140),
-    ("GB200", 4, 4096, 32, 0.5241),
-    ("B300", 1, 16384, 64, 2.803),
-    ("GB300", 1, 8192, 32, 0.3859),
-    ("L40S", 1, 16384, 64, 24.40),
-    ("RTX-PRO-6000", 1, 8192, 32, 1.961),
-]
+ATTENTION = table(__file__, "ATTENTION")
 DEVICES = sorted(known_devices())
 SIZES = st.integers(1, 1 << 17)
 

@@ -1,13 +1,12 @@
 """A measured device: what its samples say is what its constants predict, through the cluster file and back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
+from harness.cases import from_table
 from harness.measured_cpu import (
     AXIS,
     LENGTHS,
@@ -262,15 +261,7 @@ def test_one_rank_needs_no_link():
     assert step_seconds(MODEL, Layout(precision="fp32"), Workload(128, 8), alone).seconds > 0
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"family": "Z80"}, "names the family 'Z80'"),
-        ({"matmul": {}}, "lacks matmul.float32, matmul.bfloat16"),
-        ({"values": {"stream": "fast"}}, "stream must be a number"),
-        ({"sms": -1}, "sms must be a number and not negative"),
-    ],
-)
+@from_table
 def test_a_damaged_table_is_told_in_one_line(change, words):
     found = device()
     with pytest.raises(UserError, match=words):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from harness.cases import from_table
 from shardwise.cluster import Cluster, Link
 from shardwise.model.catalog import get
 from shardwise.predict.time import Pricing, ServingLayout, decode_step, engine
@@ -12,14 +13,7 @@ from shardwise.predict.time.network import _worth_asking
 from shardwise.schedule.choose import pricer
 
 
-@pytest.mark.parametrize(
-    ("cluster", "op", "ranks", "stride"),
-    [
-        ("64x8xH100", "all_reduce", 16, 1), ("64x8xH100", "all_reduce", 8, 4), ("64x8xL40S", "all_reduce", 8, 8),
-        ("64x4xA100", "all_reduce", 16, 1), ("64x8xA100", "reduce_scatter", 48, 2),
-        ("64x8xA100", "reduce_scatter", 64, 1),
-    ],
-)  # fmt: skip
+@from_table
 def test_algorithms_that_are_not_asked_are_never_the_cheapest(cluster, op, ranks, stride):
     on = Cluster.parse(cluster)
     prices = pricer(op, tuple(i * stride for i in range(ranks)), on, sharing=stride)

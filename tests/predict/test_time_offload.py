@@ -1,7 +1,5 @@
 """The time of offloading: arrays agree with numbers, no rate is above what was measured, what binds is said."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.cluster import Cluster, Device, Host, Link
 from shardwise.cluster.accelerators import accelerators
 from shardwise.layout import Layout, Workload
@@ -191,13 +190,7 @@ def test_a_link_is_no_faster_than_its_slot():
     assert host_share(replace(Cluster.parse("1xA100"), host=Host(link_bandwidth=9e12))).link == 31e9
 
 
-@pytest.mark.parametrize(
-    ("layout", "words"),
-    [
-        ("dp=8,zero=3,offload=cpu", "offloading: the host's cores bind, busy for"),
-        ("dp=8,zero=3,offload=nvme", "offloading: the disk binds, busy for"),
-    ],
-)
+@from_table
 def test_what_binds_is_one_sentence(layout, words):
     from shardwise.report.timing_table import binding
 

@@ -1,7 +1,5 @@
 """Results print as the tables of the command line, and render so in notebooks."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

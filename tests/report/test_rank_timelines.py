@@ -1,7 +1,5 @@
 """The timelines of all ranks: one clock a host, bounded, whole on disk or refused in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.report.units import (
     format_apart,
     format_bytes,
@@ -15,19 +16,7 @@ from shardwise.report.units import (
 )
 
 
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (80_000_000_000, "80.0 GB"),
-        (999_499, "999 kB"),
-        (999_500, "1.00 MB"),
-        (1_130_000_000_000, "1.13 TB"),
-        (-700_000, "-700 kB"),
-    ],
-)
+@from_table
 def test_bytes(n, text):
     assert format_bytes(n) == text
 
@@ -47,22 +36,7 @@ def test_counts():
     assert [format_count(n) for n in (12, 12_345, 7e9, 1.2e12)] == ["12", "12.3k", "7.00B", "1.20T"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0.00 s"),
-        (3e-9, "3.00 ns"),
-        (9e-5, "90.0 µs"),
-        (0.412, "412 ms"),
-        (0.9999, "1.00 s"),
-        (59.9, "59.9 s"),
-        (59.96, "1 min 00 s"),
-        (125, "2 min 05 s"),
-        (3 * 3600 + 720, "3 h 12 min"),
-        (50 * 3600, "2 d 02 h"),
-        (-0.5, "-500 ms"),
-    ],
-)
+@from_table
 def test_time(seconds, text):
     assert format_time(seconds) == text
 

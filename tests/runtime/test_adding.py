@@ -1,7 +1,5 @@
 """Sums of the ranks' pieces straight into their place: every precision, in chunks or not, beside a plain sum."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Training by the schedule that a layout names, `algorithm=`: parity, ledger, memory and traffic, in real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 from functools import partial
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness import forked
+from harness.cases import table
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
 from harness.jobs import RankOutcome
 from harness.reference import Case
@@ -19,20 +18,7 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.predict.traffic.schedules import predict_transport
 from shardwise.report import StepReport
 
-LAYOUTS = (
-    ("dp=4,zero=3,algorithm=ring,precision=fp64", "gloo"),
-    ("dp=4,zero=3,algorithm=ring,precision=fp64", "shared"),
-    ("dp=2,tp=2,zero=1,algorithm=tree,precision=fp64", "gloo"),
-    ("dp=3,algorithm=tree,precision=fp64", "shared"),
-    ("dp=3,zero=2,algorithm=recursive-doubling,precision=fp64", "gloo"),
-    ("dp=2,tp=2,sp,zero=3,algorithm=recursive-doubling,precision=fp64", "shared"),
-    ("dp=2,pp=2,algorithm=rabenseifner,precision=fp64", "gloo"),
-    ("tp=4,algorithm=rabenseifner,precision=fp64", "shared"),
-    ("dp=4,zero=3,shard=2,algorithm=hierarchical,node=2,precision=fp64", "gloo"),
-    ("dp=4,zero=2,algorithm=hierarchical,node=2,precision=fp64", "shared"),
-    ("tp=4,sp,algorithm=ring,precision=bf16", "gloo"),
-    ("dp=4,zero=2,algorithm=ring,precision=bf16", "shared"),
-)
+LAYOUTS = table(__file__, "LAYOUTS")
 
 
 def case_of(layout: Layout) -> Case:

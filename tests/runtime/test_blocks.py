@@ -1,16 +1,14 @@
 """Blocks in two functions beside the same blocks computed module by module by autograd, in float64."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from harness.cases import from_table
 from shardwise.decoder.llama import LlamaBlock
 from shardwise.decoder.modules import Batch
 from shardwise.layout import Layout, Workload, unit_plan
@@ -102,21 +100,7 @@ def test_outputs_and_gradients(
         torch.testing.assert_close(places[name].view, parameter.grad, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("change", "layout", "fused"),
-    [
-        ({}, "dp=1", True),
-        ({"bias": "qkv"}, "tp=2", True),
-        ({"ffn": 43}, "tp=2", True),
-        ({"kv_heads": 1}, "dp=2", True),
-        ({"kv_heads": 1}, "tp=2", False),
-        ({"kv_heads": 1, "bias": "qkv"}, "tp=2,sp", False),
-        ({"qk_norm": True}, "dp=1", False),
-        ({"dropout": 0.1}, "dp=1", False),
-        ({}, "attention=math", False),
-        ({}, "compile=block", False),
-    ],
-)
+@from_table
 def test_the_plan_says_which_blocks_are_fused(change: dict[str, Any], layout: str, fused: bool) -> None:
     plan = unit_plan(MODEL.replace(**change), Layout.parse(layout), Workload(8, 2))
     assert plan.fuses_blocks is fused

@@ -1,7 +1,5 @@
 """Buffers whose memory comes and goes: what views see, and what is counted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What `calibrate device` times is what it says: the operations' results, and a sample for each probe."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """From a training to answers, as a user goes: a rank is killed, the run resumes under another layout, and is served."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """All-to-alls and messages along any axes, in real processes, over gloo and through shared memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

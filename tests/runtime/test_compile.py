@@ -4,8 +4,6 @@ Most cases are traced, differentiated and cut into graphs as ever, by a backend 
 second where a C++ compiler takes twenty. A few go through inductor itself. SHARDWISE_ALL=1 runs all of both.
 """
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,11 +16,9 @@ import pytest
 
 from harness.checks import assert_ledger, assert_parity, assert_replicas_equal, judge
 from harness.compile_jobs import Compiled, default_backend
-from harness.contexts import context_cases
-from harness.experts import EXPERT_MODELS, expert_cases
 from harness.pool import run_ranks
 from harness.reference import Case
-from harness.space import MODELS, Point, all_cases, point, sample
+from harness.space import EXPERT_MODELS, MODELS, Point, cases, point, sample
 from harness.today import COMPILED, EVERY_LAYOUT, by_turns, of_some, seed, some_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable, unit_plan
@@ -65,7 +61,7 @@ def assert_all(point: Point, backend: str) -> None:
 
 def traced() -> tuple[Point, ...]:
     few = sample(seed(), count=1, most_ranks=RANKS)
-    return tuple(p for p in all_cases() if p.layout.ranks <= RANKS) if EVERY_LAYOUT else few
+    return tuple(p for p in cases("dense") if p.layout.ranks <= RANKS) if EVERY_LAYOUT else few
 
 
 @pytest.mark.layouts(lambda point: compiled(point.layout))
@@ -89,7 +85,7 @@ def compilable(points: Iterable[Point]) -> list[Point]:
 
 def with_context() -> list[Point]:
     """Every second generated layout with context parallelism, or one of them."""
-    return by_turns(compilable(context_cases())[::2], 1, "contexts")
+    return by_turns(compilable(cases("contexts"))[::2], 1, "contexts")
 
 
 @of_some("attention over ranks", COMPILED, 2)
@@ -101,7 +97,7 @@ def test_attention_over_ranks_stays_outside_the_graphs(point: Point) -> None:
 
 def with_experts() -> list[Point]:
     """Some generated layouts with experts, in float64, where no rounding decides which are chosen."""
-    points = [p for p in compilable(expert_cases()) if p.layout.precision == "fp64"][::3]
+    points = [p for p in compilable(cases("experts")) if p.layout.precision == "fp64"][::3]
     return by_turns(points, 1, "experts")
 
 

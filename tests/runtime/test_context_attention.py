@@ -1,7 +1,5 @@
 """Attention over a cut sequence equals one device's, forward and backward, for every kind and odd lengths."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.context_jobs import AttentionJob, attend  # noqa: F401

@@ -1,7 +1,5 @@
 """Runs whose loss, gradients or weights are not finite: what they update, save, prune and say."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from harness import forked
+from harness.cases import table
 from harness.pool import run_ranks
 from harness.today import some_of
 from harness.training_process import LIMIT, write_text
@@ -87,15 +86,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(folder)
 
 
-FAULTS = [
-    ("dp=2,zero=0", "infinite loss", 1),
-    ("dp=2,zero=3", "nan gradient", 1),
-    ("dp=2,zero=2,qgz,feedback", "infinite gradient", 0),
-    ("tp=2,sp,zero=1", "nan gradient", 1),
-    ("cp=2", "infinite loss", 1),
-    ("pp=2,zero=1", "infinite loss", 1),
-    ("dp=2,zero=1,offload=nvme", "nan gradient", 0),
-]
+FAULTS = table(__file__, "FAULTS")
 
 
 @pytest.mark.parametrize(("layout", "what", "rank"), some_of(FAULTS, 2, "faults"))

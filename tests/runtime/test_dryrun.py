@@ -1,7 +1,5 @@
 """The dry run observes the very runtime at scales that no machine here has; the closed form must say the same."""
 
-from __future__ import annotations
-
 import os
 import random
 import warnings
@@ -13,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from harness.cases import from_table, table
 from harness.forked import context
 from harness.space import MODELS
 from harness.today import EVERYTHING, seed
@@ -35,24 +34,7 @@ LARGE = [
 ]
 """1,024 ranks, and 16,384 without and with a pipeline."""
 
-REST = [
-    ("llama-2-7b", "dp=512", 1024, 512),
-    ("llama-3-8b", "dp=64,tp=2,zero=1,micro=2,recompute=full", 2048, 256),
-    ("qwen3-0.6b", "dp=16,tp=16,zero=2,sp,grads=fp32", 1024, 32),
-    ("qwen2.5-7b", "dp=96,tp=4,zero=3,sp,recompute=selective,attention=math", 512, 96),
-    ("mistral-7b", "dp=40,shard=8,zero=2,recompute=full", 1024, 80),
-    ("tiny-llama", "tp=2,sp,precision=fp64,recompute=input", 64, 2),
-    ("llama-3.2-1b", "dp=1000,zero=1,precision=fp32", 256, 2000),
-    ("tiny-gpt", "dp=1024,shard=8,zero=3,recompute=input,precision=fp32", 128, 1024),
-    ("tiny-gpt", "dp=4,tp=4,attention=math,recompute=selective", 128, 8),
-    ("tiny-gpt", "tp=4,sp,precision=fp32", 64, 2),
-    ("gpt2-xl", "dp=256,zero=2,grads=fp32,attention=math", 64, 512),
-    ("gpt2", "dp=6,tp=4,zero=1,sp,attention=math", 64, 12),
-    ("gpt-neox-20b", "dp=128,tp=8,zero=3", 1024, 128),
-    ("llama-3-8b", "dp=8,tp=4,pp=4,zero=1,sp,schedule=zb-h1", 2048, 32),
-    ("gpt2", "dp=4,pp=2,zero=3,virtual=2,schedule=zb-v,recompute=full,attention=math", 64, 16),
-    ("gpt2-medium", "dp=3,tp=2,precision=fp32,recompute=full,attention=math", 64, 6),
-]
+REST = table(__file__, "REST")
 """Every stage with both decoders, sampled when not all are asked for."""
 
 
@@ -64,15 +46,15 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cases() -> list[tuple[str, str, int, int]]:
     if EVERYTHING:
-        return LARGE + REST
+        return [*LARGE, *REST]
     # Thousands of ranks of 70 billion parameters take most of a minute: every third day, in place of another.
     generator = random.Random(seed())
     return generator.sample(LARGE, 1) + generator.sample(REST, 1) if seed() % 3 == 0 else generator.sample(REST, 2)
 
 
 def test_the_cases_span_stages_and_decoders() -> None:
-    seen = {(family_of(get(name)).module, Layout.parse(layout).stage) for name, layout, _, _ in LARGE + REST}
-    assert len(LARGE + REST) >= 16 and seen == {(d, z) for d in ("llama", "gpt") for z in range(4)}
+    seen = {(family_of(get(name)).module, Layout.parse(layout).stage) for name, layout, _, _ in [*LARGE, *REST]}
+    assert len([*LARGE, *REST]) >= 16 and seen == {(d, z) for d in ("llama", "gpt") for z in range(4)}
 
 
 @pytest.mark.parametrize(("model", "layout", "seq", "batch"), cases(), ids=[f"{c[0]}:{c[1]}" for c in cases()])
@@ -91,23 +73,15 @@ def test_what_cannot_run_is_refused() -> None:
         dry_run(get("tiny-llama"), Layout.parse("offload=nvme"), Workload(seq=64, batch=2))
 
 
-@pytest.mark.parametrize(
-    ("layout", "batch", "run"),
-    [
-        ("pp=4,schedule=gpipe,micro=2", 8, [(0, 4), (1, 4), (3, 4)]),
-        ("dp=2,pp=2,zero=3", 80, [(0, 8), (1, 8)]),
-        ("tp=2,pp=2,virtual=2,schedule=zb-v,sp", 30, [(0, 10), (1, 10)]),
-        ("dp=2,zero=3", 40, [(0, 3)]),
-    ],
-)
+@from_table
 def test_what_is_the_same_is_observed_once(
-    layout: str, batch: int, run: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    layout: str, batch: int, run: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank of those that do the same, and of a long step one with the same steady state: (place, micro-batches)."""
     observe, seen = dryrun._observe_all, []
 
     def watched(asked: Sequence[tuple[UnitPlan, int]]) -> list[Role]:
-        seen.extend((plan.pp_rank, dryrun._run(plan).micro_batches) for plan, _ in asked)
+        seen.extend([plan.pp_rank, dryrun._run(plan).micro_batches] for plan, _ in asked)
         return observe(asked)
 
     monkeypatch.setattr(dryrun, "_observe_all", watched)
@@ -123,16 +97,7 @@ def test_what_is_the_same_is_observed_once(
 
 
 SMALL = {"max_positions": 256}
-PEAKS = [
-    ("neox", {"tied": True, "layers": 6}, "dp=2,tp=2,pp=3,zero=2,recompute=full,schedule=zb-h1,sp", 12, 8, False, 1),
-    ("neox", {"layers": 2}, "dp=8,tp=6,zero=3,micro=2,recompute=full,attention=math", 128, 3, False, 0),
-    ("prime", {"tied": True, "vocab": 53, "layers": 1}, "dp=8,tp=3,zero=3,shard=2,recompute=full", 128, 1, True, 0),
-    ("llama", {"ffn": 301, "layers": 1}, "dp=3,tp=2,pp=2,sp,schedule=zb-h2,stages=1/0,precision=fp64", 64, 1, True, 1),
-    ("gpt2", {"layers": 3}, "dp=3,zero=1", 128, 1, False, 0),
-    ("qwen3", {"ffn": 301, "layers": 7}, "pp=4,schedule=zb-h2,stages=2/1/2/2,micro=2", 64, 2, False, 1),
-    ("neox", {"ffn": 301, "layers": 7}, "pp=4,schedule=zb-h2,stages=2/1/2/2,micro=2", 64, 2, False, 2),
-    ("qwen3", {"layers": 7}, "pp=4,schedule=zb-h2,stages=2/1/2/2,micro=2,recompute=selective", 64, 2, False, 2),
-]
+PEAKS = list(table(__file__, "PEAKS"))
 PEAKS += [
     ("gpt2", {"hidden": 120, "ffn": 237, "layers": 2},
      "dp=2,tp=4,zero=2,recompute=selective,attention=math,precision=fp32", 12, 2, False, 0),

@@ -1,8 +1,6 @@
 """Error feedback beside qgz: over any number of steps, sent sums and residuals make up the true sum, bit by bit as in
 NumPy; checkpoints carry residuals from layout to layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,7 +134,6 @@ STORED = ("dp=2,zero=1,micro=3", "dp=4,zero=3,hpz=2", "dp=4,zero=2,shard=2", "dp
 
 
 def saved(text: str, folder: Path, words: str = "qgz,feedback") -> Checkpoint:
-    """The checkpoint after two steps."""
     layout = Layout.parse(f"{text},{words},precision=fp32")
     run_ranks("harness.resume_jobs:straight", layout.ranks, (CASE, layout, str(folder), 2, 2))
     return Checkpoint.open(folder / "step-2")

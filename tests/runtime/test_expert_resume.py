@@ -3,8 +3,6 @@
 All pairs of seven layouts with SHARDWISE_ALL=1, else a sample.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from harness.expert_jobs import plain_routing
-from harness.experts import EXPERT_MODELS
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.resume_jobs import Trained
+from harness.space import EXPERT_MODELS
 from harness.today import RESUMED, of_some, some_of
 from shardwise.checkpoint import Checkpoint, diff
 from shardwise.layout import Layout, Workload

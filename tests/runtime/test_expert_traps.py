@@ -1,19 +1,18 @@
 """Mistakes of expert parallelism that others shipped, each a small layout in which it shows (`tests/mutation/`)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.cases import table
 from harness.checks import assert_ledger, assert_parity, assert_replicas_equal, judge, train
 from harness.expert_jobs import plain_routing
-from harness.experts import EXPERT_MODELS
 from harness.jobs import Training
 from harness.pool import run_ranks
 from harness.reference import Case, reference
+from harness.space import EXPERT_MODELS
 from shardwise.checkpoint import Checkpoint, diff
 from shardwise.layout import Layout, Workload
 from shardwise.model.config import Experts
@@ -29,17 +28,7 @@ def case_of(model: str, layout: Layout, seq: int, accumulate: int = 1, **changes
     return Case(model_config, workload, "fp64", layout.attention, pool=layout.micro)
 
 
-LAYOUTS: list[tuple[str, str, int, int, dict[str, Any]]] = [
-    ("mixtral", "dp=4,ep=2", 12, 2, {"balance_loss": 0.5}),
-    ("mixtral", "dp=2,ep=2,micro=2,zero=2", 12, 3, {"balance": "micro-batch", "balance_loss": 0.5}),
-    ("mixtral", "dp=2,tp=2,ep=2,etp=2", 12, 2, {"balance_loss": 0.5, "z_loss": 0.05}),
-    ("mixtral", "tp=2,ep=2", 13, 2, {"capacity": 0.7}),
-    ("mixtral", "dp=2,tp=2,ep=4,sp,zero=3", 12, 1, {"balance": "global", "balance_loss": 0.5}),
-    ("deepseek", "dp=2,cp=2,ep=2,zero=1,shard=2", 13, 1, {"balance_loss": 0.5, "capacity": 1.1}),
-    ("mixtral", "tp=2,cp=2,etp=1,order=pp-tp-cp-dp", 13, 1, {"capacity": 0.7}),
-    ("deepseek", "cp=2,ep=2,micro=2", 13, 1, {"balance": "micro-batch", "balance_loss": 0.5, "z_loss": 0.05}),
-    ("qwen3-moe", "dp=2,pp=2,ep=2,schedule=zb-h1", 12, 3, {"balance_loss": 0.5, "z_loss": 0.05}),
-]
+LAYOUTS: list[tuple[str, str, int, int, dict[str, Any]]] = table(__file__, "LAYOUTS")
 """(model, layout, tokens of a sequence, micro-batches, changes of the experts)."""
 
 

@@ -1,8 +1,6 @@
 """Every generated layout with experts against one device, the predicted ledger and the predicted memory; and each pair
 of a token and an expert is computed exactly once, by that expert, or dropped once."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import pytest
@@ -10,11 +8,11 @@ import torch
 
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, judge
 from harness.expert_jobs import Pair, Plain, Routed, Traced, plain_routing
-from harness.experts import selected_experts, settled
+from harness.experts import settled
 from harness.jobs import RankOutcome, Training
 from harness.pool import run_ranks
 from harness.reference import Case
-from harness.space import Point
+from harness.space import Point, selected
 
 
 def train(point: Point, case: Case) -> list[Traced]:
@@ -27,7 +25,7 @@ def outcomes(point: Point, case: Case) -> list[RankOutcome]:
 
 
 @pytest.mark.layouts(lambda point: point.layout)
-@pytest.mark.parametrize("point", selected_experts(), ids=lambda p: p.id)
+@pytest.mark.parametrize("point", selected("experts"), ids=lambda p: p.id)
 def test_layout(point: Point) -> None:
     case, layout = settled(point.case), point.layout
     traced = train(point, case)

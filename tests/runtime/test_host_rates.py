@@ -1,7 +1,5 @@
 """Rates of the host: what is measured is positive, and a disk that cannot be measured is one line."""
 
-from __future__ import annotations
-
 import errno
 import os
 

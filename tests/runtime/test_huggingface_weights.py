@@ -1,8 +1,6 @@
 """Weights from Hugging Face folders and back, with `transformers` as the judge: what it wrote gives its logits under
 four layouts (one a day for each family), and what is exported after training is, bit by bit, what it then loads."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

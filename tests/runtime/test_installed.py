@@ -1,7 +1,5 @@
 """What is missing is named before anything begins, by every command that cannot do without it."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.command_line import mistake

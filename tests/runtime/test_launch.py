@@ -1,7 +1,5 @@
 """The launcher with small commands in place of training: who failed first is named, and nobody is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.cases import from_table
 from harness.processes import launch
 from shardwise.errors import UserError
 from shardwise.report.run_directory import LOCK, occupied
@@ -303,14 +302,7 @@ while not asked:
 """
 
 
-@pytest.mark.parametrize(
-    ("ends", "why"),
-    [
-        ("fail('error', 'no space left', step=3)", "rank 1 failed at step 3: no space left"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", ""),  # as one that does not listen yet
-    ],
-)
+@from_table
 def test_a_rank_that_fails_while_it_ends_in_order_is_named(tmp_path, ends, why):
     """The others, which miss it, are not; nor is anybody where a rank was ended before it could listen."""
     last = f"signal.signal(signal.SIGTERM, signal.SIG_DFL); {ends}"

@@ -1,8 +1,6 @@
 """`sync=local`: replicas that train apart from each other against as many models on one device, in float64; the
 communication ledger and the memory of a step with an outer step; what an outer step sends in few bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

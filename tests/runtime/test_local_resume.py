@@ -1,13 +1,12 @@
 """Checkpoints of `sync=local`: a resumed run is the one that was not interrupted, bit by bit; other layouts, and those
 in lockstep, continue from them and the other way round."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from harness.cases import table
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.today import RESUMED, of_some, some_of
@@ -21,15 +20,7 @@ MODEL = ModelConfig(
     qk_norm=True, dropout=0.1,
 )  # fmt: skip
 EXPERTS = MODEL.replace(experts=Experts(4, 2, 13, balance_loss=0.02))
-LAYOUTS = (
-    "dp=4,zero=3,replicas=2,every=2,outer=nesterov", "dp=2,tp=2,sp,every=2",
-    "dp=2,pp=2,zero=1,every=2,outer=nesterov,outer_bits=4", "dp=4,replicas=2,zero=2,every=2,outer_bits=8",
-    "dp=2,cp=2,zero=2,every=2,outer=nesterov,outer_bits=8,offload=cpu:0.5",
-    "dp=4,replicas=2,ep=2,every=2,outer=nesterov,outer_bits=4",
-    "dp=4,replicas=2,zero=1,every=2,outer=nesterov,qgz,feedback,precision=fp32", "dp=3,every=2,outer=nesterov",
-    "dp=2,every=2,outer=nesterov,outer_bits=8,zero=3,precision=bf16",
-    "dp=2,tp=2,zero=1,every=2,moments=average,offload=cpu:0.5",
-)  # fmt: skip
+LAYOUTS = table(__file__, "LAYOUTS")
 
 TRAPS = ("dp=2,every=2,outer=nesterov", "dp=2,every=2,outer=nesterov,outer_bits=8,precision=fp32")
 

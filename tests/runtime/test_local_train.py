@@ -1,7 +1,5 @@
 """Whole runs of `sync=local`, as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

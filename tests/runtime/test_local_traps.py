@@ -1,16 +1,13 @@
 """Mistakes of replicas that train apart from each other, each with a case that would show it (tests/mutation)."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.apart import Apart, listed
 from harness.apart_checks import assert_as_alone, assert_predicted, blank, trained
 from harness.apart_jobs import Account
 from harness.checks import train
-from harness.experts import EXPERT_MODELS
 from harness.pool import run_ranks
-from harness.space import MODELS
+from harness.space import EXPERT_MODELS, MODELS
 
 CASES = [
     listed(MODELS["llama"], "dp=4,zero=1,sync=local,every=2,outer=nesterov,replicas=2,precision=fp64"),

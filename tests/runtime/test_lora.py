@@ -1,10 +1,8 @@
 """Low-rank adapters under generated layouts: parity with one device in float64, equal ledgers, equal bytes.
 
-Layouts are those of `test_layouts.py` and `test_pipelines.py` that adapters can have, each with its own rank
-and targets.
+Layouts are the dense ones and pipelines of `test_layouts.py` that adapters can have, each with its own rank and
+targets.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
@@ -12,10 +10,10 @@ from zlib import crc32
 
 import pytest
 
-from harness import pipelines, space
+from harness.cases import from_table, table
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
 from harness.reference import Case, reference
-from harness.space import MODELS, Point
+from harness.space import MODELS, Point, cases
 from harness.today import some_of
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check_runnable, unit_plan
@@ -42,7 +40,7 @@ def adapted(point: Point) -> Point | None:
 
 @cache
 def points() -> tuple[Point, ...]:
-    every = (*space.all_cases(), *pipelines.pipeline_cases())
+    every = (*cases("dense"), *cases("pipelines"))
     return tuple(filter(None, map(adapted, (point for point in every if point.layout.ranks <= MOST_RANKS))))
 
 
@@ -63,17 +61,7 @@ def test_layout(point: Point) -> None:
     assert_memory(point.case, point.layout, ranks)
 
 
-OTHERS = (
-    "dp=2,zero=3,offload=cpu,precision=fp64",
-    "dp=2,zero=2,offload=cpu:0.5,precision=fp64",
-    "dp=4,shard=2,zero=3,precision=fp64",
-    "cp=2,tp=2,precision=fp64",
-    "cp=2,cpkind=ulysses,precision=fp64",
-    "dp=2,zero=3,offload_activations=cpu,precision=fp64",
-    "dp=2,zero=3,offload=cpu,offload_params=cpu,precision=fp64",
-    "dp=2,zero=3,offload=nvme,offload_params=nvme,precision=fp64",
-    "dp=2,zero=1,offload=nvme:0.5,precision=fp64",
-)
+OTHERS = table(__file__, "OTHERS")
 """Keys that the spaces above have not."""
 
 
@@ -117,15 +105,7 @@ def test_frozen_units_have_no_state() -> None:
         assert {unit.name for unit in plan.units if not unit.frozen} == {"blocks.0", "blocks.1"}
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("tp=2,tpkind=gathered", "tpkind=gathered"),
-        ("dp=2,sync=local,every=2", "sync=local"),
-        ("pp=2,schedule=zb-h1", "choose 1f1b"),
-        ("compile=block", "compile=block"),
-    ],
-)
+@from_table
 def test_what_adapters_cannot_have_yet(text: str, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         check_runnable(Layout.parse(text), MODELS["llama"].replace(lora=Lora(3)), Workload(12, 8))

@@ -3,8 +3,6 @@
 Both compute in float64 throughout: hence 1e-12. Files have float32: hence 1e-6 after training.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.cases import table
 from harness.float64 import oracle
 from harness.huggingface import STEPS, pretrained, tokens
 from harness.lora_jobs import LoraJob, LoraResult, wrapped_llama
@@ -33,14 +32,7 @@ from shardwise.model.parameters import parameters
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed: pip install peft")
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-CASES = {
-    "dp=1,precision=fp64": ("llama", ALL),
-    "tp=2,sp,precision=fp64": ("qwen3", ALL),
-    "dp=2,zero=3,precision=fp64": ("gemma2", ALL),
-    "pp=2,dp=2,zero=1,precision=fp64": ("llama3", ["q_proj", "v_proj"]),
-    "tp=4,precision=fp64": ("olmo2", ["k_proj", "down_proj"]),
-    "pp=2,tp=2,precision=fp64": ("qwen2", ["o_proj", "gate_proj"]),
-}
+CASES = table(__file__, "CASES")
 
 
 def adapted(name: str, targets: list[str], folder: Path) -> Any:

@@ -1,7 +1,5 @@
 """Adapters and frozen weights that would be silently wrong, numbered as in tests/mutation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

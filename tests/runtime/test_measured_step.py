@@ -1,8 +1,6 @@
 """One rank's share of a step: its ledger is the predicted one, its waits last as long as they should, and a step is
 composed of what the shares took."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace
@@ -10,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from harness.cases import table
 from harness.measured_cpu import cluster
 from harness.pool import run_ranks
 from harness.today import some_of
@@ -34,20 +33,7 @@ from shardwise.runtime.transport.adding import Target
 from shardwise.runtime.transport.waits import HostTimer, WaitTransport
 
 SEQ, BATCH = 64, 8
-SAMPLED = (
-    ("tiny-llama", "dp=1,precision=fp32", "shared"),
-    ("tiny-llama", "dp=2,zero=1,precision=bf16", "gloo"),
-    ("tiny-llama", "dp=4,shard=2,zero=3,precision=fp32", "shared"),
-    ("tiny-llama", "dp=64,zero=2,precision=fp32", "gloo"),
-    ("tiny-gpt", "tp=2,sp,recompute=full,precision=fp32", "shared"),
-    ("tiny-llama", "cp=2,precision=fp32", "shared"),
-    ("tiny-llama", "cp=2,cpkind=ulysses,precision=fp32", "gloo"),
-    ("tiny-llama", "pp=4,dp=2,zero=1,precision=fp32", "shared"),
-    ("tiny-llama", "pp=2,schedule=zb-h1,precision=fp32", "gloo"),
-    ("tiny-gemma2", "pp=2,virtual=2,schedule=interleaved,precision=fp32", "shared"),
-    ("tiny-mixtral", "dp=2,ep=2,precision=fp32", "shared"),
-    ("tiny-qwen3-moe", "tp=2,ep=2,sp,precision=fp32", "gloo"),
-)
+SAMPLED = table(__file__, "SAMPLED")
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 The classes are exact and the peak is within 5%; what each mode costs in time is printed beside what it saves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Persistent buffers of a user's module in checkpoints: whole, by name, for any layout."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,62 +1,27 @@
 """Experts of a user's module: `verify` under every layout, with experts whole, split by width and over ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 
 import pytest
 
-from harness.module_jobs import OwnTraining, trained
-from harness.own_modules import MIXTURES, OWN, PLANS, exact, token_example
+from harness.cases import from_table, table
+from harness.module_jobs import OwnTraining, trained, verdict
+from harness.own_modules import MIXTURES, OWN, exact, token_example
 from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, UserError
-from shardwise.runtime.module.comparison import first_difference
 from shardwise.runtime.module.describe import describe
-from shardwise.runtime.module.verify import Verification, VerifyRequest
 
-TOLERANCE = 1e-12
-
-
-def verdict(model, layout: str, plan=None, tolerance=TOLERANCE) -> Verification:
-    """`verify` in the tests' own ranks."""
-    exact = Layout.parse(f"{layout},precision=fp64")
-    request = VerifyRequest(model, exact, token_example(), plan, None, tolerance)
-    return first_difference(run_ranks("harness.module_jobs:compare", exact.ranks, request))
-
-
-WHOLE = [
-    "dp=2",
-    "dp=2,zero=1",
-    "dp=2,zero=2",
-    "dp=2,zero=3,recompute=full",
-    "dp=4,zero=3,shard=2",
-    "tp=2",
-    "dp=2,tp=2,zero=1",
-    "dp=2,tp=2,zero=2",
-    "dp=2,tp=2,zero=3,recompute=full",
-]
-SPREAD = [
-    "dp=2,ep=2",
-    "dp=2,ep=2,zero=1",
-    "dp=2,ep=2,zero=3,recompute=full",
-    "dp=4,ep=2,zero=2",
-    "dp=4,ep=4,zero=3",
-    "dp=4,ep=2,zero=3,shard=2",
-    "tp=2,ep=2",
-    "dp=2,tp=2,ep=2,zero=1",
-    "dp=2,tp=2,ep=4,zero=3,recompute=full",
-    "dp=2,tp=2,ep=2,etp=2,zero=3",
-    "dp=2,tp=2,etp=1,zero=2",
-]
+WHOLE = table(__file__, "WHOLE")
+SPREAD = table(__file__, "SPREAD")
 
 
 @pytest.mark.parametrize(
     ("family", "layout"), some_of(product(MIXTURES, WHOLE + SPREAD), 6, "mixtures of a user's module")
 )
 def test_mixtures_are_split_right(family, layout):
-    result = verdict(partial(exact, family), layout)
+    result = verdict(partial(exact, family), layout, token_example(), tolerance=1e-12)
     assert result, str(result)
     assert result.modules >= 20 and result.parameters >= 18
 
@@ -102,24 +67,7 @@ def test_a_checkpoint_of_experts_is_continued_under_any_layout(after, tmp_path):
     trained(OwnTraining("routed", after, load=str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("plan", "layout", "message"),
-    [
-        (None, "ep=2,dp=2", r"ep=2 splits experts, and RoutedModel publishes no plan for any: give plan="),
-        ({"table": "vocab"}, "dp=2,ep=2", r"ep=2 splits experts, and the plan names none"),
-        (PLANS["routed"], "dp=3,ep=3", r"ep=3 does not divide the 4 experts of blocks.0.experts; valid ep: 1, 2, 4"),
-        ({"blocks.*.expert": "experts"}, "dp=2,ep=2", r"no module is named 'blocks.\*.expert'"),
-        ({"blocks.*.router": "experts"}, "dp=2,ep=2", r"blocks.0.router does not stack experts"),
-        ({"blocks.*": "experts"}, "dp=2,ep=2", r"blocks.0 has parameters in submodules; experts are stacked"),
-        ({"blocks.*.experts": "experts"}, "tp=2", r"tp=2 splits each expert, and blocks.0.experts.up has no style"),
-        (PLANS["routed"], "tp=8", r"tp=8 does not divide the width 24 of 2 maps of blocks.0.experts.up"),
-        (
-            PLANS["routed"] | {"blocks.*.experts.up": "packed_rowwise"},
-            "tp=2",
-            r"'blocks.\*.experts.up' has style 'packed_rowwise', which split does not have for weights of experts",
-        ),
-    ],
-)
+@from_table
 def test_a_bad_plan_for_experts_is_one_line(plan, layout, message):
     with pytest.raises(UserError, match=message) as caught:
         describe(OWN["routed"](), Layout.parse(layout), plan, [])

@@ -1,24 +1,15 @@
 """A rank's error in a step of a split module: every rank ends with its message, and none waits for a timeout."""
 
-from __future__ import annotations
-
 import pytest
 
+from harness.cases import table
 from harness.failing_jobs import fail
 from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout
 
 assert fail
-CASES = [
-    ("pp=2", "shared", 1, "returns"),
-    ("pp=2", "gloo", 1, "returns"),
-    ("pp=3", "gloo", 2, "raises"),
-    ("dp=2,zero=3", "shared", 0, "raises"),
-    ("dp=3,zero=3", "gloo", 1, "raises"),
-    ("dp=2,pp=2", "shared", 2, "returns"),
-    ("dp=2,pp=2,zero=1", "gloo", 3, "raises"),
-]
+CASES = table(__file__, "CASES")
 
 
 @pytest.mark.parametrize(("layout", "transport", "failing", "how"), some_of(CASES, 3, "failing ranks"))

@@ -1,13 +1,12 @@
 """`split` of modules with frozen parameters: training is that of one device, and frozen parameters stay."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
+from harness.cases import table
 from harness.frozen_jobs import FrozenTraining, build, one_device, train_frozen
 from harness.own_modules import SkipMLP
 from harness.pool import run_ranks
@@ -23,15 +22,7 @@ assert train_frozen
 FIRST = ("enter", "blocks.0", "blocks.1")
 HEAD_ONLY = ("enter", "blocks", "scale")
 MIXED = ("blocks.0.up.weight", "blocks.1.norm", "head.bias", "enter")
-CASES = [
-    ("skips", "dp=2,zero=3", FIRST),
-    ("skips", "dp=2,zero=1", HEAD_ONLY),
-    ("skips", "tp=2", MIXED),
-    ("skips", "dp=2,zero=3,recompute=full", MIXED),
-    ("skips", "dp=4,zero=3,hpz=2", HEAD_ONLY),
-    ("states", "dp=2,tp=2,zero=2", ("table", "blocks.0")),
-    ("shared", "dp=2,zero=2", ("blocks",)),
-]
+CASES = table(__file__, "CASES")
 
 
 @pytest.mark.parametrize(("name", "layout", "frozen"), some_of(CASES, 4, "frozen modules"))
@@ -43,20 +34,8 @@ def test_training_is_that_of_one_device(name: str, layout: str, frozen: tuple[st
         assert (before[key] == whole).all() == key.startswith(frozen), key
 
 
-ADAPTED = [
-    ("skips", "tp=2", "rank=3,alpha=4"),
-    ("skips", "dp=2,tp=2,zero=3,recompute=full", "rank=3,targets=up+down"),
-    ("skips", "dp=2,zero=2", "rank=2,targets=head"),
-    ("states", "tp=2", "rank=2"),
-    ("states", "dp=4,zero=3,shard=2", "rank=2,targets=enter"),
-    ("shared", "dp=2,tp=2,zero=1", "rank=3,targets=up+down"),
-]
-NARROW = [
-    ("skips", "dp=2,tp=2,zero=3,recompute=full", "rank=3,targets=up,base=int8"),
-    ("skips", "dp=2,zero=2", "rank=2,base=int8"),
-    ("states", "dp=4,zero=3,shard=2", "rank=2,targets=enter,base=int8"),
-    ("states", "tp=2", "rank=2,base=int8"),
-]
+ADAPTED = table(__file__, "ADAPTED")
+NARROW = table(__file__, "NARROW")
 
 
 @pytest.mark.parametrize(("name", "layout", "lora"), some_of(ADAPTED, 3, "adapted modules"))

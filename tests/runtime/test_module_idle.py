@@ -1,7 +1,5 @@
 """`split` where parameters have no gradient in some steps: they are left alone, as torch's AdamW does."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -26,15 +24,6 @@ def test_parameters_without_a_gradient_on_any_rank_are_left_alone(layout, tmp_pa
         error = math.sqrt(sum(errors.get(name, 0.0) for errors, _ in results))
         assert error <= 1e-9 * float(whole.norm()), name
     assert {missed for _, missed in results} == {STEPS}
-
-
-@pytest.fixture
-def alone():
-    import torch.distributed as dist
-
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def squares(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:

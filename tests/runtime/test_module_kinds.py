@@ -1,14 +1,10 @@
 """`split` of modules and losses that run in plain PyTorch: they run, or one line names the module and why not."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,16 +13,10 @@ from shardwise.errors import DivergedError
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import describe
 
+pytestmark = pytest.mark.usefixtures("alone")
 SETTINGS = OptimizerConfig(clip=0.0)
 LR = 1e-2
 X = torch.linspace(-1, 1, 8).view(2, 4)
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

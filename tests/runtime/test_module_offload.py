@@ -1,12 +1,11 @@
 """Offloading of a user's module: the same bits as in memory, and exact bytes of every home."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
 
+from harness.cases import from_table, table
 from harness.module_jobs import OffloadOutcome, OwnTraining
 from harness.own_modules import OWN
 from harness.pool import run_ranks
@@ -17,21 +16,7 @@ from shardwise.predict.memory.step import gradient_bytes, optimizer_bytes, param
 from shardwise.predict.traffic.homes import home_rows
 from shardwise.report.step_report import Bytes
 
-CASES = [
-    ("skips", "dp=2,zero=1,offload=cpu", ""),
-    ("states", "dp=2,zero=2,offload=cpu:0.5", ""),
-    ("shared", "dp=2,tp=2,zero=3,offload=cpu", ""),
-    ("skips", "dp=2,zero=3,offload=cpu,offload_params=cpu,recompute=full", ""),
-    ("states", "dp=2,zero=3,offload=nvme,offload_params=nvme", ""),
-    ("shared", "offload=nvme:0.5", ""),
-    ("plain", "pp=2,zero=3,offload=cpu,offload_params=cpu", ""),
-    ("plain", "pp=2,dp=2,zero=2,offload=cpu", ""),
-    ("routed", "dp=2,ep=2,zero=1,offload=cpu", ""),
-    ("skips", "dp=2,zero=3,offload=cpu,offload_params=cpu", "rank=2,base=int8"),
-    ("skips", "dp=2,zero=2,offload=cpu,offload_activations=cpu", ""),
-    ("states", "tp=2,offload_activations=cpu,recompute=full", ""),
-    ("shared", "dp=2,zero=3,offload_activations=cpu", ""),
-]
+CASES = table(__file__, "CASES")
 
 
 @pytest.mark.parametrize(("name", "text", "lora"), some_of(CASES, 4, "offloaded modules"))
@@ -79,13 +64,7 @@ def test_saved_activations_leave_the_device():
     assert away.bytes.saved < here.bytes.saved / 2
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("offload=nvme", r"give split a folder for it, offload_dir="),
-        ("pp=2,offload_activations=cpu", r"does not go with pp=2 .* leave it out, or choose recompute=full"),
-    ],
-)
+@from_table
 def test_bad_input_is_one_line(text, message):
     with pytest.raises(UserError, match=message) as caught:
         split(OWN["plain"](), text)

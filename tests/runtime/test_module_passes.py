@@ -1,13 +1,12 @@
 """Losses that call a user's module twice, with and without gradients, and forward passes that leave blocks out: final
 parameters are those of plain PyTorch."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 
 import pytest
 
+from harness.cases import from_table
 from harness.pass_jobs import LOSSES, reference
 from harness.pool import run_ranks
 from harness.today import some_of
@@ -38,15 +37,7 @@ def test_micro_batches_are_one_batch(name: str, layout: str) -> None:
     trained(name, layout, accumulate=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "message"),
-    [
-        ("contrastive", "pp=2", r"blocks\.0 came twice in one micro-batch; under pp the module is called once, .*cat"),
-        ("left_out", "pp=2", r"blocks\.0 was left out of a forward pass; under pp every block runs"),
-        ("in_place", "pp=2", r"what a stage of the pipeline takes is changed in place"),
-        ("left_out", "tp=2,sp", r"blocks\.0 was left out of a forward pass; under sp every block runs"),
-    ],
-)
+@from_table
 def test_what_does_not_run_is_one_line(name: str, layout: str, message: str) -> None:
     for line in run_ranks("harness.pass_jobs:rejected", 2, (name, layout)):
         assert re.search(message, line) and "\n" not in line

@@ -1,75 +1,33 @@
 """Pipelines of a user's module: `verify` and training under the schedules of the catalog's models."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
 from torch import nn
 
-from harness.module_jobs import OwnTraining, trained
+from harness.cases import from_table, table
+from harness.module_jobs import OwnTraining, trained, verdict
 from harness.own_modules import GPT2_PARTS, GPT2_PLAN, OWN, PARTS, PIPED, PastStages, own_batch, token_example
 from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, UserError
 from shardwise.runtime.module.chain import Chain, find_chain
-from shardwise.runtime.module.comparison import first_difference
 from shardwise.runtime.module.describe import describe, find_blocks
-from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
+from shardwise.runtime.module.verify import TOLERANCE
 
-
-def verdict(model, layout: str, plan=None, parts=None, tolerance=TOLERANCE, example=None) -> Verification:
-    """`verify` in the tests' own ranks."""
-    exact = Layout.parse(f"{layout},precision=fp64")
-    request = VerifyRequest(model, exact, example or token_example(), plan, None, tolerance, parts)
-    return first_difference(run_ranks("harness.module_jobs:compare", exact.ranks, request))
-
-
-LAYOUTS = [
-    "pp=2",
-    "pp=2,schedule=gpipe",
-    "pp=2,virtual=2,schedule=interleaved",
-    "pp=2,dp=2,zero=1",
-    "pp=2,dp=2,zero=2",
-    "pp=2,dp=2,zero=3,recompute=full",
-    "pp=2,tp=2",
-    "pp=2,dp=2,tp=2,zero=1",
-    "pp=2,recompute=full",
-]
+LAYOUTS = table(__file__, "LAYOUTS")
 
 
 @pytest.mark.parametrize(("family", "layout"), some_of(product(PIPED, LAYOUTS), 5, "pipelines of a user's module"))
 def test_transformers_classes_are_split_right(family, layout):
     tolerance = 1e-6 if family in ("mixtral", "deepseek") else TOLERANCE
     plan, parts = (GPT2_PLAN, GPT2_PARTS) if family.startswith("gpt2") else (None, None)
-    result = verdict(PIPED[family], layout, plan, parts, tolerance)
+    result = verdict(PIPED[family], layout, token_example(), plan, parts, tolerance)
     assert result, str(result)
     assert result.parameters >= 15
 
 
-TRAINED = [
-    ("plain", "pp=2", 1),
-    ("plain", "pp=2", 4),
-    ("plain", "pp=4", 4),
-    ("plain", "pp=2,schedule=gpipe,dp=2,zero=2", 2),
-    ("plain", "pp=2,virtual=2,schedule=interleaved,dp=2,zero=3", 2),
-    ("plain", "pp=2,dp=2,zero=3,recompute=full", 2),
-    ("plain", "pp=2,tp=2,dp=2,zero=1", 2),
-    ("plain", "pp=2,stages=0/4", 2),
-    ("plain", "pp=2,stages=4/0", 2),
-    ("plain", "pp=2,schedule=naive", 2),
-    ("plain", "pp=2,schedule=breadth-first,virtual=2,dp=2,zero=1", 4),
-    ("plain", "pp=2,schedule=zb-h1", 4),
-    ("plain", "pp=2,schedule=zb-h2", 4),
-    ("plain", "pp=2,schedule=dualpipe-v,virtual=2,dp=2,zero=1", 4),
-    ("plain", "pp=2,schedule=zb-v,virtual=2,dp=2,zero=2", 4),
-    ("tied", "pp=2,dp=2,zero=1", 2),
-    ("tied", "pp=2,schedule=zb-v,virtual=2", 4),
-    ("states", "pp=2,dp=2,zero=1", 2),
-    ("states", "pp=2,tp=2", 2),
-    ("routed", "pp=2,dp=2,ep=2,zero=1", 2),
-    ("routed", "pp=2,tp=2,ep=2", 2),
-]
+TRAINED = table(__file__, "TRAINED")
 
 
 def test_trap_36_stages_get_all_gradients():
@@ -80,7 +38,7 @@ def test_trap_36_stages_get_all_gradients():
 
 @pytest.mark.parametrize("layout", ["pp=2", "pp=2,dp=2,zero=3"])
 def test_trap_36_tied_tables_of_both_ends_are_one(layout):
-    result = verdict(PIPED["gpt2"], layout, GPT2_PLAN, GPT2_PARTS)
+    result = verdict(PIPED["gpt2"], layout, token_example(), GPT2_PLAN, GPT2_PARTS)
     assert result, str(result)
 
 
@@ -92,7 +50,7 @@ def test_training_is_that_of_one_device(name, layout, accumulate):
 
 def test_a_connection_past_a_stage_is_noticed():
     """It would be wrong without a word if what is skipped were zero, or the tensor that travels."""
-    result = verdict(PastStages, "pp=2", None, PARTS["plain"], example=(own_batch("plain", 4, 0)[0],))
+    result = verdict(PastStages, "pp=2", (own_batch("plain", 4, 0)[0],), parts=PARTS["plain"])
     assert not result and result.module == "head"
 
 
@@ -114,16 +72,7 @@ def test_a_checkpoint_of_stages_is_continued_under_any_layout(after, tmp_path):
     trained(OwnTraining("plain", after, 2, load=str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        (None, r"pp needs an ordered list of parts, and PlainMLP publishes none: give parts=\['table'"),
-        (["enter", "block.*", "head"], r"no module is named 'block.\*'; did you mean blocks"),
-        (["enter", "blocks.*", "enter"], r"parts: enter is named twice"),
-        (["enter", "blocks.0", "head"], r"parts: blocks.1.\S+ is in none of them"),
-        ([], r"none of them has parameters"),
-    ],
-)
+@from_table
 def test_a_bad_list_of_parts_is_one_line(parts, message):
     module = OWN["plain"]()
     with pytest.raises(UserError, match=message) as caught:

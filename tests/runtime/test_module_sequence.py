@@ -1,7 +1,5 @@
 """Sequence parallelism of a user's module: training is that of one device, with the collectives of cut sequences."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 
@@ -9,23 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from harness.module_jobs import ROWS, OwnTraining, trained
+from harness.cases import table
+from harness.module_jobs import ROWS, OwnTraining, trained, verdict
 from harness.own_modules import OWN, PLANS, SEQ, WIDTH, exact, token_example
-from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout
 from shardwise.errors import LayoutError
-from shardwise.runtime.module.comparison import first_difference
 from shardwise.runtime.module.describe import describe, find_blocks
-from shardwise.runtime.module.verify import VerifyRequest
 
-CASES = [
-    ("nested", "dp=2,tp=2,sp,zero=3,recompute=full"),
-    ("nested", "dp=2,tp=2,sp,zero=1"),
-    ("tied", "tp=2,sp"),
-    ("tied", "tp=3,sp,recompute=full"),
-    ("tied", "dp=2,tp=2,sp,zero=2"),
-]
+CASES = table(__file__, "CASES")
 
 
 @pytest.mark.parametrize(("name", "layout"), some_of(CASES, 2, "cut sequences"))
@@ -62,9 +52,7 @@ LAYOUTS = ["tp=2,sp", "dp=2,tp=2,zero=3,sp,recompute=full", "dp=2,tp=2,zero=1,sp
 )
 def test_transformers_classes_are_split_right(family: str, layout: str) -> None:
     """By their published plans, for tensor parallelism alone."""
-    at, example = Layout.parse(f"{layout},precision=fp64"), partial(token_example, 4, 8)
-    request = VerifyRequest(partial(exact, family), at, example, None, None, 1e-12)
-    result = first_difference(run_ranks("harness.module_jobs:compare", at.ranks, request))
+    result = verdict(partial(exact, family), layout, partial(token_example, 4, 8), tolerance=1e-12)
     assert result and result.parameters >= 15, str(result)
 
 

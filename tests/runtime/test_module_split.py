@@ -1,13 +1,12 @@
 """`split` on three modules of the tests' own: training is that of one device, whatever the layout."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.cases import from_table, table
 from harness.module_jobs import ROWS, STEPS, OwnTraining, reference, trained
 from harness.own_modules import OWN, SkipMLP, own_batch
 from harness.pool import run_ranks
@@ -18,18 +17,7 @@ from shardwise.runtime.module.describe import describe, find_blocks
 
 PLAIN = ("skips", "states", "shared")
 """Without experts and without stages."""
-LAYOUTS = [
-    "dp=2",
-    "dp=2,zero=1",
-    "dp=2,zero=2",
-    "dp=2,zero=3,recompute=full",
-    "dp=4,zero=2,shard=2",
-    "dp=4,zero=3,hpz=2",
-    "tp=2",
-    "dp=2,tp=2,zero=1",
-    "dp=2,tp=2,zero=3",
-    "tp=4,recompute=full",
-]
+LAYOUTS = table(__file__, "LAYOUTS")
 
 
 @pytest.mark.parametrize(("name", "layout"), some_of(product(PLAIN, LAYOUTS), 12, "own modules"))
@@ -108,14 +96,7 @@ def test_a_module_on_the_meta_device_starts_with_the_same_weights_under_any_layo
         assert weights == 0 and logits < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "layouts"),
-    [
-        ("skips", ["dp=2,zero=1", "dp=2,tp=2,zero=3"]),
-        ("plain", ["pp=2,dp=2,zero=2"]),
-        ("routed", ["dp=2,ep=2,zero=3", "dp=2,tp=2,etp=2,ep=2"]),
-    ],
-)
+@from_table
 def test_bf16_trains_near_float64_with_masters_in_float32(name, layouts):
     expected, _ = reference(name)
     for layout in layouts:
@@ -167,17 +148,7 @@ def test_bad_input_is_one_line(module, layout, options, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (None, r"tp=2 needs a plan, and SkipMLP publishes none"),
-        ({"blocks.*.up": "colum"}, r"'blocks.\*.up' has style 'colum', which split does not have; it has column, row"),
-        ({"blocks.*.op": "column"}, r"no map is named 'blocks.\*.op'; did you mean blocks.\d.up"),
-        ({"blocks.*.norm": "column"}, r"blocks.0.norm is a LayerNorm; nn.Linear, Conv1D and nn.Embedding are cut"),
-        ({"blocks.0.up": "column"}, r"blocks.0.up is a Doubled with a forward of its own"),
-        ({"enter": "packed_colwise"}, r"'enter' has style 'packed_colwise'"),
-    ],
-)
+@from_table
 def test_a_bad_plan_is_one_line(plan, message):
     module = SkipMLP()
     module.blocks[0].up = Doubled(16, 48)
@@ -189,15 +160,6 @@ def test_a_degree_that_does_not_divide_names_those_that_do():
     message = r"tp=5 does not divide the 48 outputs of blocks.0.up.weight; valid tp: 1, 2, 3"
     with pytest.raises(UserError, match=message):
         describe(OWN["skips"](), Layout(tp=5), {"blocks.*.up": "column"}, [])
-
-
-@pytest.fixture
-def alone():
-    import torch.distributed as dist
-
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,18 +1,15 @@
 """`suggest`: the plans that `transformers` publishes, found without them, and plans where none is published."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.module_jobs import verdict
 from harness.own_modules import _SMALL, FAMILIES, OWN, gpt2, own_batch, token_example
-from harness.pool import RankFailed, run_ranks
-from shardwise import Layout, UserError, suggest, verify
+from harness.pool import RankFailed
+from shardwise import UserError, suggest, verify
 from shardwise.layout.styles import style_of
-from shardwise.runtime.module.comparison import first_difference
-from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
 
 
 def mistral() -> nn.Module:
@@ -58,13 +55,6 @@ def test_every_parameter_is_cut_or_has_a_reason(family):
 def test_heads_limit_the_degree():
     assert suggest(FAMILIES["llama"](), token_example()).units == 2
     assert suggest(FAMILIES["llama"](num_key_value_heads=4), token_example()).units == 4
-
-
-def verdict(model, layout: str, example, plan) -> Verification:
-    """`verify` in the tests' own ranks."""
-    exact = Layout.parse(f"{layout},precision=fp64")
-    request = VerifyRequest(model, exact, example, dict(plan), None, TOLERANCE)
-    return first_difference(run_ranks("harness.module_jobs:compare", exact.ranks, request))
 
 
 def test_gpt2_gets_a_plan_that_is_correct():

@@ -1,7 +1,5 @@
 """Traced modules: what is predicted from their traces is what `split` measures, to the byte."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import forked
+from harness.cases import from_table
 from harness.own_modules import OWN, PLANS, own_batch, summed_loss
 from harness.pool import run_ranks
 from harness.today import some_of
@@ -301,19 +300,7 @@ def test_the_command_writes_what_other_commands_read(tmp_path):
     assert done.returncode == 0 and json.loads(done.stdout)["time"] > 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["{}/no.py:build"], "names no object of a file"),
-        (["{}/net.py:build", "--tp", "1,x"], "--tp 1,x: give positive integers"),
-        (["{}/net.py:build", "--tp", "2"], "tp=2 needs a plan, and Sequential publishes none"),
-        (["{}/net.py:build", "--tp", "3", "--plan", "0=column,2=row"], "tp=3 does not divide the 32 outputs of 0"),
-        (["{}/net.py:build", "--precision", "fp8"], "fp8"),
-        (["{}/net.py:build", "--loss", "reading"], "it decides by the values of tensors"),
-        (["{}/net.py:build", "--loss", "none"], "has no none"),
-        (["{}/net.py:build", "--out", "{}/no/net.json"], "cannot write"),
-    ],
-)
+@from_table
 def test_bad_words_are_one_line_and_code_2(words, message, tmp_path):
     done = shardwise(tmp_path, "trace", *words)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,7 +1,5 @@
 """Pipelines of traced modules: what is predicted from a stage with all parts is what `split` measures on its stages."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache, partial
@@ -10,6 +8,7 @@ from typing import ClassVar
 import pytest
 from torch import nn
 
+from harness.cases import from_table
 from harness.own_modules import OWN, own_batch, summed_loss
 from harness.pool import run_ranks
 from harness.today import some_of
@@ -146,15 +145,7 @@ def test_without_an_order_of_parts_there_are_no_pipelines(build, parts, message)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ("pp=2,virtual=2,schedule=zb-v", "neighboring stages on one rank.*choose schedule=interleaved"),
-        ("pp=8", "8 stages for 4 layers; give at most 4"),
-        ("pp=2,stages=1/2", "adds up to 3 blocks, but it has 4"),
-        ("pp=2,virtual=2,micro=4", "and 2 micro-batches a step: it has one chunk a rank"),
-    ],
-)
+@from_table
 def test_what_a_pipeline_cannot_have_is_one_line(layout, message):
     model = traced("plain", 1, "bf16")
     with pytest.raises(LayoutError, match=message) as caught:

@@ -1,7 +1,5 @@
 """`verify`: true for modules that are split right, and for others the first module or parameter that differs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,6 +11,8 @@ import pytest
 import torch
 
 from harness import forked
+from harness.cases import from_table, table
+from harness.module_jobs import verdict
 from harness.own_modules import (
     FAMILIES,
     GPT2_PLAN,
@@ -31,11 +31,8 @@ from harness.own_modules import (
     token_example,
     vit,
 )
-from harness.pool import run_ranks
 from harness.today import some_of
-from shardwise import Layout, UserError, verify
-from shardwise.runtime.module.comparison import first_difference
-from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
+from shardwise import UserError, verify
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 pytestmark = pytest.mark.usefixtures("leftovers")
@@ -47,29 +44,13 @@ def shardwise(*words: str) -> subprocess.CompletedProcess[str]:
     return forked.shardwise(*words, environment={**os.environ, "PYTHONPATH": SOURCE}, timeout=120)
 
 
-def verdict(model, layout: str, example, plan=None, tolerance=TOLERANCE) -> Verification:
-    """`verify` in the tests' own ranks."""
-    exact = Layout.parse(f"{layout},precision=fp64")
-    request = VerifyRequest(model, exact, example, plan, None, tolerance)
-    return first_difference(run_ranks("harness.module_jobs:compare", exact.ranks, request))
-
-
-LAYOUTS = [
-    "dp=2,zero=1",
-    "dp=2,zero=3,recompute=full",
-    "dp=4,zero=3,shard=2",
-    "tp=2",
-    "dp=2,tp=2",
-    "dp=2,tp=2,zero=1",
-    "dp=2,tp=2,zero=2",
-    "dp=2,tp=2,zero=3,recompute=full",
-]
+LAYOUTS = table(__file__, "LAYOUTS")
 
 
 @pytest.mark.parametrize(("family", "layout"), some_of(product(FAMILIES, LAYOUTS), 14, "families by verify"))
 def test_transformers_classes_are_split_right(family, layout):
     plan = GPT2_PLAN if family == "gpt2" else None
-    result = verdict(partial(exact, family), layout, token_example(), plan, EXACT)
+    result = verdict(partial(exact, family), layout, token_example(), plan, tolerance=EXACT)
     assert result, str(result)
     assert result.modules >= 30 and result.parameters >= 15 and result.error < EXACT
 
@@ -80,16 +61,7 @@ def test_an_encoder_with_a_decoder_is_split_right(layout):
     assert result, str(result)
 
 
-BY_DATA = [
-    "dp=2",
-    "dp=4,zero=1",
-    "dp=2,zero=2",
-    "dp=2,zero=3",
-    "dp=2,zero=3,recompute=full",
-    "dp=4,zero=1,shard=2",
-    "dp=4,zero=3,shard=2",
-    "dp=4,zero=3,hpz=2",
-]
+BY_DATA = table(__file__, "BY_DATA")
 """For a model that publishes no plan."""
 
 
@@ -238,17 +210,7 @@ def test_the_command_says_what_is_right_and_what_is_wrong(tmp_path):
     assert done.returncode == 1 and not data["equal"] and data["module"] == "down" and "RuntimeError" in data["reason"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["net.py"], "names no object of a file: give FILE.py:NAME"),
-        (["{file}:nothing"], "has no nothing"),
-        (["{file}:build", "--layout", "dp=3"], "4 rows cannot be divided among dp = 3"),
-        (["{file}:build", "--layout", "pp=2"], "pp needs an ordered list of parts, and Net publishes none"),
-        (["{file}:build", "--layout", "tp=2"], "tp=2 needs a plan, and Net publishes none"),
-        (["{file}:build", "--plan", "up"], "'up' is not PATTERN=STYLE"),
-    ],
-)
+@from_table
 def test_bad_input_is_one_line_and_code_2(words, message, tmp_path):
     file = tmp_path / "net.py"
     file.write_text(MODULE)

@@ -1,14 +1,15 @@
 """State off the device: the same bits as in memory, in any layout, and exact bytes of every home."""
 
-from __future__ import annotations
-
 from zlib import crc32
 
 import pytest
 
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
 from harness.jobs import RankOutcome
-from harness.offloads import Offloaded, clear, offload_cases, selected_offloads
+from harness.offloads import Offloaded, clear, offload_cases
+from harness.space import point
+from harness.today import by_turns
+from shardwise.layout import Layout
 
 
 def _bits(ranks: list[RankOutcome]) -> list[tuple]:
@@ -16,7 +17,7 @@ def _bits(ranks: list[RankOutcome]) -> list[tuple]:
 
 
 @pytest.mark.layouts(lambda offloaded: offloaded.layout)
-@pytest.mark.parametrize("offloaded", selected_offloads(), ids=lambda o: o.id)
+@pytest.mark.parametrize("offloaded", by_turns(offload_cases(), 3, "offloads"), ids=lambda o: o.id)
 def test_a_home_changes_no_bit(offloaded: Offloaded) -> None:
     case, layout = clear(offloaded), offloaded.layout
     over = {"transport": "gloo" if crc32(offloaded.id.encode()) % 3 == 0 else "shared"}
@@ -34,9 +35,6 @@ def test_there_are_enough_of_them() -> None:
 @pytest.mark.parametrize("way", ["zero=3,offload=nvme,offload_params=nvme", "zero=2,offload=cpu", "offload=nvme"])
 def test_one_device_keeps_state_elsewhere(way: str) -> None:
     """A stage is in effect even for one rank, which in memory shards nothing: equal but for rounding."""
-    from harness.space import point
-    from shardwise.layout import Layout
-
     case = point(model="qwen3", accumulate=2).case
     layout = Layout.parse(f"{way},precision=fp64")
     ranks = train(case, layout)

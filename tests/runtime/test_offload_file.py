@@ -1,7 +1,5 @@
 """A rank's file of offloaded state: any piece, every update, and what the disk may refuse."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

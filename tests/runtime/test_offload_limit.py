@@ -1,7 +1,5 @@
 """A model whose state is more than a memory limit trains inside it when the state is on disk, with the same losses."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ranks killed while they update state on disk: no step that had ended is lost, and none is done twice differently."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,24 +1,17 @@
 """Mistakes of offloading that known layouts show: each trains as in memory, bit by bit, with exact bytes and rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
+from harness.cases import table
 from harness.checks import assert_ledger, assert_memory, judge, train
-from harness.experts import expert_cases, settled
+from harness.experts import settled
 from harness.reference import Case
-from harness.space import point
+from harness.space import cases, point
 from shardwise.layout import Layout
 
-DENSE = {
-    "zero=3,offload=nvme,offload_params=nvme": {},
-    "zero=3,recompute=input,offload=cpu,offload_params=nvme": {},
-    "zero=2,offload=nvme:0.4": {"micro": 2},
-    "zero=1,offload=cpu:0.6,offload_activations=cpu": {"model": "gpt2"},
-    "zero=3,recompute=selective,offload=cpu,offload_params=cpu,offload_activations=cpu": {"micro": 2},
-}
+DENSE = table(__file__, "DENSE")
 
 
 def equal(case: Case, layout: Layout) -> None:
@@ -39,7 +32,7 @@ def test_trap_28_no_home_changes_a_bit(text: str) -> None:
 
 
 def test_trap_28_routers_biases_move_in_the_state_of_their_step() -> None:
-    chosen = next(p for p in expert_cases() if "deepseek" in p.id and p.layout.stage == 3 and p.layout.ranks <= 4)
+    chosen = next(p for p in cases("experts") if "deepseek" in p.id and p.layout.stage == 3 and p.layout.ranks <= 4)
     case = settled(chosen.case)
     assert judge(case).losses
     equal(case, replace(chosen.layout, offload="nvme"))

@@ -1,7 +1,5 @@
 """SGD with momentum and without, against torch.optim.SGD on one device; its exact bytes and ledger; resuming."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from zlib import crc32
@@ -10,11 +8,11 @@ import pytest
 import torch
 
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
-from harness.offloads import Offloaded
-from harness.optimizers import KINDS, optimizer_cases, selected_optimizers, settled_case, small
+from harness.offloads import Offloaded, clear
+from harness.optimizers import KINDS, optimizer_cases, small
 from harness.pool import run_ranks
 from harness.resume_jobs import STEPS
-from harness.today import RESUMED, of_some, some_of
+from harness.today import RESUMED, by_turns, of_some, some_of
 from shardwise.checkpoint import Checkpoint
 from shardwise.errors import UserError
 from shardwise.layout import Layout, unit_plan
@@ -26,9 +24,9 @@ from shardwise.runtime.zero.update import update
 
 
 @pytest.mark.layouts(lambda optimized: optimized.layout)
-@pytest.mark.parametrize("optimized", selected_optimizers(), ids=lambda o: o.id)
+@pytest.mark.parametrize("optimized", by_turns(optimizer_cases(), 4, "optimizers"), ids=lambda o: o.id)
 def test_every_layout_trains_as_one_device(optimized: Offloaded) -> None:
-    case, layout = settled_case(optimized), optimized.layout
+    case, layout = clear(optimized), optimized.layout
     over = {"transport": "gloo" if crc32(optimized.id.encode()) % 4 == 0 else "shared"}
     ranks = train(case, layout, **over)
     assert_parity(case, layout, ranks)
@@ -44,7 +42,7 @@ def test_trap_29_an_update_is_torchs(kind: str) -> None:
 
 
 def test_every_way_to_offload_is_tried_with_both() -> None:
-    every = optimizer_cases()
+    every = list(optimizer_cases())
     assert {o.case.workload.optimizer for o in every} == set(KINDS)
     homes = {(o.case.workload.optimizer, o.layout.offload) for o in every}
     assert {(kind, home) for kind in KINDS for home in ("cpu", "nvme", "cpu:0.4", "nvme:0.6")} <= homes
@@ -69,7 +67,6 @@ def test_bf16_weights_keep_fp32_masters(kind: str, text: str) -> None:
 
 
 def flat(kind: str, elements: int) -> list[torch.Tensor]:
-    """Weights, gradient and moments."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(elements, generator=generator) for _ in range(1 + len(states_of(kind)))]
 

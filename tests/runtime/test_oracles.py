@@ -1,13 +1,12 @@
 """Other libraries as second oracles: torch's FSDP2, DTensor and pipelining, transformers on one device in float64, and
 transformers' expert parallelism, train the same model alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from harness.cases import table
 from harness.checks import assert_parity, train
 from harness.expert_oracles import alone
 from harness.huggingface import pretrained
@@ -30,13 +29,7 @@ TENSOR = (
     point(model="llama", tp=2, sp=True, micro=2, precision="fp32"),
     point(model="neox", tp=2, accumulate=2, attention="math", documents=True),
 )
-PIPELINES = (
-    ("gpipe,micro=2", "llama", False),
-    ("1f1b,recompute=full", "gpt2", False),
-    ("interleaved,virtual=2", "neox", True),
-    ("interleaved,virtual=2,stages=0/2/2/0", "qwen3", False),
-    ("zb-v,virtual=2", "qwen2", False),
-)
+PIPELINES = table(__file__, "PIPELINES")
 """(layout, model, whether documents are kept apart); gpt2 and qwen3 have tied tables."""
 
 
@@ -72,15 +65,7 @@ def _from(folder: Path) -> ModelConfig:
     return model.replace(experts=model.experts and replace(model.experts, balance_loss=0.0))
 
 
-IN_FLOAT64 = [
-    ("llama", "dp=2,zero=3"),
-    ("llama3", "tp=2,sp,recompute=full"),
-    ("mixtral", "dp=2,zero=2"),
-    ("mixtral", "tp=2"),
-    ("deepseek_v2", "dp=2,zero=1"),
-    ("deepseek_v3", "dp=2,ep=2,zero=3"),
-    ("deepseek_v3_yarn", "tp=2,ep=2"),
-]
+IN_FLOAT64 = table(__file__, "IN_FLOAT64")
 
 
 @pytest.mark.parametrize(("name", "text"), some_of(IN_FLOAT64, 3, "transformers in float64"))

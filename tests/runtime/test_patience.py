@@ -1,7 +1,5 @@
 """How long a rank looks before it leaves its core to others."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,12 +1,11 @@
 """Predicted bytes of random pairs of a model and a layout, compared with a dry run's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from harness.cases import table
 from harness.pairs import EXACT, featured, pair
 from harness.today import some_of
 from shardwise.decoder import modules
@@ -20,13 +19,7 @@ SEED, PAIRS = 7, 500
 PER_DAY = 3
 BOUND = 0.05
 """Of all pairs, those with more features too."""
-OFFLOADED = [
-    "dp=2,zero=1,offload_activations=cpu",
-    "tp=2,offload_activations=cpu,recompute=selective",
-    "dp=2,pp=2,zero=3,offload_activations=cpu",
-    "cp=2,offload_activations=cpu",
-    "dp=2,offload_activations=cpu,recompute=input,precision=fp32",
-]
+OFFLOADED = table(__file__, "OFFLOADED")
 
 
 @pytest.fixture(scope="module")

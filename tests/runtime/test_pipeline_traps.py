@@ -1,12 +1,11 @@
 """Ways in which pipelines go silently wrong, each as a test that fails when the mistake is made (`tests/mutation`)."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from harness.cases import from_table
 from harness.checks import assert_ledger, assert_parity, assert_replicas_equal, train
 from harness.pool import run_ranks
 from harness.reference import Case, reference
@@ -32,15 +31,7 @@ def holds(text: str, model: str) -> None:
 # -- 1: both ends of a pipeline that hold the tied table add up its gradients, and one of them counts in the norm
 
 
-@pytest.mark.parametrize(
-    ("text", "model"),
-    [
-        ("pp=2", "gpt2"),
-        ("dp=2,pp=2,zero=1", "qwen3"),
-        ("dp=2,pp=3,zero=3", "gpt2"),
-        ("dp=2,pp=2,virtual=2,schedule=zb-v,zero=2", "qwen3"),
-    ],
-)
+@from_table
 def test_trap_01_tied_embedding_at_both_ends(text: str, model: str) -> None:
     parsed = Layout.parse(f"{text},precision=fp64")
     case = case_of(parsed, model)
@@ -52,15 +43,7 @@ def test_trap_01_tied_embedding_at_both_ends(text: str, model: str) -> None:
 # -- 5, 18: every rank logs the loss of the whole batch, wherever the last stage is
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "dp=2,pp=2",
-        "dp=2,pp=2,virtual=2,schedule=zb-v,order=dp-tp-cp-pp",
-        "dp=2,pp=3,virtual=1,stages=2/2/0",
-        "dp=2,tp=2,pp=2,sp,virtual=2,schedule=dualpipe-v",
-    ],
-)
+@from_table
 def test_trap_05_18_every_rank_logs_the_global_loss_of_a_pipeline(text: str) -> None:
     layout = Layout.parse(f"{text},precision=fp64")
     case = case_of(layout, "llama")

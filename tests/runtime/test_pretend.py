@@ -1,7 +1,5 @@
 """Pretended pipelines: everything but the arithmetic is real, and it is what the schedule says."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Signs of life in memory alone: what is written is read back, and who is to blame for a standstill."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

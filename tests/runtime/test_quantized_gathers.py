@@ -1,7 +1,5 @@
 """Gathers of weights in 8 bits (qwz): the same bits as weights that are rounded first, with exact ledgers and bytes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checks import assert_ledger, assert_memory, assert_replicas_equal, judge
-from harness.contexts import context_cases
-from harness.experts import expert_cases
 from harness.jobs import RankOutcome, Training
-from harness.pipelines import pipeline_cases
 from harness.pool import run_ranks
-from harness.space import Point, all_cases
+from harness.space import SPACES, Point, cases
 from harness.today import QUANTIZED, by_turns, of_some
 from shardwise.layout.wire import BLOCK, packed_bytes
 from shardwise.runtime.transport.adding import Target
@@ -24,8 +19,8 @@ from shardwise.runtime.zero.quantized import LARGEST, add_up_packed, pack, unpac
 
 POINTS = [
     point
-    for points in (all_cases(), pipeline_cases(), context_cases(), expert_cases())
-    for point in [p for p in points if p.layout.stage == 3 and p.layout.precision != "fp64"][::6]
+    for name in SPACES
+    for point in [p for p in cases(name) if p.layout.stage == 3 and p.layout.precision != "fp64"][::6]
 ]
 
 

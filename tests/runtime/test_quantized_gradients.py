@@ -1,12 +1,11 @@
 """Sums of gradients in 4 bits (qgz): each rank's part is rounded once a hop and added up in fp32, and no more."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from harness.cases import table
 from harness.checks import assert_ledger, assert_memory, assert_replicas_equal, judge
 from harness.jobs import RankOutcome, Training
 from harness.pool import run_ranks
@@ -20,15 +19,7 @@ from shardwise.layout.wire import BLOCK, packed_bytes
 from shardwise.model.catalog import get
 from shardwise.predict.traffic.ledger import predict_ledger
 
-LAYOUTS = [
-    "dp=2,zero=1",
-    "dp=3,zero=2",
-    "dp=4,zero=3,hpz=2",
-    "dp=6,zero=3,hpz=2",
-    "dp=6,zero=3,hpz=3",
-    "dp=8,zero=3,hpz=4",
-    "dp=4,tp=2,zero=3,hpz=2",  # what tp splits and what each rank has share no block: intervals differ
-]
+LAYOUTS = table(__file__, "LAYOUTS")
 
 
 def summed(parts: list[np.ndarray], runs: tuple[tuple[int, int], ...] = ()) -> np.ndarray:

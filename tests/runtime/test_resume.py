@@ -6,8 +6,6 @@ and trained on. One model has what layouts stumble over: a tied embedding, key/v
 prime vocabulary, hidden size and MLP width, and dropout.
 """
 
-from __future__ import annotations
-
 import random
 from itertools import permutations, product
 from pathlib import Path

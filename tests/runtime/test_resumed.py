@@ -1,7 +1,5 @@
 """What a resumed run says and does: unfinished checkpoints, the learning rate's schedule; losses of replicas."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

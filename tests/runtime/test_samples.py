@@ -1,11 +1,10 @@
 """Physical limits of what `calibrate device` measures, on invented times: no device is needed."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.cli.calibrate_device import _check_limits
 from shardwise.predict.time.measuring import _attention
 from shardwise.runtime.job.launch import RunFailed
@@ -37,14 +36,7 @@ def test_what_a_device_can_do_is_not_measured_again() -> None:
     assert above_limits(samples(addition=1.5), "cpu") == {}  # its cache
 
 
-@pytest.mark.parametrize(
-    ("shares", "at", "words"),
-    [
-        ({"attention": 5.2}, 2, "attention bfloat16 forward 1x8192x32x128 at 520% of the rate of matrix products"),
-        ({"addition": 1.5}, 4, "pass bfloat16 8192x1024 at 150% of the bandwidth of a copy"),
-        ({"row": 1.7}, 5, "row bfloat16 4096x4096 at 170% of the bandwidth of a copy"),
-    ],
-)
+@from_table
 def test_what_no_device_can_do_is_measured_again_and_then_rejected(shares, at, words) -> None:
     wrong, right = samples(**shares), samples()
     asked: list[tuple[int, int]] = []

@@ -1,7 +1,5 @@
 """Second copies of gathered parameters (hpz): they change no bit, and every step makes them anew."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,13 +1,12 @@
 """Whole runs with parameter servers, as a user starts them: what they record of their updates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 from harness import forked
+from harness.cases import table
 from harness.today import some_of
 from shardwise.cli.main import main
 from shardwise.layout.recorded_run import RecordedRun, recorded_run
@@ -17,13 +16,7 @@ from shardwise.schedule.staleness import check
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 STEPS = 6
-LAYOUTS = (
-    "dp=2,sync=ps",
-    "dp=3,sync=ssp,staleness=2,servers=2",
-    "dp=3,sync=async,servers=1:own",
-    "dp=3,sync=ps,backup=1,servers=2:own",
-    "dp=2,tp=2,sync=async,damped,servers=2",
-)
+LAYOUTS = table(__file__, "LAYOUTS")
 
 
 def train(text: Path, out: Path, layout: str, *more: str) -> None:

@@ -5,8 +5,6 @@ The limits of patience are the trainer's (`--hang`). Whatever is killed ends the
 beyond the last checkpoint; whatever only takes longer changes no number where the workers wait for each other.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

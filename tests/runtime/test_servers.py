@@ -1,8 +1,6 @@
 """Parameter servers: in lockstep one device's training, within a bound what the bound allows, and to the byte what is
 predicted."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Shared memory when things go wrong: ranks that die, do not come, or cannot have the memory."""
 
-from __future__ import annotations
-
 import random
 from functools import reduce
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading each other's memory is safe whatever the ranks' speeds: plans played in random orders."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

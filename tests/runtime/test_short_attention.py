@@ -1,7 +1,5 @@
 """Short attention against the same in float64, and beside what torch's own kernel saves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

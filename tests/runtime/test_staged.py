@@ -1,16 +1,14 @@
 """Ranks that share a GPU: their tensors go through the host's memory, which is forced on CPU tensors here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 
+from harness.cases import table
 from harness.checks import assert_ledger, assert_replicas_equal, train
-from harness.experts import EXPERT_MODELS
 from harness.reference import Case
-from harness.space import MODELS
+from harness.space import EXPERT_MODELS, MODELS
 from harness.today import some_of
 from shardwise.api import _carried_by
 from shardwise.errors import UserError
@@ -24,22 +22,7 @@ from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import merge_roles
 from shardwise.runtime.job.devices import cuda_device, sharing
 
-LAYOUTS = (
-    ("llama", "dp=2,precision=fp64", "gloo"),
-    ("llama", "dp=4,zero=3,precision=bf16", "shared"),
-    ("qwen3", "dp=4,zero=2,precision=bf16", "gloo"),
-    ("llama", "dp=2,tp=2,sp,zero=3,precision=fp64", "gloo"),
-    ("gpt2", "dp=2,tp=2,sp,zero=1,precision=fp32", "shared"),
-    ("llama", "tp=2,pp=2,schedule=interleaved,virtual=2,precision=fp64", "shared"),
-    ("qwen2", "dp=2,pp=2,zero=1,precision=fp32", "gloo"),
-    ("llama", "cp=2,precision=fp64", "shared"),
-    ("llama", "cp=2,dp=2,zero=3,precision=fp32", "gloo"),
-    ("mixtral", "dp=2,ep=2,precision=fp64", "shared"),
-    ("mixtral", "dp=4,ep=2,zero=2,precision=fp32", "gloo"),
-    ("llama", "dp=4,zero=3,algorithm=ring,precision=bf16", "gloo"),
-    ("llama", "dp=2,tp=2,sp,zero=3,algorithm=recursive-doubling,precision=fp64", "shared"),
-    ("llama", "dp=2,zero=2,offload=cpu,precision=bf16", "shared"),
-)
+LAYOUTS = table(__file__, "LAYOUTS")
 
 
 @pytest.mark.parametrize(("model", "text", "transport"), some_of(LAYOUTS, 5, "staged layouts"))

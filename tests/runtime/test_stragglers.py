@@ -1,7 +1,5 @@
 """Injected waiting on a clock of the test's own, ranks that wait for each other, and whole runs with slow ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 from harness import forked
+from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import catalog
@@ -186,16 +185,7 @@ def test_lines_of_few_and_of_many_ranks() -> None:
     assert waiting_lines(many[:1]) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"slow": ("rank=0,factor=2",), "device": "cuda"}, "add --emulate TIME"),
-        ({"slow": ("rank=0,spread=0.2",)}, "add --emulate TIME"),
-        ({"slow": ("rank=0,factor=2",), "emulate": "soon"}, "no time"),
-        ({"slow": ("rank=0,factor=20",), "emulate": "2s", "hang": 30.0}, "give --hang more"),
-        ({"slow": "rank=0,factor=2"}, "slow must be"),
-    ],
-)
+@from_table
 def test_what_cannot_be_injected_is_one_line(options: dict, words: str) -> None:
     model = catalog.get("tiny-llama")
     with pytest.raises(UserError) as error:

@@ -3,8 +3,6 @@
 Runs are real ones, as a user starts them. `harness/faulty_worker.py` stands in for a rank that gets into trouble.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -24,6 +22,7 @@ from typing import Any
 import pytest
 
 from harness import forked
+from harness.cases import table
 from harness.today import EVERYTHING, STORAGE, TORCHRUN, of_some, seed, some_of
 from harness.training_process import LIMIT, Process, command, environment, losses, manifests, restarted, write_text
 from shardwise import api
@@ -100,27 +99,18 @@ def undisturbed(runs: Path, layout: str, **options: Any) -> list[float]:
 
 
 def happened(attempt: Attempt) -> float:
-    """When the trouble began."""
     return float(attempt.out.with_name(f"{attempt.out.name}-happened").read_text())
 
 
 # -- hangs made on purpose
 
 
-HANGS: list[tuple[str, int, str, str, str, dict[str, Any]]] = [
-    (FOUR, 2, "hang", "forward", "in forward of blocks.0, after all_gather_into over", {}),
-    (TWO, 1, "hang", "backward", "in backward of head, after", {}),
-    (TWO, 0, "hang", "optimizer", "in the optimizer, after all_reduce over dp for gradient norm in optimizer", {}),
-    (TWO, 1, "hang", "save", "in the save of its part, after all_reduce over dp for loss", {}),
-    (TWO, 0, "hang", "save", "in the save of its part, after the broadcast", {"save_async": True}),
-    (TWO, 1, "freeze", "backward", "in backward of head, after", {}),
-    (ONE, 0, "hang", "data", "in the next batch", {}),
-]
+HANGS: list[tuple[str, int, str, str, str, dict[str, Any]]] = table(__file__, "HANGS")
 """(layout, rank, what, where, what is named, more settings)."""
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank", "what", "where", "named", "more"), HANGS[:1] + some_of(HANGS[1:], 1, "hangs")
+    ("layout", "rank", "what", "where", "named", "more"), [HANGS[0], *some_of(HANGS[1:], 1, "hangs")]
 )
 def test_a_hang_is_found_and_named_and_the_run_ends_as_if_nothing_had_happened(
     runs: Path, layout: str, rank: int, what: str, where: str, named: str, more: dict[str, Any]

@@ -1,7 +1,5 @@
 """Timelines of real steps: overlap is seen where it is, nowhere else, and recording disturbs nothing."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

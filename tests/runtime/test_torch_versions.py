@@ -1,7 +1,5 @@
 """torch's names: the package uses those of torch 2.9, and newer ones in `runtime/torch_versions.py` alone."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator

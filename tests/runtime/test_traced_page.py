@@ -1,7 +1,5 @@
 """Commands of docs/your_own_model.md print what the page has. SHARDWISE_SNAPSHOTS=write rewrites the page."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

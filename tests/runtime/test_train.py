@@ -1,7 +1,5 @@
 """Whole runs, as a user starts them: real ranks, real text, a run directory at the end."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Schedules run by real processes give torch's own results, on every transport."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 
@@ -11,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from harness.memories import held, lay_out, result
 from harness.play import play
 from harness.pool import run_ranks
@@ -33,7 +32,6 @@ def sizes(p: int) -> tuple[int, ...]:
 
 
 def options(algorithm: Algorithm, p: int, generator: random.Random) -> tuple[tuple[str, int], ...]:
-    """Values for some of its options."""
     values = {"root": range(p), "segments": (1, 2, 3, 5), "node": [g for g in range(1, p + 1) if p % g == 0]}
     return tuple(
         (name, generator.choice(values[name]))
@@ -179,15 +177,7 @@ class Group:
         return 0
 
 
-@pytest.mark.parametrize(
-    ("collective", "ranks", "shape", "words"),
-    [
-        ("all-reduce", 3, (6,), "for 3 ranks, the group has 2"),
-        ("all-reduce", 2, (2, 3), r"shape \(2, 3\)"),
-        ("all-to-all", 2, (7,), "2 x n elements"),
-        ("all-to-all", 2, (6,), "n a multiple of 2"),
-    ],
-)
+@from_table
 def test_a_memory_that_does_not_fit_is_refused(collective, ranks, shape, words):
     name = "ring" if collective == "all-reduce" else "pairwise"
     with pytest.raises(UserError, match=words):

@@ -3,8 +3,6 @@
 Each test is an ordinary case of the harness, chosen so that the mistake would show, with an assertion that it could.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The runtime's own ledger against an independent witness of what passes through the process groups."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.pool import run_ranks

@@ -1,7 +1,5 @@
 """One rank's process around a stand-in for the trainer: how what it raises reaches the launcher, or torchrun's user."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.cases import from_table
 from harness.processes import launch
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
@@ -94,15 +93,7 @@ def test_an_exit_with_a_thread_that_never_ends(tmp_path, config):
     assert launched(tmp_path, body) == (2, ["no"])
 
 
-@pytest.mark.parametrize(
-    ("body", "code", "line"),
-    [
-        ("raise UserError('too little text')", 2, "shardwise: error: too little text\n"),
-        ("raise OSError('connection closed')", 1, "shardwise: error: rank 1 failed: OSError: connection closed\n"),
-        ("raise KeyboardInterrupt", 130, ""),
-        ("pass", 0, ""),
-    ],
-)
+@from_table
 def test_without_our_launcher_the_rank_speaks_itself(tmp_path, config, body, code, line):
     env = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWISE")}
     done = subprocess.run(

@@ -1,7 +1,5 @@
 """The program of docs/your_own_model.md runs as it is, under torchrun."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

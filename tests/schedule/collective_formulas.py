@@ -1,7 +1,5 @@
 """The textbook costs of collectives in several segments and on two kinds of links, to compare prices with."""
 
-from __future__ import annotations
-
 from math import ceil, log2
 
 from shardwise.schedule.closed_forms import Factors, Terms

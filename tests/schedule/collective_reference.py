@@ -1,7 +1,5 @@
 """What collectives must give, and schedules done step by step, written without a look at the code under test."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Choosing: the cheapest first, crossovers where two algorithms cost the same."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.cluster import Cluster, Device, Link

@@ -1,13 +1,12 @@
 """Every algorithm gives what its collective promises, for any number of ranks and any size; how it is asked for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from collective_reference import results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from harness.play import play
 from shardwise.errors import UserError
 from shardwise.schedule import Algorithm, algorithms, build, collective_name, find
@@ -88,21 +87,7 @@ def test_names_are_forgiving():
     assert find("all_reduce", "butterfly").name == "recursive-doubling"
 
 
-@pytest.mark.parametrize(
-    ("collective", "name", "ranks", "options", "words"),
-    [
-        ("all-redcue", "ring", 4, {}, "did you mean all-reduce"),
-        ("all-reduce", "rign", 4, {}, "did you mean ring"),
-        ("all-reduce", "xyz", 4, {}, "there are ring, tree"),
-        ("all-reduce", "ring", 0, {}, "positive integer"),
-        ("all-reduce", "ring", 4, {"segments": 2}, "no option 'segments'; it has none"),
-        ("broadcast", "chain", 4, {"segments": 0}, "segments must be a positive integer"),
-        ("broadcast", "chain", 4, {"root": -1}, "root must be an integer from 0, not -1"),
-        ("broadcast", "chain", 4, {"root": 4}, "root 4 is none of the 4 ranks"),
-        ("all-reduce", "hierarchical", 12, {"node": 5}, "node=5 does not divide 12 ranks; these do: 1, 2, 3, 4, 6, 12"),
-        ("all-reduce", "one-shot", 5000, {}, "at most 1024 ranks"),
-    ],
-)
+@from_table
 def test_mistakes_are_told_in_one_line(collective, name, ranks, options, words):
     with pytest.raises(UserError, match=words) as caught:
         build(collective, name, ranks, **options)

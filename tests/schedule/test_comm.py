@@ -1,7 +1,5 @@
 """Rounds, and where the chunks of a buffer begin."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

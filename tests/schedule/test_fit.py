@@ -1,7 +1,5 @@
 """Fitting: known figures come back, through noise and outliers; what cannot be told is refused or left out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

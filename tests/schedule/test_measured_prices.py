@@ -1,7 +1,5 @@
 """Prices on measured links: starts, copies, what is put aside, and speeds that depend on the size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prices: the closed forms come out exactly, and the engine agrees when it runs a schedule message by message."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What people and pages are shown of a schedule."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,12 +1,11 @@
 """Slow ranks: the text of `--slow`, and factors that are a function of seed, rank and step alone."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
 
+from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.schedule.stragglers import SlowRank, Stragglers, emulated_seconds
 
@@ -27,24 +26,7 @@ def test_a_text_is_read_and_written(text: str, expected: SlowRank) -> None:
     assert SlowRank.parse(str(expected)) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "no key ''"),
-        ("rank=1", "factor or spread"),
-        ("factor=3", "rank=N or rank=all"),
-        ("rank=-1,factor=3", "rank=N or rank=all"),
-        ("rank=1,factor=0.5", "factor must be at least 1"),
-        ("rank=1,factor=nan", "factor must be at least 1"),
-        ("rank=1,factor=fast", "not 'fast'"),
-        ("rank=1,factor=3,probability=0", "probability must be above 0"),
-        ("rank=1,factor=3,probability=1.5", "at most 1"),
-        ("rank=1,spread=0", "spread must be above 0"),
-        ("rank=1,probability=0.5,spread=1", "needs the factor"),
-        ("rank=1,factr=3", "did you mean factor?"),
-        ("rank=1,factor=3,factor=2", "twice"),
-    ],
-)
+@from_table
 def test_a_wrong_text_is_one_line(text: str, words: str) -> None:
     with pytest.raises(UserError, match=r"^--slow ") as error:
         Stragglers.parse([text])

@@ -1,7 +1,5 @@
 """Policies of parameter servers in virtual time: what they must hold under any order of arrival."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The record of updates: what it lists, what it counts, and its file."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

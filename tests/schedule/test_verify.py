@@ -1,7 +1,5 @@
 """The verifier finds what is wrong: mutants of every kind, each with rank, chunk and round; and nothing else."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

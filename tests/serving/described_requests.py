@@ -1,7 +1,5 @@
 """Requests drawn from the server's own description of itself, and what every answer to one must be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

@@ -3,8 +3,6 @@
 An answer repeats its prompt, so that a test knows which tokens belong to whom.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import itertools
@@ -94,7 +92,6 @@ class EngineDouble:
             return {0: ReplicaLoad(len(self._waiting), len(self._running), 3 * len(self._running), 64)}
 
     def fail(self, line: str) -> None:
-        """As if a rank had died."""
         with self._lock:
             self.failure = line
             lost = self._waiting + self._running

@@ -1,7 +1,5 @@
 """Attention over pages, wherever they lie, is attention over the whole sequence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

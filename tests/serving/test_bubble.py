@@ -1,7 +1,5 @@
 """The bubble that is measured from ranks' notes is the simulated one where they did what is simulated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace

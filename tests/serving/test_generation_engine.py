@@ -4,8 +4,6 @@ Sixteen requests of different lengths arrive at different turns; prompts come in
 sequences are computed again, some prompts begin alike, and one request is cancelled.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import cache
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 from harness.answers import CLOSE, check, requests
+from harness.cases import table
 from harness.generation import Script, some_cases
 from harness.huggingface import FAMILIES, STEPS, pretrained
 from harness.pool import run_ranks
@@ -26,15 +25,7 @@ from shardwise.layout import Layout
 from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Command, Finished, Request, Sampling, Token
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"num_hidden_layers": 3}),
-    "llama-mha": ("llama", {"num_hidden_layers": 3, "num_key_value_heads": 4}),
-    "qwen2": ("qwen2", {"num_hidden_layers": 3}),
-    "qwen3": ("qwen3", {"num_hidden_layers": 3}),
-    "olmo2": ("olmo2", {"num_hidden_layers": 3}),
-    "gemma2": ("gemma2", {"num_hidden_layers": 3}),
-    "gpt2": ("gpt2", {"n_layer": 3}),
-}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = table(__file__, "MODELS")
 LAYOUTS = [
     "dp=1", "tp=2", "tp=4", "pp=2", "pp=3", "tp=2,pp=2", "dp=2,zero=3", "dp=4,zero=3", "dp=2", "dp=2,tp=2,zero=3",
     "dp=2,pp=2", "pp=3,stages=0/3/0", "cp=2", "cp=4", "tp=2,cp=2", "cp=2,pp=2", "dp=2,cp=2",

@@ -1,8 +1,6 @@
 """Generation with experts under every way to split them: logits and answers of Mixtral, Qwen3-MoE and DeepSeek-V2 and
 V3 as `transformers` computes them."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from functools import cache
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from harness.answers import check, requests
+from harness.cases import from_table
 from harness.generation import Script, some_cases
 from harness.huggingface import pretrained
 from harness.pool import run_ranks
@@ -134,17 +133,7 @@ def test_narrow_weights(folders: Any, precision: str, quantize: str) -> None:
     assert errors.median() < 0.1 and errors.min() > 0
 
 
-@pytest.mark.parametrize(
-    ("layout", "words"),
-    [
-        ("dp=3,tp=2,ep=3", "divides tp=2, or is a multiple"),
-        ("dp=2,cp=2,ep=4", "or leave cp out"),
-        ("dp=2,ep=2,order=dp-cp-tp-pp", ""),
-        ("dp=2,tp=2,ep=2,order=pp-tp-cp-dp", "the usual order"),
-        ("dp=4,zero=3,shard=2", "leave shard out"),
-        ("dp=4,zero=3,ep=2", "leave out one of them"),
-    ],
-)
+@from_table
 def test_splits_of_experts_that_generation_has_not(layout: str, words: str) -> None:
     model = MIXED.replace(experts=Experts(12, 3, 14))
     if not words:

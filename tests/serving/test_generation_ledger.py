@@ -1,7 +1,5 @@
 """The ledger that the engine observes in each turn is the one that was predicted, row by row, for every strategy."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

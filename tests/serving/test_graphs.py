@@ -1,7 +1,5 @@
 """Decode steps with static shapes, on the CPU: the logits and tokens of the eager form, whatever joins and leaves."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache
@@ -124,7 +122,6 @@ def test_buckets() -> None:
 
 
 def step(lengths: list[int], pages: list[list[int]] | None = None) -> EngineStep:
-    """The newest token of sequences of these lengths."""
     chunks = []
     for number, length in enumerate(lengths):
         sequence = Sequence(Request(number, (1,), Sampling()), number, list(range(100, 100 + length)))

@@ -1,7 +1,5 @@
 """The HTTP interface on a double of the engine: answers, streams, what is refused and in which words."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 from serving_double import CONTEXT, MODEL, Running, serving
 
+from harness.cases import from_table
 from shardwise.serving.http.server import bind, is_public
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -26,7 +25,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def until(condition) -> None:
-    """Wait for what another thread does."""
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline
@@ -51,15 +49,7 @@ def test_the_token_that_ends_is_counted_and_not_shown(server):
     assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("abc", "stop", 4)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "texts"),
-    [
-        ("xy", ["xyx"]),
-        (["xy", "z"], ["xyx", "zzz"]),
-        ([120, 121], ["xyx"]),
-        ([[120], [121, 122]], ["xxx", "yzy"]),
-    ],
-)
+@from_table
 def test_prompts_are_texts_or_tokens_one_or_several(server, prompt, texts):
     _, answer, _ = server.post(COMPLETIONS, prompt=prompt, max_tokens=3)
     assert [choice["text"] for choice in answer["choices"]] == texts
@@ -331,75 +321,13 @@ def refused(answered, status: int, param: str | None, *words: str) -> dict:
     return answer["error"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({}, "prompt", ["missing"]),
-        ({"prompt": 5}, "prompt", ["a string", "array", "not 5"]),
-        ({"prompt": []}, "prompt", []),
-        ({"prompt": [1, "a"]}, "prompt[1]", ["integer"]),
-        ({"prompt": [[1], []]}, "prompt[1]", ["at least 1"]),
-        ({"prompt": [-1]}, "prompt[0]", ["at least 0"]),
-        ({"prompt": [999]}, "prompt", ["999", "does not exist"]),
-        ({"prompt": ""}, "prompt", ["empty"]),
-        ({"prompt": "\ud800"}, "prompt", ["surrogate"]),
-        ({"prompt": "a", "temperature": -1}, "temperature", ["at least 0", "not -1"]),
-        ({"prompt": "a", "temperature": True}, "temperature", ["a number", "true"]),
-        ({"prompt": "a", "top_p": 0}, "top_p", ["above 0"]),
-        ({"prompt": "a", "top_k": 1.5}, "top_k", ["an integer"]),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens", ["at least 1"]),
-        ({"prompt": "a", "max_tokens": "5"}, "max_tokens", ["an integer", '"5"']),
-        ({"prompt": "a", "n": 129}, "n", ["at most 128"]),
-        ({"prompt": "a", "n": 13}, "n", ["13", "12"]),
-        ({"prompt": ["a"] * 13}, "prompt", ["13", "12"]),
-        ({"prompt": "a", "stop": [""]}, "stop[0]", ["empty"]),
-        ({"prompt": "a", "stop": ["a"] * 33}, "stop", ["at most 32"]),
-        ({"prompt": "a", "seed": 1 << 63}, "seed", ["at most"]),
-        ({"prompt": "a", "stream": 1}, "stream", ["true or false"]),
-        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", ["stream"]),
-        ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", ["not a field"]),
-        ({"prompt": "a", "echo": 1}, "echo", ["true or false"]),
-        ({"prompt": "a", "logprobs": 21}, "logprobs", ["at most 20"]),
-        ({"prompt": "a", "best_of": 2}, "best_of", ["ranked"]),
-        ({"prompt": "a", "suffix": "z"}, "suffix", ["suffix"]),
-        ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", ["not supported"]),
-        ({"prompt": "a", "presence_penalty": False}, "presence_penalty", ["not supported"]),
-        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", ["not supported"]),
-        ({"prompt": "a", "min_p": 0.1}, "min_p", ["top_p"]),
-        ({"prompt": "a", "repetition_penalty": 1.1}, "repetition_penalty", ["not supported"]),
-        ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens", ["not text"]),
-        ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids[0]", ["at least 0"]),
-        ({"prompt": [1 << 40]}, "prompt[0]", ["at most"]),
-        ({"prompt": "a", "grammar": "x"}, "grammar", ["not a field"]),
-    ],
-)
+@from_table
 def test_a_wrong_completion_is_refused_by_the_name_of_its_field(server, fields, param, words):
     error = refused(server.post(COMPLETIONS, **fields), 400, param, *words)
     assert error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({}, "messages", ["missing"]),
-        ({"messages": []}, "messages", ["at least 1"]),
-        ({"messages": "hello"}, "messages", ["an array"]),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", ["tools are not supported"]),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", ["missing"]),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", ["a string"]),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].text", []),
-        ({"messages": [*HELLO, {"role": "user", "content": "forbidden"}]}, "messages", ["template", "not that"]),
-        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", ["not supported"]),
-        ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", ["prescribed"]),
-        ({"messages": HELLO, "top_logprobs": 3}, "top_logprobs", ["with logprobs"]),
-        ({"messages": HELLO, "top_logprobs": 21, "logprobs": True}, "top_logprobs", ["at most 20"]),
-        ({"messages": HELLO, "echo": True}, "echo", [COMPLETIONS]),
-        ({"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ["the server"]),
-        ({"messages": HELLO, "chat_template_kwargs": [1]}, "chat_template_kwargs", ["an object"]),
-        ({"messages": HELLO, "logprobs": 1}, "logprobs", ["true or false"]),
-        ({"messages": HELLO, "max_completion_tokens": -5}, "max_completion_tokens", ["at least 1"]),
-    ],
-)
+@from_table
 def test_a_wrong_chat_is_refused_by_the_name_of_its_field(server, fields, param, words):
     refused(server.post(CHATS, **fields), 400, param, *words)
 
@@ -417,18 +345,7 @@ def test_an_answer_of_the_usual_length_is_as_short_as_the_context_makes_it(serve
     assert answer["usage"]["completion_tokens"] == 5 and answer["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b"", ["not JSON"]),
-        (b"{", ["not JSON"]),
-        (b"[]", ["must be a JSON object"]),
-        (b'{"prompt": NaN}', ["NaN"]),
-        (b"\xff\xfe", ["not JSON"]),
-        (b"[" * 100_000, ["nested too deeply"]),
-        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", ["not JSON"]),
-    ],
-)
+@from_table
 def test_malformed_bodies_are_400(server, body, words):
     refused(server.ask("POST", COMPLETIONS, body), 400, None, *words)
 
@@ -515,19 +432,7 @@ IN_CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 KEY = b"authorization: Bearer key\r\n"
 
 
-@pytest.mark.parametrize(
-    ("headers", "body", "words"),
-    [
-        (KEY + LENGTH + CHUNKED, IN_CHUNKS, "Content-Length and Transfer-Encoding"),
-        (KEY + CHUNKED + LENGTH, BODY, "Content-Length and Transfer-Encoding"),
-        (KEY + KEY + LENGTH, BODY, "several Authorization"),
-        (KEY + b"Authorization: Bearer other\r\n" + LENGTH, BODY, "several Authorization"),
-        (b"authorization: Bearer other\r\n" + KEY + LENGTH, BODY, "several Authorization"),
-        (KEY + LENGTH + b"content-length: 1\r\n", BODY, "not valid HTTP"),
-        (KEY + b"transfer-encoding: gzip, chunked\r\n", IN_CHUNKS, "not valid HTTP"),
-        (KEY + LENGTH + b"host: other\r\n", BODY, "not valid HTTP"),
-    ],
-)
+@from_table
 def test_requests_that_proxies_read_otherwise_are_rejected_and_end_the_connection(tmp_path, headers, body, words):
     with serving(tmp_path, api_key="key") as server:
         way = socket.create_connection(("127.0.0.1", server.port), timeout=10)

@@ -1,7 +1,5 @@
 """Chat templates: the tokens are those of `transformers`, and nobody's message can spell a control token."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

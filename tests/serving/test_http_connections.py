@@ -1,7 +1,5 @@
 """Clients that open connections and say nothing, or little, or read nothing: others are answered all the same."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
@@ -22,7 +20,6 @@ LONG = 60.0
 
 @contextmanager
 def crowd(server: Running, count: int, data: bytes) -> Iterator[list[socket.socket]]:
-    """So many connections that have sent `data`."""
     with ExitStack() as stack:
         sockets = []
         for _ in range(count):
@@ -33,7 +30,6 @@ def crowd(server: Running, count: int, data: bytes) -> Iterator[list[socket.sock
 
 
 def readers(server: Running, count: int) -> None:
-    """Wait until so many requests are being read."""
     deadline = time.monotonic() + 30
     while len(server.front.readers) != count:
         assert time.monotonic() < deadline

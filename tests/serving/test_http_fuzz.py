@@ -3,8 +3,6 @@
 Values are drawn from the schemas of /openapi.json, as they are and with something changed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The official `openai` client, unchanged, against the HTTP interface on a double of the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import openai

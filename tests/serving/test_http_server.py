@@ -1,7 +1,5 @@
 """How a server ends, on a double of the engine: signals, patience that runs out, a failed engine; and addresses."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """`shardwise serve` as its users run it: a small model on two ranks, the official client, and every way it can end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -75,7 +73,6 @@ class Served:
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     def ranks(self) -> list[int]:
-        """Process ids of its ranks."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         return [int(word) for task in tasks for word in task.read_text().split()]
 

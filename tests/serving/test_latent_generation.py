@@ -1,7 +1,5 @@
 """Generation over a cache of latents, with absorbed weights, against the plain decoder: the logits of every token."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import product

@@ -1,7 +1,5 @@
 """Loading holds little more than a rank's own share of the weights, whatever layout trained them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

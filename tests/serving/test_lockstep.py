@@ -1,7 +1,5 @@
 """When ranks in step may rest: while nobody has anything to do, and no longer."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 from typing import Any

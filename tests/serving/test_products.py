@@ -1,7 +1,5 @@
 """Matrices as they are kept: packed ones multiply as plain ones do, and 8-bit ones as near as 8 bits allow."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages between a front end and the ranks of another launcher, and who may be one."""
 
-from __future__ import annotations
-
 import math
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chosen tokens: the likeliest, or drawn as often as their probabilities say, by the request's own numbers."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

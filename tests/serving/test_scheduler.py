@@ -1,7 +1,5 @@
 """Pages and turns under arbitrary traffic: nothing is lost, nothing is shared wrongly, everything ends."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 from hypothesis import given, settings

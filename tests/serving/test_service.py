@@ -1,7 +1,5 @@
 """A service with its ranks: requests, the router, cancels, ranks that die, and what is left of it all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Answers as text while they come: whole characters, nothing after a stop string, the same as all at once."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

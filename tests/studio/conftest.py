@@ -1,7 +1,5 @@
 """A browser, and a server and a folder with a run for all tests of the page."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What tests of the page share: a tab, a run on disk, tables as JSON has them."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
@@ -35,7 +33,6 @@ def serving(folder: Path) -> Iterator[Studio]:
 
 
 def plain_columns(table: Table) -> dict[str, list[Any]]:
-    """A table's columns as JSON has them."""
     return {name: json.loads(encode(list(values))) for name, values in table.columns.items()}
 
 

@@ -1,7 +1,5 @@
 """The six chapters of Tokens: by mouse and by keys alone, in any width and theme, with motion and without."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

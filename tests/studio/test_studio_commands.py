@@ -1,7 +1,5 @@
 """The command under "The same on the command line" prints the page's numbers: each is run as it stands."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

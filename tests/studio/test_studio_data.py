@@ -1,7 +1,5 @@
 """What the views' functions return, against the rooms that they stand on."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -13,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, pipeline
@@ -241,15 +240,7 @@ def test_on_cpus_the_page_asks_the_same_software_everywhere(monkeypatch: pytest.
     assert any("shardwise-cpu" in line for line in plan.data(asked).how["ranked"].steps)
 
 
-@pytest.mark.parametrize(
-    ("view", "state"),
-    [
-        ("memory", {"cluster": "16x8xH100", "tp": "4", "pp": "4", "virtual": "2", "schedule": "interleaved", "sp": "1",
-                    "zero": "1", "recompute": "full", "grads": "fp32", "batch": "128"}),
-        ("plan", {"cluster": "8xH100", "seq": "4096", "batch": "64", "layers": "16"}),
-        ("tokens", {"cluster": "4xH100", "a": "tp=2,pp=2", "b": "dp=4,zero=3", "output": "8"}),
-    ],
-)  # fmt: skip
+@from_table
 def test_links_to_other_views_show_the_same_layout(view: str, state: dict[str, str]) -> None:
     found = answer(view, {"model": "llama-3-8b"} | state)
     listed = found.more["opens"] if view != "tokens" else [link for one in found.more["opens"] for link in one]

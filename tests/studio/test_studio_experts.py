@@ -1,7 +1,5 @@
 """The Experts view: its router and rows against the decoder and the ledger, its chapters in a real browser."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from math import ceil

@@ -1,7 +1,5 @@
 """A real training run of four processes, which the page follows through a reload and to its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """The page as a whole: nothing from outside, no serious finding of axe, narrow screens, zoom, export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs: the load of experts of a training run, read from its events, drawn, and followed."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs: followed live through reload and end; files that are dropped."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
@@ -12,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from studio_visitor import DELAY, Visitor, make_run, serving, step_event
 
+from harness.cases import from_table
 from harness.report_strategies import reports
 from harness.today import FOLLOWED, of_some
 from shardwise.errors import UserError
@@ -237,19 +236,7 @@ def test_a_report_and_its_trace_give_the_same_events(runs: Path) -> None:
     assert len(of_report.tables["ledger"].columns["op"]) == len(report.roles[0].ledger)
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        (b"", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
-        (b"[]", "no event with a duration"),
-        (b"{}", "no Chrome trace"),
-        (b'{"schema_version": 9}', "not a StepReport"),
-        (b'{"traceEvents": [{"ph": "X", "ts": "now"}]}', "damaged"),
-        (b'{"traceEvents": [1]}', "no Chrome trace"),
-    ],
-)
+@from_table
 def test_other_files_are_refused_in_one_line(content: bytes, line: str) -> None:
     with pytest.raises(UserError, match=line):
         opened(content)

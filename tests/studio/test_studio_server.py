@@ -1,7 +1,5 @@
 """The server: this machine only; no path leads out; a user's mistake is a 400 with its line."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.small_files import MOST
 from shardwise.studio.server import Studio
@@ -39,13 +38,7 @@ def test_the_page_forbids_everything_outside(studio: Studio) -> None:
     assert headers["X-Content-Type-Options"] == "nosniff"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/static/../server.py", "/static/%2e%2e/server.py", "/static/..%2fserver.py", "/static//etc/passwd",
-        "/static/lib/../../look.py", "/static/", "/etc/passwd", "//etc/passwd", "/static/lib", "/static/app.js%00",
-    ],
-)  # fmt: skip
+@from_table
 def test_no_path_leads_out(studio: Studio, path: str) -> None:
     status, _, body = ask(studio, path)
     assert status == 404 and json.loads(body)["error"]
@@ -91,21 +84,7 @@ def test_only_small_regular_files_are_read(studio: Studio, tmp_path: Path) -> No
     assert status == 400 and "not a regular file" in json.loads(body)["error"]
 
 
-@pytest.mark.parametrize(
-    ("path", "line"),
-    [
-        ("/api/plan?model=%00", "no model"),
-        (f"/api/plan?model={'x' * 5000}", "no model"),
-        ("/api/pipelines?ranks=many", "ranks=many: give a whole number from 1 to 64"),
-        ("/api/pipelines?rank=4", "this view has no 'rank'; did you mean ranks?"),
-        ("/api/memory?tp=3", "tp=3"),
-        ("/api/memory?sp=1", "sp splits sequences over the tp ranks"),
-        ("/api/plan?fix=tq%3D8", "tq"),
-        ("/api/collectives?collective=all-reduce&algorithm=rng", "algorithm=rng"),
-        ("/api/nothing", "no view 'nothing'"),
-        ("/api/plan/data", "no view 'plan/data'"),
-    ],
-)
+@from_table
 def test_a_mistake_is_a_400_with_one_line(studio: Studio, path: str, line: str) -> None:
     status, _, body = ask(studio, path)
     told = json.loads(body)["error"]

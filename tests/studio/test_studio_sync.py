@@ -1,7 +1,5 @@
 """Workers and servers: the view's data are the record's, of runs and in virtual time; drawn, and followed."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -11,6 +9,7 @@ import pytest
 from studio_visitor import Visitor, plain_columns, serving, step_event
 from test_studio_page import answers_the_pointer, has_room, is_accessible_in_both_themes
 
+from harness.cases import from_table
 from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.layout import Layout
@@ -162,19 +161,7 @@ def test_a_simulation_is_its_command(tmp_path: Path, capsys: pytest.CaptureFixtu
         )
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ({"run": "missing"}, "holds no run 'missing'"),
-        ({"run": "../served"}, "holds no run"),
-        ({"run": "served", "server": "2"}, "this run has 2, from 0 on"),
-        ({"sync": "ssq"}, "did you mean ssp"),
-        ({"sync": "ps", "backup": "4"}, "leaves none"),
-        ({"slow": "9"}, "0 to 3"),
-        ({"slow": "x"}, "slow=x"),
-        ({"wrokers": "3"}, "did you mean workers"),
-    ],
-)
+@from_table
 def test_mistakes_are_one_line(tmp_path: Path, words: dict[str, str], line: str) -> None:
     make_runs(tmp_path)
     with pytest.raises(UserError, match=line):

@@ -1,29 +1,19 @@
 """Each view in a real browser: its tables are the Python functions' values, by mouse and by keyboard alone."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
 import pytest
 from studio_visitor import Visitor, plain_columns
 
+from harness.cases import table
 from harness.today import some_of
 from shardwise.model.catalog import get
 from shardwise.report.units import format_bytes, format_time
 from shardwise.studio.columns import encode
 from shardwise.studio.data.registry import VIEWS, answer, parts
 
-STATES = {
-    "tokens": {"model": "llama-3-8b", "cluster": "4xH100", "output": "32", "batch": "4"},
-    "experts": {"model": "mixtral-8x7b", "dp": "2", "tp": "2", "tokens": "32", "load": "skewed"},
-    "collectives": {"collective": "reduce-scatter", "algorithm": "ring", "ranks": "5", "bytes": "1048576"},
-    "pipelines": {"a": "gpipe", "b": "interleaved", "ranks": "3", "micro": "6", "F": "12", "hop": "1"},
-    "memory": {"model": "llama-3-8b", "cluster": "2x8xH100", "tp": "2", "pp": "2", "zero": "1", "batch": "64"},
-    "plan": {"model": "llama-3-8b", "cluster": "8xH100", "seq": "4096", "batch": "64", "fix": "tp=2"},
-    "sync": {"sync": "ssp", "staleness": "1", "workers": "3", "slow": "1", "factor": "4", "seed": "5"},
-    "runs": {"run": "first"},
-}
+STATES = table(__file__, "STATES")
 CONTROLS = {
     "tokens": ("batch", "precision"),
     "experts": ("tokens", "etp"),

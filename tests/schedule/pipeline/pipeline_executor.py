@@ -6,8 +6,6 @@ It knows what a step must come to (every stage's gradients from every micro-batc
 gradients summed), so that a schedule is right if, and only if, this executor gets there.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from random import Random

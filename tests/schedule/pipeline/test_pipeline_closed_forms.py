@@ -1,12 +1,11 @@
 """Simulated bubbles and counted peaks against the table of the literature, exactly, where it holds."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import product
 
 import pytest
 
+from harness.cases import from_table
 from quoted.pipelines import of_total
 from shardwise.schedule.pipeline import bubbles, build, find
 from shardwise.schedule.pipeline.bubbles import curve, least_micro
@@ -47,16 +46,7 @@ def test_bubbles_are_the_formulas_where_these_hold_and_bounds_where_they_are(nam
     assert exact >= 20
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        ("interleaved", (4, 2, 2, 1, 1, 1)),
-        ("zb-h1", (4, 8, 1, 1, 2, 2)),
-        ("zb-h2", (4, 8, 1, 1, 3, 2)),
-        ("zb-v", (4, 8, 2, 1, 2, 1)),
-        ("dualpipe-v", (4, 8, 2, 2, 1, 1)),
-    ],
-)
+@from_table
 def test_conditions_are_needed(name, case):
     """Outside of them the formula is a bound only: it is exceeded."""
     p, m, v, f, i, w = case

@@ -1,12 +1,9 @@
 """docs/pipelines.md: its Python runs, and its figures are what the commands that it names print."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
-import pytest
-
+from harness.cases import from_table
 from shardwise.cli.main import main
 from shardwise.schedule.pipeline import build, registry, training
 from shardwise.schedule.pipeline.verify import verify
@@ -25,17 +22,7 @@ def test_its_python_runs():
     exec(USE, {})
 
 
-@pytest.mark.parametrize(
-    ("argv", "figures"),
-    [
-        ("gpipe --times F=10ms,B=20ms", ["330 ms"]),
-        ("1f1b --times F=10ms,B=20ms", ["330 ms"]),
-        ("gpipe --times F=10ms,B=20ms --hop 5ms", ["360 ms"]),
-        ("1f1b --times F=10ms,B=20ms --hop 5ms", ["410 ms", " 4  "]),
-        ("1f1b --times F=10ms,B=20ms --hop 5ms --warmup 6", ["360 ms", " 7  "]),
-        ("zb-v --times F=20ms,I=20ms,W=20ms", ["510 ms", "30.0 ms", " 0.00 s  "]),
-    ],
-)
+@from_table
 def test_its_figures_are_printed(argv, figures, capsys):
     assert main(["pipeline", "simulate", *argv.split(), "--ranks", "4", "--micro", "8"]) == 0
     out = capsys.readouterr().out

@@ -1,7 +1,5 @@
 """The one pass over the lists finds what the engine finds for the lowered program, message by message."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

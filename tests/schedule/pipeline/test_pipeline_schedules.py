@@ -1,13 +1,12 @@
 """The generators: what they refuse, that they are torch's where torch has them, and the form of what they make."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint
@@ -25,18 +24,7 @@ def computed(schedule, rank: int) -> str:
     return " ".join(str(action) for action in schedule.actions[rank] if action.kind in COMPUTE)
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "order"),
-    [
-        ("naive", 1, "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"),
-        ("gpipe", 1, "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3"),
-        ("1f1b", 0, "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"),
-        ("1f1b", 2, "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"),
-        ("zb-h1", 1, "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3"),
-        ("zb-h2", 2, "2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3"),
-        ("prefill", 2, "2F0 2F1 2F2 2F3"),
-    ],
-)
+@from_table
 def test_orders_are_the_published_ones(name, rank, order):
     assert computed(build(name, 3, 4), rank) == order
 
@@ -111,23 +99,7 @@ def test_decode_goes_round_and_keeps_ranks_busy():
     assert set(simulated.own_idle) == {0} and simulated.makespan == 12 + 2
 
 
-@pytest.mark.parametrize(
-    ("name", "p", "m", "v", "words"),
-    [
-        ("1f1b", 4, 8, 2, "it has one chunk a rank: v=1"),
-        ("interleaved", 4, 8, 1, "v of at least 2"),
-        ("interleaved", 1, 8, 2, "p of at least 2"),
-        ("interleaved", 4, 9, 2, "such as m=8 or m=10"),
-        ("breadth-first", 1, 8, 2, "p of at least 2"),
-        ("zb-v", 4, 8, 3, "v=2"),
-        ("zb-v", 1, 8, 2, "p of at least 2"),
-        ("dualpipe-v", 4, 7, 2, "m of at least 8"),
-        ("decode", 4, 3, 1, "m of at least 4"),
-        ("gpipe", 0, 3, 1, "p must be an integer of at least 1"),
-        ("gpipe", 2, 0, 1, "m must be an integer of at least 1"),
-        ("zbv1", 2, 4, 2, "did you mean zb-v"),
-    ],
-)
+@from_table
 def test_illegal_numbers_say_what_would_be_legal(name, p, m, v, words):
     with pytest.raises(UserError, match=words) as error:
         build(name, p, m, v)
@@ -143,15 +115,7 @@ def test_what_is_said_to_be_legal_is():
                     assert find("interleaved").objection(p, int(word[2:]), 2) == ""
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"warmup": 2}, "warmup must be an integer of at least 3"),
-        ({"tokens": 2}, "1f1b has no option 'tokens'; it has warmup"),
-        ({"zero": 4}, "zero must be 0, 1, 2 or 3"),
-        ({"ahead": -1}, "ahead must be an integer of at least 0"),
-    ],
-)
+@from_table
 def test_options_are_checked(options, words):
     with pytest.raises(UserError, match=words):
         build("1f1b", 4, 8, **options)
@@ -202,15 +166,7 @@ def test_two_stages_more_than_layers_leave_the_ends_to_the_embedding_and_the_hea
     assert (cut[0], cut[1], cut[127]) == (["embedding"], ["blocks.0"], ["head"])
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("21/20", "give p x v = 4 numbers of layers, not 2"),
-        ("21/20/20/x", "such as 21/20/20/19"),
-        ("21/20/20/20", "add up to 81, not 80; such as stages=20/20/20/20"),
-        ("40/0/20/20", "every stage needs layers"),
-    ],
-)
+@from_table
 def test_stages_that_do_not_fit(text, words):
     with pytest.raises(UserError, match=words):
         StageLayers.parse(text, 4, 80)

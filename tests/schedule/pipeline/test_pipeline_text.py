@@ -1,13 +1,12 @@
 """Texts and CSV read back what was written, and torch's own parser reads ours, and we its schedules."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from pipeline_executor import schedules
 
+from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.schedule.pipeline import build, parse_action
 from shardwise.schedule.pipeline.text import from_csv, from_text, to_csv, to_text
@@ -51,45 +50,13 @@ def test_computations_alone_are_completed():
         assert from_csv(to_csv(schedule, "compute_only"), "dualpipe-v", zero=zero) == schedule
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "begins with a line such as"),
-        ("pipeline x micro=1\nrank 0: 0F0", "needs micro=, and stages="),
-        ("pipeline x micro=1 stages=0/y\nrank 0: 0F0", "'stages=0/y' in the first line is not known"),
-        ("pipeline x micro=1 stages=0 odd\nrank 0: 0F0", "'odd' in the first line"),
-        ("pipeline x micro=1 stages=0/1\nrank 0: 0F0", "must name ranks 0 to 0"),
-        ("pipeline x micro=1 stages=0\nrank 1: 0F0", "line 2 must begin with 'rank 0:'"),
-        ("pipeline x micro=1 stages=0\nrank 0: 0G0", "'0G0' is no pipeline action"),
-        (f"pipeline x micro={10**21} stages=0\nrank 0: 0F0", "in the first line is not known"),
-        (f"pipeline x micro={'9' * 5000} stages=0\nrank 0: 0F0", "'micro=9{50,60}' in the first line is not known"),
-        ("pipeline x micro=300000000 stages=0\nrank 0: 0F0", "1 x 300000000 = 300,000,000 passes"),
-        ("pipeline x micro=2 stages=0 ring=-1\nrank 0: 0F0", "'ring=-1' in the first line"),
-    ],
-)
+@from_table
 def test_texts_that_are_none(text, words):
     with pytest.raises(UserError, match=words):
         from_text(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("0F0,0B0\n0F1,1F0\n", "stage 0 computes on rank 0 and on rank 1"),
-        ("0F0,2F0\n", "must be of stages 0, 1, 2, ..."),
-        ("\n", "found none"),
-        ("0F\n", "is no pipeline action"),
-        ("0F0,0B0\n\n1F0,1B0\n", "row 2 has no computations"),
-        ("0F0,1SEND_F0\n1RECV_F0\n", "row 2 has no computations"),
-        ("0F0,0B999999999\n", "1 x 1000000000 = 1,000,000,000 passes"),
-        ("0F0,0B99999999999999999\n", "'0B99999999999999999' is no pipeline action"),
-        (f"0F0,0B{'9' * 5000}\n", "'0B9{50,60}' is no pipeline action"),
-        ("0F0," + "x" * 200_000 + "\n", "this is no CSV"),
-        ("(0F0;0X1)OVERLAP_F_B\n", "'0X1' is no pipeline action"),
-        ("(0F0;0F0)OVERLAP_F_B,0B0\n", "an OVERLAP_F_B is made of one F and one B"),
-        ("0F0,(0I0)OVERLAP_F_B,0W0\n", "an OVERLAP_F_B is made of one F and one B"),
-    ],
-)
+@from_table
 def test_csv_that_is_none(text, words):
     with pytest.raises(UserError, match=words):
         from_csv(text)
@@ -117,7 +84,6 @@ class Stage:
 
 
 def torch_schedule(name: str, p: int, m: int, v: int):
-    """torch's own schedule object."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     return getattr(schedules, name)([Stage(p * chunk, p * v, p) for chunk in range(v)], m)
 

@@ -1,7 +1,5 @@
 """Verification agrees with an executor that knows nothing of it: what is right runs, what is wrong is named."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from random import Random
