@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any, NamedTuple
 
 from shardwise.errors import LayoutError, did_you_mean
 from shardwise.layout.axes import DENSE
+from shardwise.records import dataclass
 
 ORDER = "-".join(DENSE)
 """Rank axes from slowest to fastest: tensor parallel stays inside a node."""
