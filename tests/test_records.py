@@ -137,6 +137,25 @@ def test_frozen_instances_cannot_change(dataclass):
         hash(of["Mutable"]())
 
 
+@pytest.mark.parametrize("base", [records.dataclass, dataclasses.dataclass], ids=["ours", "standard"])
+@pytest.mark.parametrize("derived", [records.dataclass, dataclasses.dataclass], ids=["ours", "standard"])
+def test_classes_inherit_from_each_other(base, derived):
+    @base(frozen=True)
+    class Above:
+        a: int = 1
+
+    @derived(frozen=True)
+    class Below(Above):
+        b: int = 2
+
+    one = Below(3)
+    assert (one.a, one.b, one == Below(3), len({one, Below(3)})) == (3, 2, True, 1)
+    with pytest.raises(FrozenInstanceError):
+        one.a = 4
+    with pytest.raises(TypeError, match="cannot inherit non-frozen"):
+        derived(type("Thawed", (Above,), {"__annotations__": {"c": int}}))
+
+
 def test_instances_are_pickled_and_hashed_by_value():
     assert pickle.loads(pickle.dumps(Point(1))) == Point(1) and len({Point(1), Point(1), Point(1, 3)}) == 2
     assert copy.deepcopy(Point(1)) == Point(1) and Point(1) != Point(2)

@@ -23,7 +23,10 @@ else:
         def wrap(cls):
             if more:
                 return dataclasses.dataclass(frozen=frozen, eq=eq, repr=repr, **more)(cls)
-            dataclasses.dataclass(init=False, eq=False, repr=False)(cls)
+            # Of a frozen base the standard library takes only what it freezes itself.
+            derived = any(vars(base)["__dataclass_params__"].frozen for base in cls.__mro__[1:] if _is_own(base))
+            dataclasses.dataclass(init=False, eq=False, repr=False, frozen=frozen and derived)(cls)
+            cls.__dataclass_params__.frozen = frozen
             explicit_hash = vars(cls).get("__hash__") is not None
             for name, method in _methods(cls, frozen, eq, repr).items():
                 if name not in vars(cls):
@@ -33,6 +36,10 @@ else:
             return cls
 
         return wrap if cls is None else wrap(cls)
+
+
+def _is_own(cls: type) -> bool:
+    return "__dataclass_params__" in vars(cls)
 
 
 class _Constructor:
@@ -60,7 +67,7 @@ def _compiled(cls: Any) -> Callable[..., None]:
             names[default] = each.default
         if each.init:
             start = "_MISSING" if each.default_factory is not MISSING else default
-            parameters[each.kw_only].append(f"{name}={start}" if given else name)
+            parameters[each.kw_only is True].append(f"{name}={start}" if given else name)
         if each.init or each.default_factory is not MISSING:
             lines.append(f"_fields[{name!r}] = {value}")
     if hasattr(cls, "__post_init__"):

@@ -62,6 +62,9 @@ _NEAR_SIZE = 0.12
 def _device_named(name: str) -> str | None:
     """The device that a text names, None where there is none. A size that the catalog's name leaves out must be near
     the device's memory."""
+    table = accelerators()
+    if name in table.devices or name in table.aliases:
+        return table.aliases.get(name, name)  # without all spellings of all names, which take milliseconds
     words, known = _words(name), _by_words()
     for key in _keys(words):
         if key in known:
@@ -70,7 +73,7 @@ def _device_named(name: str) -> str | None:
     found = {known.get(key) for key in _keys([w for w in words if w not in sizes])} - {None, "CPU"}
     if len(sizes) != 1 or len(found) != 1:
         return None
-    memory = accelerators().devices[device := str(found.pop())].device.memory_bytes or 0
+    memory = table.devices[device := str(found.pop())].device.memory_bytes or 0
     size = int(sizes[0].removesuffix("gb"))
     near = any(abs(memory / (size * unit) - 1) < _NEAR_SIZE for unit in (1e9, 2**30))
     return device if near else None

@@ -100,10 +100,14 @@ class EngineMemory:
 
 
 @cache
+def _text() -> str:
+    return Path(__file__).with_name("engines.toml").read_text(encoding="utf-8")
+
+
+@cache
 def _table() -> dict[str, EngineMemory]:
-    text = Path(__file__).with_name("engines.toml").read_text(encoding="utf-8")
     found: dict[str, EngineMemory] = {}
-    for name, table in tomllib.loads(text).items():
+    for name, table in tomllib.loads(_text()).items():
         base = found[table.pop("base")] if "base" in table else EngineMemory(name, rows={key: {} for key in SECTIONS})
         rows = {
             key: base.rows[key] | {tensor: TensorRow.of(row) for tensor, row in table.pop(key, {}).items()}
@@ -119,4 +123,5 @@ def _table() -> dict[str, EngineMemory]:
 
 def engine_memory(name: str) -> EngineMemory | None:
     """Memory of the engine of that name; None where it is not known."""
-    return _table().get(name)
+    # Most commands ask for this project's runtime, which has no table: nothing is parsed then.
+    return _table().get(name) if f"[{name}]" in _text() else None
