@@ -211,7 +211,7 @@ TYPOS = """
 from shardwise.cli.commands import COMMANDS
 from shardwise.cli.main import main
 lines = [[name, "--jsno"] for name in COMMANDS] + [["pln"], ["plan", "llama-3-9b", "--cluster", "8xH100"]]
-lines += [["plan", "llama-3-8b", "--cluster", "8xH10"]]
+lines += [["plan", "llama-3-8b", "--cluster", "8xH10"], ["plan", "llama-3-8b", "--cluster", "8xH100", "--fix", "tpp=8"]]
 lines += [["estimate", "llama-3-8b", "--cluster", "8xH100", "--layout", "tpp=8"], ["plan", "gpt2", "--by", "fastst"]]
 for argv in lines:
     assert main(argv) == 2, argv

@@ -15,10 +15,9 @@ from shardwise.planner import Space
 from shardwise.planner.overlaps import SWITCHES, distinct, words
 from shardwise.planner.pricing import frame_of
 from shardwise.planner.space import LayoutColumns, divisors
-from shardwise.predict.fixing import fixed_of
+from shardwise.predict.fixing import SCHEDULES, fixed_of
 from shardwise.predict.supported import in_closed_form
 from shardwise.predict.time import engine
-from shardwise.predict.time.split import SCHEDULES
 
 BRIDGE = engine("megatron-bridge")
 MODELS = (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from shardwise.errors import UserError
+from shardwise.predict.fixing import SCHEDULES
 from shardwise.predict.time.pieces import Pieces
-from shardwise.predict.time.split import SCHEDULES
 from shardwise.predict.time.step import bubble_share
 from shardwise.schedule.pipeline import build, find
 from shardwise.schedule.pipeline.simulate import simulate

@@ -137,11 +137,11 @@ class Key:
         return numbers if self.kind == "list" else numbers[0]
 
     def _check_choice(self, value: str) -> None:
-        import difflib
-
         word = value.partition(":")[0] if self.form else value
         if not self.choices or word in self.choices:
             return
+        import difflib
+
         meant = [_SYNONYMS[word]] if _SYNONYMS.get(word) in self.choices else None
         near = meant or difflib.get_close_matches(word, self.choices, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""

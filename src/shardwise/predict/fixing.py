@@ -8,7 +8,10 @@ from typing import Any
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout.keys import KEYS, SEARCHED, goes_with, read
 from shardwise.layout.layout import Layout
-from shardwise.predict.time.split import SCHEDULES
+
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
+"""The schedules whose bubble has a closed form for the whole step (`schedule.pipeline.closed_forms`): not those that
+have one for a rank's own span alone; nor breadth-first, which takes as long as interleaved and holds more."""
 
 WORDS = {"schedule": SCHEDULES, "recompute": ("none", "selective", "full")}
 """Keys of which some choices are searched -> these."""

@@ -10,7 +10,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model
-from shardwise.predict.time.split import SCHEDULES
+from shardwise.predict.fixing import SCHEDULES
 from shardwise.predict.traced_layout import check_row_length
 
 MOST_DEVICES = 65536

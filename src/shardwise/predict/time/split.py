@@ -16,10 +16,6 @@ from shardwise.records import dataclass
 Num = Any
 """A number, or an array of numbers."""
 
-SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
-"""The schedules whose bubble has a closed form for the whole step (`schedule.pipeline.closed_forms`): not those that
-have one for a rank's own span alone; nor breadth-first, which takes as long as interleaved and holds more."""
-
 
 @dataclass(frozen=True)
 class StepShape:

@@ -19,13 +19,14 @@ import numpy as np
 from shardwise.errors import UserError
 from shardwise.layout.optimizers import DEFAULT, update_bytes
 from shardwise.model.parameters import Model
+from shardwise.predict.fixing import SCHEDULES
 from shardwise.predict.time.cores import core_wait, leaves_node
 from shardwise.predict.time.gradients import added_seconds
 from shardwise.predict.time.offload import OffloadSeconds, Sharded, offload_seconds, offloads
 from shardwise.predict.time.pieces import Parts, Pieces, pieces, total
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
-from shardwise.predict.time.split import SCHEDULES, Num, StepShape
+from shardwise.predict.time.split import Num, StepShape
 from shardwise.predict.time.traffic import (
     Traffic,
     block_parameters,
