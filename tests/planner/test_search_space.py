@@ -12,8 +12,8 @@ from shardwise.layout import Layout, Workload, check
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
 from shardwise.planner import Space
-from shardwise.planner.overlaps import SWITCHES, distinct, words
 from shardwise.planner.pricing import frame_of
+from shardwise.planner.ranking import SWITCHES, distinct, words
 from shardwise.planner.space import LayoutColumns, divisors
 from shardwise.predict.fixing import fixed_of
 from shardwise.predict.supported import in_closed_form
