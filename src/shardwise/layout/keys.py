@@ -136,11 +136,11 @@ class Key:
         return numbers if self.kind == "list" else numbers[0]
 
     def _check_choice(self, value: str) -> None:
-        import difflib
-
         word = value.partition(":")[0] if self.form else value
         if not self.choices or word in self.choices:
             return
+        import difflib
+
         meant = [_SYNONYMS[word]] if _SYNONYMS.get(word) in self.choices else None
         near = meant or difflib.get_close_matches(word, self.choices, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -233,8 +233,8 @@ _IN_WORDS = {"cpu": "in the host's memory", "nvme": "on disk"}
 _SPLITS = _unserved("only tp and sp split a worker")
 _STATE = _unserved("its optimizer state is on the servers")
 _EXPERTS = Rule(
-    lambda x: x.data_ranks * x.tp % x.expert_ranks == 0,
-    "ep x etp = {x.expert_ranks} must divide dp x cp x tp = {x.stage_ranks}",
+    lambda x: x.data_ranks * x.tp % (x.ep * x.expert_tp) == 0,
+    lambda x: f"ep x etp = {x.ep * x.expert_tp} must divide dp x cp x tp = {x.data_ranks * x.tp}",
 )
 _SHARED = Rule(
     lambda x: x.parameter_servers.own or x.parameter_servers.count <= x.training_ranks,
