@@ -141,7 +141,8 @@ def test_a_shard_group_of_all_is_what_layouts_without_zero_have():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tq=3", "cannot be fixed"), ("order=pp-dp-cp-tp", "cannot be fixed"), ("tp=x", "needs an integer"),
+        ("tq=3", "unknown key 'tq'; known keys: dp, tp, pp, cp, ep, zero, shard, hpz, sp, schedule, virtual"),
+        ("order=pp-dp-cp-tp", "cannot be fixed"), ("tp=x", "needs an integer"),
         ("tp", "needs a value"),
         ("tp=0", "must be a positive integer"), ("zero=4", "0, 1, 2 or 3"), ("tp=2,tp=4", "given twice"),
         ("schedule=zb-v", "is not searched"), ("schedule=foo", "is unknown"), ("sp=maybe", "stands alone"),

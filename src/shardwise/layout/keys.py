@@ -544,19 +544,23 @@ def defaults(*names: str) -> dict[str, Any]:
 
 
 def changed(layout: Keys) -> dict[Key, Any]:
-    """Key -> value where it differs from the default."""
-    values = ((key, getattr(layout, key.name)) for key in KEYS.values())
-    return {key: value for key, value in values if value != key.default or type(value) is not type(key.default)}
+    """Key -> value where it differs from the default, be it by its type alone."""
+    values = vars(layout)
+    return {
+        key: value
+        for name, key in KEYS.items()
+        if (value := values[name]) is not key.default and (value != key.default or type(value) is not type(key.default))
+    }
 
 
-def read(text: str, where: str) -> dict[str, Any]:
-    """Key -> value of a layout text, in any case, with commas or spaces between keys. Raises `LayoutError` with the
-    reason and the nearest legal value, after `where`."""
+def read(text: str, where: str, known: Collection[str] = tuple(KEYS)) -> dict[str, Any]:
+    """Key -> value of a layout text, in any case, with commas or spaces between keys. known: the keys of a hint.
+    Raises `LayoutError` with the reason and the nearest legal value, after `where`."""
     values: dict[str, Any] = {}
     for word in filter(None, re.split(r"[,\s]+", re.sub(r"\s*=\s*", "=", text.lower()))):
         name, has_value, value = word.partition("=")
         if name not in KEYS:
-            raise LayoutError(f"{where}: unknown key {name!r}; {_meant(word, KEYS)}")
+            raise LayoutError(f"{where}: unknown key {name!r}; {_meant(word, known)}")
         if name in values:
             raise LayoutError(f"{where}: {name} is given twice")
         try:
