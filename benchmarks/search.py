@@ -24,9 +24,8 @@ from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload, check
 from shardwise.model.catalog import get
 from shardwise.planner.exact import ExactMemory
-from shardwise.planner.overlaps import words
 from shardwise.planner.pricing import price_one
-from shardwise.planner.ranking import Found, search
+from shardwise.planner.ranking import Found, search, words
 from shardwise.planner.runnable import widened
 from shardwise.planner.shortfall import usable_bytes
 from shardwise.planner.space import Space

@@ -10,9 +10,9 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
 from shardwise.model.parameters import count, parameters
-from shardwise.planner.block_elements import BlockElements
 from shardwise.planner.bounds import places
 from shardwise.planner.exact import rank_plan
+from shardwise.planner.rank_bound import BlockElements
 from shardwise.predict.memory.step import predict_bytes
 from shardwise.report.step_report import Bytes
 

@@ -151,11 +151,11 @@ def test_an_engine_whose_offloading_is_not_modelled_says_so():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("offload=gpu", "offload=gpu is not one of none, cpu, nvme"),
+        ("offload=gpu", "offload=gpu is unknown; did you mean cpu. choices: none, cpu, nvme"),
         ("offload=cpu:2", "needs a fraction"),
         ("offload", "offload needs a value"),
         ("offload_params=cpu", "offload_params=cpu needs offload=cpu or offload=nvme"),
-        ("offload=cpu,offload_params=disk", "offload_params=disk is unknown; choose one of none, cpu, nvme"),
+        ("offload=cpu,offload_params=disk", "offload_params=disk is unknown; choices: none, cpu, nvme"),
         ("offload_activations=cpu", "cannot be fixed"),
     ],
 )

@@ -12,8 +12,8 @@ from shardwise.layout import Layout, Workload, check
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
 from shardwise.planner import Space
-from shardwise.planner.overlaps import SWITCHES, distinct, words
 from shardwise.planner.pricing import frame_of
+from shardwise.planner.ranking import SWITCHES, distinct, words
 from shardwise.planner.space import LayoutColumns, divisors
 from shardwise.predict.fixing import SCHEDULES, fixed_of
 from shardwise.predict.supported import in_closed_form
@@ -140,7 +140,8 @@ def test_a_shard_group_of_all_is_what_layouts_without_zero_have():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tq=3", "cannot be fixed"), ("order=pp-dp-cp-tp", "cannot be fixed"), ("tp=x", "needs an integer"),
+        ("tq=3", "unknown key 'tq'; known keys: dp, tp, pp, cp, ep, zero, shard, hpz, sp, schedule, virtual"),
+        ("order=pp-dp-cp-tp", "cannot be fixed"), ("tp=x", "needs an integer"),
         ("tp", "needs a value"),
         ("tp=0", "must be a positive integer"), ("zero=4", "0, 1, 2 or 3"), ("tp=2,tp=4", "given twice"),
         ("schedule=zb-v", "is not searched"), ("schedule=foo", "is unknown"), ("sp=maybe", "stands alone"),

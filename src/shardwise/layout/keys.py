@@ -234,8 +234,8 @@ _IN_WORDS = {"cpu": "in the host's memory", "nvme": "on disk"}
 _SPLITS = _unserved("only tp and sp split a worker")
 _STATE = _unserved("its optimizer state is on the servers")
 _EXPERTS = Rule(
-    lambda x: x.data_ranks * x.tp % x.expert_ranks == 0,
-    "ep x etp = {x.expert_ranks} must divide dp x cp x tp = {x.stage_ranks}",
+    lambda x: x.data_ranks * x.tp % (x.ep * x.expert_tp) == 0,
+    lambda x: f"ep x etp = {x.ep * x.expert_tp} must divide dp x cp x tp = {x.data_ranks * x.tp}",
 )
 _SHARED = Rule(
     lambda x: x.parameter_servers.own or x.parameter_servers.count <= x.training_ranks,
@@ -545,19 +545,23 @@ def defaults(*names: str) -> dict[str, Any]:
 
 
 def changed(layout: Keys) -> dict[Key, Any]:
-    """Key -> value where it differs from the default."""
-    values = ((key, getattr(layout, key.name)) for key in KEYS.values())
-    return {key: value for key, value in values if value != key.default or type(value) is not type(key.default)}
+    """Key -> value where it differs from the default, be it by its type alone."""
+    values = vars(layout)
+    return {
+        key: value
+        for name, key in KEYS.items()
+        if (value := values[name]) is not key.default and (value != key.default or type(value) is not type(key.default))
+    }
 
 
-def read(text: str, where: str) -> dict[str, Any]:
-    """Key -> value of a layout text, in any case, with commas or spaces between keys. Raises `LayoutError` with the
-    reason and the nearest legal value, after `where`."""
+def read(text: str, where: str, known: Collection[str] = tuple(KEYS)) -> dict[str, Any]:
+    """Key -> value of a layout text, in any case, with commas or spaces between keys. known: the keys of a hint.
+    Raises `LayoutError` with the reason and the nearest legal value, after `where`."""
     values: dict[str, Any] = {}
     for word in filter(None, re.split(r"[,\s]+", re.sub(r"\s*=\s*", "=", text.lower()))):
         name, has_value, value = word.partition("=")
         if name not in KEYS:
-            raise LayoutError(f"{where}: unknown key {name!r}; {_meant(word, KEYS)}")
+            raise LayoutError(f"{where}: unknown key {name!r}; {_meant(word, known)}")
         if name in values:
             raise LayoutError(f"{where}: {name} is given twice")
         try:

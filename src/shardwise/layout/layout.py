@@ -119,16 +119,6 @@ class Layout(Keys):
         return self.dp * self.cp // self.independent
 
     @property
-    def stage_ranks(self) -> int:
-        """Ranks of one stage of the pipeline, of one replica."""
-        return self.data_ranks * self.tp
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks that hold all experts of a layer once."""
-        return self.ep * self.expert_tp
-
-    @property
     def chunks(self) -> int:
         """Stages of the pipeline: chunks of layers over all of its ranks."""
         return self.pp * self.virtual

@@ -5,6 +5,8 @@ The runtime, checkpoints, and the predictions of memory, traffic and time all co
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardwise.errors import UserError
 
 OPTIMIZERS: dict[str, tuple[str, ...]] = {"adamw": ("first", "second"), "momentum": ("first",), "sgd": ()}
@@ -35,3 +37,9 @@ def check_own(optimizer: str) -> None:
 def update_bytes(optimizer: str, width: int = 4) -> int:
     """Bytes that an update moves per parameter: it reads gradient and state, and writes state."""
     return width * (1 + 2 * len(states_of(optimizer)))
+
+
+def widens_gradients(wide: bool, micro_batches: Any) -> Any:
+    """Whether gradients of 16 bits are accumulated in fp32: wherever more than one micro-batch is summed, or with
+    `grads=fp32` (wide). micro_batches: a number, or an array of numbers."""
+    return (micro_batches > 1) | wide

@@ -36,11 +36,10 @@ from shardwise.layout.algorithms import Schedules
 from shardwise.layout.axes import CP, DATA, EDP, EP, HPZ, HPZ_ACROSS, KV, PP, REPLICATE, SHARD, STAGE, TP, Axes
 from shardwise.layout.context import SequenceCut
 from shardwise.layout.experts import RoutedRows, gathers_sequences, slice_of
-from shardwise.layout.gradients import widens_gradients
 from shardwise.layout.homes import offloaded_elements
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh import Mesh
-from shardwise.layout.optimizers import states_of
+from shardwise.layout.optimizers import states_of, widens_gradients
 from shardwise.layout.placement import Placed, place
 from shardwise.layout.transport_buffers import TransportBuffers, transport_buffers
 from shardwise.layout.wire import WIRE_DTYPE, PackedRun, packed_runs

@@ -9,26 +9,81 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field, replace
+from functools import lru_cache
+from itertools import product
 from math import inf
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from shardwise.cluster import Cluster
 from shardwise.layout import Layout
+from shardwise.layout.optimizers import states_of
 from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
+from shardwise.model.parameters import Model, count, count_trained
 from shardwise.planner.bounds import ExactBound, MemoryBound, state_floor
 from shardwise.planner.engine_bound import EngineBound
 from shardwise.planner.exact import ExactMemory, Refuses
-from shardwise.planner.host_bound import host_bound
-from shardwise.planner.overlaps import distinct
 from shardwise.planner.pricing import Priced, Prices, price_all
-from shardwise.planner.space import LayoutColumns, Space
+from shardwise.planner.space import LayoutColumns, Space, ZeroChoice
 from shardwise.predict.memory.engine_bytes import counts_engine
 from shardwise.predict.memory.engine_rows import engine_memory
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.records import dataclass
+from shardwise.report.step_report import DTYPE_BYTES
+
+WEIGHT, MASTER = DTYPE_BYTES["bfloat16"], DTYPE_BYTES["float32"]
+
+
+def host_bound(model: Model, frame: LayoutColumns, cluster: Cluster, optimizer: str) -> Any:
+    """At least the bytes of the fullest node's host memory, an array that broadcasts to the frame's shape."""
+    homes = frame.homes.layout
+    if homes.offload_home == "none":
+        return np.zeros((1, 1, 1))
+    stage, ranks = frame.columns["zero"], frame.columns["shard"]
+    many = np.array(frame.counts)[:, None, None] > 1
+    state = len(states_of(optimizer)) * MASTER * homes.offload_fraction * (homes.offload_home == "cpu")
+    gradient = np.where(stage >= 2, np.where(many, MASTER, WEIGHT), 0)
+    parameters = WEIGHT * (homes.offload_params == "cpu")
+    # Of experts, other ranks hold copies.
+    copies = 1 if model.experts else frame.data / ranks
+    held = (state + gradient) * count_trained(model)[0] + parameters * count(model)
+    return held * copies / cluster.nodes
+
+
+SWITCHES = ("tensor_overlap", "grad_overlap", "gather_overlap", "pipeline_overlap")
+"""Fields of an engine: what runs beside computation."""
+
+
+@lru_cache
+def variants(engine: EngineProfile) -> tuple[EngineProfile, ...]:
+    """The engine with every combination of the switches, all on first."""
+    return tuple(
+        replace(engine, **dict[str, Any](zip(SWITCHES, chosen, strict=True)))
+        for chosen in product((True, False), repeat=len(SWITCHES))
+    )
+
+
+def distinct(frame: LayoutColumns, engine: EngineProfile) -> Iterator[tuple[EngineProfile, tuple[ZeroChoice, ...]]]:
+    """The variants that differ on this mesh, each with the shardings for which it does."""
+    for variant in variants(engine):
+        idle = (
+            (not variant.tensor_overlap and frame.tp == 1)
+            or (not variant.grad_overlap and frame.data == 1)
+            or (not variant.pipeline_overlap and frame.pp == 1)
+        )
+        shardings = tuple(s for s in frame.shardings if variant.gather_overlap or s.zero)
+        if shardings and not idle:
+            yield variant, shardings
+
+
+def words(variant: EngineProfile) -> str:
+    """Overlaps of a variant, such as "tensor+grad+gather"."""
+    on = [name.removesuffix("_overlap") for name in SWITCHES if getattr(variant, name)]
+    return "+".join(on) or "nothing"
+
 
 Bound = MemoryBound | EngineBound
 By = Literal["throughput", "memory", "pareto"]

@@ -11,8 +11,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.planner.bounds import state_floor
-from shardwise.planner.host_bound import host_bound
-from shardwise.planner.ranking import UNLIMITED, best_of, blocks, exact_memory
+from shardwise.planner.ranking import UNLIMITED, best_of, blocks, exact_memory, host_bound
 from shardwise.planner.space import LayoutColumns, Space
 from shardwise.predict.fixing import HOMES, words_of
 from shardwise.predict.memory.capacity import reserved_bytes, usable_bytes

@@ -21,7 +21,7 @@ HOMES = tuple(name for name in SEARCHED if "cpu" in KEYS[name].choices)
 
 def fixed_of(text: str) -> dict[str, Any]:
     """Key -> value. Raises `UserError` for a key that is not searched, and a value that it cannot have."""
-    fixed = read(text, f"--fix {text}")
+    fixed = read(text, f"--fix {text}", SEARCHED)
     check_fixed(fixed)
     return fixed
 

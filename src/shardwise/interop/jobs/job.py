@@ -3,14 +3,56 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.jobs.agents import NodeAgent, agent_of
 from shardwise.interop.jobs.quoting import COMMAND, joined, quoted
 from shardwise.options import check_fields, option
+
+
+@dataclass(frozen=True)
+class NodeAgent:
+    """A program and its flags for several nodes."""
+
+    words: tuple[str, ...]
+    """First words of its command."""
+    flags: str = ""
+    """Shell words after them, from the variables above. Without single quotes."""
+    restarts: bool = False
+    """Whether it restarts failed ranks itself."""
+
+
+AGENTS = (
+    NodeAgent(("torchrun",), restarts=True),
+    NodeAgent(("python", "-m", "torch.distributed.run"), restarts=True),
+    NodeAgent(
+        ("accelerate", "launch"),
+        "--num_machines $NNODES --machine_rank $NODE_RANK --num_processes $((NNODES * NPROC_PER_NODE)) "
+        '--main_process_ip "$MASTER_ADDR" --main_process_port $MASTER_PORT',
+    ),
+    NodeAgent(
+        ("vllm", "serve"),
+        '--nnodes $NNODES --node-rank $NODE_RANK --master-addr "$MASTER_ADDR" --master-port $MASTER_PORT '
+        "${HEADLESS+--headless}",
+    ),
+    NodeAgent(
+        ("python", "-m", "sglang.launch_server"),
+        '--nnodes $NNODES --node-rank $NODE_RANK --dist-init-addr "$MASTER_ADDR:$MASTER_PORT"',
+    ),
+)
+"""vLLM needs a release with --nnodes; its nodes but the first are --headless (HEADLESS is set there)."""
+
+
+def agent_of(command: Sequence[str]) -> NodeAgent | None:
+    """The agent that a command starts. Its program may be a path, and python3 for python."""
+    program = command[0].rpartition("/")[2]
+    plain = "python" if program.startswith("python") else program
+    words = (plain, *command[1:])
+    return next((agent for agent in AGENTS if words[: len(agent.words)] == agent.words), None)
+
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
 """Names of jobs: Kubernetes makes host names of them."""

@@ -14,7 +14,7 @@ from shardwise.model.trace import Trace, TracedStep
 from shardwise.model.traced_stages import TracedStages, TracedTensors, When
 from shardwise.predict.memory.buffers import MemoryTrace
 from shardwise.predict.memory.pipeline_action import FollowedAction
-from shardwise.predict.traffic.messages import stage_parts
+from shardwise.predict.traffic.ledger import stage_parts
 from shardwise.report.step_report import DTYPE_BYTES
 
 BACKWARD: tuple[When, ...] = ("backward", "adding", "inputs")

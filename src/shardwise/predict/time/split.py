@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.layout import Layout, Workload
-from shardwise.layout.gradients import widens_gradients
 from shardwise.layout.keys import KEYS
-from shardwise.layout.optimizers import DEFAULT
+from shardwise.layout.optimizers import DEFAULT, widens_gradients
 from shardwise.records import dataclass
 
 Num = Any

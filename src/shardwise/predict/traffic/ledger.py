@@ -7,10 +7,15 @@ Built on the `UnitPlan` alone. A test holds it to the ledger that the runtime ob
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from shardwise.layout.axes import DATA, PP, TP, Axes
+from shardwise.layout import pipeline
+from shardwise.layout.axes import DATA, PP, REPLICA, SERVER, TP, Axes
 from shardwise.layout.experts import gathers_sequences
+from shardwise.layout.key_ranges import elements, key_ranges
 from shardwise.layout.mesh import Mesh
+from shardwise.layout.outer import outer_exchanges
 from shardwise.layout.pipeline import phases
 from shardwise.layout.tensor import collectives, edges
 from shardwise.layout.units import UnitPlan
@@ -18,11 +23,10 @@ from shardwise.predict.memory.traced import trace_of
 from shardwise.predict.traffic.context import context_rows
 from shardwise.predict.traffic.experts import expert_rows, load_row
 from shardwise.predict.traffic.homes import home_rows
-from shardwise.predict.traffic.messages import message_of
-from shardwise.predict.traffic.outer import outer_rows
-from shardwise.predict.traffic.servers import server_rows
-from shardwise.predict.traffic.traced import loss_rows, traced_rows
 from shardwise.report.step_report import LedgerRow
+
+if TYPE_CHECKING:
+    from shardwise.model.trace import Trace, TracedStep
 
 Rows = Counter[tuple[str, str, Axes, str, str, int]]
 """Collectives before their axes have names: phase, operation, axes, unit, dtype, elements -> count."""
@@ -131,4 +135,66 @@ def _pipeline(plan: UnitPlan) -> Rows:
             table = plan.by_name["tied"]
             for op in ("send", "recv"):
                 rows[(phase, op, PP, "tied", plan.grad_dtype, table.shard_numel)] += 1
+    return rows
+
+
+def stage_parts(plan: UnitPlan) -> list[list[str]]:
+    """The parts of all stages of a pipeline."""
+    return plan.blueprint.stages(pipeline.stages(plan.subject, plan.layout).layers)
+
+
+def message_of(plan: UnitPlan, stage: int) -> tuple[int, str]:
+    """(elements, dtype) of what a stage hands on. Of a traced module its last part says it."""
+    traced = trace_of(plan)
+    if traced is None:
+        return plan.stream_tokens * plan.model.hidden, plan.layout.dtype
+    trace, step = traced
+    assert step.stages is not None
+    last = stage_parts(plan)[stage][-1]
+    message = next(message for message in step.stages.messages if message.part == last)
+    return trace.at(message.elements, plan.layout.micro), message.dtype
+
+
+def outer_rows(plan: UnitPlan) -> Counter[tuple[str, str, Axes, str, str, int]]:
+    """The sums of outer gradients, unit by unit, and of the loss and tokens of each step since the one before."""
+    rows: Counter[tuple[str, str, Axes, str, str, int]] = Counter()
+    if plan.layout.local_sgd:
+        for unit in plan.units:
+            for op, axes, dtype, elements in outer_exchanges(plan, unit):
+                rows["optimizer", op, axes, unit.name, dtype, elements] += 1
+        rows["loss", "all_reduce", REPLICA, "loss", "float64", 2 * plan.layout.every] += 1
+    return rows
+
+
+def server_rows(plan: UnitPlan) -> Iterator[LedgerRow]:
+    """One gradient pushed to each server, and its new weights pulled. Source: Li et al. 2014."""
+    for server, segments in enumerate(key_ranges(plan) if plan.layout.parameter_servers.count else ()):
+        for op, dtype in (("push", plan.grad_dtype), ("pull", plan.layout.dtype)):
+            yield LedgerRow("optimizer", op, SERVER, f"server {server}", dtype, elements(segments), 1)
+
+
+def traced_rows(plan: UnitPlan, trace: Trace, step: TracedStep) -> Counter[tuple[Any, ...]]:
+    """Rows of the maps on a rank, as of `ledger.Rows`: those of the traced step, for every micro-batch."""
+    rows: Counter[tuple[Any, ...]] = Counter()
+    for each in step.collectives:
+        unit = each.unit if plan.layout.pp == 1 else each.end or each.unit
+        if unit in plan.parts:
+            elements = trace.at(each.elements, plan.layout.micro)
+            rows[each.phase, each.op, TP, unit, each.dtype, elements] += each.count * plan.micro_batches
+    return rows
+
+
+def loss_rows(plan: UnitPlan) -> Counter[tuple[Any, ...]]:
+    """Sums of tokens, which a user's loss counts itself: those of later micro-batches are known after the first one's
+    backward pass. Under a pipeline the last stage counts, and tells the others. All ranks then learn which parameters
+    have gradients."""
+    rows: Counter[tuple[Any, ...]] = Counter()
+    trained = sum(not parameter.frozen for parameter in plan.blueprint.parameters())
+    rows["loss", "all_reduce", plan.gradients_over, "gradients", "int64", trained] += 1
+    if plan.layout.pp == 1:
+        rows["loss", "all_reduce", DATA, "valid tokens", "float64", 1] += 2 if plan.micro_batches > 1 else 1
+        return rows
+    if plan.of_kind("exit"):
+        rows["loss", "all_reduce", DATA, "valid tokens", "float64", 1] += 2
+    rows["loss", "all_reduce", PP, "valid tokens", "float64", 2] += 1
     return rows
