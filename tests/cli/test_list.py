@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from shardwise.cluster.accelerators import accelerators
-from shardwise.layout.layout import Layout
+from shardwise.layout import Layout
 from shardwise.model.catalog import catalog
 from shardwise.predict.time.profiles import ENGINES
 from shardwise.schedule import algorithms

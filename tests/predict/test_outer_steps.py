@@ -7,7 +7,7 @@ import pytest
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
-from shardwise.predict.estimate import estimate
+from shardwise.predict import estimate
 from shardwise.predict.step_seconds import StepTiming, step_seconds
 
 MODEL, WORK = get("llama-3-8b"), Workload(4096, 64)

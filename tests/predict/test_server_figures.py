@@ -2,8 +2,7 @@
 
 import pytest
 
-from shardwise.layout import Layout, Workload
-from shardwise.layout.units import unit_plan
+from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.model.parameters import parameters
 from shardwise.predict import estimate

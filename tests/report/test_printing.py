@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 import shardwise
-from shardwise import UserError, Workload, compare, estimate, plan, plan_serving
+from shardwise import Workload, estimate, plan, plan_serving
+from shardwise.errors import UserError
+from shardwise.report import compare
 from shardwise.report.printing import Printable
 
 STEP: dict[str, Any] = {"seq": 4096, "batch": 16}

@@ -13,7 +13,7 @@ POINTS = (
     point(model="neox", dp=2, tp=2, zero=1, accumulate=2),
     point(model="gpt2", dp=3, accumulate=2, recompute="full"),
     point(model="llama", tp=4, documents=True, attention="math", recompute="selective"),
-    *sample(seed(), 7, most_ranks=4),
+    *sample(seed(), count=7, most_ranks=4),
 )
 
 
