@@ -86,7 +86,7 @@ screenshots: $(VENV)/.test  ## the page's views in light and dark, for the READM
 	@$(BIN)/python docs/screenshots.py
 
 snapshots: $(VENV)/.test  ## what the commands print at 80 columns, for the tests: tests/cli/snapshots/
-	@SHARDWISE_SNAPSHOTS=write $(BIN)/python -m pytest -q tests/cli/test_help.py
+	@SHARDWISE_SNAPSHOTS=write $(BIN)/python -m pytest -q tests/cli/test_eighty_columns.py
 
 docs: $(VENV)/.docs  ## the documentation site, with links checked: build/site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -119,7 +119,7 @@ check-gpu: $(VENV)/.train  ## is training, memory, resume and generation right o
 
 check-kernels: $(VENV)/.test  ## Triton's kernels on the CPU, in its interpreter: installs Triton in build/kernels, 200 MB
 	@test -d build/kernels || $(BIN)/pip install -q --no-deps --target build/kernels triton==3.6.0 "numpy<2.4"
-	@PYTHONPATH=build/kernels $(BIN)/python -m pytest -q tests/ops/test_cuda_kernels.py tests/serving/test_products.py
+	@PYTHONPATH=build/kernels $(BIN)/python -m pytest -q tests/ops/test_cuda_kernels.py tests/serving/test_graphs.py
 
 bench-gpu: $(VENV)/.train  ## one CUDA device: training beside FSDP2, decoding beside transformers, calibration; tiny on CPU without one
 	@$(BIN)/python benchmarks/gpu.py --quick

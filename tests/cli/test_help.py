@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from harness.cases import table
 from harness.command_line import mistake
 from harness.documents import ENVIRONMENT, ROOT, commands
 from harness.today import some_of
@@ -90,8 +89,8 @@ TOUR = [
 
 PARSED = {
     "serve": "serves until it is stopped: tests/cli/test_serve.py",
-    "studio": "serves until it is stopped: tests/cli/test_studio.py",
-    "lab": "needs root: tests/cli/test_lab.py",
+    "studio": "serves until it is stopped: tests/cli/test_serve.py",
+    "lab": "needs root: tests/cli/test_serve.py",
     "demo": "minutes: tests/test_demo.py",
     "verify": "starts ranks: tests/runtime/test_module_verify.py",
     "trace": "loads torch: tests/runtime/test_module_trace.py",
@@ -221,40 +220,6 @@ def test_every_device_has_its_links(command: Command) -> None:
         if entry.intra.bandwidth is not None or entry.inter.bandwidth is not None
     }
     assert {device for row in rows for device in row["devices"]} == known
-
-
-# -- What a terminal of 80 columns shows
-
-
-SNAPSHOTS = Path(__file__).parent / "snapshots"
-COMMANDS_WIDE = table(__file__, "COMMANDS_WIDE")
-
-
-WIDE = table(__file__, "WIDE")
-"""Commands whose tables fit at every width, with the first column."""
-
-
-@pytest.mark.parametrize("width", [80, 100, 140])
-@pytest.mark.parametrize("words", WIDE)
-def test_tables_fit(words, width, command, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(width))
-    code, out, err = command(*words.split())
-    assert (code, err) == (0, "") and max(len(line.rstrip()) for line in out.splitlines()) <= width and "…" not in out
-
-
-@pytest.mark.parametrize("name", COMMANDS_WIDE)
-def test_the_output_at_80_columns(name, command, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = command(*COMMANDS_WIDE[name].split())
-    lines = [line.rstrip() for line in out.splitlines()]
-    assert (code, err) == (0, "")
-    assert max(map(len, lines)) <= 80 and "…" not in out
-    shown = "\n".join([f"$ shardwise {COMMANDS_WIDE[name]}", *lines, ""])
-    path = SNAPSHOTS / f"{name}.txt"
-    if os.environ.get("SHARDWISE_SNAPSHOTS") == "write":
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(shown)
-    assert shown == path.read_text()
 
 
 # -- What a command says while it works: nothing in a pipe, one line on a terminal, gone afterwards
