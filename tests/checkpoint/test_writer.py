@@ -1,9 +1,13 @@
 """Writing: valid safetensors files, an order that a kill cannot harm, and errors in one line."""
 
+import contextlib
+import errno
+import fcntl
 import os
 import random
 import resource
 import signal
+import tempfile
 import time
 from contextlib import contextmanager
 from itertools import pairwise
@@ -13,7 +17,9 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from simulated import LLAMA, same_bits, save, state_of, write_rank
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import LLAMA, load_rank, same_bits, save, state_of, write_rank
 
 from shardwise.checkpoint import (
     Checkpoint,
@@ -27,8 +33,11 @@ from shardwise.checkpoint import (
     direct_io,
     keep_last,
     latest,
+    shapes,
     write_part,
 )
+from shardwise.checkpoint.direct_io import DirectFile
+from shardwise.checkpoint.dtypes import convert
 from shardwise.checkpoint.manifest import BLOCK, NAME
 from shardwise.errors import UserError
 from shardwise.layout import Layout
@@ -272,3 +281,273 @@ def test_a_kill_at_any_moment_leaves_the_last_good_checkpoint(tmp_path):
             assert all(same_bits(found.read(name), values.reshape(-1)) for name, values in expected.items())
         last = newest
     assert told_steps and cut_off, "no kill met a save: the test tests nothing"
+
+
+# -- Files written past the page cache hold what was written, on file systems that refuse to, and on full disks, too
+
+
+def written(path: Path, parts: list[bytes]) -> bytes:
+    file = DirectFile(path)
+    for part in parts:
+        file.write(memoryview(part))
+    assert file.finish() == sum(map(len, parts))
+    return path.read_bytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 40_000), max_size=8), st.integers(0, 2**32 - 1))
+def test_parts_of_any_length_follow_each_other(sizes, seed):
+    values = np.random.default_rng(seed)
+    parts = [values.bytes(size) for size in sizes]
+    # A small chunk, so that parts cross its end in every way.
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_io, "CHUNK", 8192)
+        assert written(Path(folder) / "file", parts) == b"".join(parts)
+
+
+def written_from_image(path: Path, parts: list[bytes]) -> bytes:
+    image = direct_io.memory(sum(map(len, parts)) or 1)
+    at, file = 0, DirectFile(path, image)
+    for part in parts:
+        image[at : at + len(part)] = part
+        at += len(part)
+        file.write(memoryview(part))
+    assert file.finish() == at
+    return path.read_bytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 40_000), max_size=8),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([8192, 4097]),
+    st.booleans(),
+)
+def test_what_lies_in_an_image_is_written_from_there(sizes, seed, chunk, direct):
+    """Chunks of 4,097 bytes stand in for a disk that wants more than a page; the last bytes never fill one."""
+    values = np.random.default_rng(seed)
+    parts = [values.bytes(size) for size in sizes]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_io, "CHUNK", chunk)
+        if not direct:
+            patch.setattr(fcntl, "fcntl", refuse)
+        assert written_from_image(Path(folder) / "file", parts) == b"".join(parts)
+
+
+def refuse(*_):
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_a_file_system_that_knows_no_direct_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(direct_io, "CHUNK", 4096)
+    parts = [b"a" * 5000, b"b" * 9001]
+    assert written(tmp_path / "file", parts) == b"".join(parts)
+
+
+def test_a_file_system_that_takes_the_flag_and_not_the_writes(tmp_path, monkeypatch):
+    """Chunks that are no multiple of what the disk wants stand in for one that wants more than a page."""
+    monkeypatch.setattr(direct_io, "CHUNK", 4097)
+    parts = [b"a" * 5000, b"b" * 9001]
+    assert written(tmp_path / "file", parts) == b"".join(parts)
+
+
+@pytest.mark.parametrize("from_image", [False, True])
+def test_direct_writes_leave_nothing_in_the_page_cache(tmp_path, from_image):
+    """What makes it worth having; only the last page goes through it. Skips where the temporary folder's file system
+    refuses direct writes. Of three files one is enough: the kernel may take others through the cache on a busy disk."""
+    size = 3 * direct_io.CHUNK // 2 + 5
+    held = []
+    for number in range(3):
+        file = DirectFile(tmp_path / f"{number}", direct_io.memory(size) if from_image else None)
+        if not file._straight:
+            pytest.skip("no direct writes here")
+        file.write(memoryview(bytes(size)))
+        file.finish()
+        held.append([page for page in (0, direct_io.CHUNK, size - 5 - 4096) if cached(tmp_path / f"{number}", page)])
+    assert [] in held
+
+
+def cached(file: Path, page: int) -> bool:
+    """Whether the page cache has the 4 KiB at a place of a file."""
+    with file.open("rb") as read, contextlib.suppress(BlockingIOError):
+        return os.preadv(read.fileno(), [bytearray(4096)], page, os.RWF_NOWAIT) > 0
+    return False
+
+
+def test_a_new_file_never_replaces_one(tmp_path):
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        DirectFile(tmp_path / "file")
+
+
+def test_what_the_disk_refuses_is_raised(tmp_path, monkeypatch):
+    file = DirectFile(tmp_path / "file")
+    monkeypatch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        file.finish()
+    file.close()
+
+
+# -- Reading: any piece in any dtype, little of the files, and never a byte that is not what was written
+
+
+TENSOR = "model/embedding.tokens.weight"
+
+
+@pytest.fixture
+def state():
+    return state_of(SMALL)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, state):
+    return save(tmp_path / "step-1", SMALL, "tp=2,dp=2,zero=1", state)
+
+
+def load_everything(folder) -> None:
+    """What a run does to go on: every rank reads what it needs."""
+    checkpoint, layout = Checkpoint.open(folder), Layout.parse("dp=3,zero=1")
+    for rank in range(layout.ranks):
+        for kind in ("model", "first", "second"):
+            load_rank(checkpoint, SMALL, layout, rank, kind)
+
+
+def test_any_piece(checkpoint, state):
+    rng = random.Random(0)
+    values = state[TENSOR]
+    for _ in range(200):
+        box = tuple(sorted(rng.sample(range(n + 1), 2)) for n in values.shape)
+        inside = values[tuple(slice(*run) for run in box)].reshape(-1)
+        first, last = sorted((rng.randint(0, inside.size), rng.randint(0, inside.size)))
+        piece = Piece(tuple(map(tuple, box)), first, last)
+        assert same_bits(checkpoint.read(TENSOR, piece), inside[first:last])
+    assert same_bits(checkpoint.read(TENSOR), values.reshape(-1))
+
+
+def test_into_an_array_and_into_another_dtype(checkpoint, state):
+    values = state[TENSOR].reshape(-1)
+    out = np.full(values.size + 2, 7, np.float32)
+    assert np.shares_memory(checkpoint.read(TENSOR, out=out[1:-1]), out)
+    assert same_bits(out[1:-1], values) and out[0] == out[-1] == 7
+    for dtype in ("float64", "bfloat16", "float16"):
+        assert same_bits(checkpoint.read(TENSOR, dtype=dtype), convert(values, "float32", dtype))
+
+
+def test_padding_is_left_alone(checkpoint, state):
+    rows, columns = state[TENSOR].shape
+    local = Piece(((rows - 2, rows + 2), (0, columns)), 0, 4 * columns)
+    out = np.full(4 * columns, 7, np.float32)
+    checkpoint.read(TENSOR, local, out=out)
+    assert same_bits(out[: 2 * columns], state[TENSOR][-2:].reshape(-1)) and (out[2 * columns :] == 7).all()
+    assert (checkpoint.read(TENSOR, local)[2 * columns :] == 0).all()
+
+
+def test_only_the_blocks_that_are_needed_are_read(tmp_path, monkeypatch):
+    rows, columns = 64, BLOCK // 16
+    values = np.arange(rows * columns, dtype=np.float32)
+    whole = Piece.whole(((0, rows), (0, columns)))
+    record = write_part(tmp_path, 0, [PartEntry("a", TensorSpec((rows, columns), "float32"), whole)], [values])
+    commit(tmp_path, Manifest.of([record], step=1, samples=1, seed=0, optimizer_steps=1, about={}))
+    read = []
+    original = os.preadv
+
+    def preadv(handle, buffers, offset):
+        read.append(sum(map(len, buffers)))
+        return original(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert not read
+    piece = Piece(((10, 13), (5, columns)), 3, 2 * columns)
+    expected = values.reshape(rows, columns)[10:13, 5:].reshape(-1)[3 : 2 * columns]
+    assert same_bits(checkpoint.read("a", piece), expected)
+    assert sum(read) <= 2 * BLOCK + record.part.header < rows * columns * 4 // 4
+
+
+def test_every_flipped_byte_is_found_and_its_file_named(checkpoint):
+    """By `verify`, and by going on from the checkpoint alone, which reads every block somewhere."""
+    rng = random.Random(1)
+    files = sorted(checkpoint.folder.iterdir())
+    assert len(files) == 5
+    sizes = [path.stat().st_size for path in files]
+    for _ in range(200):
+        (path,) = rng.choices(files, sizes)
+        data = path.read_bytes()
+        changed = bytearray(data)
+        changed[rng.randrange(len(data))] ^= rng.randrange(1, 256)
+        path.write_bytes(changed)
+        for use in (lambda folder: Checkpoint.open(folder).verify(), load_everything):
+            with pytest.raises(UserError, match=path.name.replace(".", r"\.")) as error:
+                use(checkpoint.folder)
+            assert "\n" not in str(error.value)
+        path.write_bytes(data)
+    checkpoint.verify()
+
+
+def test_every_header_byte_is_covered(checkpoint):
+    part = checkpoint.manifest.parts[1]
+    path = checkpoint.folder / part.name
+    data = path.read_bytes()
+    for at in range(0, part.header, 37):
+        changed = bytearray(data)
+        changed[at] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match="its header is wrong"):
+            load_everything(checkpoint.folder)
+    path.write_bytes(data)
+
+
+def test_truncated_longer_and_missing_files(checkpoint):
+    for path in sorted(checkpoint.folder.iterdir()):
+        data = path.read_bytes()
+        for changed in (data[:-1], data[: len(data) // 2], b"", data + b"\0"):
+            path.write_bytes(changed)
+            with pytest.raises(UserError, match=path.name.replace(".", r"\.")):
+                Checkpoint.open(checkpoint.folder)
+        path.unlink()
+        with pytest.raises(UserError, match=path.name.replace(".", r"\.")):
+            Checkpoint.open(checkpoint.folder)
+        path.mkdir()
+        with pytest.raises(UserError, match=path.name.replace(".", r"\.")):
+            Checkpoint.open(checkpoint.folder)
+        path.rmdir()
+        path.write_bytes(data)
+    Checkpoint.open(checkpoint.folder).verify()
+
+
+def test_a_file_that_is_cut_or_goes_while_it_is_read(checkpoint):
+    path = checkpoint.folder / checkpoint.manifest.parts[0].name
+    os.truncate(path, 10)
+    with pytest.raises(UserError, match="cut short"):
+        checkpoint.verify()
+    path.unlink()
+    with pytest.raises(UserError, match="missing"):
+        checkpoint.verify()
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(UserError, match=f"holds no checkpoint: it has no {NAME}"):
+        Checkpoint.open(tmp_path)
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        Checkpoint.open(tmp_path / "nowhere")
+
+
+def test_another_model(checkpoint):
+    kinds = ("model", "first", "second")
+    checkpoint.require(shapes(SMALL, kinds))
+    for model, words in (
+        (SMALL.replace(layers=2), "has no model/blocks.1"),
+        (SMALL.replace(vocab=29), r"embedding.tokens.weight has shape \(23, 16\), not \(29, 16\)"),
+        (SMALL.replace(tied=True), "has .*head.out.weight, which this one lacks"),
+    ):
+        with pytest.raises(UserError, match=words):
+            checkpoint.require(shapes(model, kinds))
+    with pytest.raises(UserError, match="no tensor model/x"):
+        checkpoint.read("model/x")
+
+
+def test_progress_reaches_the_end(checkpoint):
+    seen = []
+    checkpoint.verify(seen.append)
+    assert seen == sorted(seen) and seen[-1] == checkpoint.manifest.nbytes

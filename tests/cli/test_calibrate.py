@@ -1,5 +1,6 @@
 """`shardwise calibrate network`: two real ranks from end to end, and mistakes that are told before anything starts."""
 
+import io
 import json
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from shardwise.cli import collective_bench
 from shardwise.cli.main import main
 from shardwise.cluster import Cluster, Link
+from shardwise.runtime.measure import probes
 from shardwise.runtime.transport import bench
 from shardwise.schedule import Algorithm, build
 from shardwise.schedule.choose import choose
@@ -148,3 +150,107 @@ def test_it_says_at_first_how_long_it_takes(calibrate, monkeypatch):
     _, _, err = calibrate("--ranks", 2, "--seconds", 12.5)
     first = err.splitlines()[0]
     assert "17 sizes on 2 ranks" in first and "up to 7 rounds" in first and "at most about 12.5 s" in first
+
+
+# -- `shardwise calibrate device`
+
+
+@pytest.fixture
+def calibrate_device(command, monkeypatch):
+    """Run `shardwise calibrate device ...` on small shapes."""
+    usual = probes.usual_job
+
+    def tiny(*args):
+        return replace(
+            usual(*args),
+            axes=[[8, 64]] * 3,
+            widths=[16],
+            lengths=[16, 32],
+            tokens=8,
+            sizes=[1024, 4096],
+            updated=1 << 18,
+        )
+
+    monkeypatch.setattr(probes, "usual_job", tiny)
+    return partial(command, "calibrate", "device", "--device", "cpu", "--seconds", 0.3)
+
+
+STEP = ("--seq", 64, "--batch", 8, "--layout")
+
+
+def test_a_measured_machine_has_times(calibrate_device, command, tmp_path):
+    file = tmp_path / "here.toml"
+    file.write_text('devices_per_node = 2\ndevice = "CPU"\n[inter]\nalpha = 1e-5\nbandwidth = 1e9\n')
+    code, out, _ = calibrate_device("--ranks", 2, "--out", file)
+    assert code == 0 and "matrix products" in out and "all-gather" in out and f"--cluster {file}" in out
+    cluster = Cluster.parse(str(file))
+    # What the file said before stays; the link that nobody had measured is that of the messages.
+    assert cluster.inter.bandwidth == 1e9 and cluster.intra.bandwidth
+    assert cluster.host.link_bandwidth and cluster.host.adamw_rate and cluster.host.memory_bytes is None
+    assert "AdamW" in out and "disk" in out
+    assert cluster.device.kind == "cpu" and "calibrate device --device cpu --ranks 2" in cluster.device.source
+
+    code, out, _ = command("estimate", "tiny-llama", *STEP, "dp=2,zero=1,precision=fp32", "--cluster", file)
+    assert code == 0 and "as shardwise-cpu runs it" in out and "part of a step" in out
+    code, out, _ = command("estimate", "tiny-llama", *STEP, "pp=2,precision=fp32", "--cluster", file, "--json")
+    report = json.loads(out)
+    assert report["time"] == pytest.approx(sum(report["timing"]["parts"].values())) and report["timing"]["low"] > 0
+    code, out, _ = command("estimate", "tiny-llama", *STEP, "dp=2,compile=block", "--cluster", file)
+    assert code == 0 and "no time of a step: the time of compile=block is not modelled" in " ".join(out.split())
+
+
+def test_one_rank_is_told_as_json(calibrate_device):
+    code, out, _ = calibrate_device("--json")
+    told = json.loads(out)
+    assert code == 0 and told["device"]["measured"]["family"] == "CPU"
+    assert {sample["what"] for sample in told["samples"]} >= {"product", "attention", "pass", "copy"}
+
+
+def test_estimate_says_what_is_missing(command):
+    code, out, _ = command("estimate", "tiny-llama", *STEP, "dp=2", "--cluster", "2xcpu")
+    assert code == 0 and "no time of a step: measure this machine with `shardwise calibrate device" in " ".join(
+        out.split()
+    )
+
+
+def test_explain_times_the_engines_that_have_a_profile(command):
+    rest = ("--model", "llama-3-8b", "--cluster", "8xH100", "--seq", 4096, "--batch", 8, "--json")
+    code, out, _ = command(
+        "explain", "torchrun pretrain_gpt.py --tensor-model-parallel-size 2 --micro-batch-size 1 --bf16", *rest
+    )
+    report = json.loads(out)["outlook"]["report"]
+    assert code == 0 and report["timing"]["engine"] == "megatron-bridge" and report["time"] > 0
+
+
+# -- `shardwise calibrate topology`: from the text of nvidia-smi to a file that `plan` reads
+
+
+PAIR = "\tGPU0\tGPU1\tNIC0\tCPU Affinity\nGPU0\t X \tNV12\tPHB\t0-63\nGPU1\tNV12\t X \tPHB\t0-63\nNIC0\tPHB\tPHB\t X \n"
+
+
+@pytest.fixture
+def table(tmp_path):
+    file = tmp_path / "topo.txt"
+    file.write_text(PAIR)
+    return str(file)
+
+
+def test_the_file_that_it_prints_is_one_that_plan_reads(table, tmp_path, capsys):
+    assert main(["calibrate", "topology", table, "--device", "A100-80GB-PCIe"]) == 0
+    printed = capsys.readouterr().out
+    assert "# NV12: 1 pair of GPUs, over 12 NVLinks" in printed
+    out = tmp_path / "node.toml"
+    assert main(["calibrate", "topology", table, "--device", "A100-80GB-PCIe", "--out", str(out)]) == 0
+    assert out.read_text() == printed and f"--cluster {out}" in (told := capsys.readouterr().out)
+    assert "300 GB/s a device" in told
+    assert Cluster.parse(str(out)).intra.bandwidth == 300e9
+    assert main(["plan", "llama-3.2-1b", "--cluster", str(out), "--seq", "1024", "--batch", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranked"]
+
+
+def test_standard_input_and_json(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("GPU 0: NVIDIA H100 PCIe (UUID: GPU-1)\n" + PAIR))
+    assert main(["calibrate", "topology", "-", "--nodes", "2", "--nic-gbits", "400", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cluster"] == "2x2xH100-PCIe" and found["paths"] == {"NV12": 1}
+    assert (found["inter"]["bandwidth"], found["shared_nics"]) == (50e9, 1), "one NIC for two GPUs"

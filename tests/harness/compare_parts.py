@@ -1,7 +1,8 @@
 """What `make test` and the rest of a day run, beside the whole day: `python tests/harness/compare_parts.py [CHECKOUT]`.
 
 Exit code 1 where the two parts leave out a test of the day, where a test has no turn in the fortnight, or where the
-day of another checkout, such as an older commit's, has tests that this one has not. Takes three minutes.
+day of another checkout, such as an older commit's, has tests, traps or commands that this one has not, in whichever
+file; a test that has become a row of a table is named too. Takes three minutes.
 """
 
 import json
@@ -50,19 +51,24 @@ def functions(names: Iterable[str]) -> set[str]:
     return {name.partition("[")[0] for name in names}
 
 
-def commands(names: Iterable[str]) -> set[str]:
-    """Commands that the files of tests name."""
+def commands(names: Iterable[str], checkout: Path = ROOT) -> set[str]:
+    """Commands that the files of tests name, or tables beside them."""
     from shardwise.cli.commands import COMMANDS
 
-    files = {name.partition("::")[0] for name in names}
-    words = {word for file in files for word in re.findall(r'"([a-z-]+)"', (ROOT / file).read_text())}
+    files = {checkout / name.partition("::")[0] for name in names}
+    tables = {table for folder in {file.parent for file in files} for table in folder.glob("*.toml")}
+    words = {word for file in files | tables for word in re.findall(r'"([a-z-]+)[" ]', file.read_text())}
     return words & set(COMMANDS)
+
+
+def traps(names: Iterable[str]) -> set[str]:
+    return {trap for name in names for trap in re.findall(r"test_(trap_\d+)", name)}
 
 
 KINDS: dict[str, Callable[[Iterable[str]], set[str]]] = {
     "tests with their cases": set,
     "tests": functions,
-    "traps": lambda names: {trap for name in names for trap in re.findall(r"test_(trap_\d+)", name)},
+    "traps": traps,
     "commands": commands,
 }
 
@@ -88,8 +94,11 @@ def main(argv: list[str]) -> int:
     dealt: list[Any] = [sum(at in turns[name] for name in of_layouts) for at in range(14)]
     print(f"layouts of each day of the fortnight: {dealt}, of {len(functions(of_layouts))} tests")
     if argv:
-        before = set(collected("", Path(argv[0]).resolve())[0])
-        missing += [f"only in {argv[0]}: {name}" for name in sorted(functions(before) - functions(day))]
+        checkout = Path(argv[0]).resolve()
+        before = set(collected("", checkout)[0])
+        tests, former = ({name.partition("::")[2] for name in functions(each)} for each in (day, before))
+        gone = (former - tests) | (traps(before) - traps(day)) | (commands(before, checkout) - commands(day))
+        missing += [f"only in {argv[0]}: {name}" for name in sorted(gone)]
     print(*missing or ["nothing is left out"], sep="\n")
     return 1 if missing else 0
 

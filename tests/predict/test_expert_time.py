@@ -1,21 +1,35 @@
 """The time of experts: tokens on their way, beside another micro-batch, and kernels launched expert by expert."""
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from harness.cases import table
+from shardwise.cli.main import main
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.axes import EDP
+from shardwise.layout.context import SequenceCut
 from shardwise.layout.mesh import Mesh
 from shardwise.model.catalog import get
 from shardwise.model.config import Experts
-from shardwise.model.flops import training_flops_per_token
-from shardwise.predict.time import Pricing, StepShape, engine, training_step
+from shardwise.model.flops import attention_flops_per_token, training_flops_per_token
+from shardwise.model.operations import AttentionCore
+from shardwise.predict.arguments import as_model
+from shardwise.predict.context_balance import context_balance
+from shardwise.predict.time import Pricing, ServingLayout, StepShape, decode_step, engine, prefill, training_step
+from shardwise.predict.time.constants import constants
 from shardwise.predict.time.exchange import exchange_seconds, places_of
+from shardwise.predict.time.experts import RoutedLayer, experts_hit, grouped_seconds
+from shardwise.predict.time.generation import DecodeStrategy
+from shardwise.predict.time.serving import decode_products
 
 MIXTRAL, DEEPSEEK = get("mixtral-8x7b"), get("deepseek-v3")
 TOKENS, ROWS = engine("megatron-bridge"), engine("megatron-bridge-alltoall")
@@ -155,3 +169,149 @@ def test_however_tp_splits_experts_a_rank_has_as_much_to_do():
     assert no_sp[1]["tensor"] > sp[1]["tensor"]
     # Without tp a rank routes its own tokens: nothing of the block is between tensor-parallel ranks.
     assert parts(MIXTRAL, replace(split, dp=16, tp=1, shard=16, ep=2), ROWS)["tensor"] == 0
+
+
+# -- Routed experts of a served layer: one grouped launch, priced beside measured layers and the old kernel for each
+
+
+H100 = Pricing(Cluster.parse("8xH100"))
+TRT = engine("tensorrt-llm")
+QWEN, DEEPSEEK_MEASURED, MIXTRAL_MEASURED = "qwen3-30b-a3b", "deepseek-v3", "mixtral-8x7b"
+BLOCKS = "fp8-block128x128"
+MEASURED = table(__file__, "MEASURED")
+"""(model, format, tp, tokens, lowest and highest milliseconds over routings) of one routed layer on an H100 under
+TensorRT-LLM 1.3.0rc20: aiconfigurator-core 0.12.0, whose rows of these models no constant is fitted on."""
+
+
+@pytest.mark.parametrize(("name", "weights", "tp", "tokens", "low", "high"), MEASURED)
+def test_a_layer_is_within_a_third_of_its_measured_band(name, weights, tp, tokens, low, high):
+    model = get(name)
+    _, seconds = decode_products(model, ServingLayout(weights, tp=tp), float(tokens), TRT, H100)
+    share = 1 - model.experts.dense_layers / model.layers if model.experts.dense_layers else 1.0
+    assert 0.65 * low <= 1e3 * float(seconds) / share <= 1.45 * high  # with the router, shared experts and dense layers
+
+
+@pytest.mark.parametrize("name", [QWEN, DEEPSEEK_MEASURED])
+@pytest.mark.parametrize("software", ["tensorrt-llm", "vllm"])
+def test_experts_cut_by_tp_are_no_slower_than_whole_ones_by_more_than_their_rows(name, software):
+    times = [
+        DecodeStrategy(get(name), Layout.parse(text), engine(software), Cluster.parse("8xH200"), "fp8").token(64, 1000)
+        for text in ("tp=8", "tp=8,ep=8")
+    ]
+    assert 0.6 < times[0].seconds / times[1].seconds < 1.6
+
+
+@given(st.integers(1, 512), st.floats(0.01, 1.0), st.integers(1, 10_000))
+def test_experts_that_have_rows_are_never_more_than_there_are_nor_than_rows(local, chance, tokens):
+    hit = experts_hit(local, chance, tokens)
+    assert 0 < hit <= local + 1e-9 and hit <= local * chance * tokens + 1e-9
+
+
+@given(st.sampled_from(["bf16", "fp8", BLOCKS, "nvfp4", "int4-g128"]), st.sampled_from(["tensorrt-llm", "vllm"]))
+@settings(max_examples=20, deadline=None)
+def test_more_rows_take_longer_and_arrays_are_numbers(weights, software):
+    known = constants(Cluster.parse("1xB200").device)
+    form = known.expert_form(software, weights)
+
+    def layer(tokens):
+        return RoutedLayer(tokens, tokens * 8.0, experts_hit(128, 8 / 128, tokens), 4096, ((3072, 4096), (4096, 1536)))
+
+    tokens = np.array([1.0, 8.0, 64.0, 512.0, 4096.0])
+    together = grouped_seconds(layer(tokens), weights, form, known)
+    assert together == pytest.approx([float(grouped_seconds(layer(n), weights, form, known)) for n in tokens])
+    assert (np.diff(together) > 0).all() and (np.diff(together / tokens) < 0).all()
+
+
+def test_prompts_are_read_in_one_launch_too():
+    """A launch for each of 128 experts took 128 times a product's latency in each of 48 layers."""
+    model = get(QWEN)
+    seconds = float(prefill(model, ServingLayout("fp8"), 1.0, 200.0, TRT, H100).seconds)
+    assert seconds < 48 * 128 * 2 * 2.4e-6
+
+
+def test_ranks_with_sequences_of_their_own_pay_for_the_way_to_the_experts():
+    """Attention-dp: tp=1 and whole experts on eight ranks; each rank's tokens go to all and back."""
+    apart = decode_step(get(QWEN), ServingLayout("fp8", tp=1, ep=8, etp=1), 16.0, 1000.0, TRT, H100)
+    alone = decode_step(get(QWEN), ServingLayout("fp8"), 16.0, 1000.0, TRT, H100)
+    assert "experts" in apart.parts and "experts" not in alone.parts
+    assert float(apart.parts["experts"]) > 0 and float(apart.parts["tensor"]) == 0
+
+
+# -- Attention's work per context-parallel rank, counted pair by pair
+
+
+DEGREES = (2, 3, 4, 8)
+
+
+def counted(cut: SequenceCut, rank: int, window: int) -> int:
+    """Pairs of a rank's queries with the keys that a mask leaves them."""
+    return sum(min(place + 1, window or place + 1) for run in cut.places(rank) for place in run)
+
+
+def from_blocks(cut: SequenceCut, rank: int) -> int:
+    """Pairs of the blocks that the ring computes, key rank by key rank."""
+    pairs = 0
+    for other in range(cut.cp):
+        rows, columns, causal = cut.visible(rank, other)
+        queries, keys = (len(range(cut.local)[part]) for part in (rows, columns))
+        pairs += queries * (queries + 1) // 2 if causal else queries * keys
+    return pairs
+
+
+def layouts() -> Iterator[tuple[Layout, int]]:
+    for cp in DEGREES:
+        for kind in ("ring", "allgather"):
+            for seq in (2 * cp, 8 * cp + 1, 1000 + cp, 8192):
+                yield Layout(cp=cp, cpkind=kind), seq
+
+
+@pytest.mark.parametrize(("layout", "seq"), list(layouts()), ids=str)
+def test_zigzag_is_balanced_and_counts_the_blocks_that_run(layout: Layout, seq: int) -> None:
+    model, cut = as_model("tiny-llama"), SequenceCut.of(layout, seq)
+    balance = context_balance(model, layout, Workload(seq=seq, batch=1))
+    core = AttentionCore(model.heads, model.kv_heads, model.head_dim, model.head_dim)
+    pairs = [from_blocks(cut, rank) for rank in range(layout.cp)]
+    assert list(balance.flops) == [model.layers * core.flops(one) for one in pairs]
+    assert pairs == [counted(cut, rank, 0) for rank in range(layout.cp)]
+    assert 1 <= balance.largest < 1.02
+    assert sum(balance.flops) == cut.padded * attention_flops_per_token(model, cut.padded)
+
+
+@pytest.mark.parametrize(("cp", "plain"), [(2, 1.5), (4, 1.75), (8, 1.875)])
+@pytest.mark.parametrize("kind", ["ring", "ulysses", "allgather"])
+def test_plain_cut_gives_the_last_rank_almost_twice_the_mean(cp: int, plain: float, kind: str) -> None:
+    balance = context_balance(as_model("llama-3-8b"), Layout(cp=cp, cpkind=kind), Workload(seq=131_072, batch=1))
+    assert balance.plain_largest == pytest.approx(plain, abs=1e-4)
+    assert balance.plain_flops[-1] == max(balance.plain_flops)
+    assert balance.largest == 1.0
+
+
+def test_windows_are_counted() -> None:
+    model = as_model("tiny-gemma2")
+    seq = 4 * max(part.window for part in cores(model))
+    layout = Layout(cp=4)
+    balance = context_balance(model, layout, Workload(seq=seq, batch=1))
+    cut = SequenceCut.of(layout, seq)
+    for flops, one in ((balance.flops, cut), (balance.plain_flops, replace(cut, zigzag=False))):
+        for rank in range(4):
+            assert flops[rank] == sum(core.flops(counted(one, rank, core.window)) for core in cores(model))
+    assert balance.largest < balance.plain_largest
+
+
+def cores(model) -> list[AttentionCore]:
+    from shardwise.model.parameters import blueprint
+
+    parts = blueprint(model).parts
+    return [op for part in parts for op in part.operations if op.kind == "attention" for _ in range(part.count)]
+
+
+def test_estimate_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", "llama-3-8b", "--cluster", "8xH100", "--seq", "8192", "--batch", "8", "--layout"]
+    assert main([*command, "cp=8", "--json"]) == 0
+    balance = json.loads(capsys.readouterr().out)["balance"]
+    assert len(balance["flops"]) == 8 and balance["largest_over_mean"] == 1.0
+    assert main([*command, "cp=8"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "busiest rank" in line]
+    assert lines == ["attention, busiest rank over the mean: 1.000 (zigzag), 1.875 in a plain cut"]
+    assert main([*command, "dp=8", "--json"]) == 0
+    assert "balance" not in json.loads(capsys.readouterr().out)

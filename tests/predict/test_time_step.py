@@ -1,12 +1,16 @@
 """The time of a step: arrays agree with numbers, parts add up, what must not get faster does not."""
 
+import tomllib
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.cluster import Cluster, Link
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
@@ -14,10 +18,28 @@ from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint
 from shardwise.planner.pricing import Prices, price_all, price_one
 from shardwise.planner.space import RECOMPUTE, BatchChoice, LayoutColumns, ScheduleChoice, ZeroChoice
-from shardwise.predict.step_seconds import step_seconds
-from shardwise.predict.time import ENGINES, Pricing, StepShape, engine, time_range, training_step
+from shardwise.predict import estimate
+from shardwise.predict.fixing import SCHEDULES
+from shardwise.predict.step_seconds import StepTiming, step_seconds
+from shardwise.predict.time import (
+    ENGINES,
+    Pricing,
+    ServingLayout,
+    StepShape,
+    decode_step,
+    engine,
+    profiles,
+    time_range,
+    training_step,
+)
 from shardwise.predict.time.block import Shape, tally_part
-from shardwise.predict.time.step import link_seconds
+from shardwise.predict.time.network import _worth_asking
+from shardwise.predict.time.pieces import Pieces
+from shardwise.predict.time.step import bubble_share, link_seconds
+from shardwise.schedule.choose import pricer
+from shardwise.schedule.pipeline import build, find
+from shardwise.schedule.pipeline.simulate import simulate
+from shardwise.schedule.pipeline.times import Times
 
 GPT, LLAMA = get("megatron-22b"), get("llama-3-8b")
 POWERS = st.sampled_from([1, 2, 4, 8])
@@ -266,3 +288,217 @@ def test_what_goes_packed_saves_time_over_a_slow_network_alone() -> None:
     assert data(ways[-1], slow) < data(plain, slow) / 3
     near = Cluster.parse("4xH100")
     assert data(replace(plain, qgz=True), near) > data(plain, near)
+
+
+# -- The bubbles that the time of a step takes for a schedule, against schedules simulated action by action
+
+
+SECONDS = [(2.0, 2.0, 1.0), (3.0, 4.0, 2.0), (1.0, 1.0, 1.0), (1.0, 1.0, 3.0), (4.0, 1.0, 2.0), (1.0, 5.0, 2.0)]
+"""Forward, input gradient, weight gradient of all chunks of a rank."""
+
+
+def idle(name: str, p: int, m: int, v: int, seconds: tuple[float, float, float]) -> float:
+    schedule = build(name, p, m, v)
+    return max(simulate(schedule, Times.equal(schedule.stages, *(each / v for each in seconds))).idle)
+
+
+def share(name: str, p: int, m: int, v: int, seconds: tuple[float, float, float]) -> float:
+    forward, rest, weights = seconds
+    pieces = Pieces({"matmul": forward + rest + weights, "host": 9.0}, {}, {}, forward, weights)
+    return float(bubble_share(name, p, m, v, pieces))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_shares_are_those_of_simulated_schedules(name):
+    exact = 0
+    for p, m, seconds in product((2, 3, 4), (1, 2, 4, 8, 9), SECONDS):
+        for v in (1, 2, 3):
+            if find(name).objection(p, m, v) or (name == "interleaved" and m < p):
+                continue
+            told = share(name, p, m, v, seconds) * idle("1f1b", p, m, 1, seconds)
+            real = idle(name, p, m, v, seconds)
+            # Where zb-h1 has no exact form it counts as 1F1B, which is no shorter.
+            if name == "zb-h1" and (m < p or seconds[2] > min(seconds[:2])):
+                assert real <= told * (1 + 1e-9)
+                continue
+            assert told == pytest.approx(real), (p, m, v, seconds)
+            exact += 1
+    assert exact > 20
+
+
+def test_arrays_are_numbers_schedules():
+    rows = [(3.0, 4.0, 2.0), (1.0, 1.0, 3.0)]
+    forward, rest, weights = (np.array(column) for column in zip(*rows, strict=True))
+    pieces = Pieces({"matmul": forward + rest + weights}, {}, {}, forward, weights)
+    assert bubble_share("zb-h1", 4, 8, 1, pieces).tolist() == [share("zb-h1", 4, 8, 1, row) for row in rows]
+
+
+def test_a_schedule_without_closed_form_is_refused():
+    with pytest.raises(UserError, match="schedule=zb-v has no closed form; there is one for 1f1b"):
+        share("zb-v", 4, 8, 2, (1.0, 1.0, 1.0))
+
+
+# -- Collectives in the time of a step: what is left out to be quick changes no price
+
+
+@from_table
+def test_algorithms_that_are_not_asked_are_never_the_cheapest(cluster, op, ranks, stride):
+    on = Cluster.parse(cluster)
+    prices = pricer(op, tuple(i * stride for i in range(ranks)), on, sharing=stride)
+    asked = [found.name for found in prices.candidates if _worth_asking(found, ranks, False)]
+    assert len(asked) < len([found for found in prices.candidates if not found.reads])
+    for nbytes in (1e3, 1e5, 1e7, 1e9, 1e11):
+        mine = min(prices.pick(nbytes, name)[1].seconds for name in asked)
+        assert mine == pytest.approx(prices.pick(nbytes, "best")[1].seconds, rel=1e-12)
+
+
+def test_groups_with_the_same_links_have_one_price():
+    price = Pricing(Cluster.parse("64x8xH100")).collectives.seconds
+    assert price("all_reduce", 1e8, 4, 1) == price("all_reduce", 1e8, 4, 2)
+    assert price("all_gather_into", 1e8, 8, 8) == price("all_gather_into", 1e8, 8, 64)
+    assert price("all_gather_into", 1e8, 8, 8) > price("all_gather_into", 1e8, 8, 1)
+
+
+# vllm-project/vllm issue 50576: 8 A800 in two PCIe 4.0 islands, microseconds by NCCL and by the faster of two kernels.
+OVER_PCIE = [(8192, 56.9, 46.5), (32768, 95.8, 45.6), (65536, 49.8, 52.9), (262144, 169.4, 91.2)]
+
+
+def test_all_reduces_over_pcie_cost_what_was_measured_there():
+    price = Pricing(Cluster.parse("8xA100-80GB-PCIe")).collectives.seconds
+    predicted = [1e6 * float(price("all_reduce", nbytes, 8)) for nbytes, _, _ in OVER_PCIE]
+    off = [np.log(mine / nccl) for mine, (_, nccl, _) in zip(predicted, OVER_PCIE, strict=True)]
+    # NCCL itself takes twice as long for 32 kB as for 64 kB: no price is closer than that to all of them.
+    assert abs(np.mean(off)) < 0.15 and max(map(abs, off)) < np.log(2)
+    assert all(40 < mine < 180 for mine in predicted)
+
+
+def test_all_reduces_over_infiniband_are_as_fast_as_was_measured_on_two_nodes():
+    # NVIDIA/nccl issue 1048: two nodes of 8 A100, 4 links of 200 Gb/s each: 86 GB/s of bus bandwidth.
+    nodes = replace(Cluster.parse("2x8xA100"), inter=Link(None, 12.5e9, kind="network"))
+    seconds = float(Pricing(nodes).collectives.seconds("all_reduce", 4e9, 16))
+    assert 2 * 15 / 16 * 4 / seconds == pytest.approx(86, rel=0.05)
+
+
+def test_over_omni_path_rings_reach_less_of_the_bandwidth():
+    # bigscience, all_reduce_bench-a100-n4: 40.5 Gb/s over a link of 100 Gb/s.
+    nodes = replace(Cluster.parse("4x8xA100"), inter=Link(None, 6.25e9, kind="omni-path"))
+    seconds = float(Pricing(nodes).collectives.seconds("all_reduce", 1e9, 4, 8))
+    assert 2 * 3 / 4 * 1e9 * 8 * 8 / seconds / 4 == pytest.approx(40.5e9, rel=0.01)
+
+
+def test_gpus_behind_one_switch_are_nearer_than_through_the_host():
+    # haohervchb/sglang-V100 PR 2: 4 GPUs behind one PCIe switch, NCCL, 8 and 16 KB in 20.3 and 22.3 us.
+    host = Cluster.parse("4xA100-80GB-PCIe")
+    switch = replace(host, intra=replace(host.intra, kind="pcie"))
+    near, far = (Pricing(on).collectives.seconds for on in (switch, host))
+    assert 1e6 * float(near("all_reduce", 8192, 4)) == pytest.approx(20.3, rel=0.3)
+    assert float(far("all_reduce", 8192, 4)) > 1.5 * float(near("all_reduce", 8192, 4))
+    assert float(far("all_reduce", 1e9, 4)) > float(near("all_reduce", 1e9, 4))
+
+
+def test_a_published_decode_over_pcie():
+    # mlc-ai's multi-GPU benchmark: Llama-2-70B in fp16, tp=4 on A100 PCIe, batch 1: 26.6 tokens/s.
+    pricing, model = Pricing(Cluster.parse("4xA100-80GB-PCIe")), get("llama-2-70b")
+    for software in ("gpt-fast", "tensorrt-llm"):
+        step = decode_step(model, ServingLayout(tp=4), 1.0, 400, engine(software), pricing)
+        assert 1 / float(step.seconds) == pytest.approx(26.6, rel=0.2)
+
+
+def test_peers_are_read_over_nvlink_inside_a_node_alone():
+    def prices(cluster: str, ranks: int) -> tuple[float, float]:
+        price = Pricing(Cluster.parse(cluster)).collectives.seconds
+        return tuple(float(price("all_reduce", 16384, ranks, reads_peers=reads)) for reads in (False, True))
+
+    library, read = prices("2x8xA100", 4)
+    assert read < 0.6 * library
+    for cluster, ranks in (("2x8xA100", 16), ("4xA100-80GB-PCIe", 4), ("4xL40S", 4), ("4xA100", 1)):
+        library, read = prices(cluster, ranks)
+        assert read == library
+    assert float(Pricing(Cluster.parse("4xA100")).collectives.seconds("all_gather", 4096, 4, reads_peers=True)) > 0
+
+
+def test_a_link_of_unknown_kind_counts_by_its_speed():
+    known = Cluster.parse("8xA100")
+    slow, fast = (replace(known, intra=Link(None, bandwidth)) for bandwidth in (25e9, 250e9))
+    assert slow.over_pcie and not fast.over_pcie and not known.over_pcie
+    priced = [float(Pricing(on).collectives.seconds("all_reduce", 16384, 8)) for on in (slow, fast, known)]
+    assert priced[0] > 2.5 * priced[2] and priced[1] < 1.2 * priced[2]
+
+
+# -- Predictions of `sync=local` without running it: what an outer step takes, and over which links it goes
+
+
+MODEL, WORK = get("llama-3-8b"), Workload(4096, 64)
+NEAR = Cluster.parse("2x8xH100")
+FAR = replace(NEAR, inter=replace(NEAR.inter, bandwidth=1e9 / 8))
+"""The same nodes with 1 Gbit/s between them."""
+LOCAL = "dp=16,zero=3,replicas=2,sync=local,recompute=full"
+
+
+def timing(words: str, cluster: Cluster = NEAR) -> StepTiming:
+    return step_seconds(MODEL, Layout.parse(f"{LOCAL},{words}"), WORK, cluster)
+
+
+def test_a_step_has_its_share_of_an_outer_step() -> None:
+    ten, hundred = timing("every=10"), timing("every=100")
+    assert ten.parts["outer"] == pytest.approx(10 * hundred.parts["outer"])
+    assert {k: v for k, v in ten.parts.items() if k != "outer"} == {
+        k: v for k, v in hundred.parts.items() if k != "outer"
+    }
+    assert ten.seconds == pytest.approx(sum(ten.parts.values())) and ten.low < ten.seconds < ten.high
+    assert "mean of a round" in ten.notes[-1]
+
+
+def test_a_slow_link_between_replicas_costs_outer_steps_alone() -> None:
+    near, far = timing("every=50,outer=nesterov"), timing("every=50,outer=nesterov", FAR)
+    assert near.parts["data"] == far.parts["data"]
+    assert far.parts["outer"] > 10 * near.parts["outer"]
+    # 4 bytes of each of 8 billion parameters between two nodes, over 8 links of 1 Gbit/s, of which training runs reach
+    # a share.
+    least = 8.03e9 / 8 * 4 * 8 / 1e9
+    assert least < far.parts["outer"] * 50 < 3 * least
+    lockstep = step_seconds(MODEL, Layout.parse("dp=16,zero=3,shard=8,recompute=full"), WORK, FAR)
+    assert lockstep.seconds > 2 * far.seconds
+
+
+def test_few_bits_cost_less_where_the_link_is_slow() -> None:
+    seconds = [timing(f"every=50,outer=nesterov,outer_bits={bits}", FAR).parts["outer"] for bits in (0, 8, 4)]
+    # Twice on the wire, by an all-to-all and an all-gather; in 8 bits a quarter of the bytes each way, in 4 an eighth.
+    assert seconds[0] > 1.5 * seconds[1] > 2.5 * seconds[2]
+
+
+def test_an_estimate_says_which_step_it_is_of() -> None:
+    report = estimate(MODEL, f"{LOCAL},every=50,outer=nesterov", WORK, NEAR)
+    assert any("one in 50" in note for note in report.notes)
+    rows = [row for role in report.roles for row in role.ledger if row.axes == "replica"]
+    assert sum(row.payload_bytes for row in rows) == pytest.approx(8.03e9 / 8 * 4, rel=0.01)
+    plain = estimate(MODEL, "dp=16,zero=3,shard=8,recompute=full", WORK, NEAR)
+    extra = report.roles[0].bytes.optimizer - plain.roles[0].bytes.optimizer
+    assert extra == pytest.approx(8.03e9 / 8 * 8, rel=0.01)
+
+
+# -- Profiles of engines are parsed one by one, and are those of the whole file
+
+
+def test_each_profile_is_its_table_of_the_file():
+    tables = tomllib.loads(Path(profiles.__file__).with_name("engines.toml").read_text(encoding="utf-8"))
+    assert list(ENGINES) == list(tables) and len(ENGINES) == len(tables)
+    for name, table in tables.items():
+        profile = ENGINES[name]
+        assert profile.name == name
+        rows = {key: row for key, row in table.items() if key not in ("base", "unlisted", "features")}
+        assert {key: profile.facts[key] for key in rows} == {key: source for key, (_, source) in rows.items()}
+        for key, (value, _) in rows.items():
+            assert getattr(profile, key) == (tuple(value) if isinstance(value, list) else value)
+        for key, (value, source) in table.get("features", {}).items():
+            assert getattr(profile.features, key) == (tuple(value) if isinstance(value, list) else value)
+            assert profile.features.sources[key] == source
+        if "base" in table:
+            base, own = ENGINES[table["base"]], {"name", "features", "facts", *rows}
+            assert all(getattr(profile, key) == getattr(base, key) for key in vars(base).keys() - own)
+
+
+def test_only_what_is_used_is_parsed():
+    fresh = profiles._Profiles()
+    assert fresh["shardwise"] == ENGINES["shardwise"]
+    assert len(fresh._parsed) < len(fresh) // 4

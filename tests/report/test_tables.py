@@ -1,15 +1,37 @@
 """Terminal tables: every figure shown, verdicts right, names never read as markup."""
 
+import inspect
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from harness.report_strategies import reports
+import shardwise
+from harness.cases import from_table
+from harness.report_strategies import ledger_rows, reports
+from shardwise import Workload, estimate, plan, plan_serving
+from shardwise.errors import UserError
 from shardwise.report import Bytes, LedgerRow, Role, StepReport, compare
+from shardwise.report.files import check_place, write_whole
+from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger
+from shardwise.report.printing import Printable
 from shardwise.report.room import DeviceRoom
 from shardwise.report.tables import comparison_tables, ledger_table, memory_table, zero_table
+from shardwise.report.terminal import Column, FittedTable, wrap
+from shardwise.report.units import (
+    format_apart,
+    format_bytes,
+    format_count,
+    format_ranks,
+    format_share,
+    format_spans,
+    format_time,
+)
 
 HELD = Bytes(9_000_000, 4_000_000, 18_000_000, 41_000_000, 6_000_000, 22_000_000)
 LEDGER = (
@@ -123,3 +145,237 @@ def test_a_timeline_shows_where_the_step_went():
     assert "from its timeline" not in shown(comparison_tables(compare(report(), report("measured"))))
     (found,) = compare(report(), timed).to_json()["exposures"]
     assert (found["side"], found["rank"], found["exposed_s"]) == ("b", 0, 0.01)
+
+
+# -- Files that are there whole or not at all
+
+
+def test_what_was_there_is_replaced(tmp_path):
+    for text in ("first", "second"):
+        write_whole(tmp_path / "a", text)
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": text}
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"cannot write report .*folder: Is a directory"):
+        write_whole(tmp_path / "folder", "text", "report")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_place_is_known_before_there_is_anything_to_write(tmp_path):
+    (tmp_path / "a").write_text("first")
+    check_place(tmp_path / "a")
+    check_place(tmp_path / "b")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "first"}
+    with pytest.raises(UserError, match="cannot write table /proc/a: No such file"):
+        check_place(Path("/proc/a"), "table")
+
+
+@pytest.mark.parametrize("path", [".", "/", ""])
+def test_a_folder_is_no_file(path):
+    with pytest.raises(UserError, match="it is a folder; name a file"):
+        write_whole(Path(path), "text")
+
+
+# -- Text and tables at the width of a terminal: layouts break between keys, columns that do not fit are named
+
+
+LAYOUT = "tp=2,pp=8,cp=4,zero=1,sp,schedule=interleaved,virtual=10,recompute=selective"
+COLUMNS = (Column("layout", left=True, wraps=True), Column("step"), Column("range", drop=2), Column("MFU", drop=1))
+ROWS = [(LAYOUT, "1 min 31 s", "1 min 25 s to 1 min 38 s", "57.0%"), ("tp=8", "2 s", "1 s to 3 s", "1.0%")]
+
+
+def printed(thing, width):
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(thing)
+    return capture.get().splitlines()
+
+
+def test_lines_end_between_words_and_between_keys():
+    text = f"tp=1: 13,406 layouts are slower; at best {LAYOUT}"
+    assert wrap(text, 200) == text
+    lines = wrap(text, 40).split("\n")
+    assert max(map(len, lines)) <= 40 and "".join(lines).replace(" ", "") == text.replace(" ", "")
+    keys = {key for line in lines for key in line.split()[-1].split(",") if "=" in key}
+    assert keys <= set(LAYOUT.split(",")) and all("13,406" in " ".join(lines) for _ in lines)
+
+
+def test_an_indented_line_continues_further_in():
+    assert wrap("  one two three\nfour five six", 9).split("\n") == ["  one two", "    three", "four five", "six"]
+
+
+@given(st.integers(60, 200))
+def test_no_width_cuts_a_cell_and_what_is_left_out_is_named(width):
+    lines = printed(FittedTable(COLUMNS, list(ROWS)), width)
+    text = "\n".join(lines)
+    assert max(map(len, map(str.rstrip, lines))) <= width and "…" not in text
+    assert "".join(line.split()[0] for line in lines[2:] if line.split()[0].endswith((",", "ive"))).startswith(
+        "tp=2,pp=8"
+    )
+    shown = lines[0].split()
+    note = [line for line in lines if line.startswith("not shown")]
+    assert "layout" in shown and "step" in shown
+    for name, cell in (("range", "1 min 25 s to"), ("MFU", "57.0%")):
+        assert (name in shown) == (cell in text) != any(name in line for line in note)
+
+
+def test_columns_leave_in_their_order_and_stay_where_there_is_room():
+    headers = {width: printed(FittedTable(COLUMNS, list(ROWS)), width)[0].split() for width in (140, 60, 44)}
+    assert headers == {140: ["layout", "step", "range", "MFU"], 60: ["layout", "step", "MFU"], 44: ["layout", "step"]}
+
+
+# -- Identical blocks become one line, and only identical ones
+
+
+ROW = LedgerRow("forward", "all_gather_into", "shard", "blocks.0", "bfloat16", 1000, 2)
+
+
+def labels(rows):
+    return [group.label for group in group_ledger(rows)]
+
+
+def test_eighty_blocks_are_one_line():
+    assert labels([replace(ROW, unit=f"blocks.{i}") for i in range(80)]) == ["blocks.0-79 \u00d780"]
+
+
+def test_a_block_that_differs_stands_alone():
+    rows = [replace(ROW, unit=f"blocks.{i}", count=9 if i == 3 else 2) for i in range(6)]
+    assert labels(rows) == ["blocks.0-2,4-5 \u00d75", "blocks.3"]
+
+
+def test_descending_blocks_and_inner_numbers():
+    assert labels([replace(ROW, unit=f"blocks.{i}.mlp") for i in (2, 1, 0)]) == ["blocks.0-2.mlp \u00d73"]
+    assert labels([replace(ROW, unit=u) for u in ("w1", "w2")]) == ["w1", "w2"]
+
+
+@given(st.lists(ledger_rows))
+def test_groups_hold_every_row_once_and_are_alike(rows):
+    groups = group_ledger(rows)
+    assert sorted(row for group in groups for row in group.rows) == sorted(rows)
+    for group in groups:
+        assert len({replace(row, unit="") for row in group.rows}) == 1
+        assert group.units == len({row.unit for row in group.rows})
+
+
+@given(reports(), reports())
+def test_compared_groups_hold_every_row_of_every_rank(a, b):
+    comparison = compare(a, b)
+    views = list(compared_ledgers(comparison))
+    ranks = [rank for ranks, _ in views for rank in ranks]
+    assert sorted(ranks) == sorted(rank for pair in comparison.pairs for rank in pair.ranks)
+    rows_of = {pair.role: [r for r in comparison.rows if r.role == pair.role] for pair in comparison.pairs}
+    for ranks, rows in views:
+        for pair in comparison.pairs:
+            if set(pair.ranks) & set(ranks):
+                assert [(r.key, r.equal) for r in rows_of[pair.role]] == [(r.key, r.equal) for r in rows]
+        assert sum(len(group.rows) for group in group_compared(rows)) == len(rows)
+
+
+# -- Results print as the tables of the command line, and render so in notebooks
+
+
+STEP: dict[str, Any] = {"seq": 4096, "batch": 16}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Printable]:
+    predicted = [estimate("llama-3-8b", layout, cluster="8xH100", **STEP) for layout in ("dp=8,zero=2", "dp=4,tp=2")]
+    best = plan("llama-3-8b", "8xH100", fixed={"pp": 1, "cp": 1}, top=3, **STEP)
+    served = plan_serving("llama-3-8b", "2xH100", Workload(prompt=512, output=128, concurrency=8))
+    return {"estimate": predicted[0], "plan": best, "compare": compare(*predicted), "serving plan": served}
+
+
+@pytest.mark.parametrize("name", ["estimate", "plan", "compare", "serving plan"])
+def test_a_result_prints_its_tables(name: str, results: dict[str, Printable], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = results[name]
+    text = str(result)
+    assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) > 10 and "\x1b" not in text
+    assert re.fullmatch(rf"<{type(result).__name__}: .+>", repr(result)) and result.conclusion() in repr(result)
+    assert result.conclusion() in " ".join(text.split())[:500]
+    html = result._repr_html_()
+    assert html.startswith("<pre") and html.endswith("</pre>")
+    monkeypatch.setenv("COLUMNS", "100")
+    plain = re.sub(r"<.*?>", "", html).replace("&lt;", "<").replace("&gt;", ">").replace("&#x27;", "'")
+    assert [line.rstrip() for line in plain.splitlines()] == str(result).splitlines()
+
+
+def test_names_and_numbers_in_place_of_objects() -> None:
+    whole = estimate("llama-3-8b", "dp=8,zero=2", Workload(4096, 16), "8xH100")
+    assert estimate("llama-3-8b", "dp=8,zero=2", cluster="8xH100", seq=4096, batch=16) == whole
+    for call in (
+        lambda: estimate("llama-3-8b", "dp=8", Workload(64, 8), seq=64),
+        lambda: plan("llama-3-8b", "8xH100", Workload(64, 8), batch=8),
+    ):
+        with pytest.raises(UserError, match="either a Workload, or seq and batch"):
+            call()
+    with pytest.raises(UserError, match="both a sequence length and a batch"):
+        plan("llama-3-8b", "8xH100", seq=64)
+    with pytest.raises(UserError, match="workload must be a Workload"):
+        estimate("llama-3-8b", "dp=8")
+
+
+def test_public_names_are_typed_and_documented() -> None:
+    for name in shardwise.__all__:
+        thing = getattr(shardwise, name)
+        if not callable(thing) or thing is UserError:
+            continue
+        assert inspect.getdoc(thing), name
+        parameters = inspect.signature(thing).parameters.values()
+        assert all(parameter.annotation is not inspect.Parameter.empty for parameter in parameters), name
+
+
+# -- Numbers as people read them
+
+
+@from_table
+def test_bytes(n, text):
+    assert format_bytes(n) == text
+
+
+def test_binary_bytes():
+    assert [format_bytes(n, binary=True) for n in (1023, 1024, 80 * 2**30)] == ["1023 B", "1.00 KiB", "80.0 GiB"]
+
+
+@given(st.integers(min_value=1, max_value=10**20), st.booleans())
+def test_bytes_are_right_to_three_digits(n, binary):
+    number, unit = format_bytes(n, binary).split()
+    powers = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"] if binary else ["B", "kB", "MB", "GB", "TB", "PB", "EB"]
+    assert float(number) * (1024 if binary else 1000) ** powers.index(unit) == pytest.approx(n, rel=0.0051)
+
+
+def test_counts():
+    assert [format_count(n) for n in (12, 12_345, 7e9, 1.2e12)] == ["12", "12.3k", "7.00B", "1.20T"]
+
+
+@from_table
+def test_time(seconds, text):
+    assert format_time(seconds) == text
+
+
+def test_shares_never_round_a_difference_away():
+    assert [format_share(x) for x in (0, 1e-9, 0.0123, -0.5, 12.5)] == ["0%", "<0.01%", "1.23%", "-50.0%", "1,250%"]
+    assert format_share(0.0123, signed=True) == "+1.23%"
+
+
+@given(st.sets(st.integers(0, 60), min_size=1))
+def test_spans_name_exactly_their_numbers(numbers):
+    found = set()
+    for span in format_spans(tuple(sorted(numbers))).split(","):
+        first, _, last = span.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    assert found == numbers
+
+
+def test_ranks():
+    assert [format_ranks((3,)), format_ranks((0, 1, 2, 8))] == ["rank 3", "ranks 0-2,8"]
+
+
+@given(st.integers(1, 10**13), st.integers(1, 10**13))
+def test_different_sizes_are_told_apart(n, other):
+    a, b = format_apart(n, other)
+    assert (a == b) == (n == other) or abs(n - other) < 1e-8 * max(n, other)
+    assert format_apart(149.4e9, 149.1e9) == ("149.4 GB", "149.1 GB")
+    assert format_apart(150e9, 83e9) == ("150 GB", "83.0 GB")

@@ -9,24 +9,42 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise, permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.checks import assert_ledger, assert_parity, assert_replicas_equal, judge, train
-from harness.jobs import RankOutcome
+from harness.apart import Apart, listed
+from harness.apart_checks import assert_as_alone, assert_predicted, blank, trained
+from harness.apart_jobs import Account
+from harness.cases import from_table, table
+from harness.checks import (
+    assert_covered,
+    assert_ledger,
+    assert_memory,
+    assert_parity,
+    assert_replicas_equal,
+    judge,
+    train,
+)
+from harness.expert_jobs import plain_routing
+from harness.experts import settled
+from harness.jobs import RankOutcome, Training
 from harness.pool import run_ranks
-from harness.reference import Case, reference, values
+from harness.reference import Case, OneDevice, global_batch, make_batch, reference, values
 from harness.resume_jobs import STEPS
-from harness.space import MODELS, SEQ, Point, point
+from harness.space import EXPERT_MODELS, MODELS, SEQ, Point, cases, point
 from harness.today import some_of
 from harness.trap_jobs import plain_boundaries
 from shardwise.checkpoint import Checkpoint, diff
+from shardwise.decoder import Decoder
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.axes import TP
 from shardwise.layout.placement import kv_heads_held, width_held
+from shardwise.model.config import Experts
+from shardwise.model.lora import Lora
 from shardwise.model.parameters import parameters
 
 
@@ -530,3 +548,279 @@ def test_trap_24_gathered_weights_are_not_stale(name: str, tp: int, recompute: s
     plan = unit_plan(case.model, chosen.layout, case.workload)
     assert max(sum(unit.slot == slot for unit in plan.units) for slot in plan.slots) >= 3, "slots must be used again"
     holds(case, chosen.layout)
+
+
+# -- Ways in which pipelines go silently wrong, each as a test that fails when the mistake is made (`tests/mutation`)
+
+
+def case_of(layout: Layout, model: str, micro_batches: int = 4) -> Case:
+    batch = layout.dp * layout.micro * micro_batches
+    return Case(MODELS[model].replace(layers=4), Workload(SEQ, batch), layout.precision)
+
+
+def holds_piped(text: str, model: str) -> None:
+    layout = Layout.parse(f"{text},precision=fp64")
+    case = case_of(layout, model)
+    ranks = train(case, layout, memory=False)
+    assert_parity(case, layout, ranks)
+    assert_replicas_equal(ranks)
+    assert_ledger(case, layout, ranks)
+
+
+# -- 1: both ends of a pipeline that hold the tied table add up its gradients, and one of them counts in the norm
+
+
+@from_table
+def test_trap_01_tied_embedding_at_both_ends(text: str, model: str) -> None:
+    parsed = Layout.parse(f"{text},precision=fp64")
+    case = case_of(parsed, model)
+    assert case.model.tied
+    assert min(reference(case).norms) > case.optimizer.clip, "clipping must bind, or a wrong norm goes unnoticed"
+    holds_piped(text, model)
+
+
+# -- 5, 18: every rank logs the loss of the whole batch, wherever the last stage is
+
+
+@from_table
+def test_trap_05_18_every_rank_logs_the_global_loss_of_a_pipeline(text: str) -> None:
+    layout = Layout.parse(f"{text},precision=fp64")
+    case = case_of(layout, "llama")
+    expected = reference(case).losses
+    assert all(abs(a - b) > 1e-6 for a, b in pairwise(expected))
+    for rank in train(case, layout, memory=False):
+        assert rank.losses == pytest.approx(expected, rel=1e-12)
+
+
+# -- 21: state goes from a pipeline to any other layout and back
+
+
+@pytest.mark.parametrize("text", ["dp=2,pp=2,zero=1", "dp=2,tp=2,pp=2,sp,zero=3,virtual=2,schedule=interleaved"])
+def test_trap_21_a_pipeline_is_saved_as_it_would_be_without(text: str, tmp_path: Path) -> None:
+    folders = []
+    for index, words in enumerate((text, "tp=2")):
+        layout = Layout.parse(f"{words},precision=fp64")
+        case = Case(MODELS["qwen3"].replace(layers=4), Workload(SEQ, 8))
+        run_ranks("harness.resume_jobs:straight", layout.ranks, (case, layout, str(tmp_path / str(index)), 2, 2))
+        folders.append(tmp_path / str(index) / "step-2")
+    piped, whole = map(Checkpoint.open, folders)
+    assert piped.manifest.tensors.keys() == whole.manifest.tensors.keys()
+    assert diff(piped, piped) == []
+    # Other sums round otherwise: what must agree is where every element is, so the values to the last digits.
+    for name in piped.manifest.tensors:
+        assert piped.read(name) == pytest.approx(whole.read(name), rel=1e-6, abs=1e-9), name
+
+
+# -- 19: messages and reductions in whatever order they come
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_trap_19_without_overlap_a_pipeline_gives_the_same_bits(transport: str) -> None:
+    layout = Layout.parse("dp=2,pp=2,zero=2,schedule=zb-h1,precision=fp32")
+    case = case_of(layout, "llama")
+    found = [train(case, layout, overlap=each, transport=transport, memory=False) for each in (True, False)]
+    assert [rank.losses for rank in found[0]] == [rank.losses for rank in found[1]]
+    assert [rank.pieces for rank in found[0]] == [rank.pieces for rank in found[1]]
+
+
+# -- Mistakes of context parallelism that others shipped, each a small layout in which it shows (`tests/mutation/`)
+
+
+LAYOUTS = table(__file__, "LAYOUTS")
+
+
+@pytest.mark.parametrize(("model", "text", "seq", "documents"), LAYOUTS, ids=[row[1] for row in LAYOUTS])
+def test_trap_25_sequences_cut_over_ranks(model: str, text: str, seq: int, documents: bool) -> None:
+    layout = Layout.parse(text)
+    workload = Workload(seq, 2 * layout.dp, isolate_documents=documents)
+    case = Case(MODELS[model], workload, layout.precision, layout.attention)
+    ranks = train(case, layout, memory=False)
+    assert_parity(case, layout, ranks)
+    assert_ledger(case, layout, ranks)
+
+
+# -- Mistakes of expert parallelism that others shipped, each a small layout in which it shows (`tests/mutation/`)
+
+
+def case_of_routed(model: str, layout: Layout, seq: int, accumulate: int = 1, **changes: Any) -> Case:
+    """A case in float64. changes: of the model's experts."""
+    config = EXPERT_MODELS[model]
+    experts = Experts(**(vars(config.experts) | changes))
+    workload = Workload(seq, layout.dp * layout.micro * accumulate)
+    layers = max(config.layers, layout.pp * layout.virtual)
+    model_config = config.replace(layers=layers, experts=experts)
+    return Case(model_config, workload, "fp64", layout.attention, pool=layout.micro)
+
+
+LAYOUTS_ROUTED: list[tuple[str, str, int, int, dict[str, Any]]] = table(__file__, "LAYOUTS_ROUTED")
+"""(model, layout, tokens of a sequence, micro-batches, changes of the experts)."""
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "seq", "accumulate", "changes"), LAYOUTS_ROUTED, ids=[row[1] for row in LAYOUTS_ROUTED]
+)
+def test_trap_17_experts_over_ranks(model: str, text: str, seq: int, accumulate: int, changes: dict[str, Any]) -> None:
+    layout = Layout.parse(f"{text},precision=fp64")
+    case = case_of_routed(model, layout, seq, accumulate, **changes)
+    assert min(reference(case).norms) > case.optimizer.clip, "clipping binds"
+    ranks = train(case, layout, memory=False)
+    assert_parity(case, layout, ranks)
+    assert_replicas_equal(ranks)
+    assert_ledger(case, layout, ranks)
+
+
+@pytest.mark.parametrize("text", ["dp=2,ep=2", "dp=2,ep=2,zero=2", "tp=2,ep=2,etp=1", "dp=2,tp=2,ep=2,etp=2,zero=3"])
+def test_trap_17_an_expert_without_tokens_has_a_gradient_of_zero(text: str) -> None:
+    """Few tokens for eight experts: in most steps some have none, and had some the step before."""
+    layout = Layout.parse(f"{text},precision=fp64")
+    case = replace(case_of_routed("mixtral", layout, 3), steps=6)
+    plain = plain_routing(case)
+    assert any(len(set(routing.chosen.tolist())) < 8 for routing in plain.values())
+    ranks = train(case, layout, memory=False)
+    assert_parity(case, layout, ranks)
+    assert_replicas_equal(ranks)
+
+
+@pytest.mark.parametrize("text", ["dp=2,ep=2", "tp=2", "dp=2,cp=2,ep=4"])
+def test_trap_17_the_losses_and_loads_that_are_reported_are_those_of_all_ranks(text: str) -> None:
+    layout = Layout.parse(f"{text},precision=fp64")
+    case = case_of_routed("mixtral", layout, 13, 2, balance_loss=0.5, z_loss=0.05, capacity=0.7)
+    plain = plain_routing(case)
+    for rank in run_ranks("harness.expert_jobs:traced", layout.ranks, Training(case, layout, judge(case))):
+        for name, load in rank.loads.items():
+            assert sum(load.tokens) == len(plain[name].chosen)
+            assert load.dropped == int((~plain[name].takes).sum()) > 0
+            assert load.auxiliary_loss == pytest.approx(plain[name].auxiliary_loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("saved", ["dp=2,ep=2", "dp=2,tp=2,ep=2,etp=2,zero=1"])
+def test_trap_17_a_checkpoint_has_all_experts(saved: str, tmp_path: Path) -> None:
+    before, folder = Layout.parse(f"{saved},precision=fp64"), tmp_path / "saved"
+    case = case_of_routed("mixtral", before, 12, 2)
+    payload = (case, before, str(folder), 2, 4)
+    expected = run_ranks("harness.resume_jobs:straight", before.ranks, payload)[0].losses[2:]
+    for text in ("dp=1", "dp=4,ep=4,zero=3"):
+        after, again = Layout.parse(f"{text},precision=fp64"), tmp_path / text
+        targets = [(str(folder / "step-2"), str(again))]
+        for (rank,) in run_ranks("harness.resume_jobs:go_on", after.ranks, (case, after, targets, 4)):
+            assert rank.losses == pytest.approx(expected, rel=1e-9, abs=0)
+        assert diff(Checkpoint.open(folder / "step-2"), Checkpoint.open(again / "step-2")) == []
+
+
+# -- Mistakes of replicas that train apart from each other, each with a case that would show it (tests/mutation)
+
+
+CASES = [
+    listed(MODELS["llama"], "dp=4,zero=1,sync=local,every=2,outer=nesterov,replicas=2,precision=fp64"),
+    listed(MODELS["qwen3"], "dp=2,tp=2,zero=3,sp,sync=local,every=2,precision=fp64"),
+    listed(MODELS["mqa"], "dp=2,tp=2,zero=1,sync=local,every=2,moments=average,precision=fp64"),
+    listed(EXPERT_MODELS["mixtral"], "dp=4,ep=2,zero=2,sync=local,every=2,outer=nesterov,replicas=2,precision=fp64"),
+]
+
+
+@pytest.mark.parametrize("apart", CASES, ids=lambda a: a.id)
+def test_trap_30_replicas_train_as_they_would_alone(apart: Apart) -> None:
+    ranks = trained(apart)
+    assert_as_alone(apart, ranks)
+    assert_predicted(apart, ranks)
+
+
+def test_trap_30_what_packing_loses_is_sent_later() -> None:
+    apart = listed(MODELS["gpt2"], "dp=2,zero=1,sync=local,every=1,outer=nesterov,outer_bits=4,precision=fp32")
+    train(apart.case, apart.layout, blank(apart.case.model))
+    accounts: list[list[Account]] = run_ranks("harness.apart_jobs:accounted", apart.layout.ranks, apart)
+    for account in (account for rank in accounts for account in rank):
+        assert account.apart <= 1e-5 * max(account.true, account.residual), account
+
+
+# -- Adapters and frozen weights that would be silently wrong, numbered as in tests/mutation
+
+
+def case_of_adapted(name: str, *targets: str, alpha: float = 7.0) -> Case:
+    return Case(MODELS[name].replace(lora=Lora(3, alpha, targets)), Workload(12, 4), "fp64")
+
+
+def holds_adapted(case: Case, text: str) -> None:
+    layout = Layout.parse(f"{text},precision=fp64")
+    ranks = train(case, layout, memory=False)
+    assert_parity(case, layout, ranks)
+    assert_replicas_equal(ranks)
+    assert_covered(case, layout, ranks)
+
+
+@pytest.mark.parametrize("targets", [("q", "up"), ("out", "down")])
+def test_trap_35_the_whole_factor_of_a_cut_map_sees_all_ranks(targets: tuple[str, ...]) -> None:
+    """Under tp each rank has a part of the gradient of A beside cut outputs, and of B beside cut inputs."""
+    holds_adapted(case_of_adapted("llama", *targets), "tp=2")
+    holds_adapted(case_of_adapted("llama", *targets), "tp=2,dp=2,sp,zero=3")
+
+
+def test_trap_35_replicated_key_heads_have_one_adapter() -> None:
+    holds_adapted(case_of_adapted("mqa", "k", "v"), "tp=3")
+
+
+def test_trap_35_frozen_weights_stay() -> None:
+    """Norms and biases, too, with weight decay, in one device's reference as well as over ranks."""
+    case = case_of_adapted("gpt2")
+    before = {p.name: values(p, torch.arange(p.numel)).view(p.shape) for p in parameters(case.model)}
+    after = reference(case).final
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in after if ".lora_" in name}
+    holds_adapted(case, "dp=2,zero=2")
+    holds_adapted(case, "pp=2,dp=2,zero=3")
+
+
+def test_trap_35_adapters_are_scaled_and_pass_gradients() -> None:
+    """Against a model whose weights are W + alpha / rank · B A: its gradient of W gives those of A and B."""
+    case = case_of_adapted("llama", alpha=7.0)
+    device, rows = OneDevice(case), global_batch(case, 0)
+    scale, merged = 7.0 / 3, Decoder(case.model.replace(lora=None)).double()
+    for name, weight in merged.named_parameters():
+        weight.data = device.named[name].detach().clone()
+        if (a := name.replace("weight", "lora_a")) in device.named:
+            weight.data += scale * device.named[a.replace("_a", "_b")].detach() @ device.named[a].detach()
+    logits, targets = merged(make_batch(case, rows, 0)), rows["targets"].flatten()
+    loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / (targets != -100).sum()
+    loss.backward()
+    expected, _ = device.step(rows, 0)
+    assert abs(float(loss.detach()) - expected) < 1e-12 * expected
+    fresh = OneDevice(case).named
+    for name, weight in merged.named_parameters():
+        if (a := name.replace("weight", "lora_a")) in fresh:
+            b = a.replace("_a", "_b")
+            for mine, theirs in (
+                (device.grads[a], scale * fresh[b].T @ weight.grad),
+                (device.grads[b], scale * weight.grad @ fresh[a].T),
+            ):
+                assert (mine - theirs).norm() <= 1e-11 * theirs.norm() and theirs.norm() > 0, name
+    holds_adapted(case, "dp=2")
+
+
+# -- Mistakes of offloading that known layouts show: each trains as in memory, bit by bit, with exact bytes and rows
+
+
+DENSE = table(__file__, "DENSE")
+
+
+def equal(case: Case, layout: Layout) -> None:
+    plain = replace(layout, offload="none", offload_params="none", offload_activations="none")
+    ranks, in_memory = train(case, layout), train(case, plain, memory=False)
+    bits, expected = ([(r.losses, r.norms, r.pieces) for r in each] for each in (ranks, in_memory))
+    assert bits == expected
+    assert_ledger(case, layout, ranks)
+    assert_memory(case, layout, ranks)
+
+
+@pytest.mark.parametrize("text", DENSE)
+def test_trap_28_no_home_changes_a_bit(text: str) -> None:
+    case = point(**{"model": "llama", "dp": 2, "accumulate": 2} | DENSE[text]).case
+    case = replace(case, model=case.model.replace(layers=4), precision="fp32")
+    micro = DENSE[text].get("micro", 1)
+    equal(case, Layout.parse(f"dp=2,micro={micro},precision=fp32,{text}"))
+
+
+def test_trap_28_routers_biases_move_in_the_state_of_their_step() -> None:
+    chosen = next(p for p in cases("experts") if "deepseek" in p.id and p.layout.stage == 3 and p.layout.ranks <= 4)
+    case = settled(chosen.case)
+    assert judge(case).losses
+    equal(case, replace(chosen.layout, offload="nvme"))

@@ -7,17 +7,25 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
-from serving_double import EngineDouble, front_of
+from described_requests import ANYTHING, ASKED, DESCRIBED, changed, is_described, values
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving_double import MODEL, EngineDouble, Running, front_of, serving
 
+from shardwise import __version__
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import RunFailed
 from shardwise.serving.http import server
+from shardwise.serving.http.connections import MOST, RESERVED, ConnectionLimits, connection_limit
 from shardwise.serving.http.generation import Front
+from shardwise.serving.http.openapi import description
 
 
 class Clients:
@@ -242,3 +250,289 @@ def test_an_ipv6_address_is_written_in_brackets():
         pytest.skip("no IPv6 loopback here")
     with sock:
         assert server.url_of(sock) == f"http://[::1]:{sock.getsockname()[1]}"
+
+
+# -- Clients that open connections and say nothing, or little, or read nothing: others are answered all the same
+
+
+HALF = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+BUSY = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+LONG = 60.0
+
+
+@contextmanager
+def crowd(server: Running, count: int, data: bytes) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        sockets = []
+        for _ in range(count):
+            way = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+            way.sendall(data)
+            sockets.append(way)
+        yield sockets
+
+
+def readers(server: Running, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(server.front.readers) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def ended(way: socket.socket) -> bytes:
+    """What a connection gives until its end, which comes without the client's doing."""
+    received = b""
+    try:
+        while part := way.recv(4096):
+            received += part
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def test_half_open_connections_make_way_for_others_the_oldest_first(tmp_path: Path) -> None:
+    limits = ConnectionLimits(connections=20, header_seconds=LONG)
+    with serving(tmp_path, limits=limits) as server, crowd(server, 60, HALF) as sockets:
+        for _ in range(3):
+            assert server.ask("GET", "/health")[0] == 200
+        assert all(ended(way) == b"" for way in sockets[:40])
+        # The last ones are still listened to.
+        for way in sockets[-10:]:
+            way.sendall(b"\r\n")
+            response = http.client.HTTPResponse(way)
+            response.begin()
+            assert response.status == 200 and json.loads(response.read()) == {"status": "ok"}
+
+
+@pytest.mark.parametrize("sent", [b"", HALF])
+def test_headers_that_do_not_end_in_time_end_their_connection(tmp_path: Path, sent: bytes) -> None:
+    limits = ConnectionLimits(connections=20, header_seconds=0.1)
+    with serving(tmp_path, limits=limits) as server, crowd(server, 3, sent) as sockets:
+        for way in sockets:
+            answer = ended(way)
+            assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
+
+
+def test_a_byte_now_and_then_buys_no_time(tmp_path: Path) -> None:
+    """Neither before a request nor after its answer."""
+    refused = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n"
+    with serving(tmp_path, limits=ConnectionLimits(connections=20, header_seconds=0.2), api_key="key") as server:
+        for begin in (HALF, refused):
+            with crowd(server, 1, begin) as (way,):
+                way.settimeout(0.01)
+                for _ in range(3000):
+                    try:
+                        way.sendall(b"a")
+                        if not way.recv(4096):
+                            break
+                    except TimeoutError:
+                        continue
+                    except ConnectionError:
+                        break
+                else:
+                    pytest.fail("it stays open")
+
+
+def test_where_all_connections_are_busy_health_is_answered_and_the_rest_refused(tmp_path: Path) -> None:
+    with serving(tmp_path, limits=ConnectionLimits(connections=20, header_seconds=LONG)) as server:
+        with crowd(server, 20, BUSY) as sockets:
+            readers(server, 20)
+            for _ in range(3):
+                assert server.ask("GET", "/health")[0] == 200
+                status, body, headers = server.ask("GET", "/v1/models")
+                assert (status, body["error"]["code"]) == (503, "too_many_connections")
+                assert headers["connection"] == "close"
+            with crowd(server, 30, HALF):  # those over the limit make way for each other, too
+                assert server.ask("GET", "/health")[0] == 200
+            sockets[0].sendall(b'"a": 1, ')
+            assert sockets[0].recv(4096).startswith(b"HTTP/1.1 400 ")
+        readers(server, 0)
+        assert server.ask("GET", "/v1/models")[0] == 200
+
+
+def test_a_client_that_does_not_read_is_left(tmp_path: Path) -> None:
+    limits = ConnectionLimits(connections=20, header_seconds=LONG, stall_seconds=0.1)
+    with serving(tmp_path, limits=limits) as server, crowd(server, 1, b"") as (way,):
+        with pytest.raises(ConnectionError):
+            for _ in range(100_000):
+                way.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 10)
+        assert server.ask("GET", "/health")[0] == 200
+
+
+def test_descriptors_stay_free_for_what_is_no_connection() -> None:
+    assert connection_limit(256, 30) == 256 - 30 - RESERVED
+    assert connection_limit(1 << 30, 30) == MOST
+    assert connection_limit(64, 30) > 0
+    assert 0 < ConnectionLimits().connections <= MOST
+
+
+# -- The HTTP surface against requests made from its own description
+
+
+ODD = ("/", "/v1/models/%00", "/v1//models", "/v1/models/a/b", "/v1/completions/")
+
+
+@pytest.fixture(scope="module")
+def server_fuzz(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("fuzzed"), slots=64, queue=1000) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", ASKED)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_what_is_described_is_answered(server_fuzz, path, data):
+    body = data.draw(values(ASKED[path]))
+    status, answer, _ = server_fuzz.ask("POST", path, body)
+    is_described(status, answer, path)
+    if status == 200:
+        return
+    # What no schema can say: lengths, the model's own names, and fields that depend on each other.
+    error = answer["error"]
+    known = error["code"] in ("context_length_exceeded", "model_not_found")
+    related = ("stream_options", "prompt", "n", "max_tokens", "top_logprobs")
+    assert known or error["param"] in related or "template" in error["message"], error
+    assert "must be" not in error["message"] and "not a field" not in error["message"], error
+
+
+@pytest.mark.parametrize("path", ASKED)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_what_is_not_described_is_refused_and_nothing_dies(server_fuzz, path, data):
+    status, answer, _ = server_fuzz.ask("POST", path, data.draw(changed(path)))
+    is_described(status, answer, path)
+
+
+@settings(max_examples=50)
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"]),
+    path=st.sampled_from([*DESCRIBED["paths"], *ODD]),
+    body=st.binary(max_size=60) | ANYTHING.map(lambda value: json.dumps(value).encode()),
+    kind=st.sampled_from(["application/json", "application/json; charset=utf-8", "text/plain", ""]),
+)
+def test_any_method_on_any_path_with_any_bytes(server_fuzz, method, path, body, kind):
+    path = path.replace("{model}", "x")
+    status, _, _ = server_fuzz.ask(method, path, body, {"content-type": kind})
+    assert status < 500
+
+
+def test_every_described_path_answers_and_the_description_is_served(server_fuzz):
+    assert server_fuzz.ask("GET", "/openapi.json")[1] == json.loads(json.dumps(description(__version__)))
+    for path, operations in DESCRIBED["paths"].items():
+        for method in operations:
+            status, _, _ = server_fuzz.ask(method.upper(), path, {} if method == "post" else None)
+            assert status not in (405, 500) and str(status) in operations[method]["responses"], path
+
+
+def test_afterwards_nothing_is_left(server_fuzz):
+    assert server_fuzz.post("/v1/completions", prompt="ab", max_tokens=3)[1]["choices"][0]["text"] == "aba"
+    assert server_fuzz.front.open == 0 and not server_fuzz.front.live
+
+
+# -- The official `openai` client, unchanged, against the HTTP interface on a double of the engine
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("openai"), slots=2, queue=2, pause=0.001, api_key="key") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server_client) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server_client.url}/v1", api_key="key", max_retries=0, timeout=30) as one:
+        yield one
+
+
+def test_it_chats(client):
+    answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_completion_tokens=8, user="somebody")
+    assert answer.choices[0].message.content == "[-user-]" and answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 8 and answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+    talk = [*HELLO, answer.choices[0].message, {"role": "user", "content": "go on"}]
+    assert client.chat.completions.create(model=MODEL, messages=talk, max_tokens=1).choices[0].message.content == "["
+
+
+def test_it_completes(client):
+    answer = client.completions.create(model=MODEL, prompt=["ab", "c"], max_tokens=3, logprobs=0, temperature=0)
+    assert [choice.text for choice in answer.choices] == ["aba", "ccc"]
+    assert answer.choices[0].logprobs.token_logprobs == [-0.5] * 3
+
+
+def test_it_streams_with_counts(client):
+    options = {"include_usage": True}
+    chunks = list(
+        client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=8, stream=True, stream_options=options)
+    )
+    *chunks, last = chunks
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "[-user-]"
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason == "length"
+    assert last.usage.completion_tokens == 8 and not last.choices
+    texts = [chunk.choices[0].text for chunk in client.completions.create(model=MODEL, prompt="ab", stream=True)]
+    assert "".join(texts) == "ab" * 8
+
+
+def test_the_stream_helper_of_the_client_gathers_a_whole_answer(client):
+    with client.chat.completions.stream(model=MODEL, messages=HELLO, stop="er-", logprobs=True) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == "[-us"
+    assert [entry.token for entry in final.choices[0].logprobs.content] == list("[-us")
+
+
+def test_a_closed_stream_cancels_the_request(client, server_client):
+    before = len(server_client.engine.cancels)
+    with client.completions.create(model=MODEL, prompt="ab", max_tokens=190, stream=True) as stream:
+        next(iter(stream))
+    number = server_client.engine.submitted[-1].id
+    deadline = 1000
+    while server_client.front.open and deadline:
+        deadline -= 1
+        client.models.list()
+    assert number in server_client.engine.cancels[before:] and server_client.front.open == 0
+
+
+def test_it_lists_the_models(client):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "shardwise"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_its_exceptions_are_the_ones_it_has_for_each_mistake(client, server_client):
+    with pytest.raises(openai.BadRequestError, match="at most 2") as caught:
+        client.completions.create(model=MODEL, prompt="a", temperature=3)
+    assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-9", prompt="a")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    with pytest.raises(openai.BadRequestError, match="tools are not supported"):
+        client.chat.completions.create(model=MODEL, messages=HELLO, tools=[{"type": "function"}])
+
+
+def test_a_full_queue_is_its_rate_limit_and_it_comes_back(client, server_client):
+    server_client.engine.hold = True
+    try:
+        streams = [client.completions.create(model=MODEL, prompt="ab", max_tokens=2, stream=True) for _ in range(4)]
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model=MODEL, prompt="ab", max_tokens=2)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+    finally:
+        server_client.engine.hold = False
+    assert ["".join(chunk.choices[0].text for chunk in stream) for stream in streams] == ["ab"] * 4
+
+
+def test_an_engine_that_fails_in_a_stream_raises(tmp_path):
+    with (
+        serving(tmp_path, pause=0.01) as server_client,
+        openai.OpenAI(base_url=f"{server_client.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        stream = iter(client.chat.completions.create(model=MODEL, messages=HELLO, stream=True))
+        next(stream)
+        server_client.engine.fail("rank 0 was killed by SIGKILL")
+        with pytest.raises(openai.APIError, match="SIGKILL"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="SIGKILL"):
+            client.chat.completions.create(model=MODEL, messages=HELLO)
