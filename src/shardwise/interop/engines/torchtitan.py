@@ -77,11 +77,6 @@ def catalog_name(name: str, flavor: str) -> str:
     return f"{family}-{flavor.lower()}" if name and flavor else family
 
 
-def catalogued(model: ModelConfig) -> bool:
-    """Whether torchtitan has the catalog's model of that name."""
-    return model.name in spec("torchtitan").options["titan_model"].words.values() and catalog()[model.name] == model
-
-
-def models() -> str:
-    """Models that torchtitan has and the catalog knows."""
-    return ", ".join(spec("torchtitan").options["titan_model"].words.values())
+def of_catalog(model: ModelConfig) -> bool:
+    """Whether this is the catalog's model of its name."""
+    return catalog().get(model.name) == model
