@@ -320,7 +320,7 @@ def _option(name: str, said: str | Mapping[str, Any]) -> Option:
     if kind:
         usual, own = _TYPES.get(kind, ""), DEFAULTS.get(name)
         row.setdefault("default", own if type(own) is type(usual) else usual)
-    lists = {key: tuple(row[key]) for key in ("choices", "versions") if key in row}
+    lists: dict[str, Any] = {key: tuple(row[key]) for key in ("choices", "versions") if key in row}
     return Option(name, **(row | {"kind": kind} | lists))
 
 
