@@ -30,19 +30,22 @@ DERIVED = {"others", "kind", "processes", "machines", "plain"}
 
 def expressions(one: EngineSpec) -> Iterator[tuple[str, set[str]]]:
     """(Expression or message, names that it may have)."""
-    rows = set(one.options) | set(one.functions) | set(BUILTINS)
+    common = set(one.functions) | set(BUILTINS)
+    rows = common | {name for name, row in one.options.items() if row.kind or row.read or row.check}
+    given = common | {name for name, row in one.options.items() if row.write and not row.option}
     for row in one.options.values():
         for text in filter(None, (row.check, row.read)):
             yield text, rows | READING
         for text in filter(None, (row.error, row.fact, row.note, row.unlisted)):
             yield f"f{text!r}", rows | READING
         if row.write:
-            yield row.write, rows | LAYOUT | WRITING
+            yield row.write, given | LAYOUT | WRITING
     for kind, remarks in one.remarks.items():
         names = {"comments": LAYOUT | WRITING, "objections": MODEL | {"model", "options"}}.get(kind, READING)
         for remark in remarks:
-            yield remark.when, rows | names
-            yield f"f{remark.say!r}", rows | names
+            known = names | (rows if names is READING else given)
+            yield remark.when, known
+            yield f"f{remark.say!r}", known
     for limit in one.limits:
         yield limit.when, LAYOUT | set(BUILTINS)
         yield f"dict({limit.set})", LAYOUT | set(BUILTINS)
@@ -56,6 +59,11 @@ def test_every_expression_names_what_there_is():
             assert not used - names - DERIVED, (name, text, used - names)
             checked += 1
     assert checked > 500
+
+
+def test_no_function_has_the_name_of_a_layout_s():
+    functions = set(BUILTINS).union(*(one.functions for one in specs().values()))
+    assert not functions & (LAYOUT | MODEL | WRITING)
 
 
 def test_every_word_of_a_file_is_known():

@@ -17,8 +17,9 @@ from typing import Any
 
 from shardwise.interop.expressions import Names, evaluate, sentence
 from shardwise.interop.reading.fields import Known
-from shardwise.interop.writing.canonical import DEFAULTS, SHARDING, SYNC, defaults
+from shardwise.interop.writing.canonical import DEFAULTS, SHARDING, SYNC
 from shardwise.layout import Layout
+from shardwise.layout.keys import defaults, goes_with
 from shardwise.layout.optimizers import OPTIMIZERS
 from shardwise.model import ModelConfig
 
@@ -36,16 +37,8 @@ _TYPES: dict[str, Any] = {
 
 _DEGREES = ("tp", "pp", "cp")
 """Axes whose ranks become data-parallel ones without them."""
-_WITH: dict[str, tuple[str, ...]] = {
-    "pp": ("schedule", "virtual", "stages"),
-    "virtual": ("schedule", "stages"),
-    "tp": ("sp", "etp", "tpkind"),
-    "cp": ("cpkind",),
-    "ep": ("etp",),
-    "zero": (*SHARDING, "offload", "offload_params"),
-    "sync": SYNC,
-}
-"""Key -> keys that cannot stay when it gets its default."""
+_WITH = {"virtual": ("schedule", "stages"), "zero": (*SHARDING, "offload", "offload_params")}
+"""Key -> keys beside those that go with it that cannot stay when it gets its default."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,8 @@ class Limit:
         """Key -> value of the nearest layout within the bound."""
         keys = [self.key] if not self.set else []
         for key in self.plain.split():
-            keys += [key.rstrip("*"), *(_WITH[key.rstrip("*")] if key.endswith("*") else ())]
+            name = key.rstrip("*")
+            keys += [name, *((*goes_with(name), *_WITH.get(name, ())) if key.endswith("*") else ())]
         changes = defaults(*keys)
         if self.set:
             return changes | evaluate(f"dict({self.set})", Names(layout))
@@ -87,7 +81,7 @@ def absent(expressed: Iterable[str], left: Iterable[str]) -> list[Limit]:
     """Limits for every key that an engine has no word for. left: keys that its files may leave to the user's code."""
     known = {*expressed, *left}
     keys = [key for key in DEFAULTS if key not in known and (key not in SYNC or key == "sync")]
-    return [Limit(key, "it has no word for it", plain=f"{key}*" if key in _WITH else "") for key in keys]
+    return [Limit(key, "it has no word for it", plain=f"{key}*") for key in keys]
 
 
 @dataclass(frozen=True)
