@@ -185,6 +185,8 @@ class EngineSpec:
     """Packages of Python that have the `calls`."""
     calls: tuple[str, ...] = ()
     """Functions and classes that take the engine's arguments."""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Configurations of the engine's own that an option names -> their tables."""
     needs_ranks: str = ""
     """Error where nothing says how many processes there are; empty where degrees do."""
     flags: bool = False

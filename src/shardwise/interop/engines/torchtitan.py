@@ -33,7 +33,9 @@ def read(
         policies = [word.removeprefix(_POLICY).replace("-", "_") for word in data if word.startswith(_POLICY)]
         preset = flags.get("config", "")
         data = _nested(flags) | ({"activation_checkpoint": {"mode": policies[-1]}} if policies else {})
-        for section, table in (base or {}).items():
+        known = spec(engine).presets.get(str(preset), {})
+        preset = "" if known else preset
+        for section, table in (*(base or {}).items(), *known.items()):
             data[section] = {**table, **data.get(section, {})} if isinstance(table, Mapping) else table
     return read_as(spec(engine), _by_new_names(data), ranks, preset=preset)
 
