@@ -3,6 +3,7 @@
 import pytest
 
 from shardwise.errors import UserError
+from shardwise.interop import read
 from shardwise.interop.reading.arguments import launched_ranks, parse
 from shardwise.interop.reading.shell import commands
 
@@ -91,3 +92,17 @@ def test_processes_that_are_launched(text, ranks):
 def test_an_open_quote_is_one_line():
     with pytest.raises(UserError, match="no closing quotation"):
         split('--name "open')
+
+
+@pytest.mark.parametrize("name", ["env.sh", "./env.sh", '"$(dirname "$0")/env.sh"', "${HERE}/env.sh", "more/env.sh"])
+@pytest.mark.parametrize("word", ["source", "."])
+def test_files_that_a_script_sources(tmp_path, word, name):
+    (tmp_path / "more").mkdir()
+    for folder in (tmp_path, tmp_path / "more"):
+        (folder / "env.sh").write_text("source env.sh\nexport TP=4 # TP=8\nif true; then PP=2; fi\n")
+    script = "TP=1\n{} {}\ntorchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size $TP {}\n"
+    (tmp_path / "train.sh").write_text(script.format(word, name, "--pipeline-model-parallel-size $PP"))
+    found = read([str(tmp_path / "train.sh")])
+    assert (found.layout.tp, found.layout.pp, found.layout.dp) == (4, 2, 1)
+    (tmp_path / "train.sh").write_text(script.format(word, "gone.sh", ""))
+    assert read([str(tmp_path / "train.sh")]).layout.tp == 1

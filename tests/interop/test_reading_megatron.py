@@ -5,6 +5,7 @@ import pytest
 from shardwise.errors import UserError
 from shardwise.interop import read
 from shardwise.model.catalog import get
+from shardwise.model.config import LatentAttention
 from shardwise.model.families import family_of
 from shardwise.model.parameters import parameters
 
@@ -63,10 +64,22 @@ def test_experts_are_described():
     assert turns.described is None and any("layers in turns" in fact for fact in turns.facts)
 
 
-def test_a_model_with_latent_attention_or_without_sizes_is_not_described():
-    latent = read([SCRIPT.replace("--swiglu", "--swiglu --multi-latent-attention --q-lora-rank 64")])
-    assert latent.described is None and latent.unknown == ()
-    assert any("--multi-latent-attention, --q-lora-rank" in fact for fact in latent.facts)
+def test_latent_attention_is_described():
+    moe = SCRIPT.replace(
+        "--swiglu", "--swiglu --multi-latent-attention --q-lora-rank 64 --v-head-dim 96 --qk-layernorm"
+    )
+    model = read([f"{moe} --rotary-scaling-factor 40 --mscale 0.7"]).described
+    assert model.latent_attention == LatentAttention(64, 32, 128, 64, 96) and model.kv_heads == model.heads
+    assert (model.rope_scaling.factor, model.rope_scaling.mscale) == (40, 0.7)
+    bare = read([moe.replace(" --q-lora-rank 64", "").replace(" --qk-layernorm", "")])
+    assert bare.described.latent_attention.q_rank == 0 and bare.described.rope_scaling is None
+    assert any("without --qk-layernorm" in fact for fact in bare.facts)
+
+
+def test_a_model_of_other_layers_or_without_sizes_is_not_described():
+    hybrid = read([SCRIPT.replace("--swiglu", "--swiglu --is-hybrid-model true --mamba-head-dim 64")])
+    assert hybrid.described is None and hybrid.unknown == ()
+    assert any("--mamba-head-dim, --is-hybrid-model" in fact for fact in hybrid.facts)
     assert read([f"pretrain_gpt.py {PARALLEL} {TRAINING}"], 64).described is None
 
 

@@ -167,3 +167,27 @@ def test_contradictions_are_one_line(arguments, ranks, line):
 def test_unknown_keys_are_said(reading):
     found = reading(LLAMA_70B.replace("tensor_parallel_degree", "tensor_parallel_degre"))
     assert found.unknown == ("parallelism.tensor_parallel_degre (did you mean tensor_parallel_degree?)",)
+
+
+@pytest.mark.parametrize(
+    ("words", "layout", "seq", "batch", "model"),
+    [
+        ("llama3 --config llama3_8b", "dp=16,zero=3,grads=fp32", 8192, 16, "llama-3-8b"),
+        (
+            "llama3 --config llama3_70b",
+            "dp=2,tp=8,zero=3,sp,micro=8,recompute=full,grads=fp32", 8192, 16, "llama-3-70b",
+        ),
+        (
+            "qwen3 --config qwen3_32b --parallelism.tensor_parallel_degree 2 activation-checkpoint:none",
+            "dp=8,tp=2,zero=3,sp,micro=2,grads=fp32", 4096, 16, "qwen3-32b",
+        ),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_torchtitan_has_fills_in_what_is_not_given(words, layout, seq, batch, model):
+    found = read([f"torchrun --nnodes 2 --nproc_per_node 8 -m torchtitan.train --module {words}"])
+    assert (str(found.layout), found.seq, found.batch, found.model) == (layout, seq, batch, model)
+    assert not found.unsettled and not found.unknown
+    other = read(
+        [f"torchrun --nproc_per_node 8 -m torchtitan.train --module {words.replace(' --config ', ' --config my')}"]
+    )
+    assert any("preset my" in doubt for doubt in other.unsettled)

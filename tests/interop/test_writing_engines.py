@@ -88,7 +88,19 @@ def test_models_come_back(engine, tmp_path):
         if model.experts:
             sizes = [(e.count, e.active, e.ffn, e.shared, e.dense_layers) for e in (model.experts, described.experts)]
             assert sizes[0] == sizes[1], model.name
-        for key in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "norm", "tied", "bias"):
+        for key in (
+            "vocab",
+            "hidden",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "ffn",
+            "norm",
+            "tied",
+            "bias",
+            "latent_attention",
+        ):
             assert getattr(described, key) == getattr(model, key), (key, model.name)
     assert told > 10
 

@@ -27,7 +27,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
 from shardwise.interop.jobs import ClusterJob, JobFile, JobOptions, write_job
 from shardwise.interop.jobs.quoting import comment
-from shardwise.interop.writing.commands import nodes_for
+from shardwise.interop.writing.request import nodes_for
 from shardwise.lab.job import is_shardwise
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig

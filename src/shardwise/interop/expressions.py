@@ -38,7 +38,7 @@ def _code(text: str) -> CodeType:
     return compile(text, "an engine's file", "eval")
 
 
-def chunks(schedule: str) -> int:
+def schedule_chunks(schedule: str) -> int:
     """Chunks of a rank in a pipeline schedule."""
     # Brings numpy, which only a pipeline needs.
     from shardwise.schedule.pipeline import find
@@ -53,7 +53,7 @@ def nearest_multiples(number: int, of: int) -> str:
 
 
 BUILTINS: dict[str, Any] = {
-    **{one.__name__: one for one in (bool, dict, int, len, max, min, str, chunks, nearest_multiples)},
+    **{one.__name__: one for one in (bool, dict, int, len, max, min, str, schedule_chunks, nearest_multiples)},
     "quote": shlex.quote,
     "newline": "\n",
 }

@@ -9,18 +9,17 @@ Functions that they call are in `engines/NAME.py`.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import import_module, resources
-from importlib.resources.abc import Traversable
 from typing import Any
 
 from shardwise.interop.expressions import Names, evaluate, sentence
 from shardwise.interop.reading.fields import Known
-from shardwise.interop.writing.canonical import DEFAULTS
-from shardwise.interop.writing.limits import Limit, absent
+from shardwise.interop.writing.canonical import DEFAULTS, SHARDING, SYNC
 from shardwise.layout import Layout
+from shardwise.layout.keys import defaults, goes_with
 from shardwise.layout.optimizers import OPTIMIZERS
 from shardwise.model import ModelConfig
 
@@ -34,6 +33,55 @@ _TYPES: dict[str, Any] = {
     "given": False,
     "raw": None,
 }
+
+
+_DEGREES = ("tp", "pp", "cp")
+"""Axes whose ranks become data-parallel ones without them."""
+_WITH = {"virtual": ("schedule", "stages"), "zero": (*SHARDING, "offload", "offload_params")}
+"""Key -> keys beside those that go with it that cannot stay when it gets its default."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A bound on the layouts that an engine expresses. Without `set`, the key gets its default."""
+
+    key: str
+    """The layout key that messages name."""
+    why: str
+    when: str = "True"
+    """Expression of a layout that is outside."""
+    set: str = ""
+    """Arguments of the layout that is nearest, such as zero=3."""
+    plain: str = ""
+    """Keys that get their defaults there, first; with * the keys that depend on one, too."""
+    experts: bool = False
+    """Whether it bounds models with experts alone."""
+
+    def broken(self, layout: Layout) -> bool:
+        """Whether a layout is outside."""
+        if not self.set and getattr(layout, self.key) == DEFAULTS[self.key]:
+            return False
+        return bool(evaluate(self.when, Names(layout)))
+
+    def repair(self, layout: Layout) -> dict[str, Any]:
+        """Key -> value of the nearest layout within the bound."""
+        keys = [self.key] if not self.set else []
+        for key in self.plain.split():
+            name = key.rstrip("*")
+            keys += [name, *((*goes_with(name), *_WITH.get(name, ())) if key.endswith("*") else ())]
+        changes = defaults(*keys)
+        if self.set:
+            return changes | evaluate(f"dict({self.set})", Names(layout))
+        if self.key in _DEGREES:
+            changes["dp"] = layout.dp * getattr(layout, self.key)
+        return changes
+
+
+def absent(expressed: Iterable[str], left: Iterable[str]) -> list[Limit]:
+    """Limits for every key that an engine has no word for. left: keys that its files may leave to the user's code."""
+    known = {*expressed, *left}
+    keys = [key for key in DEFAULTS if key not in known and (key not in SYNC or key == "sync")]
+    return [Limit(key, "it has no word for it", plain=f"{key}*") for key in keys]
 
 
 @dataclass(frozen=True)
@@ -137,6 +185,8 @@ class EngineSpec:
     """Packages of Python that have the `calls`."""
     calls: tuple[str, ...] = ()
     """Functions and classes that take the engine's arguments."""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Configurations of the engine's own that an option names -> their tables."""
     needs_ranks: str = ""
     """Error where nothing says how many processes there are; empty where degrees do."""
     flags: bool = False
@@ -172,7 +222,7 @@ class EngineSpec:
         result: dict[str, Any] = {}
         for name in filter(None, (self.like, *self.include.values())):
             result |= spec(name).functions
-        if (_folder() / f"{self.name}.py").is_file():
+        if (_FOLDER / f"{self.name}.py").is_file():
             module = vars(import_module(f"shardwise.interop.engines.{self.name}"))
             own = f"shardwise.interop.engines.{self.name}"
             result |= {name: one for name, one in module.items() if getattr(one, "__module__", "") == own}
@@ -211,7 +261,7 @@ class EngineSpec:
 
     def objection(self, model: ModelConfig) -> str:
         """Why the engine does not support a model; empty where it does."""
-        names = Names(model, **self.functions, model=model)
+        names = Names(model, **self.functions, model=model, options=self.options)
         return next((sentence(one.say, names) for one in self.remarks["objections"] if evaluate(one.when, names)), "")
 
     def left_to_code(self, layout: Layout) -> list[str]:
@@ -220,18 +270,13 @@ class EngineSpec:
         return [f"{key}={value}: {self.left[key]}" for key, value in changed.items() if value != DEFAULTS[key]]
 
 
-def _folder() -> Traversable:
-    return resources.files("shardwise.interop.engines")
-
-
-def _names() -> list[str]:
-    return sorted(one.name[:-5] for one in _folder().iterdir() if one.name.endswith(".toml"))
+_FOLDER = resources.files("shardwise.interop.engines")
 
 
 @cache
 def spec(name: str) -> EngineSpec:
     """The engine of that name, with the limits, rows and remarks of the file that it is `like`."""
-    data = tomllib.loads((_folder() / f"{name}.toml").read_text(encoding="utf-8"))
+    data = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     base = spec(data["like"]) if "like" in data else EngineSpec(name)
     included = {table: spec(one) for table, one in data.get("include", {}).items()}
     rows = {key: _option(key, row) for key, row in data.pop("options", {}).items()}
@@ -271,17 +316,12 @@ def _option(name: str, said: str | Mapping[str, Any]) -> Option:
     if kind:
         usual, own = _TYPES.get(kind, ""), DEFAULTS.get(name)
         row.setdefault("default", own if type(own) is type(usual) else usual)
-    lists = {key: tuple(row[key]) for key in ("choices", "versions") if key in row}
+    lists: dict[str, Any] = {key: tuple(row[key]) for key in ("choices", "versions") if key in row}
     return Option(name, **(row | {"kind": kind} | lists))
 
 
 @cache
 def specs() -> dict[str, EngineSpec]:
     """Name -> engine, in the order of their places."""
-    every = [spec(name) for name in _names()]
-    return {one.name: one for one in sorted(every, key=lambda one: one.place) if one.title}
-
-
-def writers() -> dict[str, EngineSpec]:
-    """Name -> engine that layouts are written for."""
-    return {name: one for name, one in specs().items() if one.file}
+    every = [spec(one.name[:-5]) for one in _FOLDER.iterdir() if one.name.endswith(".toml")]
+    return {one.name: one for one in sorted(every, key=lambda one: (one.place, one.name)) if one.title}

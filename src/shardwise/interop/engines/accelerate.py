@@ -75,8 +75,12 @@ def _deepspeed(names: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError("beside DeepSpeed, parallelism_config has data-parallel sizes and sp_size alone")
     config: dict[str, Any] = {"sequence_parallel_size": cp} if cp > 1 else {}
     if name := names["deepspeed_file"]:
-        said = deepspeed.settings_of(ConfigFields(trainer)) if trainer else {}
-        said |= {"bf16": mixed == "bf16", "fp16": mixed == "fp16"}
+        said: dict[str, Any] = {"bf16": mixed == "bf16", "fp16": mixed == "fp16"}
+        if trainer:
+            fields = ConfigFields(trainer)
+            said["micro"] = fields.integer("per_device_train_batch_size", 8)
+            said["steps"] = fields.integer("gradient_accumulation_steps", 1)
+            said["clip"] = fields.number("max_grad_norm", 1.0)
         config = {**deepspeed.filled(names["other"](name), **said), **config}
     else:
         homes = {f"offload_{key}": {"device": names[f"{key}_home"]} for key in ("optimizer", "params")}

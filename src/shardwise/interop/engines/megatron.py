@@ -10,14 +10,17 @@ from shardwise.errors import UserError
 from shardwise.interop.reading.fields import ConfigFields
 from shardwise.layout import Layout, pipeline
 from shardwise.model import ModelConfig
-from shardwise.model.config import Experts, RopeScaling, YarnScaling
+from shardwise.model.config import Experts, LatentAttention, RopeScaling, YarnScaling
 
 _OTHERS = (
-    "multi_latent_attention", "heterogeneous_layers_config_path", "hybrid_layer_pattern", "q_lora_rank", "kv_lora_rank",
-    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups",
+    "heterogeneous_layers_config_path", "hybrid_layer_pattern", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups",
     "mamba_state_dim", "is_hybrid_model",
 )  # fmt: skip
 """Flags of models that are not described here, and those that belong to them."""
+
+
+_YARN = (4096, 32.0, 1.0)
+"""Positions before the stretching, and both bounds, of YaRN beside latent attention, which has no flags for them."""
 
 
 def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
@@ -93,7 +96,7 @@ def others(fields: ConfigFields) -> str:
 
 
 def _described(names: Mapping[str, Any], fields: ConfigFields) -> ModelConfig | None:
-    """The model; None where its sizes are not there, or where it has latent attention or layers of other kinds."""
+    """The model; None where its sizes are not there, or where it has layers of other kinds."""
     hidden, gated = names["hidden_size"], names["swiglu"]
     multiple = names["make_vocab_size_divisible_by"] * names["tp"]
     vocab = names["padded_vocab_size"] or -(-names["vocab_size"] // multiple) * multiple
@@ -107,6 +110,8 @@ def _described(names: Mapping[str, Any], fields: ConfigFields) -> ModelConfig | 
     positions = names["position_embedding_type"]
     if positions not in ("learned_absolute", "rope", "none"):
         raise UserError(f"--position-embedding-type {positions} is not known here; learned_absolute and rope are")
+    latent, factor = _latent(names), names["rotary_scaling_factor"]
+    yarn = latent is not None and names["rope_type"] != "rope" and factor > 1
     return ModelConfig(
         "the model of these arguments",
         vocab,
@@ -115,17 +120,26 @@ def _described(names: Mapping[str, Any], fields: ConfigFields) -> ModelConfig | 
         names["num_attention_heads"],
         ffn,
         names["max_position_embeddings"] or names["seq"] or 1,
-        kv_heads=(names["num_query_groups"] or 1) if names["group_query_attention"] else 0,
-        head_dim=names["kv_channels"],
+        kv_heads=(names["num_query_groups"] or 1) if names["group_query_attention"] and not latent else 0,
+        head_dim=0 if latent else names["kv_channels"],
+        latent_attention=latent,
+        rope_scaling=YarnScaling(factor, _YARN[0], mscale=names["mscale"]) if yarn else None,
         norm=names["normalization"],
-        positions="learned" if positions == "learned_absolute" else "rope",
+        positions="learned" if positions == "learned_absolute" and not latent else "rope",
         activation="silu" if gated else "gelu",
         gated=gated,
         bias=("qkv" if names["add_qkv_bias"] else "none") if names["disable_bias_linear"] else "all",
-        qk_norm=names["qk_layernorm"],
+        qk_norm=names["qk_layernorm"] and not latent,
         tied=not names["untie_embeddings_and_output_weights"],
         experts=experts,
     )
+
+
+def _latent(names: Mapping[str, Any]) -> LatentAttention | None:
+    if not names["multi_latent_attention"]:
+        return None
+    keys = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    return LatentAttention(*(names[key] for key in keys))
 
 
 def _experts(names: Mapping[str, Any], fields: ConfigFields, ffn: int) -> tuple[Experts | None, bool]:
@@ -151,8 +165,9 @@ def layer_freq(model: ModelConfig) -> str | None:
     return f"([0]*{dense}+[1]*{model.layers - dense})" if dense else None
 
 
-def llama_rope(scaling: RopeScaling | YarnScaling) -> bool:
-    """Whether --use-rope-scaling has these numbers, for which there are no flags."""
-    return isinstance(scaling, RopeScaling) and (
-        scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
-    ) == (1.0, 4.0, 8192)  # fmt: skip
+def written_rope(scaling: RopeScaling | YarnScaling, latent: LatentAttention | None) -> bool:
+    """Whether the arguments scale rotary angles so: some of the numbers have no flags."""
+    if isinstance(scaling, RopeScaling):
+        low, high, positions = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
+        return not latent and (low, high, positions) == (1.0, 4.0, 8192)
+    return latent is not None and (scaling.original_max_positions, scaling.beta_fast, scaling.beta_slow) == _YARN

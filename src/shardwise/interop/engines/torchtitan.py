@@ -33,7 +33,9 @@ def read(
         policies = [word.removeprefix(_POLICY).replace("-", "_") for word in data if word.startswith(_POLICY)]
         preset = flags.get("config", "")
         data = _nested(flags) | ({"activation_checkpoint": {"mode": policies[-1]}} if policies else {})
-        for section, table in (base or {}).items():
+        known = spec(engine).presets.get(str(preset), {})
+        preset = "" if known else preset
+        for section, table in (*(base or {}).items(), *known.items()):
             data[section] = {**table, **data.get(section, {})} if isinstance(table, Mapping) else table
     return read_as(spec(engine), _by_new_names(data), ranks, preset=preset)
 
@@ -77,11 +79,6 @@ def catalog_name(name: str, flavor: str) -> str:
     return f"{family}-{flavor.lower()}" if name and flavor else family
 
 
-def catalogued(model: ModelConfig) -> bool:
-    """Whether torchtitan has the catalog's model of that name."""
-    return model.name in spec("torchtitan").options["titan_model"].words.values() and catalog()[model.name] == model
-
-
-def models() -> str:
-    """Models that torchtitan has and the catalog knows."""
-    return ", ".join(spec("torchtitan").options["titan_model"].words.values())
+def of_catalog(model: ModelConfig) -> bool:
+    """Whether this is the catalog's model of its name."""
+    return catalog().get(model.name) == model

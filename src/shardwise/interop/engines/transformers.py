@@ -48,7 +48,8 @@ def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
             raise UserError("deepspeed and fsdp are both given; the trainer takes one of them")
         named = names["deepspeed"]
         file = named if isinstance(named, Mapping) else names["other"](str(named))
-        inner = read_as(spec("deepspeed"), deepspeed.filled(file, **deepspeed.settings_of(arguments)), names["ranks"])
+        said = {key: names[key] for key in ("bf16", "fp16", "micro", "steps", "clip")}
+        inner = read_as(spec("deepspeed"), deepspeed.filled(file, **said), names["ranks"])
         if names["recompute"] == "full":
             inner = replace(inner, layout=replace(inner.layout, recompute="full"))
         return {"inner": inner, "title": f"{names['title']} with DeepSpeed"}

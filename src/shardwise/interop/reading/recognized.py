@@ -22,12 +22,9 @@ def engines() -> dict[str, EngineSpec]:
 @cache
 def unread() -> dict[str, EngineSpec]:
     """Name -> engine that is only recognized."""
-    text = (resources.files("shardwise.interop.reading") / "unread.toml").read_text(encoding="utf-8")
-    rows = tomllib.loads(text).items()
-    return {
-        name: EngineSpec(name, name, program=row.get("program", ""), marks=frozenset(row.get("marks", "").split()))
-        for name, row in rows
-    }
+    rows = tomllib.loads((resources.files("shardwise.interop.reading") / "unread.toml").read_text(encoding="utf-8"))
+    marks = {name: frozenset(row.pop("marks", "").split()) for name, row in rows.items()}
+    return {name: EngineSpec(name, name, marks=marks[name], **row) for name, row in rows.items()}
 
 
 def program_of(words: Sequence[str]) -> tuple[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.errors import UserError
@@ -41,26 +41,37 @@ class Command:
     open: list[str] = field(default_factory=list)
 
 
-def commands(text: str, inside: int = 0) -> list[Command]:
+def commands(text: str, inside: int = 0, sourced: Callable[[str], str] = lambda name: "") -> list[Command]:
     """The commands of a script in order, without those that print; options in variables that no command uses are the
-    last one. inside: shells around this one. Raises `UserError` for quotes that are not closed."""
+    last one. inside: shells around this one. sourced: text of a file that it sources, empty where there is none. Raises
+    `UserError` for quotes that are not closed."""
     shell = _Shell()
-    text = _HEREDOC.sub(lambda match: match[3], text.replace("\r\n", "\n"))
-    found: list[Command] = []
-    before = [""]
-    for words, end in _statements(text):
-        # [ -n "$X" ] && TP=8 is a branch, too.
-        branch = before[0] in ("[", "[[", "test") and before[-1] in ("&&", "||")
-        shell.depth += branch
-        found += filter(None, [shell.run(words)])
-        shell.depth -= branch
-        before = [*words[:1], end] if words else before
+    found = list(_run(shell, text, sourced))
     started = [one for command in found if not command.words[0].startswith("-") for one in _inner(command, inside)]
     options = [word for command in found if command.words[0].startswith("-") for word in command.words]
     if not started or options:
         unused = (value for value in shell.values.values() if not options and value and value[0].startswith("--"))
         options += [word for value in unused for word in value]
     return started + ([Command(options, shell.texts())] if options else [])
+
+
+def _run(shell: _Shell, text: str, sourced: Callable[[str], str]) -> Iterator[Command]:
+    """The commands of a script, and of files that it sources, each once, in one shell."""
+    before = [""]
+    for words, end in _statements(_HEREDOC.sub(lambda match: match[3], text.replace("\r\n", "\n"))):
+        # [ -n "$X" ] && TP=8 is a branch, too.
+        branch = before[0] in ("[", "[[", "test") and before[-1] in ("&&", "||")
+        shell.depth += branch
+        command = shell.run(words)
+        if command and command.words[0] in ("source", ".") and len(command.words) > 1:
+            name = command.words[1]
+            inner = "" if name in shell.sourced else sourced(name)
+            shell.sourced.add(name)
+            yield from _run(shell, inner, sourced)
+        elif command:
+            yield command
+        shell.depth -= branch
+        before = [*words[:1], end] if words else before
 
 
 def _inner(command: Command, inside: int) -> Iterator[Command]:
@@ -106,6 +117,7 @@ class _Shell:
     def __init__(self) -> None:
         self.values: dict[str, list[str]] = {}
         self.branches: dict[str, list[list[str]]] = {}
+        self.sourced: set[str] = set()
         self.depth = 0
         self.open: list[str] = []
         self.said: dict[str, list[str]] = {}

@@ -63,7 +63,9 @@ def sources(config: Sequence[str]) -> list[ConfigInput]:
     if not _is_file(path):
         raise UserError(f"no file {config[0]!r}; give a configuration file, or an engine's arguments as one text")
     text = _text(path)
-    return _called(text, path) if path.suffix == ".py" else _started(commands(text), path.parent)
+    if path.suffix == ".py":
+        return _called(text, path)
+    return _started(commands(text, sourced=partial(_sourced, path.parent)), path.parent)
 
 
 def table_of(path: Path) -> Mapping[str, Any]:
@@ -76,6 +78,13 @@ def _started(found: Sequence[Command], folder: Path, *more: str) -> list[ConfigI
         ConfigInput(words=tuple(one.words), folder=folder, variables=one.variables, open=(*one.open, *more))
         for one in found
     ]
+
+
+def _sourced(folder: Path, name: str) -> str:
+    """Text of a file that a script in `folder` sources; empty where it is not there. A folder in a variable that
+    nothing sets, such as $(dirname $0), is taken to be the script's."""
+    path = folder / (name.rpartition("/")[2] if name.startswith(("$", "`")) else name)
+    return _text(path) if _is_file(path) else ""
 
 
 def _is_file(path: Path) -> bool:

@@ -1,11 +1,17 @@
-"""Tables as JSON, YAML and TOML, and scripts, with their comments."""
+"""Texts with their comments: tables as JSON, YAML and TOML, and shell scripts."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.interop.reading.arguments import dashed
+from shardwise.interop.writing.request import WriteRequest, nodes_for
+
+_PORT = 29500
+"""torchrun's usual port."""
 COMMENT = "_comment"
 """Key of comments in JSON, which has none: engines ignore it."""
 
@@ -55,3 +61,34 @@ def with_comments(text: str, comments: Sequence[str]) -> str:
 def commented(comments: Sequence[str]) -> str:
     """Comments of a script, TOML or YAML. A model's name may have line breaks, a comment must not."""
     return "".join(f"# {' '.join(line.split())}\n" for line in comments)
+
+
+def torchrun(request: WriteRequest) -> list[str]:
+    """torchrun's words, before the program. Every node runs the same line; HEAD_ADDRESS is the first node's."""
+    nodes, ranks = nodes_for(request.layout, request.cluster)
+    if nodes == 1:
+        return ["torchrun", "--standalone", f"--nproc-per-node {ranks}"]
+    return [
+        "torchrun", f"--nnodes {nodes}", f"--nproc-per-node {ranks}", "--rdzv-backend c10d", "--rdzv-id shardwise",
+        f'--rdzv-endpoint "$HEAD_ADDRESS:{_PORT}"',
+    ]  # fmt: skip
+
+
+def flag_words(flags: Mapping[str, Any], dashes: bool = True) -> list[str]:
+    """Each flag as it is typed: True stands alone, None and False are left out. dashes: in place of underscores."""
+    shown = dashed if dashes else "--{}".format
+    return [
+        shown(name) if value is True else f"{shown(name)} {_quoted(f'{value}')}"
+        for name, value in flags.items()
+        if value is not None and value is not False
+    ]
+
+
+def _quoted(text: str) -> str:
+    # A variable has its quotes.
+    return text if text.startswith('"$') else shlex.quote(text)
+
+
+def command(words: Sequence[str]) -> str:
+    """One command, a flag per line."""
+    return " \\\n    ".join(words) + "\n"

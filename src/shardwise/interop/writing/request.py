@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.errors import UserError
 from shardwise.interop.reading.settings import ServerSettings
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
+
+NODE = 8
+"""Ranks per node where no cluster says it."""
 
 
 @dataclass(frozen=True)
@@ -58,3 +62,16 @@ class EngineFile:
             "text": self.text,
             "comments": list(self.comments),
         }
+
+
+def nodes_for(layout: Layout, cluster: Cluster | None) -> tuple[int, int]:
+    """(nodes, ranks per node) of a layout. Raises `UserError` where ranks do not fill nodes."""
+    ranks = layout.ranks
+    node = cluster.devices_per_node if cluster else NODE
+    if cluster and ranks > cluster.devices:
+        raise UserError(f"layout {layout} needs {ranks} ranks, but {cluster} has fewer")
+    if ranks <= node:
+        return 1, ranks
+    if ranks % node:
+        raise UserError(f"{ranks} ranks do not fill nodes of {node}: say with --cluster what a node has")
+    return ranks // node, node

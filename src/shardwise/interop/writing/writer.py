@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from shardwise.errors import LayoutError, UserError, did_you_mean
-from shardwise.interop.spec import EngineSpec, writers
-from shardwise.interop.writing.canonical import canonical
-from shardwise.interop.writing.engine_writer import write_as
-from shardwise.interop.writing.limits import Limit, first_broken, nearest
-from shardwise.interop.writing.request import EngineFile, WriteRequest
+from shardwise.interop.expressions import Names, evaluate, sentence
+from shardwise.interop.reading.settings import SERVED, ServerSettings
+from shardwise.interop.spec import EngineSpec, Limit, specs
+from shardwise.interop.writing.canonical import DEFAULTS, canonical
+from shardwise.interop.writing.formats import command, flag_words, tables, torchrun, with_comments
+from shardwise.interop.writing.request import EngineFile, WriteRequest, nodes_for
 from shardwise.layout import Layout, check
 from shardwise.layout.legality import check_served
 from shardwise.model import ModelConfig
 
-WRITERS: dict[str, EngineSpec] = writers()
+WRITERS: dict[str, EngineSpec] = {name: one for name, one in specs().items() if one.file}
 """Name -> engine that layouts are written for."""
+_WRITTEN = {*DEFAULTS, *SERVED, "seq", "batch", "optimizer"}
+"""Rows that say themselves what is written."""
 
 
 def writer_for(name: str) -> EngineSpec:
@@ -45,7 +51,7 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     head = f"{writer.title}{version}: {request.model.name}, layout {request.layout}, {request.layout.ranks} ranks"
     forced = [f"{key}={getattr(request.layout, key)} in place of {getattr(given, key)}: {writer.title} has no other"
               for key in writer.fixed if getattr(request.layout, key) != getattr(given, key)]  # fmt: skip
-    text, every = write_as(writer, request, [head, *request.notes, *forced, *writer.left_to_code(request.layout)])
+    text, every = _text(writer, request, [head, *request.notes, *forced, *writer.left_to_code(request.layout)])
     return EngineFile(
         engine,
         request.version,
@@ -120,3 +126,62 @@ def _check_limits(writer: EngineSpec, request: WriteRequest) -> None:
     other = nearest_layout(writer.name, request)
     hint = f"nearest that it can: {other}" if other else "change that key: no layout near it suits model and batch"
     raise LayoutError(f"{writer.title} cannot express {_said(limit, request.layout)}: {limit.why}; {hint}")
+
+
+def _text(spec: EngineSpec, request: WriteRequest, comments: list[str]) -> tuple[str, list[str]]:
+    """(Text, its comments: `comments` and the engine's own)."""
+    names = _names(spec, request)
+    values: dict[str, Any] = {}
+    written = names["written"] = SimpleNamespace()
+    for row in spec.options.values():
+        if row.versions and request.version not in row.versions:
+            continue
+        names |= {"word": row.said, "words": row.words, "usual": DEFAULTS.get(row.name)}
+        if not row.write and (not row.option or row.name not in _WRITTEN):
+            continue
+        value = evaluate(row.write, names) if row.write else row.said(names[row.name])
+        setattr(written, row.name, value)
+        if row.option:
+            values[row.option] = value
+        else:
+            names[row.name] = value
+    own = [sentence(one.say, names) for one in spec.remarks["comments"] if evaluate(one.when, names)]
+    comments = [*comments, *own]
+    kind = spec.files.get(request.version, spec.file).rpartition(".")[2]
+    if kind != "sh":
+        return tables(kind, values, comments), comments
+    head = [sentence(word, names) for word in spec.command]
+    end = [sentence(word, names) for word in spec.end]
+    words = [*(torchrun(request) if spec.launcher else ()), *head, *flag_words(values, spec.flags), *end]
+    return with_comments(evaluate(spec.before, names) + command(words), comments), comments
+
+
+def _names(spec: EngineSpec, request: WriteRequest) -> Names:
+    """The layout's keys and properties, the step's, the server's, and the request's."""
+    layout, work, served = request.layout, request.workload, request.served or ServerSettings()
+    nodes, _ = nodes_for(layout, request.cluster)
+    return Names(
+        layout, **vars(served), **vars(work), **spec.functions, layout=layout, work=work, model=request.model,
+        nodes=nodes, steps=work.micro_batches(layout) if work.batch else 0, source=request.source or request.model.name,
+        unnamed=request.source in ("", request.model.name) and "/" not in request.model.name, stored=request.stored,
+        version=request.version, engine=spec.name,
+    )  # fmt: skip
+
+
+def first_broken(limits: Iterable[Limit], layout: Layout, model: ModelConfig) -> Limit | None:
+    """The first limit that a layout of a model breaks; None when it keeps all."""
+    bounds = (limit for limit in limits if model.experts or not limit.experts)
+    return next((limit for limit in bounds if limit.broken(layout)), None)
+
+
+def nearest(limits: Collection[Limit], layout: Layout, model: ModelConfig) -> Layout | None:
+    """The layout with every broken limit repaired; None where the repairs contradict each other."""
+    for _ in range(2 * len(limits) + 1):
+        limit = first_broken(limits, layout, model)
+        if limit is None:
+            return layout
+        try:
+            layout = replace(layout, **limit.repair(layout))
+        except LayoutError:
+            return None
+    return None
