@@ -49,8 +49,9 @@ class _Constructor:
         self.of = of
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        self.of.__init__ = _compiled(self.of)  # type: ignore[misc]
-        return self.of.__init__.__get__(instance, owner)
+        init: Any = _compiled(self.of)
+        self.of.__init__ = init  # type: ignore[misc]
+        return init.__get__(instance, owner)
 
 
 def _compiled(cls: Any) -> Callable[..., None]:
