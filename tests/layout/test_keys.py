@@ -46,7 +46,7 @@ WORDS = {
 }  # fmt: skip
 """Keys that are words for other things as well, which nothing tells apart."""
 LATER = {
-    "dp": 80, "tp": 125, "pp": 101, "cp": 59, "ep": 59, "etp": 19, "zero": 69, "shard": 46, "hpz": 7, "qgz": 7,
+    "dp": 80, "tp": 125, "pp": 101, "cp": 59, "ep": 59, "etp": 19, "zero": 69, "shard": 46,
     "sp": 46, "cpkind": 18, "tpkind": 9, "sync": 19, "virtual": 42, "micro": 92, "recompute": 71, "offload": 31,
     "offload_params": 24, "offload_activations": 7, "precision": 55, "grads": 51,
 }  # fmt: skip

@@ -144,6 +144,7 @@ def test_names_in_the_ledger(layout: str, axes: Axes, name: str) -> None:
 KEYS = {
     "layout/keys.py": "the table of the layout text's keys",
     "interop/engines": "other engines' files as keys of the layout text",
+    "interop/spec.py": "keys of the layout text that every engine has",
     "interop/writing": "keys of the layout text that other engines' files have",
     "planner": "candidates by keys of the layout text",
     "validation/scoreboard": "published rows by keys of the layout text",
