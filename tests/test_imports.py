@@ -21,6 +21,7 @@ FLOORS = {
     "small_files": 0,
     "lazy": 0,
     "options": 0.5,
+    "codec": 0.5,
     "model": 1,
     "cluster": 1,
     "report": 1,
