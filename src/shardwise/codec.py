@@ -13,7 +13,7 @@ from functools import cache, partial
 from importlib import import_module
 from operator import attrgetter
 from types import UnionType
-from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from shardwise.errors import UserError
 
@@ -64,12 +64,12 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if hasattr(value, "_asdict"):
         return plain(value._asdict())
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if hasattr(value, "to_json"):
-        return value.to_json()
     if is_dataclass(value):
         return str(value) if hasattr(value, "parse") else _object(value)
     if isinstance(value, Fraction):
@@ -79,22 +79,21 @@ def plain(value: Any) -> Any:
 
 def read(kind: type[T], data: Any) -> T:
     """A value of a type. Raises `TypeError`, `KeyError` or `ValueError` for what is none, and what the type raises."""
-    result: T = _reader(kind)(data)
+    result: T = _reader(cast(Any, kind))(data)
     return result
 
 
 @cache
-def _written(kind: Any) -> list[tuple[str, Callable[[Any], Any], Callable[[Any], Any], Any]]:
-    """(JSON key, attribute, form, value that is left out) in order."""
-    omits, rows = getattr(kind, "json_omits", ()), []
-    for word in getattr(kind, "json_keys", "*").split():
+def _written(kind: Any) -> list[tuple[str, Callable[[Any], Any], Any]]:
+    """(JSON key, attribute, value that is left out) in order."""
+    own = {item.name: item for item in fields(kind)}
+    omits = getattr(kind, "json_omits", ())
+    rows: list[tuple[str, Callable[[Any], Any], Any]] = []
+    for word in getattr(kind, "json_keys", "*").replace("*", " ".join(own)).split():
         key, _, path = word.partition("=")
-        if word != "*":
-            rows.append((key, attrgetter(path or key), plain, MISSING))
-            continue
-        for item in fields(kind):
-            omitted = _default(item) if omits is EVERY or item.name in omits else MISSING
-            rows.append((item.name, attrgetter(item.name), plain, omitted))
+        path = path or key
+        omitted = path in own and (omits is EVERY or path in omits)
+        rows.append((key, attrgetter(path), _default(own[path]) if omitted else MISSING))
     return rows
 
 
@@ -103,8 +102,8 @@ def _default(item: Field[Any]) -> Any:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    values = ((key, own(value), form, omitted) for key, own, form, omitted in _written(type(value)))
-    return {key: form(own) for key, own, form, omitted in values if omitted is MISSING or own != omitted}
+    values = ((key, own(value), omitted) for key, own, omitted in _written(cast(Any, type(value))))
+    return {key: plain(own) for key, own, omitted in values if omitted is MISSING or own != omitted}
 
 
 @cache

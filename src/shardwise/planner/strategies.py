@@ -10,6 +10,7 @@ from math import isqrt
 from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.experts import experts_across
@@ -171,10 +172,12 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(Json):
     """Weight gathering over tensor parallelism on as many ranks. blocks, total: in ring volume of a token;
     seconds: of a token. tokens: of one pass over all ranks together, from which on gathering sends less; and from which
     on it is faster, None where that is beyond `MOST_TOKENS`."""
+
+    json_keys = "gathering tensor blocks total seconds fewer_bytes_from_tokens=tokens faster_from_tokens=faster"
 
     gathering: Layout
     tensor: Layout
@@ -184,20 +187,9 @@ class Ratio:
     tokens: float
     faster: int | None
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "gathering": str(self.gathering),
-            "tensor": str(self.tensor),
-            "blocks": self.blocks,
-            "total": self.total,
-            "seconds": self.seconds,
-            "fewer_bytes_from_tokens": self.tokens,
-            "faster_from_tokens": self.faster,
-        }
-
 
 @dataclass(frozen=True)
-class ExpertRatio:
+class ExpertRatio(Json):
     """Experts that ranks have whole over tensor parallelism of all of them, on as many ranks. blocks, total: in ring
     volume of a token; seconds: of a token."""
 
@@ -207,13 +199,15 @@ class ExpertRatio:
     total: float
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"spread": str(self.spread), "tensor": str(self.tensor)}
-
 
 @dataclass(frozen=True)
-class StrategyComparison:
+class StrategyComparison(Json):
     """All strategies of one prompt on one cluster."""
+
+    json_keys = (
+        "model=model.name cluster engine prompt_tokens=asked.prompt max_tokens=asked.output batch=asked.batch "
+        "strategies ratios expert_ratios warnings"
+    )
 
     model: ModelConfig
     cluster: Cluster
@@ -270,21 +264,6 @@ class StrategyComparison:
         """Strategies whose tensor parallelism runs over slow links, a line for each tp."""
         taken = ((one.layout.tp, one.middle.parts) for one in self.strategies)
         return tensor_warnings(self.cluster, taken, "the time of a token")
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data: what `generate --compare --json` prints."""
-        return {
-            "model": self.model.name,
-            "cluster": str(self.cluster),
-            "engine": self.engine,
-            "prompt_tokens": self.asked.prompt,
-            "max_tokens": self.asked.output,
-            "batch": self.asked.batch,
-            "strategies": [one.to_json() for one in self.strategies],
-            "ratios": [ratio.to_json() for ratio in self.ratios],
-            "expert_ratios": [ratio.to_json() for ratio in self.expert_ratios],
-            "warnings": list(self.warnings),
-        }
 
 
 def serving_engine(name: str) -> EngineProfile:

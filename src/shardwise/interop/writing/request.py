@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.codec import Json
 from shardwise.interop.reading.settings import ServerSettings
 from shardwise.interop.writing.canonical import DEFAULTS
 from shardwise.interop.writing.limits import Limit, absent
@@ -88,8 +89,10 @@ class EngineWriter:
 
 
 @dataclass(frozen=True)
-class EngineFile:
+class EngineFile(Json):
     """A configuration that has been written."""
+
+    json_keys = "engine version layout ranks=layout.ranks file text comments"
 
     engine: str
     version: str
@@ -97,15 +100,3 @@ class EngineFile:
     file: str
     text: str
     comments: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary."""
-        return {
-            "engine": self.engine,
-            "version": self.version,
-            "layout": str(self.layout),
-            "ranks": self.layout.ranks,
-            "file": self.file,
-            "text": self.text,
-            "comments": list(self.comments),
-        }
