@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shardwise.report.terminal import Column, FittedTable, wrap
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import wrap
 
 LAYOUT = "tp=2,pp=8,cp=4,zero=1,sp,schedule=interleaved,virtual=10,recompute=selective"
 COLUMNS = (Column("layout", left=True, wraps=True), Column("step"), Column("range", drop=2), Column("MFU", drop=1))

@@ -19,7 +19,8 @@ from shardwise.layout.axes import DP, PP
 from shardwise.planner.strategies import decode_round
 from shardwise.predict.serving_layout import check_generation, lockstep_axes, plan_of
 from shardwise.predict.traffic.ring_volume import Volume, ring_volume
-from shardwise.report.terminal import Renderable, rows_by_name
+from shardwise.report.table import rows_by_name
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.runtime.job.launch import RunFailed
 from shardwise.runtime.job.locks import temporary_folder

@@ -10,7 +10,8 @@ from shardwise.model.formats import weight_format
 from shardwise.planner.price_words import money, price_line, priced
 from shardwise.planner.serving import Deployment, ServingPlan, type_name
 from shardwise.predict.cluster_links import link_lines
-from shardwise.report.terminal import Column, FittedTable, Renderable
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 

@@ -17,14 +17,13 @@ from shardwise.predict.cluster_links import link_lines
 from shardwise.predict.tables import node_line
 from shardwise.report import time_parts
 from shardwise.report.step_report import Role, StepReport
+from shardwise.report.table import Column, FittedTable
 from shardwise.report.tables import memory_table
-from shardwise.report.terminal import Column, FittedTable, Renderable, new_table
+from shardwise.report.terminal import Renderable
 from shardwise.report.timing_table import LEAST
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from shardwise.planner.plan import Plan
 
 _BAR = 24
@@ -138,20 +137,19 @@ def _refused(plan: Plan) -> Iterator[str]:
         yield f"{layouts} of the {len(plan.ranked)} shown{best}: {reason}"
 
 
-def _time(plan: Plan) -> Table:
+def _time(plan: Plan) -> FittedTable:
     from rich.text import Text
 
     one = plan.winner
     spread = f"80% range {format_time(float(one.range.low))} to {format_time(float(one.range.high))}"
-    table = new_table(f"\ntime of one step ({format_time(one.seconds)}, {spread})")
-    for heading in ("part", "time", "share", ""):
-        table.add_column(heading, justify="right" if heading in ("time", "share") else "left")
+    columns = (Column("part", left=True), Column("time", "seconds"), Column("share", "share"), Column("", left=True))
+    table = FittedTable(columns, title=f"\ntime of one step ({format_time(one.seconds)}, {spread})")
     longest = max(one.parts.values())
     for name, words in time_parts.STEP.items():
         seconds = one.parts.get(name, 0.0)
         if seconds >= LEAST * one.seconds:
             bar = "█" * max(1, round(_BAR * seconds / longest))
-            table.add_row(words, format_time(seconds), format_share(seconds / one.seconds), Text(bar, "blue"))
+            table.add_row(words, seconds, seconds / one.seconds, Text(bar, "blue"))
     return table
 
 

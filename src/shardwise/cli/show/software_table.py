@@ -14,7 +14,8 @@ from shardwise.model import ModelConfig
 from shardwise.planner.pricing import price_all
 from shardwise.planner.runnable import training_engine
 from shardwise.predict.time.pricing import Pricing
-from shardwise.report.terminal import Column, FittedTable, Renderable
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_share, format_time
 
 
