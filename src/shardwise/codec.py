@@ -9,9 +9,8 @@ import reprlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache, partial, reduce
 from importlib import import_module
-from operator import attrgetter
 from types import UnionType
 from typing import Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -37,8 +36,8 @@ class Json:
     json_later: ClassVar[Collection[tuple[str, str]]] = ()
     """(type that a field names, the module that has it), which is imported when JSON is read."""
     json_keys: ClassVar[str] = "*"
-    """Keys in order, each with an attribute or its path where that has another name: "layout bytes=held.total"; "*" are
-    all fields."""
+    """Keys in order, each with an attribute or its path where that has another name: "layout bytes=held.total low=range.0"
+    and "*" for all fields. A key in several parts is inside an object; one with "?" is null where its value is empty."""
     json_checked: ClassVar[bool] = False
     """Whether a field of another type than declared is an error, and a number that is negative or above 2^63."""
 
@@ -93,7 +92,7 @@ def _written(kind: Any) -> list[tuple[str, Callable[[Any], Any], Any]]:
         key, _, path = word.partition("=")
         path = path or key
         omitted = path in own and (omits is EVERY or path in omits)
-        rows.append((key, attrgetter(path), _default(own[path]) if omitted else MISSING))
+        rows.append((key, partial(_at, path), _default(own[path]) if omitted else MISSING))
     return rows
 
 
@@ -102,8 +101,18 @@ def _default(item: Field[Any]) -> Any:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    values = ((key, own(value), omitted) for key, own, omitted in _written(cast(Any, type(value))))
-    return {key: plain(own) for key, own, omitted in values if omitted is MISSING or own != omitted}
+    data: dict[str, Any] = {}
+    for key, own_of, omitted in _written(cast(Any, type(value))):
+        own = own_of(value)
+        if omitted is MISSING or own != omitted:
+            *outer, name = key.removesuffix("?").split(".")
+            inside = reduce(lambda inside, part: inside.setdefault(part, {}), outer, data)
+            inside[name] = None if key.endswith("?") and not own else plain(own)
+    return data
+
+
+def _at(path: str, value: Any) -> Any:
+    return reduce(lambda at, part: at[int(part)] if part.isdigit() else getattr(at, part), path.split("."), value)
 
 
 @cache

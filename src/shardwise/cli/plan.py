@@ -253,7 +253,7 @@ def _written(args: argparse.Namespace, best: Plan) -> tuple[dict[str, Any], Iter
         return {}, iter(())
     if not isinstance(model := best.model, ModelConfig):
         raise UserError("--emit writes configurations of models that have one; a traced module has split: leave it out")
-    from shardwise.cli.show.software_table import software_json, software_steps, software_tables
+    from shardwise.cli.show.software_table import software_steps, software_tables
     from shardwise.interop import WriteRequest
     from shardwise.planner.exact import ExactMemory
 
@@ -261,7 +261,7 @@ def _written(args: argparse.Namespace, best: Plan) -> tuple[dict[str, Any], Iter
     requests = [WriteRequest(model, one.layout, best.workload, None, best.cluster) for one in best.ranked]
     data, lines = emitted(args, requests, lambda layout: memory.total(layout, best.usable) <= best.usable)
     rows = software_steps(model, Layout.parse(data["emitted"]["layout"]), best.workload, best.cluster)
-    return data | {"by_engine": software_json(rows)}, chain(software_tables(rows, args.emit), lines)
+    return data | {"by_engine": rows}, chain(software_tables(rows, args.emit), lines)
 
 
 def _links(best: Plan) -> tuple[LinkUse, ...]:

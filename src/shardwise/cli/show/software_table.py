@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from shardwise.cluster import Cluster
 from shardwise.interop.writing.canonical import DEFAULTS
@@ -49,11 +48,6 @@ def software_steps(
         times = (float(one.seconds), float(one.range.low), float(one.range.high)) if one else ()
         rows.append(SoftwareStep(writer.name, writer.profile, reasons[writer.name], *times))
     return tuple(rows)
-
-
-def software_json(rows: Sequence[SoftwareStep]) -> list[dict[str, Any]]:
-    """The rows, for --json."""
-    return [asdict(row) for row in rows]
 
 
 def software_tables(rows: Sequence[SoftwareStep], engine: str) -> Iterator[Renderable]:
