@@ -36,8 +36,9 @@ class Json:
     json_later: ClassVar[Collection[tuple[str, str]]] = ()
     """(type that a field names, the module that has it), which is imported when JSON is read."""
     json_keys: ClassVar[str] = "*"
-    """Keys in order, each with an attribute or its path where that has another name: "layout bytes=held.total low=range.0"
-    and "*" for all fields. A key in several parts is inside an object; one with "?" is null where its value is empty."""
+    """Keys in order, each with an attribute or its path where that has another name: "bytes=held.total low=range.0".
+
+    "*" are all fields. A key in several parts is inside an object; one with "?" is null where its value is empty."""
     json_checked: ClassVar[bool] = False
     """Whether a field of another type than declared is an error, and a number that is negative or above 2^63."""
 
@@ -90,7 +91,7 @@ def _written(kind: Any) -> list[tuple[str, Callable[[Any], Any], Any]]:
     rows: list[tuple[str, Callable[[Any], Any], Any]] = []
     for word in getattr(kind, "json_keys", "*").replace("*", " ".join(own)).split():
         key, _, path = word.partition("=")
-        path = path or key
+        path = path or key.removesuffix("?")
         omitted = path in own and (omits is EVERY or path in omits)
         rows.append((key, partial(_at, path), _default(own[path]) if omitted else MISSING))
     return rows
@@ -137,7 +138,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return lambda data: [each(item) for item in data]
     if isinstance(origin, type) and issubclass(origin, Mapping):
         each = _reader(items[1])
-        return lambda data: {key: each(item) for key, item in data.items()}
+        return lambda data: {key: each(item) for key, item in dict(data).items()}
     if is_dataclass(kind):
         return getattr(kind, "parse", None) or getattr(kind, "from_json", None) or partial(_read_fields, kind)
     return lambda data: data

@@ -1,5 +1,6 @@
 """Text and tables at the width of a terminal: layouts break between keys, columns that do not fit are named."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -50,3 +51,42 @@ def test_no_width_cuts_a_cell_and_what_is_left_out_is_named(width):
 def test_columns_leave_in_their_order_and_stay_where_there_is_room():
     headers = {width: printed(FittedTable(COLUMNS, list(ROWS)), width)[0].split() for width in (140, 60, 44)}
     assert headers == {140: ["layout", "step", "range", "MFU"], 60: ["layout", "step", "MFU"], 44: ["layout", "step"]}
+
+
+NUMBERS = (
+    Column("name", left=True), Column("held by each rank", "bytes"), Column("step", "seconds", drop=2),
+    Column("of the whole", "share", drop=1), Column("against it", "change"), Column("calls"),
+)  # fmt: skip
+UNITS = [("one", 1_500_000_000, 0.25, 0.5, -0.1, 1234), ("two", 2.0, None, 1.0, 0.2, 5)]
+
+
+def test_numbers_are_printed_in_the_unit_of_their_column():
+    text = printed(FittedTable(NUMBERS, list(UNITS)), 100)
+    assert text[2].split() == ["one", "1.50", "GB", "250", "ms", "50.0%", "-10.0%", "1,234"]
+    assert text[3].split() == ["two", "2", "B", "100%", "+20.0%", "5"]
+
+
+@given(st.integers(20, 120))
+def test_headings_break_first_then_columns_leave_by_rank_and_no_number_is_cut(width):
+    lines = printed(FittedTable(NUMBERS, list(UNITS)), width)
+    text = " ".join(" ".join(lines).split())
+    assert max(len(line.rstrip()) for line in lines) <= width and "…" not in text
+    cells = {"1.50 GB": "held by", "250 ms": "step", "50.0%": "of the", "-10.0%": "against", "1,234": "calls"}
+    hidden = [heading for cell, heading in cells.items() if cell not in text.partition("not shown")[0]]
+    assert hidden == [heading for heading in cells.values() if heading in text.partition("not shown")[2]]
+    order = ["step", "of the", "calls", "against", "held by"]
+    assert sorted(hidden, key=order.index) == order[: len(hidden)]
+
+
+def test_a_short_row_and_a_long_title_are_whole():
+    table = FittedTable(NUMBERS[:2], title="a title that is much longer than its table")
+    table.add_row("alone")
+    assert printed(table, 60)[0] == table.title and "alone" in "".join(printed(table, 60))
+
+
+def test_pandas_and_notebooks_have_the_numbers():
+    pandas = pytest.importorskip("pandas")
+    table = FittedTable(NUMBERS, list(UNITS))
+    frame = table.to_dataframe()
+    assert isinstance(frame, pandas.DataFrame) and list(frame["calls"]) == [1234, 5]
+    assert list(frame["held by each rank"]) == [1_500_000_000, 2.0] and "1.50 GB" in table._repr_html_()

@@ -212,7 +212,7 @@ def _plan(
     fixed = fixed_keys(args)
 
     from shardwise.planner import plan
-    from shardwise.planner.tables import campaign_lines, plan_tables
+    from shardwise.planner.tables import campaign_lines
 
     chosen = {"engine": profile_of(args), "by": args.by, "top": args.top, "price": args.price}
     chosen |= {
@@ -234,7 +234,7 @@ def _plan(
         | ({"links": [use.to_json() for use in uses]} if args.links else {})
     )
     notes, priced_lines = (f"assumed: {note}" for note in assumed), campaign_lines(campaign)
-    shown = chain(notes, plan_tables(best), priced_lines)
+    shown = chain(notes, best.tables(), priced_lines)
     if args.links:
         from shardwise.cli.show.link_table import link_tables
 
