@@ -20,6 +20,7 @@ FLOORS = {
     "lazy": 0,
     "records": 0,
     "options": 0.5,
+    "codec": 0.5,
     "model": 1,
     "cluster": 1,
     "report": 1,

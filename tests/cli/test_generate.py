@@ -140,7 +140,7 @@ def test_a_turn_has_the_tokens_and_rows_of_each_data_rank_once(
     for rank in range(job.layout.ranks):
         tokens = 2 if prompts == "own" and mesh.index(DP, rank) else 3
         note = StepRecord(1, "prefill", tokens, 1, 0.5, 0.0, 0, Bytes(), (), ())
-        notes_file(tmp_path, rank).write_text(note.to_line())
+        notes_file(tmp_path, rank).write_text(json.dumps(note.to_json()) + "\n")
     _, report = next(reports(job, tmp_path))
     assert [report.workload["tokens"], report.workload["rows"]] == expected
 

@@ -1,5 +1,6 @@
 """The bubble that is measured from ranks' notes is the simulated one where they did what is simulated."""
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -27,7 +28,8 @@ MODEL = ModelConfig("m", vocab=53, hidden=24, layers=6, heads=4, kv_heads=2, ffn
 def note(turn: int, began: float, ended: float, waited: float, tokens: int, rows: int) -> str:
     waiting = TransportRow(0, "shared", None, None, waited, waited)
     phase = "prefill" if tokens else "decode"
-    return StepRecord(turn, phase, tokens, rows, ended - began, began, 0, Bytes(), (), (waiting,)).to_line()  # type: ignore[arg-type]
+    made = StepRecord(turn, phase, tokens, rows, ended - began, began, 0, Bytes(), (), (waiting,))  # type: ignore[arg-type]
+    return json.dumps(made.to_json()) + "\n"
 
 
 def write(folder: Path, stages: int, chunks: int, seconds: float, hop: float, prompts: int) -> None:

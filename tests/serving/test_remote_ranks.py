@@ -1,5 +1,6 @@
 """Messages between a front end and the ranks of another launcher, and who may be one."""
 
+import json
 import math
 import threading
 from pathlib import Path
@@ -34,7 +35,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[remote.Messag
     """Both ends of a replica's channel."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     listener = remote.MessageListener(tmp_path, job_of(), b"k" * 32)
-    meeting = remote.RankMeeting.from_text((tmp_path / remote.MEETING).read_text())
+    meeting = remote.RankMeeting.from_json(json.loads((tmp_path / remote.MEETING).read_text()))
     assert meeting.job == job_of()
     taken: list[remote.MessageChannel] = []
     front = threading.Thread(target=lambda: taken.append(listener.accept()))

@@ -27,7 +27,7 @@ from shardwise.cli.output import print_json, show
 from shardwise.cli.quantities import bytes_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.report.terminal import plain_table
+from shardwise.report.table import plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
 
 if TYPE_CHECKING:

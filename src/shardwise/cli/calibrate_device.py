@@ -21,7 +21,8 @@ from shardwise.cli.output import print_json, show
 from shardwise.cluster import Cluster, Device, Host, Link
 from shardwise.cluster.catalog import lookup, machine_memory
 from shardwise.errors import UserError
-from shardwise.report.terminal import Renderable, plain_table
+from shardwise.report.table import plain_table
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require

@@ -19,7 +19,8 @@ from shardwise.cli.output import print_result
 from shardwise.cli.quantities import length_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.report.terminal import Renderable, plain_table
+from shardwise.report.table import plain_table
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count
 
 if TYPE_CHECKING:

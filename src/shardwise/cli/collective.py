@@ -19,7 +19,8 @@ from shardwise.cli.output import print_json, print_result, progress
 from shardwise.cli.quantities import bytes_of, numbers
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
-from shardwise.report.terminal import Column, FittedTable, Renderable, plain_table
+from shardwise.report.table import Column, FittedTable, plain_table
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_share, format_time
 
 if TYPE_CHECKING:
@@ -257,8 +258,8 @@ def _priced(choice: Choice) -> dict[str, Any]:
 def _cost_table(ranked: list[Choice], prices: Pricer, nbytes: int, cluster: Cluster) -> Iterator[Renderable]:
     title = f"{prices.collective} of {format_bytes(nbytes)} on {_ranks(prices.network.ranks)} of {cluster}"
     terms = ("α", "β", "γ")  # noqa: RUF001
-    headings = ("time", *terms, *(f"{term} needed" for term in terms), "steps", "sent")
-    table = plain_table(("", "algorithm"), headings, title)
+    needed = [f"{term} needed" for term in terms]
+    table = plain_table(("", "algorithm"), ("time", *terms, *needed, "steps", "sent"), title, drop=needed[::-1])
     for place, choice in enumerate(ranked):
         price = choice.price
         options = "".join(f" {name}={value}" for name, value in choice.options.items())

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import print_result
 from shardwise.errors import UserError
-from shardwise.report.terminal import Renderable, plain_table
+from shardwise.report.table import plain_table
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_time
 from shardwise.runtime.installed import require
 

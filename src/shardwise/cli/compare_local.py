@@ -6,20 +6,21 @@ import argparse
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import chain
 from statistics import median
-from typing import Any
 
 from shardwise.cli.engine import job_of
+from shardwise.codec import Json
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import DP, PP
 from shardwise.planner.strategies import decode_round
 from shardwise.predict.serving_layout import check_generation, lockstep_axes, plan_of
 from shardwise.predict.traffic.ring_volume import Volume, ring_volume
-from shardwise.report.terminal import Renderable, rows_by_name
+from shardwise.report.table import rows_by_name
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.runtime.job.launch import RunFailed
 from shardwise.runtime.job.locks import temporary_folder
@@ -35,7 +36,7 @@ _Moved = tuple[Volume | None, float | None, float | None]
 
 
 @dataclass(frozen=True)
-class Here:
+class Here(Json):
     """One strategy as it ran. None is what so few tokens do not tell."""
 
     layout: Layout
@@ -60,14 +61,6 @@ class Here:
     """Of the first rank."""
     cache_bytes: int | None
     """Of the fullest rank, before the last tokens."""
-
-    def to_json(self) -> dict[str, Any]:
-        data = {item.name: getattr(self, item.name) for item in fields(self)}
-        return data | {
-            "layout": str(self.layout),
-            "ring_bytes_of_a_token": self.ring_bytes_of_a_token and self.ring_bytes_of_a_token.to_json(),
-            "predicted_ring_bytes_of_a_token": self.predicted_ring_bytes_of_a_token.to_json(),
-        }
 
 
 def measure(args: argparse.Namespace, layouts: Sequence[Layout], prompts: Sequence[Sequence[int]], output: int,

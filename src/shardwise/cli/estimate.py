@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -212,7 +212,7 @@ def _breakdown(
         breakdown(model, layout, workload, cluster, report),
         recompute_modes(model, layout, workload, cluster),
     )
-    breakdown_json = terms.to_json() | {"recompute": [asdict(mode) for mode in modes]}
+    breakdown_json = terms.to_json() | {"recompute": modes}
     data = report.to_json() | {"breakdown": breakdown_json}
     head = _head(model, layout, workload, cluster, assumed)
     return print_result(args, data, chain(head, breakdown_tables(terms, modes)))

@@ -19,7 +19,7 @@ from shardwise.model.caches import cache_json
 from shardwise.model.catalog import catalog, resolve
 from shardwise.model.families import family_of
 from shardwise.model.hub import hub_models
-from shardwise.report.terminal import Column, FittedTable
+from shardwise.report.table import Column, FittedTable
 from shardwise.report.units import format_bytes, format_count, format_time
 
 MODELS = "models of the catalog, or those named"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from shardwise.codec import plain
 from shardwise.report.strict_json import strict
 from shardwise.report.terminal import Renderable, wrap
 
@@ -18,8 +19,8 @@ PATIENCE = 1.0
 
 
 def print_json(data: Any) -> None:
-    """One JSON document on standard output, with NaN and infinities as texts."""
-    print(json.dumps(strict(data), indent=1, allow_nan=False))
+    """One JSON document on standard output (`codec.plain`), with NaN and infinities as texts."""
+    print(json.dumps(strict(plain(data)), indent=1, allow_nan=False))
 
 
 def print_result(args: Namespace, data: Any, lines: Iterable[Renderable]) -> int:

@@ -212,7 +212,7 @@ def _plan(
     fixed = fixed_keys(args)
 
     from shardwise.planner import plan
-    from shardwise.planner.tables import campaign_lines, plan_tables
+    from shardwise.planner.tables import campaign_lines
 
     chosen = {"engine": profile_of(args), "by": args.by, "top": args.top, "price": args.price}
     chosen |= {
@@ -234,7 +234,7 @@ def _plan(
         | ({"links": [use.to_json() for use in uses]} if args.links else {})
     )
     notes, priced_lines = (f"assumed: {note}" for note in assumed), campaign_lines(campaign)
-    shown = chain(notes, plan_tables(best), priced_lines)
+    shown = chain(notes, best.tables(), priced_lines)
     if args.links:
         from shardwise.cli.show.link_table import link_tables
 
@@ -253,7 +253,7 @@ def _written(args: argparse.Namespace, best: Plan) -> tuple[dict[str, Any], Iter
         return {}, iter(())
     if not isinstance(model := best.model, ModelConfig):
         raise UserError("--emit writes configurations of models that have one; a traced module has split: leave it out")
-    from shardwise.cli.show.software_table import software_json, software_steps, software_tables
+    from shardwise.cli.show.software_table import software_steps, software_tables
     from shardwise.interop import WriteRequest
     from shardwise.planner.exact import ExactMemory
 
@@ -261,7 +261,7 @@ def _written(args: argparse.Namespace, best: Plan) -> tuple[dict[str, Any], Iter
     requests = [WriteRequest(model, one.layout, best.workload, None, best.cluster) for one in best.ranked]
     data, lines = emitted(args, requests, lambda layout: memory.total(layout, best.usable) <= best.usable)
     rows = software_steps(model, Layout.parse(data["emitted"]["layout"]), best.workload, best.cluster)
-    return data | {"by_engine": software_json(rows)}, chain(software_tables(rows, args.emit), lines)
+    return data | {"by_engine": rows}, chain(software_tables(rows, args.emit), lines)
 
 
 def _links(best: Plan) -> tuple[LinkUse, ...]:

@@ -20,7 +20,8 @@ from shardwise.model import ModelConfig
 from shardwise.planner.device_needs import DeviceNeed, serving_needs, training_needs
 from shardwise.planner.models_that_fit import KINDS, LENGTH, ModelFit, models_that_fit
 from shardwise.planner.price_words import money
-from shardwise.report.terminal import Column, FittedTable, Renderable
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_time
 
 ON_A_CLUSTER = (

@@ -20,7 +20,8 @@ from shardwise.layout.usual_workload import odd_part
 from shardwise.model.parameters import count
 from shardwise.planner.price_words import money, priced
 from shardwise.predict.cluster_links import link_lines, with_links
-from shardwise.report.terminal import Column, FittedTable, Renderable
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 ALONE = ("tokens", "pue", "host_watts", "mtbf", "save", "restart", "find", "deadline", "emit", "out")

@@ -3,11 +3,9 @@ torch."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from shardwise.runtime.job.rank import RankJob
@@ -69,14 +67,6 @@ class EmulationJob(RankJob):
     nbytes: int
     steps: int
     transport: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "cases": [case.to_json() for case in self.cases]}
-
-    @classmethod
-    def read(cls, path: Path) -> EmulationJob:
-        data = json.loads(path.read_text())
-        return cls(**{**data, "cases": tuple(map(EmulationCase.from_json, data["cases"]))})
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.codec import Json
 from shardwise.runtime.job.rank import RankJob
 
 
@@ -50,7 +51,7 @@ class ShareWait:
 
 
 @dataclass(frozen=True)
-class ShareStep:
+class ShareStep(Json):
     """One step of one share."""
 
     seconds: float
@@ -63,22 +64,12 @@ class ShareStep:
     spans: tuple[tuple[float, float], ...]
     """(start, end) of each computation of a pipeline's schedule; without one, empty."""
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ShareStep:
-        waits = tuple(ShareWait(**{**wait, "ranks": tuple(wait["ranks"])}) for wait in data["waits"])
-        return cls(**{**data, "waits": waits, "spans": tuple(map(tuple, data["spans"]))})
-
 
 @dataclass(frozen=True)
-class Share:
+class Share(Json):
     """The measured steps of one rank's share."""
 
     rank: int
     steps: tuple[ShareStep, ...]
     ledger: tuple[tuple[Any, ...], ...]
     """Rows of the ledger of its last step."""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Share:
-        steps = tuple(map(ShareStep.from_json, data["steps"]))
-        return cls(data["rank"], steps, tuple(map(tuple, data["ledger"])))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
+from shardwise.codec import EVERY, Json
 from shardwise.errors import UserError
 from shardwise.layout.layout import Layout
 from shardwise.layout.optimizers import DEFAULT, ELSEWHERE, OPTIMIZERS
@@ -16,8 +14,10 @@ MOST = 1_000_000_000
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Json):
     """A training step: `batch` sequences of `seq` tokens over all ranks. Or serving: prompt, output and concurrency."""
+
+    json_omits = EVERY
 
     seq: int = option(0, "tokens per sequence, such as 8192 or 8k", metavar="N", shown="", tokens=True)
     batch: int = option(0, "sequences per step, over all ranks", metavar="N", shown="", tokens=True)
@@ -59,8 +59,3 @@ class Workload:
                 f"nearest that can: {nearest}"
             )
         return self.batch // each
-
-    def to_json(self) -> dict[str, Any]:
-        """What differs from the defaults."""
-        usual = asdict(Workload())
-        return {key: value for key, value in asdict(self).items() if value != usual[key]}

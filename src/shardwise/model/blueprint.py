@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.errors import UserError
-from shardwise.model.operations import Elementwise, Operation, operation_from_json
+from shardwise.codec import Json
+from shardwise.model.operations import Elementwise, Operation
 from shardwise.records import dataclass
 
 if TYPE_CHECKING:
@@ -142,15 +142,6 @@ class Parameter:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Parameter:
-        """The inverse of `dataclasses.asdict`. Raises `TypeError` or `KeyError` for what is no parameter."""
-        foreign = data["foreign"]
-        if foreign is not None:
-            foreign = ForeignSlice(**foreign | {"shape": tuple(foreign["shape"])})
-        lists = {key: tuple(data.get(key, ())) for key in ("shape", "module_shape")}
-        return cls(**data | lists | {"foreign": foreign})
-
     def at(self, part: str, number: int) -> Parameter:
         """The parameter of one part."""
         foreign = self.foreign.at(number) if self.foreign else None
@@ -220,14 +211,6 @@ class Part:
         prefix = f"{module}." if module else ""
         return any(not p.frozen for p in self.parameters if p.name.startswith(prefix))
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Part:
-        """The inverse of `dataclasses.asdict`. Raises `TypeError` or `KeyError` for what is no part."""
-        parameters = tuple(Parameter.from_json(p) for p in data["parameters"])
-        operations = tuple(operation_from_json(operation) for operation in data["operations"])
-        lists = {"parameters": parameters, "operations": operations, "reads": tuple(data["reads"])}
-        return cls(**data | lists)
-
     def at(self, name: str) -> list[Parameter]:
         """The parameters of the single part of this name. What is in no block has its global names already."""
         if self.kind in ("root", "entry", "exit"):
@@ -237,8 +220,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class Blueprint(Json):
     """A model: its parts in the order in which a token passes through them."""
+
+    json_name = "a shardwise blueprint"
+    json_later = (("Trace", "shardwise.model.trace"),)
 
     name: str
     hidden: int
@@ -246,21 +232,6 @@ class Blueprint:
     parts: tuple[Part, ...]
     trace: Trace | None = field(default=None, hash=False)
     """What its steps do, of a user's module that was traced."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary that `from_json` reads back. A part that repeats is in it once."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Blueprint:
-        """The inverse of `to_json`. Raises `UserError` for what is no blueprint."""
-        from shardwise.model.trace import Trace
-
-        try:
-            trace = None if data.get("trace") is None else Trace.from_json(data["trace"])
-            return cls(**data | {"parts": tuple(Part.from_json(part) for part in data["parts"]), "trace": trace})
-        except (TypeError, KeyError, ValueError) as error:
-            raise UserError(f"not a shardwise blueprint: {error}") from None
 
     @cached_property
     def _by_name(self) -> dict[str, Part]:

@@ -8,9 +8,10 @@ parameters (`parameters.py`), the decoder, the placement of tensors, the predict
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
+from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.model.counted import Counted
 from shardwise.model.lora import Lora
@@ -171,11 +172,15 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Json):
     """A decoder-only language model.
 
-    Widths are in elements. Raises `UserError` when the numbers contradict each other.
+    Widths are in elements. Raises `UserError` when the numbers contradict each other. Versions without the mechanisms
+    that are not used read its JSON, too.
     """
+
+    json_name = "a shardwise model description"
+    json_omits = _LATER
 
     name: str
     vocab: int
@@ -362,22 +367,3 @@ class ModelConfig:
             return made
         mixed = made.experts is not None and not made.experts.dense_layers
         return replace(made, counted=self.counted.cut(made.layers, mixed, made.experts is not None))
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary that `from_json` reads back, also in versions without the mechanisms that are not used."""
-        unused = {
-            field.name for field in fields(self) if field.name in _LATER and getattr(self, field.name) == field.default
-        }
-        return {name: value for name, value in asdict(self).items() if name not in unused}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ModelConfig:
-        """The inverse of `to_json`. Raises `UserError` on unknown or missing fields."""
-        scaling = YarnScaling if "mscale" in (data.get("rope_scaling") or {}) else RopeScaling
-        nested: dict[str, Any] = {"rope_scaling": scaling, "experts": Experts, "latent_attention": LatentAttention}
-        nested |= {"lora": Lora, "counted": Counted.from_json}
-        try:
-            given = {k: nested[k](**v) if k in nested and v is not None else v for k, v in data.items()}
-            return cls(**given)
-        except TypeError as error:
-            raise UserError(f"not a shardwise model description: {error}") from None

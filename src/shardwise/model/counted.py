@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from shardwise.model.blueprint import Part
 from shardwise.model.operations import AttentionCore
@@ -103,13 +103,3 @@ class Counted:
             if first < layers:
                 kept.append(replace(part, first=first, count=min(part.count, layers - first)))
         return replace(self, parts=(ends[0], *kept, *ends[1:]), caches=self.caches[:layers], digest="")
-
-    @classmethod
-    def from_json(cls, **data: Any) -> Counted:
-        """The inverse of `dataclasses.asdict`."""
-        lists = {
-            "parts": tuple(Part.from_json(part) for part in data["parts"]),
-            "caches": tuple(LayerCache(**cache) for cache in data["caches"]),
-            "notes": tuple(data["notes"]),
-        }
-        return cls(**data | lists)

@@ -10,7 +10,7 @@ Widths are the whole model's; `Width` says which of them tensor parallelism divi
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from shardwise.errors import UserError
 from shardwise.records import dataclass
@@ -133,13 +133,3 @@ class Elementwise:
 
 
 Operation = LinearOp | AttentionCore | Elementwise
-
-
-def operation_from_json(data: dict[str, Any]) -> Operation:
-    """The inverse of `dataclasses.asdict`. Raises `TypeError` or `KeyError` for what is no operation."""
-    if data["kind"] == "attention":
-        return AttentionCore(**data)
-    if data["kind"] in ("linear", "router", "logits"):
-        widths = {"inputs": Width(**data["inputs"]), "outputs": tuple(Width(**out) for out in data["outputs"])}
-        return LinearOp(**data | widths | {"adapters": tuple(data["adapters"])})
-    return Elementwise(**data | {"widths": tuple(Width(**width) for width in data["widths"])})

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.errors import LayoutError
-from shardwise.model.traced_stages import Pair, TracedEnds, TracedStages, pair
+from shardwise.model.traced_stages import Pair, TracedEnds, TracedStages
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,6 @@ class TracedOp:
     end: Literal["", "entry", "exit"] = ""
     """Of the root: whether it comes before the blocks or behind them."""
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TracedOp:
-        """The inverse of `dataclasses.asdict`."""
-        pairs: dict[str, Any] = {name: pair(data[name]) for name in ("flops", "nbytes")}
-        return cls(**data | pairs | {"sizes": tuple(map(pair, data["sizes"]))})
-
 
 @dataclass(frozen=True)
 class TracedPart:
@@ -51,11 +45,6 @@ class TracedPart:
     parts: tuple[str, ...]
     """Names of single parts."""
     operations: tuple[TracedOp, ...]
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TracedPart:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(tuple(data["parts"]), tuple(map(TracedOp.from_json, data["operations"])))
 
 
 @dataclass(frozen=True)
@@ -69,11 +58,6 @@ class TracedMoment:
     first: Pair
     later: Pair
     """Where gradients of weights are added to those of an earlier micro-batch."""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TracedMoment:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(data["when"], data["part"], pair(data["first"]), pair(data["later"]))
 
 
 @dataclass(frozen=True)
@@ -89,11 +73,6 @@ class TracedCollective:
     """Per micro-batch."""
     end: Literal["", "entry", "exit"] = ""
     """As of `TracedOp`."""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TracedCollective:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(**data | {"elements": pair(data["elements"])})
 
 
 @dataclass(frozen=True)
@@ -116,20 +95,6 @@ class TracedStep:
     sp: bool = False
     """Whether the stream was cut along the sequence."""
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TracedStep:
-        """The inverse of `dataclasses.asdict`."""
-        stages = data.get("stages")
-        lists = {
-            "stages": None if stages is None else TracedStages.from_json(stages),
-            "inputs": pair(data["inputs"]),
-            "saved": tuple((part, pair(nbytes)) for part, nbytes in data["saved"]),
-            "moments": tuple(map(TracedMoment.from_json, data["moments"])),
-            "collectives": tuple(map(TracedCollective.from_json, data["collectives"])),
-            "operations": tuple(map(TracedPart.from_json, data["operations"])),
-        }
-        return cls(**data | lists)
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -146,16 +111,6 @@ class Trace:
     """Why there are no predictions for pipelines, and what to do; empty where there are."""
     uncut: str = ""
     """Why there are none for sequence parallelism; empty where there are."""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Trace:
-        """The inverse of `dataclasses.asdict`."""
-        ends = data.get("ends")
-        if ends is not None:
-            ends = TracedEnds(*(tuple(ends[name]) for name in ("entry", "exit", "reads")))
-        steps = tuple(map(TracedStep.from_json, data["steps"]))
-        reasons = (data.get(name, "") for name in ("unpiped", "uncut"))
-        return cls(pair(data["rows"]), data["seq"], steps, ends, *reasons)
 
     @cached_property
     def _steps(self) -> dict[tuple[int, str, str], TracedStep]:

@@ -38,12 +38,6 @@ class TracedTensors:
     """input: of the micro-batch; lasting: a buffer of the module."""
     nbytes: Pair
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TracedTensors:
-        """The inverse of `dataclasses.asdict`."""
-        savers, holders, keepers = (tuple(data[name]) for name in ("savers", "holders", "keepers"))
-        return cls(savers, holders, keepers, data["kind"], pair(data["nbytes"]))
-
 
 @dataclass(frozen=True)
 class TracedPeak:
@@ -82,17 +76,3 @@ class TracedStages:
     def recorded(self) -> dict[int, Any]:
         """Rows of a micro-batch -> numbers that predictions have made of this, for the next prediction."""
         return {}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TracedStages:
-        """The inverse of `dataclasses.asdict`."""
-        tensors = tuple(map(TracedTensors.from_json, data["tensors"]))
-        peaks = tuple(TracedPeak(p["when"], p["part"], pair(p["nbytes"])) for p in data["peaks"])
-        messages = tuple(TracedMessage(m["part"], m["dtype"], pair(m["elements"]), m["kept"]) for m in data["messages"])
-        return cls(tensors, peaks, messages, pair(data["buffers"]))
-
-
-def pair(values: list[int]) -> Pair:
-    """Two numbers. Raises `ValueError` for more or fewer."""
-    first, second = values
-    return first, second

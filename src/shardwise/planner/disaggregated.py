@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.cluster import Cluster
+from shardwise.codec import Json
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
 from shardwise.model import ModelConfig
@@ -40,8 +41,13 @@ HALVINGS = 30
 
 
 @dataclass(frozen=True)
-class Disaggregated:
+class Disaggregated(Json):
     """Instances for prefill and instances that decode."""
+
+    json_keys = (
+        "prefill decode weights devices sequences_of_an_instance=batch first_token_seconds=first_token "
+        "token_seconds=token transfer_seconds=transfer cache_bytes tokens_per_second"
+    )
 
     prefill: Layout
     """Of all its instances, which are dp replicas."""
@@ -63,21 +69,6 @@ class Disaggregated:
     @property
     def devices(self) -> int:
         return self.prefill.ranks + self.decode.ranks
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "prefill": str(self.prefill),
-            "decode": str(self.decode),
-            "weights": self.weights,
-            "devices": self.devices,
-            "sequences_of_an_instance": self.batch,
-            "first_token_seconds": self.first_token,
-            "token_seconds": self.token,
-            "transfer_seconds": self.transfer,
-            "cache_bytes": self.cache_bytes,
-            "tokens_per_second": self.tokens_per_second,
-        }
 
 
 class Instance(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from functools import cached_property
@@ -10,33 +11,43 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.cluster.prices import DevicePrice, price_of
 from shardwise.errors import UserError
-from shardwise.layout import Workload
+from shardwise.layout import Mesh, Workload
 from shardwise.layout.legality import beyond_positions
+from shardwise.layout.model_size import size_words
 from shardwise.model.flops import MFU, training_flops_per_sequence
 from shardwise.model.parameters import Model, count
 from shardwise.planner import shortfall
 from shardwise.planner.alternatives import Alternative
 from shardwise.planner.answer import Answer
-from shardwise.planner.common import resembling
+from shardwise.planner.common import SAME, resembling
 from shardwise.planner.exact import Refuses
-from shardwise.planner.price_words import priced
+from shardwise.planner.price_words import price_line, priced
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import Candidate
-from shardwise.planner.runnable import space_for, why_not_trained
+from shardwise.planner.runnable import OWN, space_for, why_not_trained
 from shardwise.planner.space import Space
 from shardwise.planner.winners import By, winners
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
+from shardwise.predict.cluster_links import link_lines
 from shardwise.predict.memory.capacity import explained, room_of
 from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings
+from shardwise.predict.tables import node_line
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.ranges import large_run
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.records import dataclass
+from shardwise.report import time_parts
 from shardwise.report.printing import Printable
 from shardwise.report.room import DeviceRoom
+from shardwise.report.step_report import Role, StepReport
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.tables import memory_table
 from shardwise.report.terminal import Renderable
-from shardwise.report.units import format_bytes
+from shardwise.report.timing_table import LEAST
+from shardwise.report.units import format_bytes, format_share, format_time
 
+_BAR = 24
+"""Characters of the longest bar."""
 EXPERTS = (
     "experts: published steps of such models are predicted 16% off on average, from -60% to +9% (27 rows of "
     "Megatron-Bridge, docs/prediction.md), so the ranges are wide, and layouts this close are not told apart",
@@ -79,14 +90,10 @@ class Plan(Answer[Priced], Printable):
 
     def tables(self) -> Iterator[Renderable]:
         """What `shardwise plan` prints."""
-        from shardwise.planner.tables import plan_tables
-
         return plan_tables(self)
 
     def conclusion(self) -> str:
         """The best layout in one sentence."""
-        from shardwise.planner.tables import plan_conclusion
-
         return plan_conclusion(self)
 
     @property
@@ -166,6 +173,158 @@ class Plan(Answer[Priced], Printable):
             "not_runnable": self.not_runnable(one),
             "resembles": resembling(count(self.model), one.layout),
         }
+
+
+def plan_conclusion(plan: Plan) -> str:
+    """The best layout in one sentence."""
+    one = plan.winner
+    risk = "at risk, " if plan.room.state(one.held.total) == "at risk" else ""
+    memory = f"{risk}{format_bytes(one.held.total)} of {format_bytes(plan.usable)} per device"
+    return (
+        f"best of {plan.considered:,} layouts of {plan.model.name} on {plan.cluster}: {one.layout}, "
+        f"{format_time(one.seconds)} per step ({format_share(plan.utilisation(one))} MFU), {memory}, "
+        f"bound by {time_parts.longest(one.parts)}{_same(plan)}"
+    )
+
+
+def _same(plan: Plan) -> str:
+    """The published run that the layout is like; how many layouts are as fast, and which is the fastest."""
+    like = resembling(count(plan.model), plan.winner.layout)
+    run = f"; split as {like['publisher']}'s {like['model']} on {like['cluster']}" if like else ""
+    if plan.fastest is None:
+        return run
+    faster = format_share(plan.winner.seconds / plan.fastest.seconds - 1)
+    return (
+        f"{run}; up to {len(plan.same):,} layouts are as fast within the error of {100 * SAME:.0f}%, and this is the "
+        f"most common one; the fastest, {plan.fastest.layout}, is {faster} faster"
+    )
+
+
+def plan_tables(plan: Plan) -> Iterator[Renderable]:
+    """All that is printed for a plan."""
+    workload, winner = plan.workload, plan.winner
+    if plan.none_runs:
+        yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
+    yield f"{plan_conclusion(plan)}\n"
+    yield (
+        f"{plan.model.name}: {size_words(plan.model)}, {workload.batch} sequences of "
+        f"{workload.seq} tokens per step, engine {plan.engine}"
+    )
+    runs = "" if plan.none_runs else f" that {plan.engine} can run"
+    # The count is by the lower bound of their bytes.
+    yield (
+        f"{plan.considered:,} layouts{runs}, up to {plan.fitting:,} fit in {format_bytes(plan.searched)} "
+        f"per device; {_ORDERS[plan.by]}"
+    )
+    yield from link_lines(plan.cluster)
+    yield f"{plan.capacity}\n" if plan.capacity else ""
+    yield _ranked(plan)
+    yield ""
+    yield from _refused(plan)
+    yield from plan.warnings
+    yield f"the best, {winner.layout}:\n"
+    ranks = Mesh.of(winner.layout, plan.model).stage(winner.place)
+    name = "all" if winner.layout.pp == 1 else f"fullest: stage {winner.place}"
+    role = Role(name, ranks, winner.held, ())
+    report = StepReport(
+        "predicted", {"name": plan.model.name}, str(winner.layout), workload.to_json(), str(plan.cluster), (role,)
+    )  # fmt: skip
+    yield memory_table(report, plan.room)
+    yield from node_line(winner.node, plan.cluster)
+    yield _time(plan)
+    yield from _binding(plan)
+    if plan.alternatives:
+        yield "\nwhy not"
+        yield from (f"  {why_not(one, plan)}" for one in plan.alternatives)
+    if plan.notes:
+        yield "\nwhat is assumed"
+        yield from (f"  {note}" for note in plan.notes)
+    yield "\n" + price_line(plan.price(winner), plan.cluster.device.name)
+
+
+_ORDERS = {
+    "throughput": "of layouts within the error of the fastest the most common first, then the fastest",
+    "fastest": "fastest first",
+    "memory": "fewest bytes first",
+    "cost": "fewest device-seconds first",
+    "pareto": "layouts that no other one beats in both time and memory",
+}
+
+
+def _ranked(plan: Plan) -> FittedTable:
+    columns = [
+        Column(""), Column("layout", left=True, wraps=True), Column("step", "seconds"),
+        Column("80% range", drop=1), Column("tokens/s", "count", drop=2), Column("MFU", "share", drop=3),
+        Column("memory", "bytes"),
+    ]  # fmt: skip
+    table = FittedTable([*columns, Column("device-s", "count")] if plan.by == "cost" else columns)
+    for place, one in enumerate(plan.ranked, 1):
+        span = f"{format_time(float(one.range.low))} to {format_time(float(one.range.high))}"
+        numbers = plan.tokens_per_second(one), plan.utilisation(one), one.held.total
+        cost = [plan.device_seconds(one)] if plan.by == "cost" else []
+        table.add_row(place, str(one.layout), one.seconds, span, *numbers, *cost)
+    return table
+
+
+def _refused(plan: Plan) -> Iterator[str]:
+    """The layouts of another engine that the runtime here does not run."""
+    if plan.none_runs or plan.engine in OWN:
+        return
+    reasons = Counter(filter(None, map(plan.not_runnable, plan.ranked)))
+    if not reasons:
+        yield "`train` here runs every layout shown, but not with that software's kernels and overlaps"
+    best = ", the best included" if plan.not_runnable(plan.winner) else ""
+    for reason, layouts in reasons.items():
+        yield f"{layouts} of the {len(plan.ranked)} shown{best}: {reason}"
+
+
+def _time(plan: Plan) -> FittedTable:
+    from rich.text import Text
+
+    one = plan.winner
+    spread = f"80% range {format_time(float(one.range.low))} to {format_time(float(one.range.high))}"
+    columns = (Column("part", left=True), Column("time", "seconds"), Column("share", "share"), Column("", left=True))
+    table = FittedTable(columns, title=f"\ntime of one step ({format_time(one.seconds)}, {spread})")
+    longest = max(one.parts.values())
+    for name, words in time_parts.STEP.items():
+        seconds = one.parts.get(name, 0.0)
+        if seconds >= LEAST * one.seconds:
+            bar = "█" * max(1, round(_BAR * seconds / longest))
+            table.add_row(words, seconds, seconds / one.seconds, Text(bar, "blue"))
+    return table
+
+
+def _binding(plan: Plan) -> Iterator[str]:
+    one = plan.winner
+    computed = time_parts.grouped(one.parts)["compute"]
+    share = format_share(max(one.parts.values()) / one.seconds)
+    yield (
+        f"\nbound by: {time_parts.longest(one.parts)} ({share} of the step). "
+        f"Computing is {format_share(computed / one.seconds)}; the rest is waiting and moving data."
+    )
+    if plan.unlimited is not None:
+        gain = one.seconds / plan.unlimited.seconds - 1
+        yield (
+            f"Memory is a limit, too: with {format_bytes(plan.unlimited.held.total)} per device, "
+            f"{plan.unlimited.layout} would be {format_share(gain)} faster."
+        )
+    elif plan.alternatives:
+        yield "Memory is no limit: no layout is faster, fit or not."
+
+
+def why_not(one: Alternative, plan: Plan) -> str:
+    """One alternative in one line."""
+    name = one.key if one.value is True else f"{one.key}={str(one.value).lower()}"
+    if one.best is None and one.least <= plan.searched:
+        return f"{name}: does not fit the host's memory"
+    if one.best is None:
+        return f"{name}: does not fit; every such layout needs at least {format_bytes(one.least)} per device"
+    crosses = " crosses nodes" if one.crosses else ""
+    slower = f"{format_share(one.slower / plan.winner.seconds, signed=True)} (+{format_time(one.slower)} per step)"
+    if one.slower <= 0:
+        return f"{name}{crosses}: as fast, {one.best.layout}, {format_bytes(one.best.held.total)} per device"
+    grew = f"{time_parts.STEP[one.part]} +{format_time(one.grew)}"
+    return f"{name}{crosses}: {slower}, {grew}; best such layout {one.best.layout}"
 
 
 def plan(

@@ -10,7 +10,8 @@ from shardwise.model.formats import weight_format
 from shardwise.planner.price_words import money, price_line, priced
 from shardwise.planner.serving import Deployment, ServingPlan, type_name
 from shardwise.predict.cluster_links import link_lines
-from shardwise.report.terminal import Column, FittedTable, Renderable
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 
@@ -90,9 +91,9 @@ def _rate(plan: ServingPlan) -> str:
 
 _COLUMNS = (
     Column("layout", left=True, wraps=True), Column("weights", left=True), Column("answers", left=True),
-    Column("devices", drop=4), Column("batch size", drop=1), Column("first token", drop=2), Column("per token"),
-    Column("tokens/s"),
-    Column("per device", drop=5), Column("memory", drop=3), Column("cache", drop=7), Column("USD/M tokens", drop=6),
+    Column("devices", drop=4), Column("batch size", drop=1), Column("first token", "seconds", drop=2),
+    Column("per token", "seconds"), Column("tokens/s", "count"), Column("per device", "count", drop=5),
+    Column("memory", "bytes", drop=3), Column("cache", drop=7), Column("USD/M tokens", drop=6),
 )  # fmt: skip
 
 
@@ -102,9 +103,8 @@ def _table(plan: ServingPlan, deployments: Sequence[Deployment]) -> FittedTable:
         table.add_row(
             str(one.layout), type_name(one.weights), "lossy" if one.lossy else "own", str(one.devices),
             f"{one.layout.dp} x {one.batch}",
-            format_time(one.first_token), format_time(one.token), format_count(one.tokens_per_second),
-            format_count(one.rate), format_bytes(one.held), f"{format_count(one.cache_tokens)} tokens",
-            money(plan.usd(one)),
+            one.first_token, one.token, one.tokens_per_second, one.rate, one.held,
+            f"{format_count(one.cache_tokens)} tokens", money(plan.usd(one)),
         )  # fmt: skip
     return table
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import isqrt
-from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.experts import experts_across
@@ -66,9 +66,11 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class DecodeStep:
+class DecodeStep(Json):
     """Cost of one more token of every sequence in steady decoding. ledger: of its largest turn, on the rank that
     sends most; volume, payload: of all its turns there. made: tokens that come of the turns a rank takes part in."""
+
+    json_keys = "tokens=made ring_bytes=volume payload_bytes=payload"
 
     ledger: tuple[LedgerRow, ...]
     volume: Volume
@@ -107,10 +109,18 @@ def decode_round(model: ModelConfig, layout: Layout, sequences: int = 1) -> Deco
 
 
 @dataclass(frozen=True)
-class Generated:
+class Generated(Json):
     """One strategy. sequences: of the busiest data rank. round: what a token moves. fit, cache_bytes: at the end of the
     answer; after the prompt and at the end. prompt, first, middle, last: seconds of the prompt, of the answer's first
     token after it, of one half-way, and of the last. range: of the middle one. trained: a training step."""
+
+    json_keys = (
+        "layout sequences_of_a_rank=sequences ring_bytes_of_a_token=round.volume_of_token round "
+        "bytes.weights=fit.held.all_weights bytes.gathered_buffers=fit.held.slots "
+        "bytes.cache_after_prompt=cache_bytes.0 bytes.cache_at_end=cache_bytes.1 bytes.fits=fit.fits "
+        "prompt token.first=first token.middle=middle token.middle.low=range.0 token.middle.high=range.1 "
+        "token.last=last token.growth=growth training=trained"
+    )
 
     layout: Layout
     sequences: int
@@ -133,48 +143,14 @@ class Generated:
         """By how much the last token takes longer than the first, as a share."""
         return self.last.seconds / self.first.seconds - 1
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "layout": str(self.layout),
-            "sequences_of_a_rank": self.sequences,
-            "ring_bytes_of_a_token": self.round.volume_of_token.to_json(),
-            "round": {
-                "tokens": self.round.made,
-                "ring_bytes": self.round.volume.to_json(),
-                "payload_bytes": self.round.payload,
-            },
-            "bytes": {
-                "weights": self.fit.held.all_weights,
-                "gathered_buffers": self.fit.held.slots,
-                "cache_after_prompt": self.cache_bytes[0],
-                "cache_at_end": self.cache_bytes[1],
-                "fits": self.fit.fits,
-            },
-            "prompt": self.prompt.to_json(),
-            "token": {
-                "first": self.first.to_json(),
-                "middle": self.middle.to_json() | {"low": self.range[0], "high": self.range[1]},
-                "last": self.last.to_json(),
-                "growth": self.growth,
-            },
-            "training": {
-                "seconds": self.trained.seconds,
-                "moving": self.trained.moving,
-                "share": self.trained.share,
-                "block_arithmetic": self.trained.arithmetic,
-                "block_gather": self.trained.gather,
-                "block": asdict(self.trained.block),
-                "parts": dict(self.trained.parts),
-                "micro_batches": self.trained.micro_batches,
-            },
-        }
-
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(Json):
     """Weight gathering over tensor parallelism on as many ranks. blocks, total: in ring volume of a token;
     seconds: of a token. tokens: of one pass over all ranks together, from which on gathering sends less; and from which
     on it is faster, None where that is beyond `MOST_TOKENS`."""
+
+    json_keys = "gathering tensor blocks total seconds fewer_bytes_from_tokens=tokens faster_from_tokens=faster"
 
     gathering: Layout
     tensor: Layout
@@ -184,20 +160,9 @@ class Ratio:
     tokens: float
     faster: int | None
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "gathering": str(self.gathering),
-            "tensor": str(self.tensor),
-            "blocks": self.blocks,
-            "total": self.total,
-            "seconds": self.seconds,
-            "fewer_bytes_from_tokens": self.tokens,
-            "faster_from_tokens": self.faster,
-        }
-
 
 @dataclass(frozen=True)
-class ExpertRatio:
+class ExpertRatio(Json):
     """Experts that ranks have whole over tensor parallelism of all of them, on as many ranks. blocks, total: in ring
     volume of a token; seconds: of a token."""
 
@@ -207,13 +172,15 @@ class ExpertRatio:
     total: float
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"spread": str(self.spread), "tensor": str(self.tensor)}
-
 
 @dataclass(frozen=True)
-class StrategyComparison:
+class StrategyComparison(Json):
     """All strategies of one prompt on one cluster."""
+
+    json_keys = (
+        "model=model.name cluster engine prompt_tokens=asked.prompt max_tokens=asked.output batch=asked.batch "
+        "strategies ratios expert_ratios warnings"
+    )
 
     model: ModelConfig
     cluster: Cluster
@@ -270,21 +237,6 @@ class StrategyComparison:
         """Strategies whose tensor parallelism runs over slow links, a line for each tp."""
         taken = ((one.layout.tp, one.middle.parts) for one in self.strategies)
         return tensor_warnings(self.cluster, taken, "the time of a token")
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data: what `generate --compare --json` prints."""
-        return {
-            "model": self.model.name,
-            "cluster": str(self.cluster),
-            "engine": self.engine,
-            "prompt_tokens": self.asked.prompt,
-            "max_tokens": self.asked.output,
-            "batch": self.asked.batch,
-            "strategies": [one.to_json() for one in self.strategies],
-            "ratios": [ratio.to_json() for ratio in self.ratios],
-            "expert_ratios": [ratio.to_json() for ratio in self.expert_ratios],
-            "warnings": list(self.warnings),
-        }
 
 
 def serving_engine(name: str) -> EngineProfile:

@@ -5,11 +5,11 @@ Every number comes from the functions that `estimate` adds up, so each table's s
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.codec import Json
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Workload, check, unit_plan
 from shardwise.layout.optimizers import MODEL
@@ -38,8 +38,10 @@ ARRAYS = {
 
 
 @dataclass(frozen=True, eq=False)
-class StageStates:
+class StageStates(Json):
     """Bytes that a rank has per parameter array under one ZeRO stage."""
+
+    json_keys = "stage layout bytes=nbytes dtypes sent_bytes=sent"
 
     stage: int
     layout: Layout
@@ -71,8 +73,10 @@ class TrainingFlops:
 
 
 @dataclass(frozen=True)
-class Breakdown:
+class Breakdown(Json):
     """Terms of an estimate, for the rank whose peak is the largest."""
+
+    json_keys = "role parameters parameters_of_rank=here stage states saved flops"
 
     role: str
     ranks: tuple[int, ...]
@@ -91,21 +95,6 @@ class Breakdown:
     def own(self) -> StageStates:
         """States of the layout itself."""
         return next(states for states in self.states if states.stage == self.stage)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "role": self.role,
-            "parameters": self.parameters,
-            "parameters_of_rank": self.here,
-            "stage": self.stage,
-            "states": [
-                {"stage": one.stage, "layout": str(one.layout), "bytes": one.nbytes, "dtypes": one.dtypes,
-                 "sent_bytes": one.sent}
-                for one in self.states
-            ],
-            "saved": [asdict(term) for term in self.saved],
-            "flops": asdict(self.flops),
-        }  # fmt: skip
 
 
 def breakdown(

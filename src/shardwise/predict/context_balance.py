@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
+from shardwise.codec import Json
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import SequenceCut
 from shardwise.model import ModelConfig
@@ -15,9 +15,11 @@ from shardwise.records import dataclass
 
 
 @dataclass(frozen=True)
-class ContextBalance:
+class ContextBalance(Json):
     """Forward FLOPs of attention per sequence and context-parallel rank: of all layers, and of the tensor- and
     pipeline-parallel ranks together."""
+
+    json_keys = "* largest_over_mean=largest plain_largest_over_mean=plain_largest"
 
     zigzag: bool
     """Whether ranks attend with tokens in zigzag order; else with some of the heads over all tokens (Ulysses)."""
@@ -35,11 +37,6 @@ class ContextBalance:
     def plain_largest(self) -> float:
         """`largest` of a plain cut."""
         return largest_over_mean(self.plain_flops)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        ratios = {"largest_over_mean": self.largest, "plain_largest_over_mean": self.plain_largest}
-        return asdict(self) | ratios
 
 
 def largest_over_mean(work: tuple[int, ...]) -> float:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.cluster import Cluster
+from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.keys import changed
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepTiming:
+class StepTiming(Json):
     """A step's time. seconds: the prediction; low, high: its 80% range; parts: where they go, adding up to `seconds`
     (`predict.time.step.StepSeconds` says what each is). engine: the profile of the software that was assumed. notes:
     what stands in for measurements of the device, and of the host where something is offloaded."""
+
+    json_keys = "engine seconds low high parts busy links"
+    json_omits = ("busy", "links")
 
     engine: str
     seconds: float
@@ -34,10 +38,6 @@ class StepTiming:
     """Seconds of the device, and of link, cores and disk of the host, hidden or not; empty without offloading."""
     links: dict[str, float] = field(default_factory=dict)
     """Seconds of collectives and messages by part, hidden or not; without exchanges outside of lockstep."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, without the notes, and without what is empty of the rest."""
-        return {name: value for name, value in vars(self).items() if name != "notes" and value not in ({}, ())}
 
 
 def own_engine(cluster: Cluster) -> str:

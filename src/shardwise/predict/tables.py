@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from shardwise.cluster import Cluster
 from shardwise.report import StepReport
-from shardwise.report.terminal import Column, FittedTable, Renderable
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
 from shardwise.report.timing_table import step_lines
 from shardwise.report.units import format_bytes, format_time
 

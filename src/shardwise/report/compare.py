@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.report.exposure import Exposure, exposures
 from shardwise.report.printing import Printable
@@ -52,8 +53,13 @@ class RolePair:
 
 
 @dataclass(frozen=True)
-class ComparedRow:
+class ComparedRow(Json):
     """One kind of collective on the ranks of one role pair; a count is 0 on the side that lacks it."""
+
+    json_keys = (
+        "role phase=key.phase op=key.op axes=key.axes unit=key.unit dtype=key.dtype elements=key.elements "
+        "count_a count_b equal"
+    )
 
     role: str
     key: LedgerKey
@@ -63,10 +69,6 @@ class ComparedRow:
     @property
     def equal(self) -> bool:
         return self.count_a == self.count_b
-
-    def to_json(self) -> dict[str, Any]:
-        counts = {"count_a": self.count_a, "count_b": self.count_b, "equal": self.equal}
-        return {"role": self.role, **self.key._asdict(), **counts}
 
 
 @dataclass(frozen=True)

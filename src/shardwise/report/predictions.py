@@ -8,7 +8,8 @@ from typing import Any
 
 from shardwise.report.palette import classes_of
 from shardwise.report.step_report import HOMES, StepReport
-from shardwise.report.terminal import Column, FittedTable, Renderable
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_share, format_time
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterator
-from dataclasses import asdict, field, is_dataclass, replace
+from dataclasses import field, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal
 
+from shardwise.codec import Json
 from shardwise.errors import UserError
-from shardwise.options import kinds
 from shardwise.records import dataclass
 from shardwise.report.files import write_whole
 from shardwise.report.printing import Printable
@@ -35,7 +34,7 @@ DTYPE_BYTES = {
 
 
 @dataclass(frozen=True, order=True)
-class LedgerRow:
+class LedgerRow(Json):
     """One kind of logical collective of one steady training step.
 
     phase: the phase of the step that consumes the result. op: torch's name without `_tensor` (all_reduce,
@@ -43,6 +42,8 @@ class LedgerRow:
     replicate, tp, kv, shard_tp, ...). unit: the unit it serves (blocks.3) or the reason (loss, tokens, grad-norm).
     dtype: torch's name without "torch.". elements: elements of the padded full tensor. count: how often per step.
     """
+
+    json_checked = True
 
     phase: Phase
     op: str
@@ -59,7 +60,7 @@ class LedgerRow:
 
 
 @dataclass(frozen=True)
-class TransportRow:
+class TransportRow(Json):
     """Realization by a transport of the ledger row with index `row`.
 
     All figures are sums over the row's count in one step. time_s: from issue to completion, waiting for slower ranks
@@ -67,6 +68,8 @@ class TransportRow:
     bytes_sent: by this rank; of a role, by its first. steps: rounds in which it sends or receives. Both are None where
     the transport does not tell.
     """
+
+    json_checked = True
 
     row: int
     algorithm: str
@@ -77,7 +80,7 @@ class TransportRow:
 
 
 @dataclass(frozen=True)
-class Bytes:
+class Bytes(Json):
     """Bytes that a rank holds, by class: the most of each class at one time within a step.
 
     parameters: weights in compute precision. gradients: gradient accumulators. optimizer: master weights and moments.
@@ -87,6 +90,8 @@ class Bytes:
     at different times (gradients when backward ends, saved tensors when it begins). cache: room for keys and values,
     which only generation has. total: the peak.
     """
+
+    json_checked = True
 
     parameters: int = 0
     gradients: int = 0
@@ -108,17 +113,18 @@ class Bytes:
         held = self.parameters + self.gradients + self.optimizer + self.saved + self.comm + self.cache + self.other
         return held - self.absent
 
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
-
 
 HOMES = ("host", "disk")
 """Where a rank has bytes beside its device: fields of `Role`."""
 
 
 @dataclass(frozen=True)
-class Role:
+class Role(Json):
     """Ranks whose bytes and ledger are equal. `peak_bytes` is what the classes take together at the worst moment."""
+
+    json_keys = "* peak_bytes"
+    json_omits = (*HOMES, "routed")
+    json_checked = True
 
     role: str
     ranks: tuple[int, ...]
@@ -137,6 +143,20 @@ class Role:
     def peak_bytes(self) -> int:
         return self.bytes.total
 
+    @classmethod
+    def from_json(cls, data: Any) -> Role:
+        """The inverse of `to_json`. Raises `TypeError` for what no rank can have: a report may come from anywhere."""
+        role = super().from_json(data)
+        if not role.ranks:
+            raise TypeError("role: ranks cannot be []")
+        if unknown := {row.dtype for row in role.ledger} - DTYPE_BYTES.keys():
+            raise TypeError(f"ledger row: dtype cannot be {reprlib.repr(min(unknown))}")
+        if role.transport and max(row.row for row in role.transport) >= len(role.ledger):
+            raise TypeError("a transport row is of no ledger row")
+        if role.peak_bytes < 0:
+            raise TypeError("more bytes are absent than there are")
+        return role
+
     @property
     def payloads(self) -> dict[tuple[str, str], int]:
         """(operation, axes) -> payload bytes of a rank per step."""
@@ -147,13 +167,16 @@ class Role:
 
 
 @dataclass(frozen=True, repr=False)
-class StepReport(Printable):
+class StepReport(Printable, Json):
     """One steady training step (or one token of generation), on all ranks.
 
     model, layout, workload, cluster: their texts or JSON descriptions. time: seconds of one step, None when nobody
     priced or measured it. timing: what a predicted time is made of: engine (the profile of the software), seconds, low
     and high (the 80% range), parts (name -> seconds). notes: what the figures leave out, a sentence each.
     """
+
+    json_omits = ("balance", "room", "cluster_links")
+    json_checked = True
 
     source: Source
     model: dict[str, Any]
@@ -189,37 +212,16 @@ class StepReport(Printable):
 
         return report_conclusion(self, room)
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary, with `peak_bytes` written out for each role, without a `balance`, a `room` and
-        `cluster_links` that are None and homes that hold nothing."""
-        data = asdict(self)
-        for name in ("balance", "room", "cluster_links"):
-            if data[name] is None:
-                del data[name]
-        for role, out in zip(self.roles, data["roles"], strict=True):
-            out["peak_bytes"] = role.peak_bytes
-            if role.routed is None:
-                del out["routed"]
-            for home in HOMES:
-                if getattr(role, home) == Bytes():
-                    del out[home]
-        return data
-
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> StepReport:
+    def from_json(cls, data: Any) -> StepReport:
         """The inverse of `to_json`. Raises `UserError` when the text is not a report of this schema version."""
         if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
             version = data.get("schema_version") if isinstance(data, dict) else None
             raise UserError(f"not a StepReport of schema version {SCHEMA_VERSION} (found {version!r})")
         try:
-            told = dict(_checked(data, StepReport, "report"))
-            told.pop("size", None)  # the model's, which `estimate --json` adds
-            told["roles"] = tuple(_role(role) for role in data["roles"])
-            told["notes"] = tuple(data.get("notes", ()))
-            return cls(**told)
-        except KeyError as missing:
-            raise UserError(f"damaged StepReport: {missing} is missing") from None
-        except TypeError as error:
+            # size: the model's, which `estimate --json` adds.
+            return super().from_json({name: value for name, value in data.items() if name != "size"})
+        except (KeyError, TypeError) as error:
             raise UserError(f"damaged StepReport: {error}") from None
 
     def write(self, path: Path) -> None:
@@ -238,62 +240,6 @@ class StepReport(Printable):
             raise UserError(f"{path}: {error}") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is not valid JSON: {error}") from None
-
-
-# Reading: a report may come from anywhere, and what is wrong in it is said here, not where it is first used.
-
-_MOST = 1 << 63
-"""Largest count or number of bytes that a report accepts."""
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    """Whether a value of a JSON file can be of a field's type; numbers are from 0 to `_MOST`."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return any(_fits(part, value) for part in parts)
-    if origin is Literal:
-        return value in parts
-    if origin is tuple:
-        return isinstance(value, (list, tuple)) and all(_fits(parts[0], item) for item in value)
-    if kind is float:
-        return type(value) in (int, float) and 0 <= value < _MOST
-    if kind is int:
-        return type(value) is int and 0 <= value < _MOST
-    return isinstance(value, dict if is_dataclass(kind) else origin or kind)
-
-
-def _checked(data: dict[str, Any], kind: Any, what: str) -> dict[str, Any]:
-    """`data`. Raises `TypeError` for a value that cannot be meant; what is missing, or too much, others will say."""
-    for name, declared in kinds(kind).items():
-        if name in data and not _fits(declared, data[name]):
-            raise TypeError(f"{what}: {name} cannot be {reprlib.repr(data[name])}")
-    return data
-
-
-def _role(data: dict[str, Any]) -> Role:
-    _checked(data, Role, "role")
-    role = Role(
-        role=data["role"],
-        ranks=tuple(data["ranks"]),
-        bytes=Bytes(**_checked(data["bytes"], Bytes, "bytes")),
-        host=Bytes(**_checked(data.get("host", {}), Bytes, "bytes of the host")),
-        disk=Bytes(**_checked(data.get("disk", {}), Bytes, "bytes of the disk")),
-        ledger=tuple(LedgerRow(**_checked(row, LedgerRow, "ledger row")) for row in data["ledger"]),
-        transport=tuple(
-            TransportRow(**_checked(row, TransportRow, "transport row")) for row in data.get("transport", ())
-        ),
-        timeline=tuple(data.get("timeline", ())),
-        routed=data.get("routed"),
-    )
-    if not role.ranks:
-        raise TypeError("role: ranks cannot be []")
-    if unknown := {row.dtype for row in role.ledger} - DTYPE_BYTES.keys():
-        raise TypeError(f"ledger row: dtype cannot be {reprlib.repr(min(unknown))}")
-    if role.transport and max(row.row for row in role.transport) >= len(role.ledger):
-        raise TypeError("a transport row is of no ledger row")
-    if role.peak_bytes < 0:
-        raise TypeError("more bytes are absent than there are")
-    return role
 
 
 def merge_roles(per_rank: dict[int, Role]) -> tuple[Role, ...]:

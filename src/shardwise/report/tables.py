@@ -14,13 +14,12 @@ from shardwise.report.grouping import compared_ledgers, group_compared, group_le
 from shardwise.report.palette import KINDS, classes_of
 from shardwise.report.room import DeviceRoom
 from shardwise.report.step_report import HOMES, Bytes, LedgerRow, Role, StepReport
-from shardwise.report.terminal import Column, FittedTable, new_table
+from shardwise.report.table import Column, FittedTable, headed
 from shardwise.report.timing_table import step_lines
 from shardwise.report.units import format_bytes, format_ranks, format_role, format_share, format_time
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
-    from rich.table import Table
     from rich.text import Text
 
     from shardwise.report.compare import ComparedBytes, ComparedRow, ReportComparison
@@ -33,7 +32,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 def memory_table(report: StepReport, room: DeviceRoom | None = None) -> FittedTable:
     """Bytes by class of each role, with bars on one scale. room: of one device."""
     columns = (
-        Column("role", left=True), Column("class", left=True), Column("bytes"), Column("share"),
+        Column("role", left=True), Column("class", left=True), Column("bytes", "bytes"), Column("share", "share"),
         Column("", left=True),
     )  # fmt: skip
     table = FittedTable(columns, title="memory per rank (GB = 1e9 bytes)")
@@ -49,17 +48,11 @@ def _add_role_memory(table: FittedTable, role: Role, longest: int, room: DeviceR
     names = [role.role, f"({format_ranks(role.ranks)})"]
     for field, kind in classes_of([role.bytes]).items():
         held = getattr(role.bytes, field)
-        share = format_share(held / peak) if peak else "0%"
-        table.add_row(
-            names.pop(0) if names else "",
-            kind.label,
-            format_bytes(held),
-            share,
-            _bar(held, longest, kind.light),
-        )
+        share = held / peak if peak else 0.0
+        table.add_row(names.pop(0) if names else "", kind.label, held, share, _bar(held, longest, kind.light))
     elsewhere = any(getattr(role, home) != Bytes() for home in HOMES)
     if room is None:
-        table.add_row("", _text("peak", "bold"), _text(format_bytes(peak), "bold"), "", "", end_section=not elsewhere)
+        table.add_row("", _text("peak", "bold"), _text(format_bytes(peak), "bold"), end_section=not elsewhere)
     else:
         sign, style = _ROOM[room.state(peak)]
         verdict = _text(f"{sign} {room.verdict(peak)}", style)
@@ -80,9 +73,9 @@ def _add_other_homes(table: FittedTable, role: Role) -> None:
         classes = {kind.label: getattr(held, field) for field, kind in classes_of([held]).items()}
         for label, nbytes in classes.items():
             if nbytes:
-                table.add_row("", f"{home}: {label}", format_bytes(nbytes), "", "")
+                table.add_row("", f"{home}: {label}", nbytes)
         if held.total:
-            table.add_row("", _text(f"{home}", "bold"), _text(format_bytes(held.total), "bold"), "", "")
+            table.add_row("", _text(f"{home}", "bold"), _text(format_bytes(held.total), "bold"))
     table.ends.add(len(table.rows) - 1)
 
 
@@ -113,13 +106,13 @@ def report_tables(report: StepReport) -> Iterator[RenderableType]:
 def communication_table(report: StepReport) -> FittedTable:
     """Calls and payload bytes per collective and axes, on the ranks that communicate most."""
     role = report.busiest
-    columns = (Column("collective", left=True), Column("axes", left=True), Column("calls"), Column("payload"))
+    columns = (Column("collective", left=True), Column("axes", left=True), Column("calls"), Column("payload", "bytes"))
     table = FittedTable(columns, title=f"communication of one step, {format_ranks(role.ranks)}")
     for (op, axes), payload in sorted(role.payloads.items(), key=lambda item: -item[1]):
         calls = sum(row.count for row in role.ledger if (row.op, row.axes) == (op, axes))
-        table.add_row(op, axes, f"{calls:,}", format_bytes(payload))
+        table.add_row(op, axes, calls, payload)
     total = sum(role.payloads.values())
-    table.add_row(_text("all", "bold"), "", f"{sum(row.count for row in role.ledger):,}", format_bytes(total))
+    table.add_row(_text("all", "bold"), "", sum(row.count for row in role.ledger), total)
     return table
 
 
@@ -130,9 +123,10 @@ def ledger_table(report: StepReport) -> Group:
     return Group(*_apart([_ledger(ranks, rows) for ranks, rows in ledgers(report)]))
 
 
-def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...]) -> Table:
-    table = new_table(f"ledger of one step, {format_ranks(ranks)}")
-    _columns(table, ("operation", "axes", "unit"), ("elements", "count", "payload"))
+def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...]) -> FittedTable:
+    table = headed(
+        ("operation", "axes", "unit"), ("elements", "count", "payload"), f"ledger of one step, {format_ranks(ranks)}"
+    )
     phase = ""
     for group in group_ledger(rows):
         row = group.rows[0]
@@ -145,14 +139,15 @@ def _ledger(ranks: tuple[int, ...], rows: tuple[LedgerRow, ...]) -> Table:
     return table
 
 
-def exposure_table(rows: Sequence[tuple[str, int, Exposure]]) -> Table:
+def exposure_table(rows: Sequence[tuple[str, int, Exposure]]) -> FittedTable:
     """Time of a step by kind, a line for each (name of the report, rank, figures); shares are of the step."""
-    table = new_table("time of one step, from its timeline: step = computed + exposed + idle")
-    _columns(table, ("report", "rank"), ("step", "computed", "communicated", "hidden", "exposed", "idle"))
+    title = "time of one step, from its timeline: step = computed + exposed + idle"
+    shares = ("computed", "communicated", "hidden", "exposed", "idle")
+    columns = [Column("report", left=True, wraps=True), Column("rank", left=True), Column("step", "seconds")]
+    table = FittedTable([*columns, *(Column(name, "share") for name in shares)], title=title)
     for name, rank, figures in rows:
         parts = (figures.compute, figures.communication, figures.hidden, figures.exposed, figures.idle)
-        shares = (format_share(figures.share(part)) for part in parts)
-        table.add_row(_text(name), str(rank), format_time(figures.step / 1e9), *shares)
+        table.add_row(name, str(rank), figures.step / 1e9, *map(figures.share, parts))
     return table
 
 
@@ -173,9 +168,10 @@ def comparison_tables(comparison: ReportComparison) -> Group:
     return Group(*_apart([*parts, verdict(comparison)]))
 
 
-def _compared_memory(comparison: ReportComparison) -> Table:
-    table = new_table("memory per rank (GB = 1e9 bytes)")
-    _columns(table, ("role", "class"), (*comparison.labels, "difference", ""))
+def _compared_memory(comparison: ReportComparison) -> FittedTable:
+    table = headed(("role", "class"), (), "memory per rank (GB = 1e9 bytes)")
+    sides = (Column(name, "bytes", drop=1) for name in comparison.labels)
+    table.columns = (*table.columns, *sides, Column("difference"), Column(""))
     ranks_of = {pair.role: pair.ranks for pair in comparison.pairs}
     shown = ""
     for row in comparison.bytes:
@@ -183,10 +179,9 @@ def _compared_memory(comparison: ReportComparison) -> Table:
         shown = row.role
         label = KINDS[row.byte_class].label if row.byte_class in KINDS else row.byte_class
         label = f"{row.home}: {label}" if row.home else label
-        sides = (format_bytes(row.a), format_bytes(row.b))
         peak = row.byte_class == "peak"
         mark = _text("") if row.accepted is None else _mark(row.accepted)
-        table.add_row(_text(name), label, *sides, difference(row), mark, end_section=peak)
+        table.add_row(name, label, row.a, row.b, difference(row), mark, end_section=peak)
     return table
 
 
@@ -198,10 +193,12 @@ def difference(row: ComparedBytes) -> str:
     return f"{'+' if row.a > row.b else ''}{format_bytes(row.a - row.b)}{share}"
 
 
-def _compared_ledger(comparison: ReportComparison, ranks: tuple[int, ...], rows: tuple[ComparedRow, ...]) -> Table:
+def _compared_ledger(
+    comparison: ReportComparison, ranks: tuple[int, ...], rows: tuple[ComparedRow, ...]
+) -> FittedTable:
     equal = sum(row.equal for row in rows)
-    table = new_table(f"ledger of one step, {format_ranks(ranks)}: {equal} of {len(rows)} rows equal")
-    _columns(table, ("operation", "axes", "unit"), ("elements", *comparison.labels, ""))
+    title = f"ledger of one step, {format_ranks(ranks)}: {equal} of {len(rows)} rows equal"
+    table = headed(("operation", "axes", "unit"), ("elements", *comparison.labels, ""), title)
     phase = ""
     for group in group_compared(rows):
         row = group.rows[0]
@@ -235,33 +232,27 @@ def zero_table(
     title: str,
     capacity: int | None = None,
     sent: Mapping[int, int] | None = None,
-) -> Group:
+) -> FittedTable:
     """Bytes on each GPU: a row for each ZeRO stage, a column for each number of GPUs; ✓ where `capacity` suffices.
 
     cells: stage -> number of GPUs -> bytes. sent: stage -> elements sent per parameter and step, for a last column.
     """
-    from rich.console import Group
-
     limit = f", ✓ fits in {format_bytes(capacity)}" if capacity is not None else ""
-    table = new_table()
-    table.add_column("ZeRO stage")
     gpus = sorted({count for row in cells.values() for count in row})
-    for count in gpus:
-        table.add_column(f"{count} GPU{'s' * (count != 1)}", justify="right")
-    if sent:
-        table.add_column("communication", justify="right")
+    counts = [f"{count} GPU{'s' * (count != 1)}" for count in gpus]
+    title = f"{title} (GB = 1e9 bytes{limit})"
+    table = headed(["ZeRO stage"], [*counts, *(["communication"] if sent else [])], title, unit="bytes")
     for stage, row in cells.items():
         extra = [f"{sent[stage] / sent[0]:g} x"] if sent else []
-        table.add_row(str(stage), *(_zero_cell(row.get(count), capacity) for count in gpus), *extra)
-    # The table is narrow, and its own title would be folded to its width.
-    return Group(_text(f"{title} (GB = 1e9 bytes{limit})", "bold"), table)
+        table.add_row(str(stage), *(_fitting(row.get(count), capacity) for count in gpus), *extra)
+    return table
 
 
-def _zero_cell(held: float | None, capacity: int | None) -> Text:
-    if held is None:
-        return _text("")
-    text = format_bytes(held)
-    return _text(text) if capacity is None else _mark(held <= capacity, text, text)
+def _fitting(held: float | None, capacity: int | None) -> Text | float | None:
+    """Bytes, with a mark where a capacity is given."""
+    if held is None or capacity is None:
+        return held
+    return _mark(held <= capacity, format_bytes(held), format_bytes(held))
 
 
 def _apart(parts: Sequence[RenderableType]) -> list[RenderableType]:
@@ -269,14 +260,7 @@ def _apart(parts: Sequence[RenderableType]) -> list[RenderableType]:
     return [piece for i, part in enumerate(parts) for piece in (([_text("")] if i else []) + [part])]
 
 
-def _columns(table: Table, left: Sequence[str], right: Sequence[str]) -> None:
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right", overflow="fold")
-
-
-def _head_line(table: Table, shown: str, name: str) -> str:
+def _head_line(table: FittedTable, shown: str, name: str) -> str:
     """A line of its own for a phase, when it is not the one already `shown`."""
     if name != shown:
         table.add_row(_text(name, "bold"))

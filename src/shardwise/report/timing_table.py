@@ -7,7 +7,8 @@ from typing import Any
 
 from shardwise.report import time_parts
 from shardwise.report.step_report import StepReport
-from shardwise.report.terminal import Renderable, plain_table
+from shardwise.report.table import plain_table
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_share, format_time
 
 LEAST = 0.002

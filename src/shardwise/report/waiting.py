@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from shardwise.codec import Json
 from shardwise.report.units import format_share
 
 WIDTH, SHOWN = 80, 8
@@ -14,8 +14,10 @@ WIDTH, SHOWN = 80, 8
 
 
 @dataclass(frozen=True)
-class RankWaiting:
+class RankWaiting(Json):
     """Training time of one rank, without validation and saves."""
+
+    json_keys = "rank seconds waiting_s=waiting waiting_share=share injected_s=injected"
 
     rank: int
     seconds: float
@@ -30,12 +32,6 @@ class RankWaiting:
     def share(self) -> float:
         """Waiting as a fraction of the time."""
         return self.waiting / self.seconds if self.seconds else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank, "seconds": self.seconds, "waiting_s": self.waiting, "waiting_share": self.share,
-            "injected_s": self.injected,
-        }  # fmt: skip
 
 
 def waiting_lines(ranks: Sequence[RankWaiting]) -> list[str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shardwise.codec import Json
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.layout.context import CHUNK, PAGE, PageCut
@@ -35,7 +36,7 @@ LONGEST_HANG = 1e9
 
 
 @dataclass(frozen=True)
-class ServingJob:
+class ServingJob(Json):
     """One generation engine.
 
     Raises `UserError` for values that no engine can have, and `LayoutError` for layouts that generation cannot
@@ -115,14 +116,6 @@ class ServingJob:
         from shardwise.predict.memory.serving import logit_rows
 
         return logit_rows(plan_of(self.model, self.layout, self.layout.pp - 1), self.setup)
-
-    def to_json(self) -> dict[str, Any]:
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
-        return data | {"model": self.model.to_json(), "layout": str(self.layout)}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ServingJob:
-        return cls(**data | {"model": ModelConfig.from_json(data["model"]), "layout": Layout.parse(data["layout"])})
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardwise.codec import plain, read
 from shardwise.options import check_fields, option
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -115,7 +116,7 @@ def encode(commands: Sequence[Command]) -> bytes:
 
 def _words(command: Command) -> list[Any]:
     if isinstance(command, Request):
-        return ["request", command.id, command.prompt, asdict(command.sampling)]
+        return ["request", command.id, command.prompt, plain(command.sampling)]
     return ["cancel", command.id] if isinstance(command, Cancel) else ["drain"]
 
 
@@ -125,8 +126,7 @@ def decode(data: bytes) -> list[Command]:
     for kind, *values in json.loads(data):
         if kind == "request":
             number, prompt, sampling = values
-            stops = tuple(sampling.pop("stop_tokens"))
-            commands.append(Request(int(number), tuple(map(int, prompt)), Sampling(**sampling, stop_tokens=stops)))
+            commands.append(Request(int(number), tuple(map(int, prompt)), read(Sampling, sampling)))
         elif kind == "cancel":
             commands.append(Cancel(*map(int, values)))
         elif kind == "drain":

@@ -6,6 +6,7 @@ another launcher has started learns both from rank 0, and has no FOLDER unless i
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -140,7 +141,7 @@ class StepRecorder:
             self._turn, phase, done.turn.tokens, len(done.turn.wanted), seconds, self._began, cached, self._bytes, rows,
             transport,
         )  # fmt: skip
-        self._file.write(note.to_line())
+        self._file.write(json.dumps(note.to_json()) + "\n")
 
 
 Connect = Callable[[int], "Connection | MessageChannel"]
@@ -269,7 +270,7 @@ def _run_joined(folder: Path | None, signs: pulse.Pulse, stage: type[TokenGenera
     """Be a rank that another launcher has started. folder: the service's, on rank 0."""
     words = (folder / MEETING).read_text() if folder else ""
     store, words = meet(process.number(), int(os.environ["WORLD_SIZE"]), words, pulse.STARTING)
-    meeting = RankMeeting.from_text(words)
+    meeting = RankMeeting.from_json(json.loads(words))
     os.environ["OMP_NUM_THREADS"] = str(meeting.job.threads)
     rank = join(meeting.job, store)
 

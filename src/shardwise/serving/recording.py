@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.codec import Json
 from shardwise.layout import Mesh
 from shardwise.layout.axes import DP
 from shardwise.predict.serving_layout import replicas_in_step
@@ -20,7 +21,7 @@ from shardwise.serving.job import ServingJob
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class StepRecord(Json):
     """One engine step on one rank. tokens: computed ones; rows: their subset with logits. kv_bytes:
     of keys and values that sequences had in the cache after it. seconds: from beginning to end. began: seconds of the
     host's monotonic clock."""
@@ -45,20 +46,6 @@ class StepRecord:
     def waited(self) -> float:
         """Seconds in which the rank stood still for others."""
         return sum(row.wait_s or 0.0 for row in self.transport)
-
-    def to_line(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_line(cls, line: str) -> StepRecord:
-        data: dict[str, Any] = json.loads(line)
-        return cls(
-            **data | {
-                "bytes": Bytes(**data["bytes"]),
-                "ledger": tuple(LedgerRow(**row) for row in data["ledger"]),
-                "transport": tuple(TransportRow(**row) for row in data["transport"]),
-            }
-        )  # fmt: skip
 
 
 def notes_file(folder: Path, rank: int) -> Path:
@@ -125,7 +112,7 @@ def _sum(a: float | None, b: float | None) -> float | None:
 def read_notes(folder: Path, rank: int) -> list[StepRecord]:
     """Records of a rank, step by step."""
     file = notes_file(folder, rank)
-    return [StepRecord.from_line(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [StepRecord.from_json(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def _report(job: ServingJob, phase: str, notes: dict[int, StepRecord]) -> StepReport:

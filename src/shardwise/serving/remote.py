@@ -12,14 +12,15 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from shardwise.codec import Json, plain, read
 from shardwise.errors import UserError
 from shardwise.serving.job import Loading, Ready, ServingJob
-from shardwise.serving.messages import Cancel, Drain, Finished, ReplicaLoad, Request, Sampling, Token
+from shardwise.serving.messages import Cancel, Drain, Finished, ReplicaLoad, Request, Token
 
 MEETING = "meeting.json"
 """File of the front end's folder: what rank 0 has to say to all ranks."""
@@ -27,7 +28,7 @@ _KINDS = {kind.__name__: kind for kind in (Request, Cancel, Drain, Token, Finish
 
 
 @dataclass(frozen=True)
-class RankMeeting:
+class RankMeeting(Json):
     """What the ranks of another launcher learn from rank 0."""
 
     job: ServingJob
@@ -36,14 +37,6 @@ class RankMeeting:
     """Where the front end listens."""
     key: str
     """Hexadecimal digits of the key that both ends must know."""
-
-    def to_text(self) -> str:
-        return json.dumps([self.job.to_json(), self.host, self.port, self.key])
-
-    @classmethod
-    def from_text(cls, text: str) -> RankMeeting:
-        job, host, port, key = json.loads(text)
-        return cls(ServingJob.from_json(job), host, port, key)
 
     def connect(self, replica: int) -> MessageChannel:
         """The channel of a replica's first rank to the front end."""
@@ -86,7 +79,7 @@ class MessageListener:
         self._listener = Listener(("", 0), "AF_INET", backlog=job.replicas + 1, authkey=key)
         host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), self._listener.address[1]
         assert isinstance(port, int)
-        (folder / MEETING).write_text(RankMeeting(job, host, port, key.hex()).to_text())
+        (folder / MEETING).write_text(json.dumps(RankMeeting(job, host, port, key.hex()).to_json()))
         self._port, self._key = port, key
 
     def accept(self) -> MessageChannel:
@@ -101,20 +94,12 @@ class MessageListener:
 
 
 def _to_list(message: object) -> list[Any]:
-    return [type(message).__name__, asdict(message)]  # type: ignore[call-overload]
+    return [type(message).__name__, plain(message)]
 
 
 def _from_list(item: list[Any]) -> object:
     name, fields = item
-    values = {field: _as_tuples(value) for field, value in fields.items()}
-    if name == "Request":
-        values["sampling"] = Sampling(**{field: _as_tuples(value) for field, value in values["sampling"].items()})
-    return _KINDS[name](**values)
-
-
-def _as_tuples(value: Any) -> Any:
-    """JSON has lists alone; messages have tuples."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+    return read(_KINDS[name], fields)
 
 
 def launched_ranks() -> int | None:

@@ -11,7 +11,7 @@ from shardwise.cli.pipeline.arguments import add_times, count, sized, timing_of
 from shardwise.cli.quantities import numbers
 from shardwise.cli.show.pipeline_table import named, totals
 from shardwise.errors import UserError
-from shardwise.report.terminal import plain_table
+from shardwise.report.table import plain_table
 from shardwise.report.units import format_share
 
 if TYPE_CHECKING:
@@ -88,8 +88,6 @@ def _print_bubbles(ranks: int, micro: list[int], rows: list[dict[str, Any]], wan
     print(f"bubble on {count(ranks, 'rank')}, over ideal / of the total time, against micro-batches")
     shown = micro if len(micro) <= 10 else micro[:: -(-len(micro) // 10)]
     table = plain_table([""], map(str, shown))
-    for column in table.columns:
-        column.overflow = "fold"
     for entry in rows:
         by_m = dict(entry["points"])
         cells = (

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Iterator
 
 from shardwise.cli.output import print_result
-from shardwise.report.terminal import Column, FittedTable, Renderable
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
 
 
 def run(args: argparse.Namespace) -> int:

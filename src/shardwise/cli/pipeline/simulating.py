@@ -10,7 +10,7 @@ from shardwise.cli.output import print_json, show
 from shardwise.cli.pipeline import arguments
 from shardwise.cli.show.pipeline_table import step_json
 from shardwise.errors import UserError
-from shardwise.report.terminal import plain_table
+from shardwise.report.table import plain_table
 from shardwise.report.trace import write_trace
 from shardwise.report.units import format_share, format_time
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from shardwise.layout.optimizers import MODEL
 from shardwise.predict.breakdown import ARRAYS, Breakdown
 from shardwise.predict.recompute_modes import RecomputeMode
-from shardwise.report.terminal import Column, FittedTable, Renderable
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_ranks, format_share, format_time
 
 SHORT = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}

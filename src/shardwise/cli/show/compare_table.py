@@ -20,7 +20,8 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
 from shardwise.report import time_parts
-from shardwise.report.terminal import Renderable, rows_by_name
+from shardwise.report.table import rows_by_name
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
 if TYPE_CHECKING:

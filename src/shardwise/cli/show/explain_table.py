@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.interop import Reading
 from shardwise.layout import Workload, check
@@ -20,19 +20,14 @@ PROFILES = {"Megatron-LM": "megatron-bridge"}
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Json):
     """One step. report: what it holds and moves; None where nothing prices the layout yet, for the reason `why`."""
+
+    json_keys = "model=model.name report not_estimated?=why"
 
     model: ModelConfig
     report: StepReport | None
     why: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model.name,
-            "report": self.report.to_json() if self.report else None,
-            "not_estimated": self.why or None,
-        }
 
     def lines(self, cluster: Cluster | None) -> list[Renderable]:
         """Printed tables and texts."""
@@ -55,8 +50,14 @@ class Training:
 
 
 @dataclass(frozen=True)
-class CacheRoom:
+class CacheRoom(Json):
     """Memory of one GPU of a server that is left for the cache, on the stage with room for the fewest tokens."""
+
+    json_keys = (
+        "model=model.name weight_bytes_per_gpu=weights cache_bytes_per_token_per_gpu=a_token "
+        "workspace_bytes_per_gpu=workspace graph_bytes_per_gpu=graphs kv_cache=cache cache_bytes_per_gpu=room "
+        "cache_tokens=tokens warning?=warning longest_sequences"
+    )
 
     model: ModelConfig
     weights: int
@@ -80,19 +81,10 @@ class CacheRoom:
     warning: str = ""
     """Of tensor parallelism over slow links."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model.name,
-            "weight_bytes_per_gpu": self.weights,
-            "cache_bytes_per_token_per_gpu": self.a_token,
-            "workspace_bytes_per_gpu": self.workspace,
-            "graph_bytes_per_gpu": self.graphs,
-            "kv_cache": self.cache,
-            "cache_bytes_per_gpu": self.room,
-            "cache_tokens": self.tokens,
-            "warning": self.warning or None,
-            "longest_sequences": self.tokens // self.length if self.tokens is not None and self.length else None,
-        }
+    @property
+    def longest_sequences(self) -> int | None:
+        """Sequences of the greatest length that fit."""
+        return self.tokens // self.length if self.tokens is not None and self.length else None
 
     def lines(self, cluster: Cluster | None) -> list[Renderable]:
         """Printed lines."""
@@ -110,7 +102,7 @@ class CacheRoom:
         results.append(f"  {format_bytes(self.room)} left for the cache: {self.tokens:,} tokens")
         results += [self.warning] if self.warning else []
         if self.length:
-            results.append(f"  at most {self.tokens // self.length:,} sequences of {self.length:,} tokens at a time")
+            results.append(f"  at most {self.longest_sequences:,} sequences of {self.length:,} tokens at a time")
         if self.sequences:
             results.append(
                 f"  {self.sequences:,} sequences at a time have {self.tokens // self.sequences:,} tokens each"

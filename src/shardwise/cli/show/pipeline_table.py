@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import show
-from shardwise.report.terminal import plain_table
+from shardwise.report.table import plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
 
 if TYPE_CHECKING:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from shardwise.cluster import Cluster
 from shardwise.interop.writing.canonical import DEFAULTS
@@ -14,8 +13,9 @@ from shardwise.model import ModelConfig
 from shardwise.planner.pricing import price_all
 from shardwise.planner.runnable import training_engine
 from shardwise.predict.time.pricing import Pricing
-from shardwise.report.terminal import Column, FittedTable, Renderable
-from shardwise.report.units import format_share, format_time
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
+from shardwise.report.units import format_time
 
 
 @dataclass(frozen=True)
@@ -50,27 +50,22 @@ def software_steps(
     return tuple(rows)
 
 
-def software_json(rows: Sequence[SoftwareStep]) -> list[dict[str, Any]]:
-    """The rows, for --json."""
-    return [asdict(row) for row in rows]
-
-
 def software_tables(rows: Sequence[SoftwareStep], engine: str) -> Iterator[Renderable]:
     """The rows against the engine that is written for."""
     base = next(row.seconds for row in rows if row.engine == engine)
     assert base is not None
     yield "\nthe layout that is written, under each engine's profile"
     columns = (
-        Column("engine", left=True), Column("profile", left=True), Column("step"), Column("80% range", drop=1),
-        Column(f"against {engine}"), Column("cannot express", left=True, wraps=True),
+        Column("engine", left=True), Column("profile", left=True, drop=1), Column("step", "seconds"),
+        Column("80% range"), Column(f"against {engine}", "change"), Column("cannot express", left=True, wraps=True),
     )  # fmt: skip
     table = FittedTable(columns)
     for row in rows:
         if row.seconds is None or row.low is None or row.high is None:
-            table.add_row(row.engine, row.profile, "", "", "", row.cannot)
+            table.add_row(row.engine, row.profile, None, None, None, row.cannot)
             continue
         span = f"{format_time(row.low)} to {format_time(row.high)}"
-        change = format_share(row.seconds / base - 1, signed=True) if row.engine != engine else ""
-        table.add_row(row.engine, row.profile, format_time(row.seconds), span, change, "")
+        change = row.seconds / base - 1 if row.engine != engine else None
+        table.add_row(row.engine, row.profile, row.seconds, span, change)
     yield table
     yield "bytes of the layout are counted as this runtime holds them: allocators and kernels of others may add to them"

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from shardwise.layout import Layout
 from shardwise.layout.recorded_run import RecordedRun
 from shardwise.layout.sync import names_of
-from shardwise.report.terminal import Column, FittedTable, Renderable
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.schedule.outer_rounds import OuterRound
 from shardwise.schedule.run_traffic import WorkerTraffic

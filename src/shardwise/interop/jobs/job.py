@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
-from typing import Any
 
+from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.interop.jobs.quoting import COMMAND, joined, quoted
 from shardwise.options import check_fields, option
@@ -233,8 +233,10 @@ class ClusterJob:
 
 
 @dataclass(frozen=True)
-class JobFile:
+class JobFile(Json):
     """A written job."""
+
+    json_keys = "system file text start"
 
     system: str
     file: str
@@ -244,7 +246,3 @@ class JobFile:
     """Command that starts it, before the file; empty where --submit does not exist."""
     start: str
     """The command that a user types, after the file is written."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary."""
-        return {"system": self.system, "file": self.file, "text": self.text, "start": self.start}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardwise.cluster import Cluster
+from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.interop.reading.settings import ServerSettings
 from shardwise.layout import Layout, Workload
@@ -41,8 +41,10 @@ class WriteRequest:
 
 
 @dataclass(frozen=True)
-class EngineFile:
+class EngineFile(Json):
     """A configuration that has been written."""
+
+    json_keys = "engine version layout ranks=layout.ranks file text comments"
 
     engine: str
     version: str
@@ -50,18 +52,6 @@ class EngineFile:
     file: str
     text: str
     comments: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary."""
-        return {
-            "engine": self.engine,
-            "version": self.version,
-            "layout": str(self.layout),
-            "ranks": self.layout.ranks,
-            "file": self.file,
-            "text": self.text,
-            "comments": list(self.comments),
-        }
 
 
 def nodes_for(layout: Layout, cluster: Cluster | None) -> tuple[int, int]:

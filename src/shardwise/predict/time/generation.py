@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import lookup
+from shardwise.codec import Json
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.axes import EDP
 from shardwise.layout.pipeline import stages
@@ -42,7 +43,7 @@ full deployments alone, where it also stands for what a large batch costs beside
 
 
 @dataclass(frozen=True)
-class DecodeTime:
+class DecodeTime(Json):
     """Seconds, and where they go; `parts` adds up to `seconds`. weights, attention, memory: arithmetic and reading;
     tensor: collectives inside blocks, over tp and cp; experts: rows to experts of other replicas and back; data:
     gathers that arithmetic does not hide, and what they slow; pipeline: messages between stages; bubble: waiting for
@@ -58,9 +59,6 @@ class DecodeTime:
     def range(self, pricing: Pricing, routed: bool = False) -> Range:
         """The 80% range. routed: the model has experts."""
         return time_range(self.parts, pricing.constants, routed=routed)
-
-    def to_json(self) -> dict[str, object]:
-        return {"seconds": self.seconds, "parts": dict(self.parts), "gathers": self.gathers}
 
 
 class Gathered(NamedTuple):

@@ -7,10 +7,10 @@ computation: an upper bound of what the axis adds to a step, and comparable betw
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from shardwise.cluster import KINDS, Cluster
+from shardwise.codec import Json
 from shardwise.layout import Layout
 from shardwise.layout.axes import SERVER, named
 from shardwise.layout.mesh import Mesh
@@ -24,7 +24,7 @@ MESSAGES = ("send", "recv")
 
 
 @dataclass(frozen=True)
-class LinkUse:
+class LinkUse(Json):
     """One axis of one rank role in one step."""
 
     role: str
@@ -42,10 +42,6 @@ class LinkUse:
     """The same with the group inside one node; None for more ranks than a node has."""
     between: float | None
     """The same with every rank on a node of its own; None without a network between nodes."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 def link_uses(model: Model, layout: Layout, cluster: Cluster, roles: Iterable[Role]) -> tuple[LinkUse, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.cluster import Cluster
+from shardwise.codec import Json
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.predict.time.decode_ops import GATHER, SUM, DecodeOp
@@ -40,11 +41,13 @@ class BlockSeconds:
 
 
 @dataclass(frozen=True)
-class TrainStepTime:
+class TrainStepTime(Json):
     """One training step with a sequence for each rank. seconds: of the step; moving: exposed collectives and messages;
     waiting: bubbles. arithmetic, gather: of one block and micro-batch, forward: what a gather can hide behind, and the
     gather (0 where nothing is gathered). parts: seconds of the step by part. block: one block in both passes.
     micro_batches: of a rank."""
+
+    json_keys = "seconds moving share block_arithmetic=arithmetic block_gather=gather block parts micro_batches"
 
     seconds: float
     moving: float

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from shardwise.codec import Json
 from shardwise.layout.axes import named
 from shardwise.layout.mesh import Mesh
 from shardwise.layout.units import UnitPlan
@@ -18,9 +19,11 @@ from shardwise.report.step_report import DTYPE_BYTES, LedgerRow
 
 
 @dataclass(frozen=True)
-class Volume:
+class Volume(Json):
     """Bytes that one rank sends in a turn. blocks: for the blocks, messages between stages included. edges: for
     embedding, head and logits. other: control, and the tokens that were chosen."""
+
+    json_keys = "* total"
 
     blocks: Fraction = Fraction(0)
     edges: Fraction = Fraction(0)
@@ -33,9 +36,6 @@ class Volume:
     def over(self, count: int) -> Volume:
         """A `count`-th of it."""
         return Volume(self.blocks / count, self.edges / count, self.other / count)
-
-    def to_json(self) -> dict[str, float]:
-        return {name: float(getattr(self, name)) for name in ("blocks", "edges", "other", "total")}
 
 
 def ring_bytes(row: LedgerRow, plan: UnitPlan) -> Fraction:

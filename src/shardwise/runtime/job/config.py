@@ -9,10 +9,11 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
@@ -64,7 +65,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Json):
     """One training run."""
 
     model: ModelConfig
@@ -169,28 +170,6 @@ class TrainConfig:
             raise UserError(
                 f"a step of {seconds * slow.most:g} s would be taken for a hang: give --hang more than that"
             )
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self) | {
-            "model": self.model.to_json(),
-            "layout": str(self.layout),
-            "workload": self.workload.to_json(),
-            "optimizer": asdict(self.optimizer),
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TrainConfig:
-        optimizer = data.get("optimizer", {})
-        if "betas" in optimizer:
-            optimizer = optimizer | {"betas": tuple(optimizer["betas"])}
-        parts = {
-            "model": ModelConfig.from_json(data["model"]),
-            "layout": Layout.parse(data["layout"]),
-            "workload": Workload(**data["workload"]),
-            "optimizer": OptimizerConfig(**optimizer),
-            "slow": tuple(data.get("slow", ())),
-        }
-        return cls(**data | parts)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n")

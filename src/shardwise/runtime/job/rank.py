@@ -23,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
+from shardwise.codec import Json
 from shardwise.errors import DivergedError, UserError, file_limit, os_errors
 from shardwise.runtime.job import launch
 from shardwise.runtime.job.output import say
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankJob:
+class RankJob(Json):
     """Job of the ranks, as their file describes it. timeout: seconds that a rank waits for others. out: file for what
     they find."""
 
@@ -42,7 +43,7 @@ class RankJob:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        return cls(**json.loads(path.read_text()))
+        return cls.from_json(json.loads(path.read_text()))
 
     def leave(self, result: Any) -> None:
         """Write what was found to `out`, whole or not at all."""
