@@ -169,6 +169,8 @@ class EngineProfile:
     """Serving: the same on devices of 70 GiB and more; 0: no other."""
     most_tokens: int = 8192
     """Serving: limit of one iteration."""
+    graph_sizes: tuple[int, ...] = ()
+    """Serving: numbers of sequences for which decoding was captured as graphs; others are padded to the next one."""
     request_s: float = 0.0
     """Serving: host's seconds per request and iteration."""
     features: Features = EVERYTHING

@@ -102,17 +102,25 @@ def decode_pass(
     model: ModelConfig, serving: ServingLayout, batch: Num, context: Num, engine: EngineProfile, pricing: Pricing
 ) -> PassSeconds:
     """`decode_step`, part by part."""
-    known = pricing.constants
-    block: dict[str, Num] = {"weights": sum(decode_products(model, serving, batch, engine, pricing))}
+    known, rows = pricing.constants, captured(batch, engine)
+    block: dict[str, Num] = {"weights": sum(decode_products(model, serving, rows, engine, pricing))}
     heads = model.vocab / (1 if engine.head_replicated else serving.tp)
-    head = _product(batch, heads, model.hidden, _head_type(serving, engine), engine, pricing)
+    head = _product(rows, heads, model.hidden, _head_type(serving, engine), engine, pricing)
     seen = sum(share * np.minimum(window or np.inf, context) for window, share in _windows(model))
     cache = cache_bytes_per_token(model, serving) * np.maximum(seen, 1.0) * batch / model.layers
     block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
-    block["memory"] = _elementwise(model, serving, batch, engine, pricing)
-    block |= _between_ranks(model, serving, batch, engine, pricing)
+    block["memory"] = _elementwise(model, serving, rows, engine, pricing)
+    block |= _between_ranks(model, serving, rows, engine, pricing)
     host = 0.0 if engine.compiled else _host(sum(block.values()) * model.layers, serving, engine, pricing)
     return PassSeconds(block, head, host + batch * engine.request_s)
+
+
+def captured(batch: Num, engine: EngineProfile) -> Num:
+    """The number of sequences that a graph for `batch` of them computes: the next of `graph_sizes`, beyond the largest
+    none more."""
+    sizes = np.array([*engine.graph_sizes, np.inf])
+    padded = sizes[np.searchsorted(sizes, batch)]
+    return np.where(np.isinf(padded), batch, padded)
 
 
 def decode_products(
