@@ -112,7 +112,7 @@ def decode_pass(
     block["memory"] = _elementwise(model, serving, rows, engine, pricing)
     block |= _between_ranks(model, serving, rows, engine, pricing)
     host = 0.0 if engine.compiled else _host(sum(block.values()) * model.layers, serving, engine, pricing)
-    return PassSeconds(block, head, host + batch * engine.request_s)
+    return PassSeconds(block, head, host + _walks(serving, engine) * batch * engine.request_s)
 
 
 def captured(batch: Num, engine: EngineProfile) -> Num:
@@ -169,6 +169,12 @@ def _host(device: Num, serving: ServingLayout, engine: EngineProfile, pricing: P
     once, stages = pricing.constants.value("iteration_s"), np.asarray(serving.pp)
     waited = np.maximum(once - device, 0.0) if engine.host_overlap else once + 0.0 * device
     return np.where(stages == 1, waited, once * stages)
+
+
+def _walks(serving: ServingLayout, engine: EngineProfile) -> Num:
+    """How often hosts go through the requests of a group for one pass of it."""
+    # Each of p hosts goes through p groups.
+    return np.asarray(serving.pp) ** 2 if engine.stages_see_all else 1
 
 
 def _windows(model: ModelConfig) -> list[tuple[int, float]]:
