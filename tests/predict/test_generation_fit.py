@@ -204,6 +204,16 @@ def test_waiting_follows_littles_law(token, read, busy, running, times, output):
     assert waited == pytest.approx(times * served)
 
 
+@given(seconds, seconds, seconds, st.integers(1, 300), st.integers(1, 300), st.integers(1, 2000), st.floats(1e-6, 0.1))
+def test_a_front_end_streams_no_more_tokens_than_it_can(token, read, busy, running, more, output, stream):
+    clients = float(running + more)
+    free = closed_loop(token, read, busy, float(running), clients, output)
+    late = closed_loop(token, read, busy, float(running), clients, output, stream=stream)
+    assert late.answer == pytest.approx(max(free.answer, clients * output * stream))
+    assert late.first + (output - 1) * late.each == pytest.approx(late.answer) if output > 1 else True
+    assert late.first >= free.first * (1 - 1e-9) and late.each >= free.each * (1 - 1e-9)
+
+
 def test_the_first_token_is_the_mean_clients_and_not_the_last_ones():
     one, many = (closed_loop(0.01, 0.4, 0.4, n, n, 500) for n in (1.0, 50.0))
     assert one.first == 0.4

@@ -629,7 +629,8 @@ class _Space:
         busiest stage; the others work on other prompts meanwhile."""
         together = self.engine.most_tokens / self.workload.prompt
         running = np.minimum(batch, clients)
-        return closed_loop(token, read, busy, running, clients, self.workload.output, together)
+        stream = self.engine.stream_s
+        return closed_loop(token, read, busy, running, clients, self.workload.output, together, stream)
 
     def _rate(self, clients: Num, dp: Num, slower: Num, faster: Num) -> Num:
         """Tokens/s of `clients` in `dp` replicas together. slower, faster: seconds of an answer in replicas with

@@ -173,6 +173,8 @@ class EngineProfile:
     """Serving: numbers of sequences for which decoding was captured as graphs; others are padded to the next one."""
     request_s: float = 0.0
     """Serving: host's seconds per request and iteration."""
+    stream_s: float = 0.0
+    """Serving: seconds of the server's front end for each token that it streams."""
     stages_see_all: bool = False
     """Serving: in a pipeline, each stage's host goes through the requests of all groups for every pass of one."""
     features: Features = EVERYTHING

@@ -266,7 +266,7 @@ def requested(
     pricing: Pricing,
 ) -> RequestSeconds:
     """Means over `clients` of one replica (`closed_loop`), each a `ServedSeconds`: by part, what is computed for the
-    prompts ("prefill ...") and for the tokens after them ("decode ...")."""
+    prompts ("prefill ...") and for the tokens after them ("decode ..."), and what the host takes beside these."""
     running = min(float(clients), float(capacity(model, serving, prompt + output, engine, pricing)))
     stages = int(serving.pp)
     group = max(1.0, running / stages)
@@ -275,17 +275,23 @@ def requested(
     made = decode_step(model, serving, group, prompt + output / 2, engine, pricing).parts
     busy = sum(map(float, read.values())) / together / stages
     token, first = sum(map(float, made.values())), sum(map(float, alone.values()))
-    whole = closed_loop(token, first, busy, running, clients, output, together)
+    # An idle server has no pass beside which the host could prepare the prompt's.
+    idle = pricing.constants.value("iteration_s") if engine.host_overlap and running <= 1 and stages == 1 else 0.0
+    loop = busy, running, clients, output, together
+    computed, whole = (
+        closed_loop(token, first, *loop), closed_loop(token, first + idle, *loop, engine.stream_s * serving.across)
+    )  # fmt: skip
     # By part: the sequence's own tokens, and prompts, in the shares that each takes of both.
     made_share, read_share = ({n: float(x) / sum(p.values()) for n, x in p.items()} for p in (made, read))
     decoding = (0.0, token, (output - 1) * token)
     return RequestSeconds(*(
         ServedSeconds(
             seconds,
-            {f"decode {n}": share * min(own, seconds) for n, share in made_share.items()}
-            | {f"prefill {n}": share * max(0.0, seconds - own) for n, share in read_share.items()},
+            {f"decode {n}": share * min(own, device) for n, share in made_share.items()}
+            | {f"prefill {n}": share * max(0.0, device - own) for n, share in read_share.items()}
+            | {"host": seconds - device},
         )
-        for seconds, own in zip(map(float, whole), decoding, strict=True)
+        for seconds, device, own in zip(map(float, whole), map(float, computed), decoding, strict=True)
     ))  # fmt: skip
 
 
