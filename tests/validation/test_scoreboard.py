@@ -212,7 +212,7 @@ def test_measurements_that_are_none_are_skipped_with_a_reason(key, value):
     [(1000, 1000, 1, 1280, 2304), (128, 128, 1, 4096, 8192), (20000, 2000, 1, 96, 20096), (2048, 128, 2, 1024, 17408)],
 )
 def test_settings_of_a_benchmark(prompt, output, pp, sequences, tokens):
-    """H200, Llama 3.1 8B in FP8: 132.9 GiB without its weights, 95% of which hold 2,069,000 tokens; two hold 4,254,000."""
+    """Beside Llama 3.1 8B in FP8, 95% of the memory of an H200 holds 2,069,000 tokens, and of two 4,254,000."""
     row = SERVED | {"gpu": "H200", "gpus": pp, "pp": pp, "isl": prompt, "osl": output, "tokens_per_s_total": 1000.0}
     software = cases([row])[0][0].software
     assert (software.most_sequences, software.most_tokens) == (sequences * pp, tokens)
