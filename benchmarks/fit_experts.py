@@ -6,8 +6,8 @@ FOLDER is an unpacked wheel aiconfigurator-core 0.12.0 (Apache-2.0): `pip downlo
 --no-deps` and `unzip`. Its tables `moe_perf.parquet` have the seconds of one routed layer (choice of experts, rows laid
 out by expert, both products, weighted sum) by device, engine, type of weights, tokens, widths, degrees and routing.
 Written: predict/time/experts.json. Shapes of models that the scoreboard and `routed_layers.json` have (`JUDGED`) are
-left out of the fit; --check writes nothing and prints the errors of the stored constants on them. Needs pyarrow; a
-minute on one core.
+left out of the fit; --check writes nothing and prints the errors of the stored constants on them. Needs pyarrow; two
+minutes on one core.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def errors(rows: Rows, weights: str, device: str, form: Any) -> str:
         return "no rows"
     known = constants(lookup(device).device)
     seconds, measured = grouped_seconds(layer_of(rows), weights, form, known), rows["latency"] * 1e-3
-    off, around = seconds / measured - 1, time_range({"weights": seconds}, known, routed=True)
+    off, around = seconds / measured - 1, time_range({"weights": seconds}, known, routed=True, served=True)
     inside = ((around.low <= measured) & (measured <= around.high)).mean()
     return f"{np.abs(off).mean():.1%} (bias {off.mean():+.1%}, {inside:.0%} in range) of {len(off)} rows"
 

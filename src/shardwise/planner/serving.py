@@ -211,7 +211,7 @@ class ServingPlan(Answer[Deployment], Printable):
         parts = {f"decode {name}": (work.output - 1) * part for name, part in token.items()}
         parts |= {f"prefill {name}": one.batch * part for name, part in read.items()}
         pricing = pricing_for(self.cluster, one.batch <= FEW)
-        around = time_range(parts, pricing.constants, routed=bool(self.model.experts))
+        around = time_range(parts, pricing.constants, routed=bool(self.model.experts), served=True)
         return float(np.sqrt(around.high / around.low))
 
     @property

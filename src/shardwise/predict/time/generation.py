@@ -57,7 +57,7 @@ class DecodeTime:
 
     def range(self, pricing: Pricing, routed: bool = False) -> Range:
         """The 80% range. routed: the model has experts."""
-        return time_range(self.parts, pricing.constants, routed=routed)
+        return time_range(self.parts, pricing.constants, routed=routed, served=True)
 
     def to_json(self) -> dict[str, object]:
         return {"seconds": self.seconds, "parts": dict(self.parts), "gathers": self.gathers}

@@ -47,8 +47,8 @@ def closed_loop(
 ) -> RequestSeconds:
     """Means over `clients` of one replica, of which `running` are served at a time. token: seconds in which each of
     these has one more token; read: in which a prompt is read alone, up to its first token; busy: by which each further
-    prompt makes that longer; output: tokens of an answer; together: prompts that one pass has room for; stream: seconds of the front end for a token.
-    """
+    prompt makes that longer; output: tokens of an answer; together: prompts that one pass has room for; stream: of the
+    front end for a token."""
     group, others = np.clip(together, 1.0, running), (running - 1) * busy
     served = read + (output - 1) * token + others
     reading = others / served
