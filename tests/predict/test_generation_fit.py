@@ -1,5 +1,6 @@
 """Bytes of a served model, and whether they fit."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from shardwise.interop.writing.writer import write
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.context import PageCut
 from shardwise.model import ModelConfig
-from shardwise.model.catalog import get
+from shardwise.model.catalog import get, resolve
 from shardwise.model.formats import FORMS, weight_format
 from shardwise.model.lora import Lora
 from shardwise.model.parameters import blueprint, count, parameters
@@ -335,6 +336,34 @@ def test_types_of_the_cache():
         )
     with pytest.raises(UserError, match="--kv-cache must be one of auto, bf16, fp8"):
         plan_serving("llama-3-8b", "1xH100", work, kv_cache="int4")
+
+
+FILES = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("software", "named", "kept"),
+    [("vllm", "FP8", "float8_e4m3fn"), ("vllm", None, "bfloat16"), ("tensorrt-llm", None, "bfloat16")],
+)
+def test_the_cache_has_the_type_that_a_models_files_name(tmp_path, software, named, kept):
+    precision = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": named}
+    (tmp_path / "config.json").write_text(json.dumps(FILES | {"quantization_config": precision}))
+    work = Workload(prompt=1000, output=100, concurrency=16)
+    for asked, cache in (("auto", kept), ("bf16", "bfloat16"), ("fp8", "float8_e4m3fn")):
+        found = plan_serving(str(tmp_path), "1xH100", work, engine=software, kv_cache=asked).winner
+        assert found.cache == cache
+        served = ServerSettings(found.weights, found.cache, 1100, 16, 8192)
+        text = write("vllm", WriteRequest(resolve(str(tmp_path)), found.layout, served=served)).text
+        assert serving(read([text]), resolve(str(tmp_path)), None).cache == cache
+    command = "vllm serve x --kv-cache-dtype"
+    told = {
+        words: serving(read([f"{command} {words}"]), resolve(str(tmp_path)), None).a_token for words in ("auto", "fp8")
+    }
+    assert told["auto"] / told["fp8"] == (1 if named else 2)
 
 
 def test_weights_that_are_asked_for_and_lossy_ones_named():
