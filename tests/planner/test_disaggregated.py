@@ -68,7 +68,7 @@ def test_the_best_pair_is_that_of_all_loops(prompt: int, output: int, clients: i
 def test_a_cache_goes_over_whole_and_no_faster_than_its_link() -> None:
     model, cluster = get("llama-3-8b"), Cluster.parse("2x8xH100")
     work = Workload(prompt=1000, output=100, concurrency=64)
-    found = plan_serving(model, cluster, work).apart
+    found = plan_serving(model, cluster, work, kv_cache="bf16").apart
     assert found and found.cache_bytes == 63 * 16 * 32 * 2 * 8 * 128 * 2
     sending = min(found.prefill.tp * found.prefill.pp, found.decode.tp * found.decode.pp)
     assert found.transfer > found.cache_bytes / sending / cluster.inter.bandwidth
@@ -79,6 +79,16 @@ def test_a_cache_goes_over_whole_and_no_faster_than_its_link() -> None:
 def test_nothing_is_apart_where_nothing_can_be() -> None:
     for cluster, output in (("1xH100", 100), ("8xH100", 1)):
         assert plan_serving("llama-3-8b", cluster, Workload(prompt=100, output=output, concurrency=4)).apart is None
+
+
+def test_what_goes_over_has_the_caches_type():
+    work = Workload(prompt=1000, output=100, concurrency=16)
+    wide, narrow = (
+        plan_serving("llama-3-8b", "2xH100", work, engine="vllm", weights=["bf16"], kv_cache=kind).apart
+        for kind in ("bf16", "fp8")
+    )
+    assert wide.cache_bytes == 2 * narrow.cache_bytes == cache_bytes(get("llama-3-8b"), 1000)
+    assert narrow.token < wide.token or narrow.batch > wide.batch
 
 
 @pytest.mark.parametrize("rate", [0.5, 20, 40])

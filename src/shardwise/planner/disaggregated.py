@@ -25,6 +25,7 @@ from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
 from shardwise.model import ModelConfig
+from shardwise.model.formats import weight_format
 from shardwise.planner.space import powers
 from shardwise.planner.strategies import CHUNK
 from shardwise.predict.memory.serving import page_bytes_of_block
@@ -107,17 +108,17 @@ def instances(deployed: Iterable[tuple[Layout, int]]) -> list[Instance]:
 
 def best_apart(
     model: ModelConfig, cluster: Cluster, workload: Workload, engine: EngineProfile, weights: str,
-    reading: Sequence[Instance], writing: Sequence[Instance],
+    reading: Sequence[Instance], writing: Sequence[Instance], cache: str = "bfloat16",
 ) -> Disaggregated | None:  # fmt: skip
     """The pair of most tokens per second, one of `reading` and one of `writing`, on at most all devices; equals: with
-    the shortest answer. None where no two instances fit beside each other, or answers have one token. Raises
+    the shortest answer. cache: torch's name of the type of keys and values. None where no two instances fit beside each other, or answers have one token. Raises
     `UserError` for links that are not known."""
     following = workload.output - 1
     if not following or cluster.devices < 2:
         return None
-    strategy_of = partial(_strategy, model, engine, cluster, weights)
+    strategy_of = partial(_strategy, model, engine, cluster, weights, cache)
     decoding = [row for one in writing for row in _decoding(strategy_of(one.layout), one.cache_tokens, workload)]
-    nbytes, best = cache_bytes(model, workload.prompt), None
+    nbytes, best = cache_bytes(model, workload.prompt, cache), None
     for layout in (one.layout for one in reading):
         prompt, busy = _reading(strategy_of(layout), workload)
         pairs = _Pairs(layout, decoding, cluster, workload)
@@ -146,15 +147,15 @@ def best_apart(
 
 def fewest_apart(
     model: ModelConfig, cluster: Cluster, workload: Workload, engine: EngineProfile, weights: str,
-    reading: Sequence[Instance], writing: Sequence[Instance], rate: float,
+    reading: Sequence[Instance], writing: Sequence[Instance], rate: float, cache: str = "bfloat16",
 ) -> Disaggregated | None:  # fmt: skip
     """The pair that answers `rate` requests per second on the fewest devices; equals: with the shortest answer. Its
     tokens per second are the most that it makes. None where none does. Raises `UserError` as `best_apart` does."""
     following = workload.output - 1
     if not following or cluster.devices < 2:
         return None
-    strategy_of = partial(_strategy, model, engine, cluster, weights)
-    nbytes, best = cache_bytes(model, workload.prompt), None
+    strategy_of = partial(_strategy, model, engine, cluster, weights, cache)
+    nbytes, best = cache_bytes(model, workload.prompt, cache), None
     decoding = [row for one in writing for row in _decoding(strategy_of(one.layout), one.cache_tokens, workload)]
     for layout in (one.layout for one in reading):
         prompt, busy = _reading(strategy_of(layout), workload)
@@ -206,14 +207,15 @@ def _answered(clients: int, answer: Num, busy: float, count: Num) -> Num:
 
 
 def _strategy(
-    model: ModelConfig, engine: EngineProfile, cluster: Cluster, weights: str, layout: Layout
+    model: ModelConfig, engine: EngineProfile, cluster: Cluster, weights: str, cache: str, layout: Layout
 ) -> DecodeStrategy:
-    return DecodeStrategy(model, layout, engine, cluster, weights)
+    return DecodeStrategy(model, layout, engine, cluster, weights, cache)
 
 
-def cache_bytes(model: ModelConfig, tokens: int) -> int:
-    """Bytes of the cache of a prompt, whole pages."""
-    return ceil(tokens / PAGE) * model.layers * page_bytes_of_block(model, 1, "bfloat16", PAGE, tokens)
+def cache_bytes(model: ModelConfig, tokens: int, cache: str = "bfloat16") -> int:
+    """Bytes of the cache of a prompt, whole pages. cache: torch's name of the type of keys and values."""
+    wide = model.layers * page_bytes_of_block(model, 1, "bfloat16", PAGE, tokens)
+    return ceil(ceil(tokens / PAGE) * wide * weight_format(cache).each / weight_format("bfloat16").each)
 
 
 def _decoding(strategy: DecodeStrategy, cache_tokens: int, workload: Workload) -> Iterator[_Decoding]:

@@ -346,7 +346,8 @@ def _apart(space: _Space, everything: Sequence[Deployment], weights: str, rate: 
     plain = (one for one in everything if one.weights == weights and not one.layout.zero and one.layout.cp == 1)
     among = instances((one.layout, one.cache_tokens) for one in plain)
     asked = space.model, space.cluster, space.workload, space.engine, weights, among, among
-    return best_apart(*asked) if rate is None else fewest_apart(*asked, rate)
+    cache = space.cache_of(weights)
+    return best_apart(*asked, cache) if rate is None else fewest_apart(*asked, rate, cache)
 
 
 def _clients_at(rate: float, space: _Space) -> int:
