@@ -111,8 +111,8 @@ def best_apart(
     reading: Sequence[Instance], writing: Sequence[Instance], cache: str = "bfloat16",
 ) -> Disaggregated | None:  # fmt: skip
     """The pair of most tokens per second, one of `reading` and one of `writing`, on at most all devices; equals: with
-    the shortest answer. cache: torch's name of the type of keys and values. None where no two instances fit beside each other, or answers have one token. Raises
-    `UserError` for links that are not known."""
+    the shortest answer. cache: torch's name of the type of keys and values. None where no two instances fit beside each
+    other, or answers have one token. Raises `UserError` for links that are not known."""
     following = workload.output - 1
     if not following or cluster.devices < 2:
         return None
