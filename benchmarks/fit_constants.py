@@ -27,7 +27,7 @@ from shardwise.predict.time.constants import _entry as stored_entry
 from shardwise.predict.time.constants import _file as stored_file
 from shardwise.predict.time.constants import constants, uncertainty
 from shardwise.validation.scoreboard.left_out import RECORD, with_fitted
-from shardwise.validation.scoreboard.mixtures import fit_routed, range_of, with_experts
+from shardwise.validation.scoreboard.mixtures import fit_routed, fit_served, range_of, with_experts
 from shardwise.validation.scoreboard.rows import PublishedCase, cases, read
 from shardwise.validation.scoreboard.score import Prediction, predict
 
@@ -164,17 +164,15 @@ class Surface:
 
 
 def is_known(row: PublishedCase) -> bool:
-    """Whether a row may be fitted on: not where a power limit is unknown, nor served experts, whose price is an open
-    question (docs/prediction.md)."""
-    limited = any("power limit" in words for words in row.assumed)
-    return not limited and not (row.model.experts and row.kind != "train")
+    """Whether a row is evidence: not where a power limit is unknown."""
+    return not any("power limit" in words for words in row.assumed)
 
 
 def thinned(rows: Sequence[PublishedCase], most: int = 60) -> list[PublishedCase]:
     """Rows to fit on: dense models, every n-th of a source that has very many."""
     kept: list[PublishedCase] = []
     for source in dict.fromkeys(row.source for row in rows):
-        mine = [row for row in rows if row.source == source and not (row.model.experts and row.kind == "train")]
+        mine = [row for row in rows if row.source == source and not row.model.experts]
         kept += mine[:: max(1, -(-len(mine) // most))]
     return kept
 
@@ -223,7 +221,7 @@ def fit_ranges(found: Sequence[Prediction]) -> dict[str, float]:
         return float(20 * off.mean() ** 2 + (np.minimum(off, 0.0) ** 2).mean() * 4 + 0.15 * width)
 
     sigma = {name: min(high, max(low, uncertainty()[name])) for name, (low, high) in RANGES.items()}
-    sigma |= {name: uncertainty()[name] for name in ("routed", "software")}
+    sigma |= {name: uncertainty()[name] for name in ("routed", "software", "served", "served_routed")}
     best, step = loss(sigma), 0.5
     while step > 0.04:
         moved = False
@@ -235,6 +233,7 @@ def fit_ranges(found: Sequence[Prediction]) -> dict[str, float]:
         step = step if moved else step / 2
     if experts := with_experts(found):
         sigma["routed"] = fit_routed(experts, sigma)
+    sigma |= fit_served(found, sigma, HELD)
     shares, width = held(sigma)
     print("coverage", {source: round(share, 2) for source, share in shares.items()}, f"width {width:.2f}", flush=True)
     return {name: round(value, 4) for name, value in sigma.items()}

@@ -6,8 +6,8 @@ FOLDER is an unpacked wheel aiconfigurator-core 0.12.0 (Apache-2.0): `pip downlo
 --no-deps` and `unzip`. Its tables `moe_perf.parquet` have the seconds of one routed layer (choice of experts, rows laid
 out by expert, both products, weighted sum) by device, engine, type of weights, tokens, widths, degrees and routing.
 Written: predict/time/experts.json. Shapes of models that the scoreboard and `routed_layers.json` have (`JUDGED`) are
-left out of the fit; --check writes nothing and prints the errors of the stored constants on them. Needs pyarrow; a
-minute on one core.
+left out of the fit; --check writes nothing and prints the errors of the stored constants on them. Needs pyarrow; two
+minutes on one core.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import pyarrow.parquet as parquet
 
 import shardwise.predict.time
 from shardwise.cluster.catalog import lookup
+from shardwise.model.formats import weight_format
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.experts import RoutedLayer, grouped_seconds
 from shardwise.predict.time.ranges import time_range
@@ -50,6 +51,14 @@ JUDGED = {(2048, 768, 128), (4096, 1536, 128), (7168, 2048, 256), (4096, 14336, 
 OTHERS = ("nongated", "min_latency")
 """Words of kernels that are left out: of models without gates; and those that TensorRT-LLM takes where it is asked to
 (NVIDIA/TensorRT-LLM 1.2, tensorrt_llm/_torch/model_config.py, resolve_moe_backend: CUTLASS but for gpt-oss)."""
+L2_BYTES = {
+    "A100": 40e6, "H100": 50e6, "H200": 50e6, "B200": 126e6, "GB200": 126e6, "B300": 126e6, "GB300": 126e6,
+    "L40S": 96e6, "RTX-PRO-6000": 128e6,
+}  # fmt: skip
+"""NVIDIA's architecture whitepapers; of Blackwell with HBM, cudaDeviceProp.l2CacheSize."""
+CACHED = 4 / 3
+"""Weights of up to as many times a cache's bytes are partly read from it when a measurement repeats one layer: an L40S
+then reads up to 2.6 times its memory's bandwidth. In a model they never are, so such rows are no evidence."""
 WIDEST = 8
 """Ranks that share an expert at most: more are no layout of serving."""
 ROUTINGS = ("balanced", "power_law_1.01")
@@ -59,6 +68,8 @@ START = {
     "launch_s": 2.5e-5, "bandwidth_share": 0.8, "efficiency": 0.6, "padded_rows": 32.0, "row_passes": 4.0,
     "token_passes": 2.0, "expert_s": 1e-8, "uneven": 0.1,
 }  # fmt: skip
+OTHER_STARTS = ({}, {"padded_rows": 4.0, "row_passes": 20.0}, {"efficiency": 0.2, "token_passes": 20.0})
+"""A fit has several minima: the best one of these starts counts."""
 MOST = {"bandwidth_share": 1.0, "efficiency": 1.2, "uneven": 0.5}
 
 COLUMNS = (
@@ -105,6 +116,13 @@ def layer_of(rows: Rows) -> RoutedLayer:
     return RoutedLayer(rows["num_tokens"], taken, hit, hidden, ((2 * width, hidden), (hidden, width)), ranks)
 
 
+def from_memory(rows: Rows, weights: str, name: str) -> np.ndarray:
+    """Which rows read more weights than a cache keeps from one repetition to the next."""
+    layer = layer_of(rows)
+    elements = layer.hit * sum(wide * deep for wide, deep in layer.products)
+    return elements * weight_format(weights).width > CACHED * L2_BYTES[name]
+
+
 def judged(rows: Rows) -> np.ndarray:
     shapes = zip(rows["hidden_size"], rows["inter_size"], rows["num_experts"], strict=True)
     return np.array([tuple(map(int, shape)) in JUDGED for shape in shapes], dtype=bool)
@@ -114,8 +132,10 @@ def only(rows: Rows, keep: np.ndarray) -> Rows:
     return {name: column[keep] for name, column in rows.items()}
 
 
-def least_squares(residual: Callable[[np.ndarray], np.ndarray], start: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Levenberg-Marquardt over logarithms, residuals beyond 0.2 weighted down (Huber)."""
+def least_squares(
+    residual: Callable[[np.ndarray], np.ndarray], start: np.ndarray, most: np.ndarray
+) -> tuple[float, np.ndarray]:
+    """Levenberg-Marquardt over logarithms, residuals beyond 0.2 weighted down (Huber): the loss, and where it is."""
     at, damping = start.copy(), 1e-2
 
     def loss(values: np.ndarray) -> float:
@@ -141,7 +161,7 @@ def least_squares(residual: Callable[[np.ndarray], np.ndarray], start: np.ndarra
             damping *= 4
             if damping > 1e8:
                 break
-    return at
+    return best, at
 
 
 def fitted(rows: Rows, weights: str, device: str) -> dict[str, float]:
@@ -153,8 +173,9 @@ def fitted(rows: Rows, weights: str, device: str) -> dict[str, float]:
         return np.log(grouped_seconds(layer, weights, form, known)) - measured
 
     most = np.log([MOST.get(name, np.inf) for name in names])
-    found = np.exp(least_squares(residual, np.log(list(START.values())), most))
-    values = zip(names, found, strict=True)
+    starts = (np.log(list((START | other).values())) for other in OTHER_STARTS)
+    _, found = min((least_squares(residual, start, most) for start in starts), key=lambda one: one[0])
+    values = zip(names, np.exp(found), strict=True)
     return {name: float(f"{value:.4g}") if value > 1e-3 * START[name] else 0.0 for name, value in values}
 
 
@@ -163,7 +184,7 @@ def errors(rows: Rows, weights: str, device: str, form: Any) -> str:
         return "no rows"
     known = constants(lookup(device).device)
     seconds, measured = grouped_seconds(layer_of(rows), weights, form, known), rows["latency"] * 1e-3
-    off, around = seconds / measured - 1, time_range({"weights": seconds}, known, routed=True)
+    off, around = seconds / measured - 1, time_range({"weights": seconds}, known, routed=True, served=True)
     inside = ((around.low <= measured) & (measured <= around.high)).mean()
     return f"{np.abs(off).mean():.1%} (bias {off.mean():+.1%}, {inside:.0%} in range) of {len(off)} rows"
 
@@ -182,6 +203,7 @@ def main() -> None:
                 continue
             for dtype in sorted(set(told[0]["moe_dtype"]) & set(TYPES)):
                 rows, weights = chosen(told[0], str(dtype)), TYPES[str(dtype)]
+                rows = only(rows, from_memory(rows, weights, name))
                 apart = judged(rows)
                 if apart.all() or (engine, dtype) in APART:
                     continue

@@ -207,10 +207,11 @@ def _apart(row: dict[str, Any], plan: ServingPlan, same: list[Deployment]) -> Co
     among = instances(plain)
     asked = [instances([(Layout.parse(row[name]), 0)])[0].layout for name in ("prefill", "decode")]
     theirs = [[one for one in among if one.layout == layout] for layout in asked]
+    cache = same[0].cache
     search = plan.model, plan.cluster, plan.workload, serving_engine(plan.engine), row["weights"]
-    best = best_apart(*search, among, among)
+    best = best_apart(*search, among, among, cache)
     assert best
-    return Compared(row, best_apart(*search, *theirs) if all(theirs) else None, best, plan.usable)
+    return Compared(row, best_apart(*search, *theirs, cache) if all(theirs) else None, best, plan.usable)
 
 
 def _name(row: dict[str, Any]) -> str:

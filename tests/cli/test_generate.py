@@ -286,6 +286,17 @@ def test_an_option_of_the_comparison_asks_for_it(capsys):
     assert len(json.loads(capsys.readouterr().out)["predicted"]["strategies"]) == 3
 
 
+def test_the_network_between_nodes_is_named(capsys):
+    seconds = []
+    for network in ([], ["--network", "100Gb"], ["--network", "8x400Gb"]):
+        assert main(["generate", "llama-3-8b", "--cluster", "2x8xH100", "--compare", "tp=16", *network, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["predicted"]["strategies"][0]
+        seconds.append(found["prompt"]["seconds"])
+    assert seconds[1] > seconds[2] == pytest.approx(seconds[0])
+    assert main(["generate", "llama-3-8b", "--compare", "--network", "100Gb"]) == 2
+    assert "--network does nothing here" in capsys.readouterr().err
+
+
 def test_set_changes_the_model_that_is_compared(capsys):
     times = []
     for words in ([], ["--set", "layers=40"], ["--set=layers=40", "--set", "ffn=1024"]):

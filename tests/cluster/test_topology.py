@@ -2,10 +2,12 @@
 
 import json
 import random
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -433,6 +435,37 @@ def test_prices_are_those_of_the_groups_links(name):
     assert several.tolist() == [float(collectives.seconds("all_reduce", 1e8, ranks)) for ranks in (2, 4, 8)]
     assert Network.of(found, [0, 1]).intra.beta <= Network.of(found, [0, 4]).intra.beta
     assert Network.of(found, [0, 1]).intra.alpha < Network.of(found, [0, 4]).intra.alpha
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "kind", "gigabytes"),
+    [
+        ("8 H100 on a switch", 8, "nvlink", 450),
+        ("4 H100 without a switch", 4, "nvlink", 450),
+        ("8 A40 with bridges", 2, "nvlink", 56.25),
+        ("8 A40 with bridges", 4, "host", 31 * 3 / 2),  # two of three messages share the slot
+        ("8 A40 with bridges", 8, "host", 31 * 7 / 6),
+        ("8 V100 of a DGX-1", 8, "host", 15.5 * 7 / 3),
+        ("8 cards without", 8, "host", 31),
+    ],
+)
+def test_messages_to_all_take_each_pairs_own_link(name, ranks, kind, gigabytes):
+    found = cluster(name)
+    link = found.seen_by(ranks, pairs=True).intra
+    assert link.kind == kind and (link.bandwidth or 0) / 1e9 == pytest.approx(gigabytes, rel=0.02)
+    known = constants(lookup("A100").device)
+    collectives, seen = Collectives(found, known), Collectives(found.seen_by(ranks, pairs=True), known)
+    assert collectives.seconds("all_to_all", 1e8, ranks) == seen.seconds("all_to_all", 1e8, ranks)
+    several = np.broadcast_to(collectives.streamed(1e8, "link", np.array([ranks, ranks])), 2)
+    assert several == pytest.approx(seen.streamed(1e8, "link"))
+
+
+def test_between_nodes_a_chain_of_nvlinks_will_do():
+    rows = [["X", "NV4", "SYS"], ["NV4", "X", "NV4"], ["SYS", "NV4", "X"]]
+    node = replace(Cluster.parse("2x3xA100"), paths=paths_of(rows, lookup("A100"), {}))
+    assert node.seen_by(3).intra.kind == "host" and node.seen_by(6).intra.kind == "nvlink"
+    assert node.seen_by_group([0, 1, 2]).intra.kind == "host"
+    assert node.seen_by_group([0, 1, 2, 3, 4, 5]).intra.kind == "nvlink"
 
 
 def test_gpus_that_are_near_become_neighbors():

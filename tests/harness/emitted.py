@@ -43,7 +43,7 @@ def _request(engine: str, generator: random.Random) -> WriteRequest | None:
         return None
     if WRITERS[engine].serves:
         weights = generator.choice(["bfloat16", "fp8", "int4-g128z"])
-        cache = generator.choice(["bfloat16", "float8_e4m3fn"])
+        cache = generator.choice(["", "float8_e4m3fn"])
         served = ServerSettings(weights, cache, length=4096, sequences=64, tokens=8192, memory=0.85)
         return WriteRequest(model, layout, served=served)
     return WriteRequest(model, layout, replace(work, optimizer=generator.choice(WRITERS[engine].optimizers)))

@@ -22,7 +22,7 @@ def test_a_whole_command():
 
 
 def test_what_is_not_said_is_vllm_s_default():
-    assert read(["vllm serve gpt2"]).served == ServerSettings("bfloat16", "bfloat16", None, None, None, 0.9)
+    assert read(["vllm serve gpt2"]).served == ServerSettings("bfloat16", "", None, None, None, 0.9)
 
 
 @pytest.mark.parametrize(

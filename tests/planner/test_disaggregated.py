@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -10,7 +11,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
-from shardwise.planner.disaggregated import Disaggregated, best_apart, cache_bytes, instances
+from shardwise.planner.disaggregated import MOST_BUSY, Disaggregated, best_apart, cache_bytes, fewest_apart, instances
 from shardwise.planner.serving import plan_serving
 from shardwise.planner.strategies import CHUNK, serving_engine
 from shardwise.predict.time.generation import DecodeStrategy
@@ -67,7 +68,7 @@ def test_the_best_pair_is_that_of_all_loops(prompt: int, output: int, clients: i
 def test_a_cache_goes_over_whole_and_no_faster_than_its_link() -> None:
     model, cluster = get("llama-3-8b"), Cluster.parse("2x8xH100")
     work = Workload(prompt=1000, output=100, concurrency=64)
-    found = plan_serving(model, cluster, work).apart
+    found = plan_serving(model, cluster, work, kv_cache="bf16").apart
     assert found and found.cache_bytes == 63 * 16 * 32 * 2 * 8 * 128 * 2
     sending = min(found.prefill.tp * found.prefill.pp, found.decode.tp * found.decode.pp)
     assert found.transfer > found.cache_bytes / sending / cluster.inter.bandwidth
@@ -78,6 +79,38 @@ def test_a_cache_goes_over_whole_and_no_faster_than_its_link() -> None:
 def test_nothing_is_apart_where_nothing_can_be() -> None:
     for cluster, output in (("1xH100", 100), ("8xH100", 1)):
         assert plan_serving("llama-3-8b", cluster, Workload(prompt=100, output=output, concurrency=4)).apart is None
+
+
+def test_what_goes_over_has_the_caches_type():
+    work = Workload(prompt=1000, output=100, concurrency=16)
+    wide, narrow = (
+        plan_serving("llama-3-8b", "2xH100", work, engine="vllm", weights=["bf16"], kv_cache=kind).apart
+        for kind in ("bf16", "fp8")
+    )
+    assert wide.cache_bytes == 2 * narrow.cache_bytes == cache_bytes(get("llama-3-8b"), 1000)
+    assert narrow.token < wide.token or narrow.batch > wide.batch
+
+
+@pytest.mark.parametrize("rate", [0.5, 20, 40])
+def test_the_fewest_devices_that_read_and_decode_a_rate_apart(rate: float) -> None:
+    model, cluster, work = get("llama-3-8b"), Cluster.parse("8xA100"), Workload(prompt=500, output=100, concurrency=64)
+    among = instances([(Layout(), 200_000), (Layout(tp=2), 900_000), (Layout(pp=2), 500_000)])
+    found = fewest_apart(model, cluster, work, ENGINE, "bfloat16", among, among, rate)
+    assert found and found.tokens_per_second >= rate * work.output
+    for read in among:
+        reading = DecodeStrategy(model, read.layout, ENGINE, cluster, "bfloat16").prompt(work.prompt, CHUNK)
+        busy = reading.seconds - reading.parts.get("bubble", 0.0)
+        for write in among:
+            for batch in (2**n for n in range(7)):
+                n, m = -(-rate * busy // MOST_BUSY), 1
+                while requests_per_second(model, cluster, replace(work, concurrency=10**9),
+                                          (read.layout, 10**6), (write.layout, m), batch) < rate:  # fmt: skip
+                    m += 1
+                assert n * read.layout.ranks + m * write.layout.ranks >= found.devices
+    planned = plan_serving(model, "8xA100", Workload(prompt=500, output=100), rate=rate, engine="tensorrt-llm")
+    assert planned.apart and planned.to_json()["disaggregated"]["devices"] == planned.apart.devices <= 8
+    assert planned.apart.tokens_per_second >= rate * work.output
+    assert fewest_apart(model, cluster, work, ENGINE, "bfloat16", among, among, 1e6) is None
 
 
 @pytest.mark.parametrize("rate", [0.5, 20, 40])

@@ -9,7 +9,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.model.catalog import get
 from shardwise.predict.time import Pricing, ServingLayout, decode_step, engine, prefill, throughput
-from shardwise.predict.time.serving import cache_bytes_per_token, capacity, weight_bytes
+from shardwise.predict.time.serving import cache_bytes_per_token, capacity, captured, requested, weight_bytes
 
 LLAMA, BIG = get("llama-3.1-8b"), get("llama-3.1-70b")
 FP8 = ServingLayout("float8_e4m3fn", "float8_e4m3fn")
@@ -75,3 +75,35 @@ def test_tensor_parallelism_pays_for_its_sums():
         float(decode_step(BIG, ServingLayout("int8", tp=tp), 1.0, 100.0, FAST, node).seconds) for tp in (1, 8)
     )
     assert one / 8 < eight < one / 3
+
+
+def test_a_batch_is_padded_to_its_graph():
+    padded = replace(TRT, graph_sizes=(64, 512))
+    batch = np.array([65.0, 512.0, 600.0])
+    assert captured(batch, padded).tolist() == [512.0, 512.0, 600.0]
+    assert captured(batch, TRT).tolist() == batch.tolist()
+    with_more, exact = (decode_step(LLAMA, FP8, 65.0, 1000.0, known, H100).parts for known in (padded, TRT))
+    full = decode_step(LLAMA, FP8, 512.0, 1000.0, TRT, H100).parts
+    assert float(with_more["weights"]) == float(full["weights"]) > float(exact["weights"])
+    assert float(with_more["attention"]) == float(exact["attention"])  # padding has no cache
+
+
+def test_hosts_of_a_pipeline_go_through_all_requests_where_the_engine_does():
+    def host(pp, batch, known):
+        return float(decode_step(LLAMA, replace(FP8, pp=pp), batch, 1000.0, known, H100).parts["host"])
+
+    once = replace(TRT, stages_see_all=False)
+    for pp in (1, 2, 8):
+        more = [host(pp, 128.0, known) - host(pp, 64.0, replace(known, request_s=0.0)) for known in (TRT, once)]
+        assert more[0] - more[1] == pytest.approx((pp**2 - 1) * 128 * TRT.request_s)
+
+
+def test_requests_of_a_saturated_front_end_have_the_rate_of_its_tokens():
+    free = replace(TRT, stream_s=0.0)
+    few, many = (requested(LLAMA, FP8, 200, 200, clients, TRT, H100) for clients in (10, 400))
+    assert few.answer.seconds == pytest.approx(requested(LLAMA, FP8, 200, 200, 10, free, H100).answer.seconds)
+    assert many.answer.seconds == pytest.approx(400 * 200 * TRT.stream_s)
+    for one in (*few, *many):
+        assert sum(one.parts.values()) == pytest.approx(one.seconds)
+    alone = requested(LLAMA, FP8, 200, 200, 1, TRT, H100)
+    assert alone.first.parts["host"] == pytest.approx(H100.constants.value("iteration_s"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from shardwise.cli.quantities import bytes_of
 from shardwise.cluster import Cluster
@@ -31,11 +32,12 @@ def add_cluster(
     )
 
 
-def add_network(parser: argparse.ArgumentParser) -> None:
-    """Add --network."""
+def add_network(parser: argparse._ActionsContainer, action: Any = "store") -> None:
+    """Add --network. action: of argparse."""
     parser.add_argument(
         "--network",
         metavar="TEXT",
+        action=action,
         help="links between nodes: 100Gb (of a node), 8x400Gb, NDR, RoCE 400Gb, EFA (the device's usual network)",
     )
 

@@ -101,7 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--weights", metavar="FORMAT,...", help="with --serve: formats of the weights, such as bf16, "
                         "fp8, int4-g128z or nvfp4 (all that the engine has)")  # fmt: skip
-    parser.add_argument("--kv-cache", metavar="TYPE", help="with --serve: bf16, fp8, or auto for the engine's own")
+    parser.add_argument("--kv-cache", metavar="TYPE", help="with --serve: bf16, fp8, or auto: as "
+                        "a quantized model's files say, else the engine's own")  # fmt: skip
     parser.add_argument("--rate", type=float, metavar="X",
                         help="with --serve, in place of --concurrency: requests per second")  # fmt: skip
 

@@ -14,7 +14,7 @@ from shardwise.cluster.accelerators import Accelerator
 from shardwise.cluster.device import MOST_OVER_PCIE, PCIE, Device, Link, Speed
 from shardwise.cluster.host import HOST_FIELDS, RATES, UNKNOWN, Host
 from shardwise.cluster.networks import network_of
-from shardwise.cluster.paths import NodePaths, paths_of, slowest
+from shardwise.cluster.paths import CHAIN, PAIRS, RING, NodePaths, paths_of, slowest
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.small_files import read_small
@@ -95,14 +95,16 @@ class Cluster:
             return self.inter
         return self.paths.pair(rank % per_node, other % per_node) if self.paths and rank != other else self.intra
 
-    def seen_by(self, ranks: int, stride: int = 1) -> Cluster:
-        """This cluster as groups of `ranks` devices, `stride` apart, that fill it see it: one link inside a node."""
+    def seen_by(self, ranks: int, stride: int = 1, pairs: bool = False) -> Cluster:
+        """This cluster as groups of `ranks` devices, `stride` apart, that fill it see it: one link inside a node.
+        pairs: in collectives in which each device sends to every other one."""
         if self.paths is None:
             return self
         near = min(ranks, -(-self.devices_per_node // stride))
         if near < 2 or stride >= self.devices_per_node:
             return replace(self, paths=None)
-        return replace(self, intra=self.paths.groups(near, stride), paths=None)
+        use = PAIRS if pairs else CHAIN if near < ranks else RING
+        return replace(self, intra=self.paths.groups(near, stride, use), paths=None)
 
     def seen_by_group(self, group: Sequence[int]) -> Cluster:
         """This cluster as one group of devices sees it: with the slowest link that it has inside a node."""
@@ -111,7 +113,8 @@ class Cluster:
         nodes: dict[int, list[int]] = {}
         for device in group:
             nodes.setdefault(device // self.devices_per_node, []).append(device % self.devices_per_node)
-        links = [self.paths.group(members) for members in nodes.values() if len(members) > 1]
+        use = CHAIN if len(nodes) > 1 else RING
+        links = [self.paths.group(members, use) for members in nodes.values() if len(members) > 1]
         return replace(self, intra=slowest(links) if links else self.intra, paths=None)
 
     def without_paths(self) -> Cluster:

@@ -2,7 +2,11 @@
 
 A ring over a group is as fast as its slowest link. NVLinks count where they join the group's devices in a ring: each
 device then sends over all of its links to the group's members. Else the group is on PCIe, and the farthest pair's path
-is its link.
+is its link. Between nodes a ring goes through each node once, for which a chain of NVLinks will do.
+
+Where each device sends to every other one (all-to-all), each message takes its own pair's link: those over PCIe share
+the slot, those over NVLink have links of their own, or share all of them over a switch. Ways over a third device's
+NVLinks, which NCCL takes on a DGX-1, are not counted.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ PATHS = {
 NEAR = ("PIX", "PXB")
 """Paths that no processor is on."""
 SELF = "X"
+RING, CHAIN, PAIRS = "ring", "chain", "pairs"
+"""How a collective uses a group's links: in a ring, in a part of one that spans nodes, or each pair's own."""
 MOST_RING = 16
 """Devices up to which a ring over some of a group's pairs is looked for."""
 
@@ -66,17 +72,17 @@ class NodePaths:
         """Name -> how many pairs have it."""
         return Counter(name for a, row in enumerate(self.names) for name in row[a + 1 :])
 
-    def group(self, devices: Sequence[int]) -> Link:
-        """The link over which a ring over some devices is priced, per device."""
+    def group(self, devices: Sequence[int], use: str = RING) -> Link:
+        """The link over which a collective over some devices is priced, per device. use: `RING`, `CHAIN` or `PAIRS`."""
         members = tuple(sorted(devices))
-        return _group(self, members)
+        return _exchange(self, members) if use == PAIRS else _group(self, members, use == RING)
 
-    def groups(self, ranks: int, stride: int = 1) -> Link:
+    def groups(self, ranks: int, stride: int = 1, use: str = RING) -> Link:
         """The link of the slowest of the groups of `ranks` devices `stride` apart that fill a node."""
         block = ranks * stride
         starts = (first + place for first in range(0, self.devices, block) for place in range(stride))
         found = (range(start, min(start + block, self.devices), stride) for start in starts)
-        return slowest(self.group(members) for members in found if len(members) > 1)
+        return slowest(self.group(members, use) for members in found if len(members) > 1)
 
     def apart(self, stride: int) -> Link:
         """The link of the slowest pair of devices that are `stride` apart."""
@@ -95,18 +101,38 @@ def slowest(links: Iterable[Link]) -> Link:
 
 
 @lru_cache(maxsize=4096)
-def _group(paths: NodePaths, members: tuple[int, ...]) -> Link:
+def _group(paths: NodePaths, members: tuple[int, ...], closed: bool) -> Link:
     pairs = {(a, b): paths.pair(a, b) for a in members for b in members if a != b}
     near = {pair for pair, link in pairs.items() if link.kind == "nvlink"}
-    if not near or not _ring(members, near):
+    if not near or not _ring(members, near, closed):
         return slowest(link for pair, link in pairs.items() if pair not in near)
-    # Over a switch all links lead to each peer; without one, each to one peer alone.
-    whole = [sum(_nvlink(paths, a, b) for b in range(paths.devices) if b != a) for a in members]
-    switched = bool(paths.ports) and max(whole) > paths.ports
+    switched = _switched(paths, members)
     each = [[pairs[a, b].bandwidth or 0.0 for b in members if (a, b) in near] for a in members]
     reached = min(max(row) if switched else sum(row) for row in each)
     best = max((pairs[pair] for pair in near), key=_speed)
     return best if reached == best.bandwidth else replace(best, bandwidth=reached, name=f"{best.name} together")
+
+
+@lru_cache(maxsize=4096)
+def _exchange(paths: NodePaths, members: tuple[int, ...]) -> Link:
+    """The pair's link that is done last, with the bytes/s that a device sends to all others until then."""
+    switched = _switched(paths, members)
+    last: dict[float, Link] = {}
+    for a in members:
+        links = [paths.pair(a, b) for b in members if b != a]
+        for link in links:
+            alike = sum(other.kind == "nvlink" if link.kind == "nvlink" else other.kind != "nvlink" for other in links)
+            sharing = alike if switched or link.kind != "nvlink" else 1
+            last[sharing / (_speed(link) or 1.0)] = replace(
+                link, bandwidth=link.bandwidth and link.bandwidth * len(links) / sharing
+            )
+    return last[max(last)]
+
+
+def _switched(paths: NodePaths, members: Sequence[int]) -> bool:
+    """Whether all links lead to each peer, over a switch; without one, each leads to one peer alone."""
+    whole = (sum(_nvlink(paths, a, b) for b in range(paths.devices) if b != a) for a in members)
+    return bool(paths.ports) and max(whole) > paths.ports
 
 
 def _nvlink(paths: NodePaths, one: int, other: int) -> float:
@@ -114,20 +140,19 @@ def _nvlink(paths: NodePaths, one: int, other: int) -> float:
     return link.bandwidth or 0.0 if link.kind == "nvlink" else 0.0
 
 
-def _ring(members: tuple[int, ...], near: set[tuple[int, int]]) -> bool:
-    """Whether some order of the members makes a ring of near pairs."""
+def _ring(members: tuple[int, ...], near: set[tuple[int, int]], closed: bool) -> bool:
+    """Whether some order of the members makes a ring of near pairs, or a chain where it need not be closed."""
     if len(near) == len(members) * (len(members) - 1):
         return True
     if len(members) > MOST_RING:
         return False
-    first, *others = members
 
-    def onward(at: int, left: frozenset[int]) -> bool:
+    def onward(first: int, at: int, left: frozenset[int]) -> bool:
         if not left:
-            return (at, first) in near
-        return any(onward(b, left - {b}) for b in sorted(left) if (at, b) in near)
+            return not closed or (at, first) in near
+        return any(onward(first, b, left - {b}) for b in sorted(left) if (at, b) in near)
 
-    return onward(first, frozenset(others))
+    return any(onward(first, first, frozenset(members) - {first}) for first in members[: 1 if closed else None])
 
 
 def named_link(name: str, entry: Accelerator) -> Link | None:

@@ -52,6 +52,8 @@ class Counted:
     """Of each layer."""
     stored: str = ""
     """The precision of its files, in words; empty for 16 bits."""
+    cache_type: str = ""
+    """torch's name of the type of keys and values that its files name; empty for 16 bits."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     predicting: int = 0
     """Parameters for multi-token prediction in its files: beside those of `parts`, and not loaded."""

@@ -26,6 +26,7 @@ from shardwise.codec import Json
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
 from shardwise.model import ModelConfig
+from shardwise.model.formats import weight_format
 from shardwise.planner.space import powers
 from shardwise.planner.strategies import CHUNK
 from shardwise.predict.memory.serving import page_bytes_of_block
@@ -36,6 +37,9 @@ Num = Any
 
 MOST_COUNTS = 64
 """Numbers of instances for prefill that are tried, spread evenly over their orders of magnitude."""
+MOST_BUSY = 0.8
+"""Share of the time for which instances read prompts of a given rate at most: at random, these wait for twice the time
+that one of them takes."""
 HALVINGS = 30
 """Of an interval of rates: to a billionth."""
 
@@ -95,23 +99,22 @@ def instances(deployed: Iterable[tuple[Layout, int]]) -> list[Instance]:
 
 def best_apart(
     model: ModelConfig, cluster: Cluster, workload: Workload, engine: EngineProfile, weights: str,
-    reading: Sequence[Instance], writing: Sequence[Instance],
+    reading: Sequence[Instance], writing: Sequence[Instance], cache: str = "bfloat16",
 ) -> Disaggregated | None:  # fmt: skip
     """The pair of most tokens per second, one of `reading` and one of `writing`, on at most all devices; equals: with
-    the shortest answer. None where no two instances fit beside each other, or answers have one token. Raises
-    `UserError` for links that are not known."""
+    the shortest answer. cache: torch's name of the type of keys and values. None where no two instances fit beside each
+    other, or answers have one token. Raises `UserError` for links that are not known."""
     following = workload.output - 1
     if not following or cluster.devices < 2:
         return None
-    strategy_of = partial(_strategy, model, engine, cluster, weights)
+    strategy_of = partial(_strategy, model, engine, cluster, weights, cache)
     decoding = [row for one in writing for row in _decoding(strategy_of(one.layout), one.cache_tokens, workload)]
-    nbytes, best = cache_bytes(model, workload.prompt), None
+    nbytes, best = cache_bytes(model, workload.prompt, cache), None
     for layout in (one.layout for one in reading):
-        prompt = strategy_of(layout).prompt(workload.prompt, CHUNK, layout.dp)
-        busy = (prompt.seconds - prompt.parts.get("bubble", 0.0)) / layout.dp
+        prompt, busy = _reading(strategy_of(layout), workload)
         pairs = _Pairs(layout, decoding, cluster, workload)
         transfer = _transfer(cluster, nbytes / np.minimum(pairs.ranks, layout.ranks))
-        answer = prompt.seconds + transfer + following * pairs.token
+        answer = prompt + transfer + following * pairs.token
         most = np.minimum(
             pairs.others * pairs.batch / (following * pairs.token), np.minimum(pairs.count, pairs.others) / transfer
         )
@@ -123,7 +126,7 @@ def best_apart(
         requests = float(rate[row, at])
         key = -requests, float(answer[at])
         if requests and (best is None or key < best[0]):
-            first = workload.concurrency / requests - float(answer[at]) + prompt.seconds
+            first = workload.concurrency / requests - float(answer[at]) + prompt
             one = decoding[at]
             best = key, Disaggregated(
                 replace(layout, dp=layout.dp * int(pairs.count[row, 0])),
@@ -131,6 +134,43 @@ def best_apart(
                 one.token, float(transfer[at]), nbytes, requests * workload.output,
             )  # fmt: skip
     return best and best[1]
+
+
+def fewest_apart(
+    model: ModelConfig, cluster: Cluster, workload: Workload, engine: EngineProfile, weights: str,
+    reading: Sequence[Instance], writing: Sequence[Instance], rate: float, cache: str = "bfloat16",
+) -> Disaggregated | None:  # fmt: skip
+    """The pair that answers `rate` requests per second on the fewest devices; equals: with the shortest answer. Its
+    tokens per second are the most that it makes. None where none does. Raises `UserError` as `best_apart` does."""
+    following = workload.output - 1
+    if not following or cluster.devices < 2:
+        return None
+    strategy_of = partial(_strategy, model, engine, cluster, weights, cache)
+    nbytes, best = cache_bytes(model, workload.prompt, cache), None
+    decoding = [row for one in writing for row in _decoding(strategy_of(one.layout), one.cache_tokens, workload)]
+    for layout in (one.layout for one in reading):
+        prompt, busy = _reading(strategy_of(layout), workload)
+        for one in decoding:
+            transfer = float(_transfer(cluster, nbytes / min(one.layout.ranks, layout.ranks)))
+            lanes, batch = rate * transfer, one.layout.dp * one.batch
+            count = ceil(max(rate * busy / MOST_BUSY, lanes))
+            others = ceil(max(rate * following * one.token / batch, lanes))
+            devices, load = count * layout.ranks + others * one.layout.ranks, rate * busy / count
+            first = prompt + load * busy / (2 - 2 * load)
+            key = devices, first + transfer + following * one.token
+            if devices <= cluster.devices and (best is None or key < best[0]):
+                most = min(others * batch / (following * one.token), min(count, others) / transfer, count / busy)
+                best = key, Disaggregated(
+                    replace(layout, dp=layout.dp * count), replace(one.layout, dp=one.layout.dp * others), weights,
+                    one.batch, first, one.token, transfer, nbytes, most * workload.output,
+                )  # fmt: skip
+    return best and best[1]
+
+
+def _reading(strategy: DecodeStrategy, workload: Workload) -> tuple[float, float]:
+    """Seconds in which an instance reads a prompt, and by which each further one keeps its busiest stage."""
+    prompt = strategy.prompt(workload.prompt, CHUNK, strategy.layout.dp)
+    return prompt.seconds, (prompt.seconds - prompt.parts.get("bubble", 0.0)) / strategy.layout.dp
 
 
 class _Pairs:
@@ -158,14 +198,15 @@ def _answered(clients: int, answer: Num, busy: float, count: Num) -> Num:
 
 
 def _strategy(
-    model: ModelConfig, engine: EngineProfile, cluster: Cluster, weights: str, layout: Layout
+    model: ModelConfig, engine: EngineProfile, cluster: Cluster, weights: str, cache: str, layout: Layout
 ) -> DecodeStrategy:
-    return DecodeStrategy(model, layout, engine, cluster, weights)
+    return DecodeStrategy(model, layout, engine, cluster, weights, cache)
 
 
-def cache_bytes(model: ModelConfig, tokens: int) -> int:
-    """Bytes of the cache of a prompt, whole pages."""
-    return ceil(tokens / PAGE) * model.layers * page_bytes_of_block(model, 1, "bfloat16", PAGE, tokens)
+def cache_bytes(model: ModelConfig, tokens: int, cache: str = "bfloat16") -> int:
+    """Bytes of the cache of a prompt, whole pages. cache: torch's name of the type of keys and values."""
+    wide = model.layers * page_bytes_of_block(model, 1, "bfloat16", PAGE, tokens)
+    return ceil(ceil(tokens / PAGE) * wide * weight_format(cache).each / weight_format("bfloat16").each)
 
 
 def _decoding(strategy: DecodeStrategy, cache_tokens: int, workload: Workload) -> Iterator[_Decoding]:

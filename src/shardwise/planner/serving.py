@@ -34,7 +34,7 @@ from shardwise.layout.legality import valid_tp
 from shardwise.model import ModelConfig
 from shardwise.model.formats import computing_type, weight_format
 from shardwise.planner.answer import Answer
-from shardwise.planner.disaggregated import Disaggregated, best_apart, instances
+from shardwise.planner.disaggregated import Disaggregated, best_apart, fewest_apart, instances
 from shardwise.planner.space import divisors, powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.arguments import as_cluster, as_config
@@ -69,7 +69,7 @@ Num = Any
 By = Literal["throughput", "cost", "pareto"]
 
 KV_CACHES = ("auto", "bf16", "fp8")
-"""Types of keys and values; auto: as the engine has them."""
+"""Types of keys and values; auto: as a quantized model's files name them, else as the engine has them."""
 TYPES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8", "int4": "int4"}
 """Types in which the blocks' matrices may be stored: torch's name -> usual name."""
 
@@ -154,7 +154,8 @@ class ServingPlan(Answer[Deployment], Printable):
     space: _Space | None = field(default=None, repr=False, compare=False)
     """Prices of deployments."""
     apart: Disaggregated | None = None
-    """The best instances for prefill and for decoding, weights as the winner's; None where none fit."""
+    """The best instances for prefill and for decoding, weights as the winner's, or the fewest that answer a rate; None
+    where none fit."""
     rate: float | None = None
     """Requests per second that each of `ranked` answers; None where the number of clients is given."""
 
@@ -211,7 +212,7 @@ class ServingPlan(Answer[Deployment], Printable):
         parts = {f"decode {name}": (work.output - 1) * part for name, part in token.items()}
         parts |= {f"prefill {name}": one.batch * part for name, part in read.items()}
         pricing = pricing_for(self.cluster, one.batch <= FEW)
-        around = time_range(parts, pricing.constants, routed=bool(self.model.experts))
+        around = time_range(parts, pricing.constants, routed=bool(self.model.experts), served=True)
         return float(np.sqrt(around.high / around.low))
 
     @property
@@ -278,7 +279,7 @@ def plan_serving(
     dollars per device-hour; None for the lowest list price. rate: requests per second, in place of the workload's
     clients, whose number is then that of the smallest deployment that answers as many (Little's law); ranked are those
     that do, on the fewest devices first. weights: formats of the blocks' matrices (`model.formats`) in place of all
-    that the engine has; kv_cache: "bf16", "fp8", or "auto" for the engine's own.
+    that the engine has; kv_cache: "bf16", "fp8", or "auto" for that of a quantized model's files, else the engine's.
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
     """
@@ -313,7 +314,7 @@ def plan_serving(
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
         _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
         price_of(cluster.device, price), next((one for one in ranked if not one.lossy), None), space,
-        None if rate else _apart(space, everything, ranked[0].weights), rate,
+        _apart(space, everything, ranked[0].weights, rate), rate,
     )  # fmt: skip
 
 
@@ -341,10 +342,12 @@ def _cache_type(kv_cache: str) -> str:
     return kv_cache
 
 
-def _apart(space: _Space, everything: Sequence[Deployment], weights: str) -> Disaggregated | None:
+def _apart(space: _Space, everything: Sequence[Deployment], weights: str, rate: float | None) -> Disaggregated | None:
     plain = (one for one in everything if one.weights == weights and not one.layout.zero and one.layout.cp == 1)
     among = instances((one.layout, one.cache_tokens) for one in plain)
-    return best_apart(space.model, space.cluster, space.workload, space.engine, weights, among, among)
+    asked = space.model, space.cluster, space.workload, space.engine, weights, among, among
+    cache = space.cache_of(weights)
+    return best_apart(*asked, cache) if rate is None else fewest_apart(*asked, rate, cache)
 
 
 def _clients_at(rate: float, space: _Space) -> int:
@@ -526,6 +529,8 @@ class _Space:
         """torch's name of the type of keys and values beside weights in a format."""
         if self.kv_cache != "auto":
             return weight_format(self.kv_cache).dtype
+        if self.model.counted and self.model.counted.stored:  # engines follow a quantized model's files
+            return self.model.counted.cache_type or "bfloat16"
         narrow = self.engine.narrow_cache and weight_format(weights).dtype in ("float8_e4m3fn", "float4")
         return "float8_e4m3fn" if narrow else "bfloat16"
 
@@ -629,7 +634,8 @@ class _Space:
         busiest stage; the others work on other prompts meanwhile."""
         together = self.engine.most_tokens / self.workload.prompt
         running = np.minimum(batch, clients)
-        return closed_loop(token, read, busy, running, clients, self.workload.output, together)
+        stream = self.engine.stream_s
+        return closed_loop(token, read, busy, running, clients, self.workload.output, together, stream)
 
     def _rate(self, clients: Num, dp: Num, slower: Num, faster: Num) -> Num:
         """Tokens/s of `clients` in `dp` replicas together. slower, faster: seconds of an answer in replicas with

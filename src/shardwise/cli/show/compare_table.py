@@ -10,9 +10,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.clusters import add_network, cluster_of
 from shardwise.cli.output import print_result
 from shardwise.cli.prompts import read_prompts
-from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.model_size import size_words
@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add("--cluster", "TEXT", "predict for [NODESx]GPUSxDEVICE or a TOML file; needs no weights")
     add("--set", "FIELD=VALUE,...", "change the model that is predicted, such as layers=2")
+    add_network(group, _Compared)
     add("--link", "GB/S", "what a device sends inside a node, one direction, in place of the cluster's", float)
     add("--prompt-tokens", "N", f"of the prompt, in place of a text ({PROMPT:,})", int)
     add("--train-seq", "N", "tokens of a sequence of the training step beside it (8,192)", int)
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     prompted = bool(args.prompt or args.prompt_file or args.tokens)
     here = args.cluster is None or (prompted and Path(args.model).is_dir())
     idle = ["layout", "report", "emulate", "stop", "prompts", "temperature", "top_k", "top_p", "seed"]
-    idle += ["engine", "train_seq", "link"] if args.cluster is None else []
+    idle += ["engine", "train_seq", "link", "network"] if args.cluster is None else []
     idle += ["prompt_tokens"] if prompted else []
     idle += ["set"] if here else HERE
     if unused := [name for name in idle if (value := getattr(args, name)) or value is False]:
@@ -140,7 +141,7 @@ def _stand_ins(vocab: int, request: Asked) -> list[list[int]]:
 def _predicted(args: argparse.Namespace, measured: LocalMeasurement | None) -> StrategyComparison:
     from shardwise.planner.strategies import compare, usual_layouts
 
-    model, cluster = model_named(args), Cluster.parse(args.cluster)
+    model, cluster = model_named(args), cluster_of(args)
     if args.link is not None:
         cluster = cluster.with_link(args.link * 1e9)
     layouts = layouts_of(args) or usual_layouts(model, cluster)

@@ -152,7 +152,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     served, layout, profile = reading.served, reading.layout, engine(SERVED_AS)
     check(replace(layout, ep=1), model)
     length = served.length or model.max_positions
-    cache = "" if served.cache == "bfloat16" else served.cache
+    cache = served.cache or (model.counted.cache_type if model.counted else "") or "bfloat16"
     memory = cluster.memory_per_device if cluster else None
     sequences = served.sequences or usual_sequences(profile, memory)
     setup = ServingSetup(length, sequences, weights=served.weights, cache_type=cache, engine=profile)
@@ -165,7 +165,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     told = model, int(fullest.weights), fullest.page / PAGE, workspace, profile.graph_bytes
     room = engine_room(cluster, profile, served.memory) if cluster else None
     if room is None:
-        return CacheRoom(*told, None, None, length, served.sequences, served.cache)
+        return CacheRoom(*told, None, None, length, served.sequences, cache)
     fits = min((room - one.weights - extra) / one.page * PAGE for one, extra in stages if one.page)
     if fits <= 1:
         raise UserError(
@@ -175,7 +175,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
         )
     left = room - fullest.weights - workspace
     slow = tensor_warning(cluster, layout.tp, {}, "") if cluster else None
-    return CacheRoom(*told, left, int(fits), length, served.sequences, served.cache, slow or "")
+    return CacheRoom(*told, left, int(fits), length, served.sequences, cache, slow or "")
 
 
 SERVED_AS = "vllm"

@@ -18,12 +18,12 @@ PREFILL_TOKENS = 8192
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The numbers of a server. weights, cache: torch's names of the types that are stored; length: tokens of the
-    longest sequence; sequences, tokens: the most of one iteration; memory: share of a device's memory that it may use.
-    None: the configuration does not say."""
+    """The numbers of a server. weights, cache: torch's names of the types that are stored, the cache's empty where it
+    is as the model's files have it; length: tokens of the longest sequence; sequences, tokens: the most of one
+    iteration; memory: share of a device's memory that it may use. None: the configuration does not say."""
 
     weights: str = "bfloat16"
-    cache: str = "bfloat16"
+    cache: str = ""
     length: int | None = None
     sequences: int | None = None
     tokens: int | None = None

@@ -39,6 +39,11 @@ class WriteRequest:
         """The precision of a quantized model's files, which an engine reads from their configuration; else empty."""
         return self.model.counted.stored if self.model.counted else ""
 
+    @property
+    def stored_cache(self) -> str:
+        """torch's name of the type of keys and values that such files name; empty where they name none."""
+        return self.model.counted.cache_type if self.model.counted else ""
+
 
 @dataclass(frozen=True)
 class EngineFile(Json):

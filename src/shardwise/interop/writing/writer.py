@@ -164,6 +164,7 @@ def _names(spec: EngineSpec, request: WriteRequest) -> Names:
         layout, **vars(served), **vars(work), **spec.functions, layout=layout, work=work, model=request.model,
         nodes=nodes, steps=work.micro_batches(layout) if work.batch else 0, source=request.source or request.model.name,
         unnamed=request.source in ("", request.model.name) and "/" not in request.model.name, stored=request.stored,
+        stored_cache=request.stored_cache,
         version=request.version, engine=spec.name,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from shardwise.errors import UserError
 from shardwise.model.blueprint import Cut, Parameter, Part
 from shardwise.model.config import Experts, LatentAttention, ModelConfig
 from shardwise.model.counted import Counted, LayerCache
+from shardwise.model.formats import weight_format
 from shardwise.model.operations import AttentionCore, Elementwise, LinearOp, Operation, Width
 from shardwise.model.precision import Precision
 from shardwise.model.shapes.reading import Shaped
@@ -89,7 +90,8 @@ def interpret(
             stored[p.stored] += part.count * p.numel * bool(p.stored)
     most = max(stored, key=lambda words: stored[words])
     predicting = _predicting(read, layers, caches, config.hidden)
-    counted = Counted(model_type, reason, parts, caches, most, tuple(notes), predicting=predicting)
+    cache_type = weight_format(precision.cache).dtype if precision and precision.cache else ""
+    counted = Counted(model_type, reason, parts, caches, most, cache_type, tuple(notes), predicting)
     return replace(config, counted=counted)
 
 

@@ -9,9 +9,11 @@ from shardwise.model import ModelConfig
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.report.step_report import DTYPE_BYTES
 
-SAMPLED_BYTES = 22
-"""Bytes per sequence and entry of the vocabulary when tokens are chosen: logits in 16 and 32 bits, probabilities,
-sorted logits, and their indexes in 64 bits (vllm-project/vllm 0.9, v1/sample/ops/topk_topp_sampler.py)."""
+SAMPLED_BYTES = 38
+"""Bytes per sequence and entry of the vocabulary when tokens are sorted to choose among them: logits in 16 and 32 bits,
+sorted logits, their indexes in 64 bits, and the sort's own indexes and second copies of both (vllm-project/vllm 0.9,
+v1/sample/ops/topk_topp_sampler.py). Peaks that servers print, with 256 sequences: 38.6 of Qwen3-8B, 39 to 41 of
+Llama-3-8B."""
 LARGE_MEMORY = 70 * 2**30
 """Bytes of a device from which on `large_sequences` holds (vllm-project/vllm 0.11, engine/arg_utils.py)."""
 

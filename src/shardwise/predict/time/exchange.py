@@ -40,7 +40,7 @@ def exchange_seconds(
     if engine.exchange == "tokens":
         inside = token * places_of(experts, ep) * (near > 1)
         across = token * places_of(experts, nodes) * (1 - 1 / nodes)
-        fanned = pricing.collectives.streamed(inside, "link")
+        fanned = pricing.collectives.streamed(inside, "link", near)
     else:
         rows = token * experts.active
         across = rows * (1 - 1 / nodes)

@@ -58,7 +58,7 @@ class DecodeTime(Json):
 
     def range(self, pricing: Pricing, routed: bool = False) -> Range:
         """The 80% range. routed: the model has experts."""
-        return time_range(self.parts, pricing.constants, routed=routed)
+        return time_range(self.parts, pricing.constants, routed=routed, served=True)
 
 
 class Gathered(NamedTuple):

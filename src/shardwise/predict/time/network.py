@@ -82,12 +82,14 @@ class Collectives:
     def _by_pair(self, op: str, nbytes: Num, ranks: Num, stride: Num, reads_peers: bool) -> Num:
         """`seconds` where links inside a node differ: each group's as it sees the cluster."""
         if np.ndim(ranks) == np.ndim(stride) == 0:
-            return self._seen_by(int(ranks), int(stride)).seconds(op, nbytes, ranks, stride, reads_peers)
+            seen = self._seen_by(int(ranks), int(stride), op == "all_to_all")
+            return seen.seconds(op, nbytes, ranks, stride, reads_peers)
         nbytes, ranks, stride = np.broadcast_arrays(np.asarray(nbytes, dtype=float), ranks, stride)
         seconds = np.zeros(nbytes.shape)
         for p, apart in {*zip(ranks.ravel().tolist(), stride.ravel().tolist(), strict=True)}:
             here = (ranks == p) & (stride == apart)
-            seconds[here] = self._seen_by(int(p), int(apart)).seconds(op, nbytes[here], p, apart, reads_peers)
+            seen = self._seen_by(int(p), int(apart), op == "all_to_all")
+            seconds[here] = seen.seconds(op, nbytes[here], p, apart, reads_peers)
         return seconds[()]
 
     def _library(self, op: str, nbytes: Num, ranks: Num, stride: Num) -> Num:
@@ -104,8 +106,8 @@ class Collectives:
                 seconds[here] = self._curve_of(op, int(p), int(apart)).at(nbytes[here])
         return seconds[()]
 
-    def _as_seen_by(self, ranks: int, stride: int) -> Collectives:
-        return Collectives(self._whole.seen_by(ranks, stride), self._constants, self._layout)
+    def _as_seen_by(self, ranks: int, stride: int, pairs: bool) -> Collectives:
+        return Collectives(self._whole.seen_by(ranks, stride, pairs), self._constants, self._layout)
 
     def _curve_of(self, op: str, ranks: int, stride: int) -> _Curve:
         schedule = schedule_of(self._layout, op, range(0, ranks * stride, stride))
@@ -126,9 +128,17 @@ class Collectives:
             return ranks, 1
         return ranks, min(stride, self.per_node)
 
-    def streamed(self, nbytes: Num, which: str) -> Num:
-        """Seconds in which a kernel of expert parallelism sends `nbytes` bytes over a "link" inside a node or over the
-        "network", at the share of it that such kernels reach. Raises `UserError` where its bandwidth is not known."""
+    def streamed(self, nbytes: Num, which: str, ranks: Num = 1) -> Num:
+        """Seconds in which a kernel of expert parallelism sends `nbytes` bytes over a "link" inside a node, to `ranks`
+        devices there, or over the "network", at the share of it that such kernels reach. Raises `UserError` where its
+        bandwidth is not known."""
+        if which == "link" and self._paths is not None:
+            nbytes, ranks = np.broadcast_arrays(np.asarray(nbytes, dtype=float), ranks)
+            seconds = np.zeros(nbytes.shape)
+            for p in np.unique(ranks[ranks > 1]).tolist():
+                here = ranks == p
+                seconds[here] = self._seen_by(int(p), 1, True).streamed(nbytes[here], which)
+            return seconds[()]
         bandwidth = self._links[which].bandwidth
         if not bandwidth:
             if not np.any(nbytes):

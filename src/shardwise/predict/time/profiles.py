@@ -169,8 +169,14 @@ class EngineProfile:
     """Serving: the same on devices of 70 GiB and more; 0: no other."""
     most_tokens: int = 8192
     """Serving: limit of one iteration."""
+    graph_sizes: tuple[int, ...] = ()
+    """Serving: numbers of sequences for which decoding was captured as graphs; others are padded to the next one."""
     request_s: float = 0.0
     """Serving: host's seconds per request and iteration."""
+    stream_s: float = 0.0
+    """Serving: seconds of the server's front end for each token that it streams."""
+    stages_see_all: bool = False
+    """Serving: in a pipeline, each stage's host goes through the requests of all groups for every pass of one."""
     features: Features = EVERYTHING
     """Layouts that it can run when training, with sources of their own."""
     facts: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)

@@ -63,12 +63,13 @@ def time_range(
     routed: bool = False,
     unknown: bool = False,
     sigma: Mapping[str, float] | None = None,
+    served: bool = False,
 ) -> Range:
     """The range around the sum of `parts` (seconds by part, numbers or arrays), a factor up and down.
 
     assumed: how many facts about the run were not known and had to be assumed. routed: the model has experts, whose
     loads and host are known less well. unknown: nothing is known of the software. sigma: uncertainties in place of the
-    stored ones (`uncertainty`).
+    stored ones (`uncertainty`). served: a time of serving, whose software and routed layers have errors of their own.
     """
     seconds = sum(parts.values())
     sigma = sigma or uncertainty()
@@ -76,9 +77,10 @@ def time_range(
     for name, part in parts.items():
         kind = KIND[name.split(" ")[-1]]
         of_kind[kind] = of_kind.get(kind, 0.0) + part
-    squared = sigma["common"] ** 2 + assumed * sigma["assumed"] ** 2
+    common, experts = ("served", "served_routed") if served else ("common", "routed")
+    squared = sigma[common] ** 2 + assumed * sigma["assumed"] ** 2
     squared = squared + (sigma["borrowed"] ** 2 if known.notes else 0.0) + known.uncertain**2
-    squared = squared + (sigma["routed"] ** 2 if routed else 0.0)
+    squared = squared + (sigma[experts] ** 2 if routed else 0.0)
     squared = squared + (sigma["software"] ** 2 if unknown else 0.0)
     for kind, part in of_kind.items():
         squared = squared + (sigma[kind] * part / seconds) ** 2

@@ -12,6 +12,11 @@ of the time:
     first token = waiting + read + (g - 1) / 2 x prompt + u / (2 - 2 u) x g x prompt
     token       = (answer - first token) / (n - 1)
 
+A front end streams the tokens of all sequences one by one, s seconds each. Where that takes longer than making them,
+c x n x s seconds pass between a request and its last token. Of these more seconds, clients in step see all from token
+to token, as they fall behind more and more; clients at random see all before their first token, as each of their tokens
+is equally late. What is priced is the mean of both.
+
 Where clients outnumber sequences, they wait for the others' answers, so that by Little's law clients x n = tokens/s x
 seconds of an answer, waiting included.
 """
@@ -38,16 +43,20 @@ class RequestSeconds(NamedTuple):
 
 
 def closed_loop(
-    token: Num, read: Num, busy: Num, running: Num, clients: Num, output: int, together: Num = 1.0
+    token: Num, read: Num, busy: Num, running: Num, clients: Num, output: int, together: Num = 1.0, stream: Num = 0.0
 ) -> RequestSeconds:
     """Means over `clients` of one replica, of which `running` are served at a time. token: seconds in which each of
     these has one more token; read: in which a prompt is read alone, up to its first token; busy: by which each further
-    prompt makes that longer; output: tokens of an answer; together: prompts that one pass has room for."""
+    prompt makes that longer; output: tokens of an answer; together: prompts that one pass has room for; stream: of the
+    front end for a token."""
     group, others = np.clip(together, 1.0, running), (running - 1) * busy
     served = read + (output - 1) * token + others
     reading = others / served
     queued = (group - 1) / 2 * busy + reading / (2 - 2 * reading) * group * busy
     queued = np.minimum(queued, others) if output > 1 else others / 2
+    late = np.maximum(running * output * stream - served, 0.0)
+    served = served + late
+    queued = queued + (late / 2 if output > 1 else late)
     waiting = (clients / running - 1) * served
     each = (served - read - queued) / (output - 1) if output > 1 else token + others
     return RequestSeconds(waiting + read + queued, each, waiting + served)

@@ -102,17 +102,25 @@ def decode_pass(
     model: ModelConfig, serving: ServingLayout, batch: Num, context: Num, engine: EngineProfile, pricing: Pricing
 ) -> PassSeconds:
     """`decode_step`, part by part."""
-    known = pricing.constants
-    block: dict[str, Num] = {"weights": sum(decode_products(model, serving, batch, engine, pricing))}
+    known, rows = pricing.constants, captured(batch, engine)
+    block: dict[str, Num] = {"weights": sum(decode_products(model, serving, rows, engine, pricing))}
     heads = model.vocab / (1 if engine.head_replicated else serving.tp)
-    head = _product(batch, heads, model.hidden, _head_type(serving, engine), engine, pricing)
+    head = _product(rows, heads, model.hidden, _head_type(serving, engine), engine, pricing)
     seen = sum(share * np.minimum(window or np.inf, context) for window, share in _windows(model))
     cache = cache_bytes_per_token(model, serving) * np.maximum(seen, 1.0) * batch / model.layers
     block["attention"] = cache / (known.bandwidth * known.value("decode_attention")) + known.value("kernel_gap_s")
-    block["memory"] = _elementwise(model, serving, batch, engine, pricing)
-    block |= _between_ranks(model, serving, batch, engine, pricing)
+    block["memory"] = _elementwise(model, serving, rows, engine, pricing)
+    block |= _between_ranks(model, serving, rows, engine, pricing)
     host = 0.0 if engine.compiled else _host(sum(block.values()) * model.layers, serving, engine, pricing)
-    return PassSeconds(block, head, host + batch * engine.request_s)
+    return PassSeconds(block, head, host + _walks(serving, engine) * batch * engine.request_s)
+
+
+def captured(batch: Num, engine: EngineProfile) -> Num:
+    """The number of sequences that a graph for `batch` of them computes: the next of `graph_sizes`, beyond the largest
+    none more."""
+    sizes = np.array([*engine.graph_sizes, np.inf])
+    padded = sizes[np.searchsorted(sizes, batch)]
+    return np.where(np.isinf(padded), batch, padded)
 
 
 def decode_products(
@@ -161,6 +169,12 @@ def _host(device: Num, serving: ServingLayout, engine: EngineProfile, pricing: P
     once, stages = pricing.constants.value("iteration_s"), np.asarray(serving.pp)
     waited = np.maximum(once - device, 0.0) if engine.host_overlap else once + 0.0 * device
     return np.where(stages == 1, waited, once * stages)
+
+
+def _walks(serving: ServingLayout, engine: EngineProfile) -> Num:
+    """How often hosts go through the requests of a group for one pass of it."""
+    # Each of p hosts goes through p groups.
+    return np.asarray(serving.pp) ** 2 if engine.stages_see_all else 1
 
 
 def _windows(model: ModelConfig) -> list[tuple[int, float]]:
@@ -252,7 +266,7 @@ def requested(
     pricing: Pricing,
 ) -> RequestSeconds:
     """Means over `clients` of one replica (`closed_loop`), each a `ServedSeconds`: by part, what is computed for the
-    prompts ("prefill ...") and for the tokens after them ("decode ...")."""
+    prompts ("prefill ...") and for the tokens after them ("decode ..."), and what the host takes beside these."""
     running = min(float(clients), float(capacity(model, serving, prompt + output, engine, pricing)))
     stages = int(serving.pp)
     group = max(1.0, running / stages)
@@ -261,17 +275,23 @@ def requested(
     made = decode_step(model, serving, group, prompt + output / 2, engine, pricing).parts
     busy = sum(map(float, read.values())) / together / stages
     token, first = sum(map(float, made.values())), sum(map(float, alone.values()))
-    whole = closed_loop(token, first, busy, running, clients, output, together)
+    # An idle server has no pass beside which the host could prepare the prompt's.
+    idle = pricing.constants.value("iteration_s") if engine.host_overlap and running <= 1 and stages == 1 else 0.0
+    loop = busy, running, clients, output, together
+    computed, whole = (
+        closed_loop(token, first, *loop), closed_loop(token, first + idle, *loop, engine.stream_s * serving.across)
+    )  # fmt: skip
     # By part: the sequence's own tokens, and prompts, in the shares that each takes of both.
     made_share, read_share = ({n: float(x) / sum(p.values()) for n, x in p.items()} for p in (made, read))
     decoding = (0.0, token, (output - 1) * token)
     return RequestSeconds(*(
         ServedSeconds(
             seconds,
-            {f"decode {n}": share * min(own, seconds) for n, share in made_share.items()}
-            | {f"prefill {n}": share * max(0.0, seconds - own) for n, share in read_share.items()},
+            {f"decode {n}": share * min(own, device) for n, share in made_share.items()}
+            | {f"prefill {n}": share * max(0.0, device - own) for n, share in read_share.items()}
+            | {"host": seconds - device},
         )
-        for seconds, own in zip(map(float, whole), decoding, strict=True)
+        for seconds, device, own in zip(map(float, whole), map(float, computed), decoding, strict=True)
     ))  # fmt: skip
 
 

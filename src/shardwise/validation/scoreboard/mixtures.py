@@ -7,8 +7,9 @@ models can be trusted, the uncertainty "routed".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 from shardwise.predict.time.constants import constants, uncertainty
@@ -43,8 +44,8 @@ def with_experts(predictions: Sequence[Prediction]) -> list[Prediction]:
 def range_of(one: Prediction, sigma: Mapping[str, float]) -> Range:
     """The range of a row with other uncertainties."""
     known, routed = constants(one.case.cluster.device), bool(one.case.model.experts)
-    unknown = one.case.software.uncertain
-    return time_range(one.parts, known, len(one.case.assumed), routed, unknown, sigma)
+    unknown, served = one.case.software.uncertain, one.case.kind != "train"
+    return time_range(one.parts, known, len(one.case.assumed), routed, unknown, sigma, served)
 
 
 def coverage(predictions: Sequence[Prediction], sigma: Mapping[str, float]) -> float:
@@ -55,10 +56,28 @@ def coverage(predictions: Sequence[Prediction], sigma: Mapping[str, float]) -> f
 
 def fit_routed(predictions: Sequence[Prediction], sigma: Mapping[str, float]) -> float:
     """The least uncertainty of models with experts, in hundredths, with which their ranges hold `HELD` of the rows."""
-    for percent in range(1, 100):
-        if coverage(predictions, {**sigma, "routed": percent / 100}) >= HELD:
-            return percent / 100
-    return 1.0
+    return _least(partial(_holds, predictions, sigma, "routed", HELD))
+
+
+def fit_served(predictions: Sequence[Prediction], sigma: Mapping[str, float], held: float) -> dict[str, float]:
+    """The least uncertainties of serving, in hundredths, with which ranges hold `held` of all rows: "served" for dense
+    models, of which there are too few sources for a mean over these, and with it "served_routed" for the others."""
+    rows = [one for one in predictions if one.case.kind != "train"]
+    found: dict[str, float] = {}
+    for name, routed in (("served", False), ("served_routed", True)):
+        own = [one for one in rows if bool(one.case.model.experts) == routed]
+        found[name] = _least(partial(_holds, own, {**sigma, **found}, name, held)) if own else sigma[name]
+    return found
+
+
+def _holds(predictions: Sequence[Prediction], sigma: Mapping[str, float], name: str, held: float, tried: float) -> bool:
+    """Whether ranges with this value of one uncertainty hold as many rows."""
+    return coverage(predictions, {**sigma, name: tried}) >= held
+
+
+def _least(enough: Callable[[float], bool]) -> float:
+    """The least hundredth that is enough."""
+    return next((percent / 100 for percent in range(1, 100) if enough(percent / 100)), 1.0)
 
 
 def mixture_scores(predictions: Sequence[Prediction]) -> list[MixtureScore]:

@@ -21,6 +21,7 @@ from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.profiles import EngineProfile, engine
 from shardwise.predict.time.serving import ServingLayout
 from shardwise.predict.time.step import StepShape
+from shardwise.validation.scoreboard.bench_settings import bench_settings
 from shardwise.validation.scoreboard.configuration import (
     Row,
     engine_of,
@@ -36,10 +37,11 @@ from shardwise.validation.scoreboard.recipes import ENGINES, recipe_of
 
 REQUESTS = {
     (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000, (1000, 2000): 1500,
-    (2048, 128): 3000, (2048, 2048): 1500, (5000, 500): 1500, (20000, 2000): 1000,
+    (2048, 128): 3000, (2048, 2048): 1500, (5000, 500): 1500, (20000, 2000): 1000, (1024, 1024): 3000,
+    (8192, 1024): 1500, (1024, 8192): 1500, (32768, 1024): 1000, (1024, 32768): 1000,
 }  # fmt: skip
-"""(prompt, output) -> requests of one benchmark: NVIDIA/TensorRT-LLM, docs/source/performance/perf-overview.md, the
-table under "Preparing a Dataset"."""
+"""(prompt, output) -> requests of one benchmark: NVIDIA/TensorRT-LLM 1.0 and 1.2, perf-overview.md, the tables under
+"Preparing a Dataset"."""
 
 
 SERVERS = {
@@ -189,6 +191,8 @@ def _serving(row: Row, model: ModelConfig, cluster: Cluster, assumed: list[str])
     # The tokens that gpt-fast makes after the prompt: generate.py, --max_new_tokens 200.
     output = output or 200
     replicas, served = _served_layout(row, model, name, decode)
+    benched = not decode and not clients and name == "tensorrt-llm"
+    recipe = bench_settings(model, served, whole(row, "tp"), prompt, output, cluster.device) if benched else {}
     measured = {kind: row[key] for key, kind in TIMES.items() if clients and row.get(key) is not None}
     seconds = {kind: _positive(value, kind) / 1e3 for kind, value in measured.items()}
     if row.get("tokens_per_s_total") is not None or not seconds:
@@ -198,7 +202,7 @@ def _serving(row: Row, model: ModelConfig, cluster: Cluster, assumed: list[str])
         PublishedCase(
             row, row["source_id"], kind, model, cluster, name, str(row.get("precision")), value,
             serving=served, prompt=prompt, output=output, requests=requests, clients=clients, replicas=replicas,
-            assumed=tuple(assumed),
+            assumed=tuple(assumed), recipe=recipe,
         )
         for kind, value in seconds.items()
     ]  # fmt: skip
@@ -209,7 +213,7 @@ def _served_layout(row: Row, model: ModelConfig, name: str, decode: bool) -> tup
     the experts, by width where ep does not name all ranks."""
     tp, pp, ep = whole(row, "tp"), whole(row, "pp", 1), whole(row, "ep", 1) if model.experts else 1
     weights = weights_of(row, model)
-    narrow = name == "tensorrt-llm" and not decode and weight_format(weights).each <= 1
+    narrow = engine(name).narrow_cache and not decode and weight_format(weights).each <= 1
     cache = "float8_e4m3fn" if narrow else "bfloat16"
     apart = max(1, tp // ep) if model.experts else 0
     if row.get("attention_dp"):

@@ -132,7 +132,7 @@ def _served(group: list[PublishedCase], prices: _Prices) -> list[Prediction]:
     case, pricing = group[0], prices.of(group[0])
     served, tokens = _asked(case, pricing)
     parts = {name: float(part) / tokens for name, part in served.parts.items()}
-    around = time_range(parts, pricing.constants, len(case.assumed), bool(case.model.experts))
+    around = time_range(parts, pricing.constants, len(case.assumed), bool(case.model.experts), served=True)
     exact = Range(float(around.low), float(around.high))
     measured = case.measured if case.kind in REQUEST_TIMES else 1 / case.measured
     return [Prediction(case, float(served.seconds) / tokens, measured, exact, parts)]
