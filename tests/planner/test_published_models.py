@@ -50,7 +50,7 @@ def test_every_command_answers_for_a_published_model(row):
     assert report.time is not None and report.time > 0
     nodes = 64 if total > 4e11 else 8
     # Without these a search takes up to 20 s.
-    fixed = {"micro": 1, "zero": 1, "schedule": "1f1b", "tp": max(tp for tp in valid_tp(model) if tp <= 8)}
+    fixed = {"micro": 1, "zero": 1, "schedule": "1f1b", "tp": max(tp for tp in valid_tp(model) if 8 % tp == 0)}
     best = plan(model, f"{nodes}x8xH200", Workload(seq=seq, batch=8 * nodes), fixed=fixed, top=1)
     assert best.winner.seconds > 0
     served = plan_serving(
@@ -71,3 +71,13 @@ def test_every_command_answers_for_a_published_model(row):
 def test_headlines_of_models_with_experts_have_the_active_parameters(words, capsys):
     assert main(words.format("openai/gpt-oss-20b").split()) == 0
     assert "20.9B parameters (4.19B active)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_weights_of_files_are_named_by_their_own_format(capsys):
+    words = "plan openai/gpt-oss-20b --cluster 1xH100 --serve --prompt 100 --output 20 --concurrency 4"
+    assert main(words.split()) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "dp=1 in mxfp4 on 1 device" in text and "int4" not in text and "int8" not in text
+    assert "its files are in mxfp4-g32, 4.25 bits per weight with scales" in text
+    assert main([*words.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranked"][0]["weights"] == "mxfp4"

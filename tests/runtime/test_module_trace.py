@@ -27,6 +27,7 @@ from shardwise.model.blueprint import Part
 from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks
 from shardwise.runtime.module.legality import check_module_layout
+from shardwise.runtime.module.trace import _Tracer
 
 NAMES = ("skips", "states", "shared", "llama", "qwen3", "phi3", "gemma3", "gpt2")
 
@@ -213,6 +214,14 @@ def test_bad_input_is_one_line(model, options, message):
     with pytest.raises(UserError, match=message) as caught:
         trace(model, **{"example": (X,)} | options)
     assert "\n" not in str(caught.value)
+
+
+def test_sequence_parallelism_that_a_degree_cannot_have_is_not_tried_for_larger_ones(monkeypatch):
+    tried, step = [], _Tracer._on_shards
+    monkeypatch.setattr(_Tracer, "_on_shards", lambda self, tp, *more: tried.append(tp) or step(self, tp, *more))
+    model = trace(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(4, 8), {"0": "column", "1": "row"})
+    assert model.trace.degrees == [1, 2, 4, 8] and "blocks of Sequential" in model.trace.uncut
+    assert tried == [2]
 
 
 def test_degrees_that_do_not_suit_are_left_out():

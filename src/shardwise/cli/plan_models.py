@@ -98,7 +98,7 @@ def _served(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         "model": model.name,
         "parameters": count(model),
         "layout": str(one.layout),
-        "weights": type_name(one.weights),
+        "weights": type_name(one.weights, model),
         "first_token_seconds": one.first_token,
         "token_seconds": one.token,
         "tokens_per_second": one.tokens_per_second,

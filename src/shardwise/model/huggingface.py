@@ -106,7 +106,7 @@ def _check_sizes(data: Any, where: str) -> None:
             _check_sizes(value, where)
             continue
         most = next((most for names, most in _LARGEST if names.search(name)), value)
-        if type(value) is int and value > most:
+        if type(value) in (int, float) and value > most:
             raise UserError(f"{where}: {name} must be at most {most:,}, not {str(value)[:24]}")
 
 

@@ -133,7 +133,7 @@ def serving_needs(
         one: Deployment | None = fastest_deployment(model, cluster, workload, engine)
         if one is None:
             return None
-        priced, weights = price_of(cluster.device, price), type_name(one.weights)
+        priced, weights = price_of(cluster.device, price), type_name(one.weights, model)
         return DeviceNeed(cluster, one.layout, one.token, one.held, one.tokens_per_second, priced, weights)
 
     needs = _each_kind(need, lambda kind: 1, kinds)

@@ -74,9 +74,11 @@ TYPES = {"bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8", "int4": "in
 """Types in which the blocks' matrices may be stored: torch's name -> usual name."""
 
 
-def type_name(weights: str) -> str:
-    """The usual name of a type or format of weights."""
-    return TYPES.get(weights, weights)
+def type_name(weights: str, model: ModelConfig | None = None) -> str:
+    """The usual name of a type or format of weights; of a model's own files theirs: mxfp4, whose type is int4."""
+    stored = model.counted.stored if model and model.counted else ""
+    own = stored and computing_type(stored) == weights
+    return stored.partition("-")[0] if own else TYPES.get(weights, weights)
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,7 @@ class ServingPlan(Answer[Deployment], Printable):
             "redundant_to_even": spread.redundant, "attention_replicas": experts_across(one.layout),
         }  # fmt: skip
         more = {"experts": experts, "not_runnable": self.not_runnable(one)}
+        more |= {"weights": type_name(one.weights, self.model)}
         return one.to_json() | ranges | more | {"usd_per_million_tokens": self.usd(one)}
 
     def factor(self, one: Deployment) -> float:
@@ -458,7 +461,7 @@ class _RankMemory:
         """(pages of the cache, sequences that run at a time). The least that is needed at all is remembered for
         `_Space.nothing`."""
         space = self.space
-        name = f"{self.layout} in {type_name(self.weights)}"
+        name = f"{self.layout} in {type_name(self.weights, space.model)}"
         space.least = min(space.least, (self.held(1), name))
         most = bisect_right(range(1, space.engine.most_sequences + 1), space.room, key=self.held)
         left = ((space.room - one.weights - self.workspace(max(most, 1), one.head), one.page) for one in self.stages)

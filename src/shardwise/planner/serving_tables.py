@@ -18,9 +18,10 @@ from shardwise.report.units import format_bytes, format_count, format_share, for
 def serving_conclusion(plan: ServingPlan) -> str:
     """The best deployment in one sentence."""
     one = plan.winner
+    weights = type_name(one.weights, plan.model)
     return (
         f"best of {plan.considered:,} deployments of {plan.model.name} on {plan.cluster}: {one.layout} in "
-        f"{type_name(one.weights)}{' (lossy)' * one.lossy} on {one.devices} device{'s' * (one.devices > 1)}, "
+        f"{weights}{' (lossy)' * one.lossy} on {one.devices} device{'s' * (one.devices > 1)}, "
         f"{format_count(one.tokens_per_second)} tokens/s, {format_time(one.first_token)} to the mean first token, "
         f"{format_time(one.token)} for each after it, "
         f"{format_bytes(one.held)} of {format_bytes(plan.usable)} per device"
@@ -101,7 +102,7 @@ def _table(plan: ServingPlan, deployments: Sequence[Deployment]) -> FittedTable:
     table = FittedTable(_COLUMNS)
     for one in deployments:
         table.add_row(
-            str(one.layout), type_name(one.weights), "lossy" if one.lossy else "own", str(one.devices),
+            str(one.layout), type_name(one.weights, plan.model), "lossy" if one.lossy else "own", str(one.devices),
             f"{one.layout.dp} x {one.batch}",
             one.first_token, one.token, one.tokens_per_second, one.rate, one.held,
             f"{format_count(one.cache_tokens)} tokens", money(plan.usd(one)),
@@ -172,8 +173,11 @@ def _weighed(plan: ServingPlan) -> Iterator[str]:
         result = f"from about {format_count(tokens)} tokens of one pass on" if tokens else "with no number of tokens"
         yield f"on {ranks} devices of a node gathering is faster than tensor parallelism {result}"
     if any(one.weights in ("int8", "int4") for one in plan.ranked):
+        stored = plan.model.counted.stored if plan.model.counted else ""
+        words = stored or plan.words("int4")
+        bits = f"{words}, {8 * weight_format(words).width:.3g} bits per weight"
         yield (
-            "int8 and int4: weights alone, multiplied in 16 bits at the speed of 16-bit products on fewer bytes, which "
-            f"only good kernels reach; int4 is {plan.words('int4')}, {8 * weight_format(plan.words('int4')).width:.3g} "
-            "bits per weight with scales and zeros"
+            f"{stored or 'int8 and int4'}: weights alone, multiplied in 16 bits at the speed of 16-bit products on "
+            f"fewer bytes, which only good kernels reach; "
+            + (f"its files are in {bits} with scales" if stored else f"int4 is {bits} with scales and zeros")
         )

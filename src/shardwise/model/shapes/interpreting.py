@@ -125,11 +125,13 @@ def _experts(read: _Reading, layers: Sequence[Sequence[Shaped]]) -> Experts | No
         return None
     while dense < len(layers) and not routed[dense]:
         dense += 1
-    active = next((v for n in _ACTIVE if type(v := read.attributes.get(n)) is int and v), 1)
+    name, active = next(((n, v) for n in _ACTIVE if type(v := read.attributes.get(n)) is int and v), ("", 1))
+    if active > count:
+        raise UserError(f"{name}={active} is more than the {count} experts")
     most = max(layers, key=lambda layer: sum(map(_is_expert, layer)))
     shared = sum(s[-2] for n, _, s in most if re.search(r"shared\w*\.(gate_proj|up_proj|w1|input_linear)\.weight$", n))
     width = max(ffn, 1)
-    return Experts(count, min(active, count), width, shared=-(-shared // width) if shared else 0, dense_layers=dense)
+    return Experts(count, active, width, shared=-(-shared // width) if shared else 0, dense_layers=dense)
 
 
 def _is_expert(tensor: Shaped) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shardwise.model.shapes.table import SHAPELESS, SIZES, family_name, prepared
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
 """Keys of a vision-language model's configuration of its language model."""
+_POSITIVE = re.compile("hidden_size|vocab_size|d_model|n_(embd|heads?)|num_(hidden_layers|(attention|key_value)_heads)")
 
 
 def read_shapes(
@@ -28,9 +30,10 @@ def read_shapes(
 
     Raises `UserError` in one line for families that are not known, and for what is no language model's configuration.
     """
-    model_type, given, notes = language_model(data, where)
-    family = families().get(model_type)
+    model_type = str(data.get("model_type"))
     try:
+        model_type, given, notes = language_model(data, where)
+        family = families().get(model_type)
         precision = read_precision(data, beside)
         if family is None and "vocab_size" not in json.dumps(data, default=str):
             raise UserError(
@@ -40,6 +43,7 @@ def read_shapes(
         if family is None:
             attributes, tensors, family = _recorded(data, model_type, where)
         else:
+            _check(family, given)
             attributes = attributes_of(family, given)
             tensors = list(shaped(family, attributes))
             notes += _unread(data, model_type, given, family, attributes)
@@ -48,6 +52,16 @@ def read_shapes(
         raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
     except (TypeError, ValueError, KeyError, ZeroDivisionError, StopIteration, AttributeError) as error:
         raise UserError(f"{where}: {model_type} is damaged: {type(error).__name__} {str(error)[:80]}") from None
+
+
+def _check(family: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a value that no class computes with."""
+    usual = {**family["others"], **family["defaults"]}
+    for name, value in given.items():
+        if type(usual.get(name)) is bool and type(value) not in (bool, int, type(None)):
+            raise UserError(f"{name} must be true or false, not {str(value)[:40]!r}")
+        if type(value) is int and value < 1 and _POSITIVE.fullmatch(name):
+            raise UserError(f"{name} must be an integer of at least 1, not {value}")
 
 
 def _unread(

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from shardwise.errors import UserError
 from shardwise.model.shapes.formulas import Scope, evaluate
 from shardwise.model.shapes.recording import flat
 
@@ -45,6 +46,7 @@ SHAPELESS = re.compile(
 """Names of those that they do not."""
 WITHOUT_LATENT = "glm4_moe"
 """Family of a DeepSeek-V2 with `use_mla: false`: plain attention, and experts of the same sizes."""
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 """Letters of Nemotron-H's `hybrid_override_pattern`."""
 _COMPRESSED = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
@@ -73,7 +75,14 @@ def prepared(model_type: str, data: dict[str, Any]) -> dict[str, Any]:
             result.setdefault(name, value)
     for name, (into, words) in alias.get("words", {}).items():
         if isinstance(numbers := result.pop(name, None), list):
-            result[into] = [words[n] if type(n) is int and n < len(words) else n for n in numbers]
+            if unknown := next((n for n in numbers if type(n) is not int or not 0 <= n < len(words)), None):
+                raise UserError(f"{name} holds {str(unknown)[:40]!r}; known are 0 to {len(words) - 1}")
+            result[into] = [words[n] for n in numbers]
+    # Defaults of a class are no sizes of models that another class has.
+    needed = [] if not alias or {"n_embd", "d_model"} & {*result} else _NEEDED
+    for name in [*needed, *(to for name, to in names.items() if "." in name)]:
+        if result.get(name) is None:
+            raise UserError(f"required field {next((n for n, to in names.items() if to == name), name)} is missing")
     layers = result.get("num_hidden_layers")
     if data.get("use_mla") is False:
         unused = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
