@@ -85,7 +85,7 @@ def absent(expressed: Iterable[str], left: Iterable[str]) -> list[Limit]:
 
 
 @dataclass(frozen=True)
-class Option:
+class EngineOption:
     """One row of `[options]`."""
 
     name: str
@@ -154,7 +154,7 @@ class EngineSpec:
     """Table -> expression of what must hold for it to be read."""
     place: int = 99
     """Place among the engines."""
-    options: Mapping[str, Option] = field(default_factory=dict)
+    options: Mapping[str, EngineOption] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     """Layout key -> comment where it is not the default: what the user's code or environment has to do."""
     limits: tuple[Limit, ...] = ()
@@ -306,7 +306,7 @@ REMARKS = ("errors", "facts", "notes", "doubts", "unpriced", "comments", "object
 """Kinds of sentences."""
 
 
-def _option(name: str, said: str | Mapping[str, Any]) -> Option:
+def _option(name: str, said: str | Mapping[str, Any]) -> EngineOption:
     row: dict[str, Any] = {"option": said} if isinstance(said, str) else dict(said)
     if {"kind", "fact", "note"} & row.keys():
         row.setdefault("option", name)
@@ -317,7 +317,7 @@ def _option(name: str, said: str | Mapping[str, Any]) -> Option:
         usual, own = _TYPES.get(kind, ""), DEFAULTS.get(name)
         row.setdefault("default", own if type(own) is type(usual) else usual)
     lists: dict[str, Any] = {key: tuple(row[key]) for key in ("choices", "versions") if key in row}
-    return Option(name, **(row | {"kind": kind} | lists))
+    return EngineOption(name, **(row | {"kind": kind} | lists))
 
 
 @cache

@@ -11,7 +11,7 @@ from shardwise.interop.expressions import Names, evaluate, sentence
 from shardwise.interop.reading.arguments import dashed
 from shardwise.interop.reading.fields import ConfigFields, renamed
 from shardwise.interop.reading.settings import SERVED, Reading, ServerSettings
-from shardwise.interop.spec import EngineSpec, Option
+from shardwise.interop.spec import EngineOption, EngineSpec
 from shardwise.interop.writing.canonical import DEFAULTS
 from shardwise.layout import Layout
 
@@ -70,7 +70,7 @@ def values_of(spec: EngineSpec, fields: ConfigFields, **context: Any) -> dict[st
     return names
 
 
-def _taken(spec: EngineSpec, fields: ConfigFields, row: Option, raw: Names) -> Any:
+def _taken(spec: EngineSpec, fields: ConfigFields, row: EngineOption, raw: Names) -> Any:
     """What an option says, its default where it is left out. raw: options before it."""
     table, key = row.path
     if table in spec.gates and not evaluate(spec.gates[table], raw):
@@ -89,7 +89,7 @@ def _taken(spec: EngineSpec, fields: ConfigFields, row: Option, raw: Names) -> A
     return getattr(inner, {"switch": "flag"}.get(row.kind, row.kind))(key, row.default)
 
 
-def _meaning(fields: ConfigFields, row: Option, value: Any) -> Any:
+def _meaning(fields: ConfigFields, row: EngineOption, value: Any) -> Any:
     if not row.words:
         return value
     if value and value not in row.words and row.unlisted:
