@@ -149,18 +149,14 @@ KEYS = {
     "planner": "candidates by keys of the layout text",
     "validation/scoreboard": "published rows by keys of the layout text",
     "predict/time": "features of engines by keys of the layout text",
-    "predict/breakdown.py": "keys of the layout text that a ZeRO stage does not have",
     "predict/fixing.py": "what `--fix` takes, by keys of the layout text",
-    "predict/step_seconds.py": "keys of the layout text that nothing prices",
     "schedule/pipeline/timeline.py": "a room below the mesh labels what it draws",
     "studio/data": "the page's controls are keys of the layout text",
     "layout/styles.py": "what plans call a map that every rank has whole",
-    "runtime/module/legality.py": "keys of the layout text that a user's module does not have",
     "runtime/module/sequence.py": "keys of the layout text that sequence parallelism excludes",
     "cli/serve.py": "JSON of valid degrees",
     "cli/trace.py": "JSON of traced degrees",
     "model/trace.py": "a key of the layout text that was traced",
-    "predict/traced_layout.py": "keys of the layout text that traces say nothing about",
 }
 """Where a word that is also an axis's name is something else."""
 
