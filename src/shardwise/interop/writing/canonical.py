@@ -12,6 +12,7 @@ from shardwise.model import ModelConfig
 DEFAULTS: dict[str, Any] = defaults(*KEYS)
 SYNC = ("sync", *goes_with("sync"))
 """Keys of how replicas agree; all but the first need another `sync` than the default."""
+SHARDING = ("zero", *goes_with("zero"))
 
 
 def canonical(layout: Layout, model: ModelConfig) -> Layout:
