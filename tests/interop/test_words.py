@@ -3,6 +3,7 @@
 import pytest
 
 from shardwise.cluster import Cluster
+from shardwise.interop.expressions import BUILTINS
 from shardwise.interop.words import in_words
 from shardwise.layout import Layout
 
@@ -42,3 +43,7 @@ def test_without_a_cluster_nothing_is_said_of_nodes():
 
 def test_a_server_has_replicas():
     assert in_words(Layout.parse("dp=2,tp=4"), None, serves=True) == ["2 replicas", "4-way tensor parallel"]
+
+
+def test_no_property_of_a_layout_hides_a_function_of_engines_expressions():
+    assert not BUILTINS.keys() & set(dir(Layout))

@@ -249,8 +249,8 @@ _ROUNDS = Rule(
     "sync=local needs the number of local steps between two outer ones, such as every=20",
 )
 _COUNTS = Rule(
-    lambda x: len(x.stages) == x.chunks and min(x.stages) >= 0,
-    "{word} must name pp x virtual = {x.chunks} layer counts, such as 21/20/20/19",
+    lambda x: len(x.stages) == x.stage_count and min(x.stages) >= 0,
+    "{word} must name pp x virtual = {x.stage_count} layer counts, such as 21/20/20/19",
 )
 _PIPELINE: dict[str, Any] = {"of": ("pp",), "matters": lambda x: x.pp > 1}
 

@@ -119,7 +119,7 @@ class Layout(Keys):
         return self.dp * self.cp // self.independent
 
     @property
-    def chunks(self) -> int:
+    def stage_count(self) -> int:
         """Stages of the pipeline: chunks of layers over all of its ranks."""
         return self.pp * self.virtual
 

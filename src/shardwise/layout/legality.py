@@ -128,7 +128,7 @@ def _check_pipeline(layout: Layout, model: ModelConfig, workload: Workload | Non
                           f"but {model.name} has {model.layers}")  # fmt: skip
     pipeline.stages(model, layout)
     # Without a workload: as many micro-batches as any schedule asks for.
-    count = workload.micro_batches(layout) if workload is not None and workload.batch else 2 * layout.chunks
+    count = workload.micro_batches(layout) if workload is not None and workload.batch else 2 * layout.stage_count
     pipeline.check_schedule(layout, count)
 
 

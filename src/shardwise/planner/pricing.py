@@ -182,7 +182,7 @@ def frame_of(model: Model, layout: Layout, workload: Workload) -> LayoutColumns:
     return LayoutColumns(
         layout.tp, layout.pp, layout.dp * layout.cp, layout.attention, workload.batch,
         (_choice(BatchChoice, layout),), (sharding,), (order,), layout.ep,
-        layout.chunks > model.layers, _choice(Homes, layout),
+        layout.stage_count > model.layers, _choice(Homes, layout),
     )  # fmt: skip
 
 

@@ -333,7 +333,7 @@ def why_not_counted(name: str, model: object, layout: Layout) -> str:
     if layout.etp:
         return f"a width of experts of its own is not known of {name}"
     if layout.offloads_activations and (not memory.offloads or layout.pp > 1):
-        return f"offload_activations={layout.offload_activations} is not known of {name}, or not under a pipeline"
+        return f"the memory of saved activations in the host's memory is not known of {name}, or not under a pipeline"
     if layout.attention == "math" and not any("scores" in row.size for row in memory.rows["saved"].values()):
         return f"attention=math is not known of {name}"
     if layout.pp > 1 and layout.schedule not in SCHEDULES:

@@ -88,7 +88,7 @@ class Features:
 
     def missing(self, layout: Layout, layers: int) -> list[str]:
         """The words of a layout that need a feature which is not here. layers: of the model."""
-        chunks = layout.chunks
+        chunks = layout.stage_count
         bare, different = layout.pp > 1 and chunks > layers, changed(layout).items()
         checks = {
             **{key.text(value): bool(key.feature[0] and not getattr(self, key.feature[0])) for key, value in different},
