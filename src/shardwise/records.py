@@ -23,7 +23,7 @@ else:
         def wrap(cls):
             if more:
                 return dataclasses.dataclass(frozen=frozen, eq=eq, repr=repr, **more)(cls)
-            # Of a frozen base the standard library takes only what it freezes itself.
+            # The standard library wants a subclass of a frozen class to be frozen by itself.
             derived = any(vars(base)["__dataclass_params__"].frozen for base in cls.__mro__[1:] if _is_own(base))
             dataclasses.dataclass(init=False, eq=False, repr=False, frozen=frozen and derived)(cls)
             cls.__dataclass_params__.frozen = frozen
