@@ -40,7 +40,7 @@ def test_the_schedule_is_right() -> None:
 
 
 def test_the_cluster_file_is_one(tmp_path: Path) -> None:
-    (text,) = blocks("toml")
+    text, *_ = blocks("toml")
     (tmp_path / "mine.toml").write_text(text)
     cluster = Cluster.parse(str(tmp_path / "mine.toml"))
     assert (cluster.nodes, cluster.devices, cluster.device.name) == (4, 32, "MyGPU")
