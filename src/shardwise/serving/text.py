@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-_LONGEST = 4
+_CHARACTER_BYTES = 4
 """Bytes of a character of UTF-8, at most."""
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 """A token of one byte in SentencePiece's vocabularies."""
@@ -50,7 +50,7 @@ class TokenBytes:
         end = b""
         for token in reversed(tokens):
             end = (b"" if self.special(token) is not None else self.of(token)) + end
-            if len(end) >= _LONGEST:
+            if len(end) >= _CHARACTER_BYTES:
                 break
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(end)
