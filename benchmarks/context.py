@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 import train_step
 from torch import Tensor
 
-from shardwise.decoder.initial import initial_values
+from shardwise.decoder.random import initial_values
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.runtime.allocator import retain_freed_memory

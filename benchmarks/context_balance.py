@@ -2,7 +2,7 @@
 
     python benchmarks/context_balance.py [--seq 16384] [--cp 4 8] [--rounds 5] [--json FILE]
 
-Every rank's forward and backward is the runtime's own (`runtime/context/ring.py`), with the keys and values of the
+Every rank's forward and backward is the runtime's own (`runtime/context/cores.py`), with the keys and values of the
 other ranks at hand, so that nothing is sent. A plain cut, which no layout has, gives rank r the r-th run of the
 sequence; it skips what no query sees. Ranks take turns in one process; a rank's time is the fastest of its rounds.
 Printed per cut: each rank's FLOPs and seconds over the mean of the ranks.
@@ -27,7 +27,7 @@ from shardwise.layout.context import SequenceCut, VisibleBlock
 from shardwise.model import ModelConfig
 from shardwise.ops.blockwise import FlashOnCPU
 from shardwise.predict.context_balance import context_balance
-from shardwise.runtime.context import ring
+from shardwise.runtime.context import cores as ring
 from shardwise.runtime.context.view import ContextBatch, local_places
 from shardwise.runtime.transport.comms import Comms
 

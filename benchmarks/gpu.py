@@ -40,7 +40,7 @@ from shardwise.cluster import Cluster, Device, Link
 from shardwise.cluster.catalog import lookup
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import Rope
-from shardwise.decoder.initial import initial_values
+from shardwise.decoder.random import initial_values
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get

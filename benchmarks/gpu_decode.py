@@ -113,7 +113,7 @@ class Decoding:
             numbers.append(self._number)
         scheduler = self.lockstep.scheduler
         while self._next or scheduler.waiting or any(s.left > 1 or not s.chosen for s in scheduler.running):
-            self.lockstep.turn()
+            self.lockstep.step()
         return numbers
 
     def seconds(
@@ -139,14 +139,14 @@ class Decoding:
             if form == GRAPHS and self.generator.steps is None:
                 raise RuntimeError("; ".join(self.generator.notices))
             self._next = [Cancel(number) for number in numbers]
-            self.lockstep.turn()
+            self.lockstep.step()
         finally:
             chooser.kernels = (kernels and chooser.kernels) or (form == PLAIN and kernels)
             self.generator.steps = self.generator.steps if form == GRAPHS else self.steps
         return elapsed / turns
 
     def _turn(self, batch: int) -> None:
-        done = self.lockstep.turn().turn
+        done = self.lockstep.step().step
         assert done.tokens == batch and not done.prefill, f"{done.tokens} tokens in a decode step of {batch}"
 
 
@@ -268,7 +268,7 @@ def difference(model: ModelConfig, precision: str, quantize: str, device: torch.
         asked = [Request(n, tuple(range(1, 6 * n)), Sampling(max_tokens=4 + 7 * (n % 3))) for n in range(1, 10)]
         lockstep = Lockstep(static, lambda idle: [asked.pop()] if asked else [])
         while asked or lockstep.scheduler.active:
-            lockstep.turn()
+            lockstep.step()
     finally:
         if started:
             dist.destroy_process_group()

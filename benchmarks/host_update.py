@@ -33,7 +33,7 @@ from shardwise.cli.calibrate_device import cpu_name
 from shardwise.errors import UserError
 from shardwise.layout.homes import CHUNK
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.measure.disk import FILE, REQUEST, disk_rates
+from shardwise.runtime.measure.hardware import FILE, REQUEST, disk_rates
 from shardwise.runtime.zero.update import update
 
 CONFIG = OptimizerConfig()

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.cluster import Cluster, Device, Link
-from shardwise.lab.cluster import lab_cluster
 from shardwise.lab.job import run_command
-from shardwise.lab.link import LabLink
+from shardwise.lab.link import LabLink, lab_cluster
 from shardwise.lab.network import LabNetwork, lab_network
 from shardwise.predict.time.measuring import device_of
 from shardwise.runtime.measure import probes

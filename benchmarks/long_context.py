@@ -29,7 +29,7 @@ import train_step
 from torch import Tensor
 
 from shardwise.decoder import Decoder
-from shardwise.decoder.initial import initial_values
+from shardwise.decoder.random import initial_values
 from shardwise.layout import Layout, UnitPlan, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters

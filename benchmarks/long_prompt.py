@@ -84,7 +84,7 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     lockstep = Lockstep(generator, asking(request) if rank == 0 else None)
     tokens, clock, more = [], [time.perf_counter()], True
     while more:
-        done = lockstep.turn()
+        done = lockstep.step()
         more = done.more
         for answer in done.answers:
             if isinstance(answer, Token):

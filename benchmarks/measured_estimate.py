@@ -36,7 +36,7 @@ import train_step
 from shardwise.cluster import Cluster
 from shardwise.data import Sampler
 from shardwise.decoder import random
-from shardwise.decoder.initial import initial_values
+from shardwise.decoder.random import initial_values
 from shardwise.emulate.measured_step import MeasuredStep, ShareSettings, plan_shares
 from shardwise.emulate.share import ShareRun
 from shardwise.emulate.share_job import Share, ShareJob
@@ -49,9 +49,9 @@ from shardwise.model.config import Experts
 from shardwise.model.parameters import count
 from shardwise.predict import estimate
 from shardwise.runtime.allocator import retain_freed_memory
-from shardwise.runtime.data.batches import Batches
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.job.text import Batches
 from shardwise.runtime.pipeline.step import TrainProgram
 
 MODEL = ModelConfig("measured", vocab=2048, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)

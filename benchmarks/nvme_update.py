@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.direct_io import memory
+from shardwise.checkpoint.file_io import memory
 from shardwise.layout.homes import CHUNK, Load, StateFile
 from shardwise.layout.optimizers import states_of
 from shardwise.runtime.job.config import OptimizerConfig

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.decoder import Batch, Decoder
-from shardwise.decoder.initial import initial_values
 from shardwise.decoder.modules import Linear, Lookup, RMSNorm
+from shardwise.decoder.random import initial_values
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout import pipeline as pipelines
 from shardwise.model import ModelConfig

@@ -33,7 +33,7 @@ from lab_runs import calibrated, hosts_of
 from peers import tokens
 
 from shardwise.cluster import Device, Link
-from shardwise.decoder.initial import initial_values
+from shardwise.decoder.random import initial_values
 from shardwise.lab.link import LabLink
 from shardwise.lab.network import INTERFACE, check_allowed, lab_network
 from shardwise.layout import Layout, Mesh, Workload, unit_plan

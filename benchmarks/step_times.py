@@ -33,7 +33,7 @@ import torch.multiprocessing as mp
 import train_step
 
 from shardwise.cluster import Cluster
-from shardwise.decoder.initial import initial_values
+from shardwise.decoder.random import initial_values
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig

@@ -109,7 +109,7 @@ def test_the_rule_can_fail():
     assert not refused("cli", "model") and not refused("predict", "layout") and not refused("runtime", "decoder")
 
 
-DESCRIPTIONS = {"cache_shape", "expert_share", "fusion", "limits", "cpu.limits", "cuda.limits"}
+DESCRIPTIONS = {"cache_shape", "expert_share", "fusion", "limits"}
 """Files of ops/ without torch, beside the forms that they describe: what rooms without torch may import of it."""
 
 

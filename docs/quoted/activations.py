@@ -11,7 +11,7 @@ from shardwise.model.flops import hardware_flops_per_token, training_flops_per_t
 from shardwise.predict.memory.activations import Sizes, saved_items
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.schedule.closed_forms import CLOSED_FORMS
-from shardwise.validation.megatron_memory import BLOCK_ITEMS, Recompute, block_activations
+from shardwise.validation.scoreboard.memory import BLOCK_ITEMS, Recompute, block_activations
 
 shows = topic(2, "Memory of activations, recomputation")
 GB, TB = 1e9, 1e12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quoted.showing import Inputs, Values, topic
 from quoted.tokens import boundary_bytes
 from shardwise.schedule.pipeline import Action, PipelineSchedule, build, complete
-from shardwise.schedule.pipeline.bubbles import least_micro, simulated
+from shardwise.schedule.pipeline.closed_forms import least_micro, simulated
 from shardwise.schedule.pipeline.memory import peaks
 from shardwise.schedule.pipeline.plan import loop
 from shardwise.schedule.pipeline.simulate import simulate

@@ -17,7 +17,8 @@ from simulated import LLAMA, layouts_of, load_rank, same_bits, save, state_of
 from harness.cases import from_table
 from shardwise.checkpoint import Piece, needs, shapes
 from shardwise.checkpoint.dtypes import convert
-from shardwise.checkpoint.huggingface import HuggingFaceWeights, bands, export, exporting, open_weights, tensor_file
+from shardwise.checkpoint.huggingface import HuggingFaceWeights, export, exporting, open_weights, tensor_file
+from shardwise.checkpoint.huggingface import exporting as bands
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig

@@ -30,14 +30,14 @@ from shardwise.checkpoint import (
     Piece,
     TensorSpec,
     commit,
-    direct_io,
     keep_last,
     latest,
     shapes,
     write_part,
 )
-from shardwise.checkpoint.direct_io import DirectFile
+from shardwise.checkpoint import file_io as direct_io
 from shardwise.checkpoint.dtypes import convert
+from shardwise.checkpoint.file_io import DirectFile
 from shardwise.checkpoint.manifest import BLOCK, NAME
 from shardwise.errors import UserError
 from shardwise.layout import Layout

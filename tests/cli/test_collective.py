@@ -17,7 +17,7 @@ from shardwise.cli.collective_bench import _network, _summed_up
 from shardwise.cluster import Cluster
 from shardwise.predict.time import Pricing
 from shardwise.schedule import Draft, RepeatedRounds, Round, algorithms, build, find
-from shardwise.schedule.collectives import COLLECTIVES
+from shardwise.schedule.comm import COLLECTIVES
 from shardwise.schedule.price import price
 
 

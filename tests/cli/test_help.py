@@ -21,7 +21,7 @@ from shardwise.cli.commands import COMMANDS, GROUPS, overview
 from shardwise.cli.completion import SHELLS
 from shardwise.cli.examples import EXAMPLES, broken
 from shardwise.cli.main import parser_of
-from shardwise.cluster.accelerators import accelerators
+from shardwise.cluster.catalog import accelerators
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import catalog
 from shardwise.predict.time.profiles import ENGINES

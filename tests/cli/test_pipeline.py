@@ -20,8 +20,8 @@ from shardwise.emulate.job import EmulationResult, MeasuredCase, one_by_one
 from shardwise.report.step_report import StepReport
 from shardwise.schedule.pipeline import build, generators
 from shardwise.schedule.pipeline.memory import peaks
+from shardwise.schedule.pipeline.show import to_text
 from shardwise.schedule.pipeline.simulate import simulate
-from shardwise.schedule.pipeline.text import to_text
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from shardwise.model.changes import change
 from shardwise.model.config import Experts, LatentAttention
 from shardwise.model.lora import Lora
 from shardwise.runtime.job.config import OptimizerConfig, TrainConfig
-from shardwise.runtime.job.run_file import run_file
+from shardwise.runtime.job.record import run_file
 
 Command = Callable[..., tuple[int, str, str]]
 TINY = sorted(name for name in catalog() if name.startswith("tiny-"))

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cases import from_table
-from shardwise.cluster import Cluster, Device, Host, Link, Speed, prices
-from shardwise.cluster.accelerators import accelerators
-from shardwise.cluster.catalog import lookup, names
+from shardwise.cluster import Cluster, Device, Host, Link, Speed
+from shardwise.cluster import catalog as prices
+from shardwise.cluster.catalog import accelerators, lookup, names, price_date, price_of
 from shardwise.cluster.networks import network_of
-from shardwise.cluster.prices import price_date, price_of
 from shardwise.cluster.writing import to_toml
 from shardwise.errors import UserError
 

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from shardwise.cli.main import main
 from shardwise.cluster import Cluster
-from shardwise.cluster.accelerators import accelerators
-from shardwise.cluster.catalog import lookup
-from shardwise.cluster.nvml import ask
+from shardwise.cluster.catalog import accelerators, lookup
 from shardwise.cluster.paths import paths_of
-from shardwise.cluster.topology import Topology, advice, cluster_of, device_of, explained, read
+from shardwise.cluster.topology import Topology, advice, ask, cluster_of, device_of, explained, read
 from shardwise.cluster.writing import to_toml
 from shardwise.errors import UserError
 from shardwise.predict.time.constants import constants

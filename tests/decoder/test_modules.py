@@ -12,10 +12,9 @@ from torch import Tensor
 
 from harness.space import MODELS
 from shardwise.decoder import Batch, Decoder, random
-from shardwise.decoder.attention import CoreAttention, Rope
-from shardwise.decoder.initial import initial_values
-from shardwise.decoder.latent_attention import MultiHeadLatentAttention
+from shardwise.decoder.attention import CoreAttention, MultiHeadLatentAttention, Rope
 from shardwise.decoder.modules import Dropout, RMSNorm
+from shardwise.decoder.random import initial_values
 from shardwise.errors import UserError
 from shardwise.model.config import Experts
 from shardwise.model.parameters import Parameter, parameters

@@ -15,7 +15,7 @@ from harness.space import GENERATOR_SEED, MODELS, SPACES, Point, cases
 from harness.today import EVERY_LAYOUT, seed
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
-from shardwise.runtime.sync.rounds import Rounds
+from shardwise.runtime.sync.outer_step import Rounds
 
 WORLDS = (2, 4, 8)
 SPLITS = ((2, 2), (1, 2), (2, 2), (4, 2), (2, 2), (1, 4), (2, 4))

@@ -14,8 +14,7 @@ from shardwise.layout.axes import REPLICA
 from shardwise.layout.outer import outer_pieces, outer_residuals
 from shardwise.model import ModelConfig
 from shardwise.runtime.job.setup import make_comms
-from shardwise.runtime.sync.packed_exchange import PackedExchange
-from shardwise.runtime.sync.rounds import Rounds
+from shardwise.runtime.sync.outer_step import PackedExchange, Rounds
 
 
 @dataclass(frozen=True)

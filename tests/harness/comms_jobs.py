@@ -14,8 +14,7 @@ from torch import Tensor
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import Axes
 from shardwise.report.step_report import LedgerRow
-from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.buffers import ByteCounter
+from shardwise.runtime.transport.buffers import ByteCounter, Target
 from shardwise.runtime.transport.comms import Comms
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)

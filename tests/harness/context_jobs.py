@@ -14,7 +14,8 @@ from shardwise.layout.context import SequenceCut
 from shardwise.model import ModelConfig
 from shardwise.ops.blockwise import Explicit, FlashOnCPU
 from shardwise.report.step_report import LedgerRow
-from shardwise.runtime.context import ring, ulysses
+from shardwise.runtime.context import cores as ring
+from shardwise.runtime.context import ulysses
 from shardwise.runtime.context.view import ContextBatch, local_places
 from shardwise.runtime.transport.comms import Comms
 

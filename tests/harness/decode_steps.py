@@ -18,7 +18,7 @@ from shardwise.ops.paged import Rows
 from shardwise.ops.products import MakeProduct
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.tensor.lowering import context_of
-from shardwise.serving import maps
+from shardwise.serving import engine as maps
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.graphs import Result
 from shardwise.serving.job import weights_in

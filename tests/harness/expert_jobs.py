@@ -17,7 +17,7 @@ from shardwise.decoder.experts import Mixture, Routing, auxiliary_loss, taken
 from shardwise.layout.axes import DP, EP, ETP
 from shardwise.model.parameters import parameters
 from shardwise.ops.experts import Assignment, RoutedForm
-from shardwise.runtime.expert.loads import ExpertLoad, ExpertLoads
+from shardwise.runtime.expert.exchange import ExpertLoad, ExpertLoads
 from shardwise.runtime.zero.optimizer import Optimizer
 
 Pair = int

@@ -135,11 +135,11 @@ def run(lockstep: Lockstep, seen: Seen) -> None:
     while more:
         comms.start_recording()
         waiting = {id(sequence) for sequence in scheduler.running}
-        done = lockstep.turn()
+        done = lockstep.step()
         seen.preempted += sum(id(sequence) in waiting for sequence in scheduler.waiting)
         comms.stop_recording()
-        if done.turn.chunks:
-            turn = done.turn
+        if done.step.chunks:
+            turn = done.step
             seen.turns.append((turn.tokens, len(turn.wanted), turn.prefill, comms.ledger()))
         seen.answers += done.answers
         seen.leaving = max(seen.leaving, len(lockstep._leaving))

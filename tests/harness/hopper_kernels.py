@@ -18,11 +18,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from shardwise.ops.blockwise import ScoreRule
 from shardwise.ops.cuda import kernels, launch
 from shardwise.ops.cuda.launch import FusedOps, HeadShape, Stored, Tile
 from shardwise.ops.paged import DecodeRows
 from shardwise.ops.products import quantise
-from shardwise.ops.scores import ScoreRule
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", torch.int64: "*i64"}

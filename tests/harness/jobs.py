@@ -24,7 +24,7 @@ from shardwise.report.step_report import Bytes, LedgerRow
 from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.sync.rounds import Rounds
+from shardwise.runtime.sync.outer_step import Rounds
 from shardwise.runtime.zero.flat_unit import FlatUnit, local_values
 from shardwise.runtime.zero.optimizer import learning_rate
 

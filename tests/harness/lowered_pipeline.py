@@ -8,8 +8,8 @@ from harness.play import Compute
 from shardwise.schedule.pipeline.action import COMPUTE, Action
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 from shardwise.schedule.pipeline.times import Times
-from shardwise.schedule.program import Instruction as Primitive
-from shardwise.schedule.program import Program
+from shardwise.schedule.sending import Instruction as Primitive
+from shardwise.schedule.sending import Program
 
 ACTIVATION, TABLE, LOSS = ((0, 1),), ((0, 2),), ((0, 0),)
 BESIDE = "collectives"

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from shardwise.runtime.transport.sends import elements_of
 from shardwise.schedule import CommSchedule
-from shardwise.schedule.collectives import inputs
-from shardwise.schedule.comm import Region
+from shardwise.schedule.comm import Region, inputs
 
 
 def held(schedule: CommSchedule, rank: int, elements: int) -> tuple[int, int]:

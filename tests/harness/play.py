@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.schedule.program import Instruction, Program, Span
+from shardwise.schedule.sending import Instruction, Program, Span
 
 
 class Compute(NamedTuple):

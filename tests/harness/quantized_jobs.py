@@ -18,15 +18,13 @@ from shardwise.layout.wire import packed_bytes
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.job.setup import make_comms
-from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.buffers import ByteCounter
+from shardwise.runtime.transport.buffers import ByteCounter, Target
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.protocol import Work
 from shardwise.runtime.zero.engine import Engine
 from shardwise.runtime.zero.flat_unit import FlatUnit
-from shardwise.runtime.zero.packed_sum import PackedSum
+from shardwise.runtime.zero.packed_sum import PackedSum, Residuals
 from shardwise.runtime.zero.quantized import pack, unpack
-from shardwise.runtime.zero.residuals import Residuals
 
 
 def rounded(rank: int, asked: Training) -> RankOutcome:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from shardwise.decoder import Batch, Decoder, random
 from shardwise.decoder.experts import bias_step
-from shardwise.decoder.initial import initial_values
+from shardwise.decoder.random import initial_values
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Parameter, parameters
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.zero.int8_values import Int8Values
+from shardwise.runtime.zero.flat_unit import Int8Values
 from shardwise.runtime.zero.optimizer import learning_rate
 
 STEPS = 3

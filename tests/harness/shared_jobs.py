@@ -20,9 +20,8 @@ from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
 from shardwise.runtime.job.setup import make_comms
-from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.mail import Mail
-from shardwise.runtime.transport.quick import AREA
+from shardwise.runtime.transport.buffers import Target
+from shardwise.runtime.transport.mail import AREA, Mail
 from shardwise.runtime.transport.shared import MESSAGES, TWO_SHOT_FROM, SharedTransport
 from shardwise.runtime.transport.shared_collective import SLOTS
 from shardwise.schedule import build

@@ -5,7 +5,7 @@ import pytest
 
 from harness.play import Compute, play
 from shardwise.schedule import build
-from shardwise.schedule.program import Instruction, Program, lower
+from shardwise.schedule.sending import Instruction, Program, lower
 
 
 class Unit:

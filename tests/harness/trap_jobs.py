@@ -22,7 +22,7 @@ from shardwise.model.parameters import parameters
 from shardwise.ops.cuda.cross_entropy import LossForm
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.tensor.loss import loss_form, summed_cross_entropy
-from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.buffers import Target
 
 Boundary = dict[str, tuple[Tensor, Tensor | None]]
 """Module -> (its output, that output's gradient), of one micro-batch."""
@@ -37,7 +37,7 @@ def cross_entropy(rank: int, payload: tuple[Layout, ModelConfig, Tensor, Tensor,
     form = loss_form(torch.device(device), None)
     with (
         patch("shardwise.runtime.tensor.loss.loss_chunk", lambda _: chunk),
-        patch("shardwise.ops.cuda.limits.LOSS_BYTES", 8 * chunk),
+        patch("shardwise.ops.limits.LOSS_BYTES", 8 * chunk),
     ):
         return _cross_entropy(rank, layout, model, logits, targets, form)
 

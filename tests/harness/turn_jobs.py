@@ -123,13 +123,13 @@ def follow(rank: int, script: Script) -> Followed:
         number += 1
         comms.start_recording()
         with watched:
-            done = lockstep.turn()
+            done = lockstep.step()
         comms.stop_recording()
         more = done.more
         seen.append(
             Seen(
-                done.turn.prefill, done.turn.tokens, len(done.turn.wanted), heard, lockstep.active, comms.ledger(),
-                done.turn.top, dict(choices),
+                done.step.prefill, done.step.tokens, len(done.step.wanted), heard, lockstep.active, comms.ledger(),
+                done.step.top, dict(choices),
             )
         )  # fmt: skip
         choices.clear()

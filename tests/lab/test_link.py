@@ -4,8 +4,7 @@ import pytest
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.lab.cluster import lab_cluster
-from shardwise.lab.link import LabLink
+from shardwise.lab.link import LabLink, lab_cluster
 from shardwise.lab.network import check_relay
 
 

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.decoder.attention import Rope, rotate
-from shardwise.decoder.latent_attention import MultiHeadLatentAttention
-from shardwise.decoder.llama import LlamaBlock
+from shardwise.decoder.attention import MultiHeadLatentAttention, Rope, rotate
+from shardwise.decoder.blocks import LlamaBlock
 from shardwise.decoder.modules import Batch, RMSNorm, rms_norm_backward
 from shardwise.model import ModelConfig
+from shardwise.ops import limits
 from shardwise.ops.context import OpContext, Options, Redistribute
-from shardwise.ops.cuda import cross_entropy, halves, limits, norm
+from shardwise.ops.cuda import cross_entropy, halves, norm
 from shardwise.ops.cuda.launch import FusedOps, Stored
 from shardwise.ops.cuda.products import Chooser, Matrix
 from shardwise.ops.cuda.rotary import rotate_into

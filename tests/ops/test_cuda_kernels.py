@@ -17,6 +17,7 @@ from harness.triton import needs_interpreter
 pytestmark = needs_interpreter
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from shardwise.ops.blockwise import ScoreRule  # noqa: E402
 from shardwise.ops.cache_shape import CacheShape  # noqa: E402
 from shardwise.ops.cuda import launch  # noqa: E402
 from shardwise.ops.cuda.cross_entropy import ONE_PASS  # noqa: E402
@@ -24,7 +25,6 @@ from shardwise.ops.cuda.launch import FusedOps, HeadShape, Stored, Tile  # noqa:
 from shardwise.ops.cuda.products import Chooser, CudaProducts, Matrix  # noqa: E402
 from shardwise.ops.paged import DecodeRows, PagedCache  # noqa: E402
 from shardwise.ops.products import quantise  # noqa: E402
-from shardwise.ops.scores import ScoreRule  # noqa: E402
 
 CPU = torch.device("cpu")
 

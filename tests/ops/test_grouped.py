@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from shardwise.ops.grouped import KERNEL, grouped_product, one_by_one, one_kernel
+from shardwise.ops.experts import KERNEL, grouped_product, one_by_one, one_kernel
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 0], [0, 9, 0, 0]])

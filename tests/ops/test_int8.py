@@ -10,9 +10,9 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.model.lora import Lora
 from shardwise.ops import limits
-from shardwise.ops.int8 import int8_input_gradient, int8_linear
+from shardwise.ops.linear import int8_input_gradient, int8_linear
 from shardwise.ops.products import quantise
-from shardwise.runtime.zero.int8_values import Int8Values
+from shardwise.runtime.zero.flat_unit import Int8Values
 
 
 @given(

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.decoder.feed_forward import GatedMLP
-from shardwise.decoder.modules import Linears, RMSNorm
+from shardwise.decoder.modules import GatedMLP, Linears, RMSNorm
 from shardwise.model import ModelConfig
 from shardwise.ops.context import Options
 from shardwise.ops.cpu.products import Packed

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.today import some_of
-from shardwise.cluster.accelerators import accelerators
+from shardwise.cluster.catalog import accelerators
 from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.layout.usual_workload import LONGEST, usual_workload
@@ -11,8 +11,7 @@ from shardwise.model.catalog import catalog, get
 from shardwise.model.lora import Lora
 from shardwise.model.parameters import count
 from shardwise.planner import plan
-from shardwise.planner.device_needs import NODE, cluster_of_size, serving_needs, training_needs
-from shardwise.planner.models_that_fit import models_that_fit
+from shardwise.planner.device_needs import NODE, cluster_of_size, models_that_fit, serving_needs, training_needs
 from shardwise.planner.runnable import space_for
 from shardwise.planner.serving import plan_serving
 from shardwise.planner.shortfall import fits

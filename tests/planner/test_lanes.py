@@ -11,8 +11,7 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.units import usual_backend
 from shardwise.model.catalog import get
 from shardwise.model.lora import Lora
-from shardwise.planner.bounds import MemoryBound
-from shardwise.planner.lanes import Diverged, Lanes, by_path
+from shardwise.planner.bounds import Diverged, Lanes, MemoryBound, by_path
 from shardwise.planner.runnable import widened
 from shardwise.planner.space import BatchChoice, LayoutColumns, Space
 from shardwise.predict.time import engine

@@ -76,7 +76,7 @@ def test_tensor_parallelism_across_nodes_is_named():
     model, on, workload = get("llama-3-8b"), Cluster.parse("2x8xH100"), Workload(8192, 16)
     fixed = {"pp": 1, "cp": 1, "recompute": "none", "zero": 1, "micro": 1}
     alone = plan(model, on, workload, fixed=fixed | {"tp": 8})
-    from shardwise.planner.alternatives import against
+    from shardwise.planner.common import against
 
     pricing = Pricing(on)
     wide = price_one(model, Layout.parse("tp=16,sp,micro=1"), workload, BRIDGE, pricing)

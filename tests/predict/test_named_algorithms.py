@@ -14,8 +14,7 @@ from shardwise.predict.serving_layout import check_generation
 from shardwise.predict.time.pricing import Pricing
 from shardwise.schedule import algorithms, build
 from shardwise.schedule.choose import pricer
-from shardwise.schedule.program import lower
-from shardwise.schedule.sending import compile_steps, room
+from shardwise.schedule.sending import compile_steps, lower, room
 from shardwise.schedule.traffic import moved
 
 WORKLOAD = Workload(seq=16, batch=16)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from harness.cases import from_table
 from shardwise.cluster import Cluster, Device, Host, Link
-from shardwise.cluster.accelerators import accelerators
+from shardwise.cluster.catalog import accelerators
 from shardwise.layout import Layout, Workload
 from shardwise.layout.homes import DISK_READ, DISK_WRITE, TO_DEVICE, TO_HOST
 from shardwise.model.catalog import get

@@ -12,20 +12,18 @@ from torch import Tensor
 
 from harness.cases import from_table
 from shardwise.decoder import Decoder
-from shardwise.decoder.llama import LlamaBlock
+from shardwise.decoder.blocks import LlamaBlock
 from shardwise.decoder.modules import Batch
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.ops.context import OpContext, Options
 from shardwise.ops.cpu.attention import _ShortAttention, hidden_keys, short_attention
-from shardwise.ops.cpu.limits import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST
-from shardwise.ops.fused import end_to_end
 from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
-from shardwise.ops.limits import sum_chunk
+from shardwise.ops.limits import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST, sum_chunk
+from shardwise.ops.linear import end_to_end
 from shardwise.ops.llama_halves import llama_halves
 from shardwise.ops.table import install
-from shardwise.runtime.transport.adding import Target, add_up, wide_room
-from shardwise.runtime.transport.buffers import Buffer, ByteCounter
+from shardwise.runtime.transport.buffers import Buffer, ByteCounter, Target, add_up, wide_room
 
 MODEL = ModelConfig("joined", vocab=17, hidden=24, layers=1, heads=4, kv_heads=2, ffn=20, max_positions=64)
 

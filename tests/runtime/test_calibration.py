@@ -21,7 +21,8 @@ from shardwise.errors import UserError
 from shardwise.predict.time import Kernels, constants
 from shardwise.predict.time.measuring import _attention, device_of
 from shardwise.runtime.job.launch import RunFailed, supervise
-from shardwise.runtime.measure import calibration, disk, host
+from shardwise.runtime.measure import calibration, host
+from shardwise.runtime.measure import hardware as disk
 from shardwise.runtime.measure.calibration import DeviceBench
 from shardwise.runtime.measure.probes import (
     DTYPES,

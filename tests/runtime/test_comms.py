@@ -34,8 +34,8 @@ from shardwise.predict.traffic.schedules import predict_transport
 from shardwise.report import StepReport, compare
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import merge_roles
-from shardwise.runtime.job.devices import cuda_device, sharing
-from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.job.setup import cuda_device, sharing
+from shardwise.runtime.transport.buffers import Target
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.mail import PAGE, _room
 from shardwise.runtime.transport.protocol import Realization

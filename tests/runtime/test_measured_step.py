@@ -29,7 +29,7 @@ from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model.catalog import get
 from shardwise.predict import estimate
 from shardwise.runtime.tensor.lowering import vocabulary_range
-from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.buffers import Target
 from shardwise.runtime.transport.waits import HostTimer, WaitTransport
 
 SEQ, BATCH = 64, 8

@@ -27,7 +27,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.runtime.checkpointing import RESIDUAL
-from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.buffers import Target
 from shardwise.runtime.zero.quantized import LARGEST, add_up_packed, pack, unpack
 
 # -- Gathers of weights in 8 bits

@@ -33,7 +33,7 @@ from shardwise.model import ModelConfig
 from shardwise.report.run_directory import occupied
 from shardwise.runtime.job.launch import RunFailed
 from shardwise.runtime.job.stop import StopRequest
-from shardwise.runtime.sync.rounds import Rounds
+from shardwise.runtime.sync.outer_step import Rounds
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 HANG = 3.0

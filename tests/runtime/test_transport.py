@@ -22,8 +22,7 @@ from shardwise.runtime.transport.plan import CopyPlan, RankPlan, rank_plan
 from shardwise.runtime.transport.sends import SendTransport
 from shardwise.schedule import Algorithm, algorithms, build
 from shardwise.schedule.comm import Round
-from shardwise.schedule.program import Instruction, lower
-from shardwise.schedule.sending import Post, compile_steps
+from shardwise.schedule.sending import Instruction, Post, compile_steps, lower
 
 RANKS = (2, 3, 4, 6, 8)
 DTYPES = ("int64", "float32", "bfloat16")

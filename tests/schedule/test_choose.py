@@ -6,7 +6,7 @@ from shardwise.cluster import Cluster, Device, Link
 from shardwise.errors import UserError
 from shardwise.schedule import build
 from shardwise.schedule.choose import Cost, choose, cost, crossovers, pricer
-from shardwise.schedule.collectives import COLLECTIVES
+from shardwise.schedule.comm import COLLECTIVES
 from shardwise.schedule.price import price
 
 DEVICE = Device("X", "cuda", 10**9, 3e12)

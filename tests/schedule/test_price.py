@@ -17,7 +17,7 @@ from shardwise.schedule import CommSchedule, RepeatedRounds, algorithms, build
 from shardwise.schedule.closed_forms import CLOSED_FORMS, lower_bounds
 from shardwise.schedule.network import Network, Tier
 from shardwise.schedule.price import price, profile
-from shardwise.schedule.program import lower
+from shardwise.schedule.sending import lower
 
 ALPHA, BETA, GAMMA = 3.1e-6, 7.3e-11, 1.7e-12
 INTRA, INTER = Tier(1e-6, 1e-11), Tier(5e-6, 3e-11)
@@ -131,7 +131,7 @@ def test_stages_that_are_alike_have_the_same_messages_but_for_which_chunks(algor
     for stage in build(algorithm.collective, algorithm.name, p, segments=segments).stages:
         (round,) = stage.rounds()
         rows = list(zip(*(getattr(round, name).tolist() for name in ("src", "dst", "count", "reduce")), strict=True))
-        assert stage.alike is not None and known.setdefault(stage.alike, rows) == rows
+        assert stage.price_key is not None and known.setdefault(stage.price_key, rows) == rows
 
 
 def test_ranks_of_a_node_share_its_nics():

@@ -21,7 +21,7 @@ from shardwise.errors import UserError
 from shardwise.schedule import Algorithm, CommSchedule, RepeatedRounds, Round, algorithms, build, collective_name, find
 from shardwise.schedule.algorithms import registry
 from shardwise.schedule.algorithms.patterns import two_colours, two_trees
-from shardwise.schedule.program import lower
+from shardwise.schedule.sending import lower
 from shardwise.schedule.show import MOST_FRAMED, describe, frames
 from shardwise.schedule.verify import verify
 

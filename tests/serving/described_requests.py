@@ -4,8 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shardwise.serving.http.bodies import ERROR
-from shardwise.serving.http.openapi import description
+from shardwise.serving.http.bodies import ERROR, description
 from shardwise.serving.http.schema import checked
 
 DESCRIBED = description("0")

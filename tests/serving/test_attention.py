@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.ops import paged
+from shardwise.ops.blockwise import ScoreRule
 from shardwise.ops.cache_shape import CacheShape
 from shardwise.ops.paged import PagedCache
-from shardwise.ops.scores import ScoreRule
 from shardwise.serving.messages import Request, Sampling
 from shardwise.serving.rows import rows_of
 from shardwise.serving.scheduler import Chunk, EngineStep, Sequence

@@ -18,9 +18,8 @@ from shardwise.report.step_report import Bytes, TransportRow
 from shardwise.schedule.pipeline import build
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
-from shardwise.serving.bubble import Filled, measured, median, simulated
 from shardwise.serving.job import ServingJob
-from shardwise.serving.recording import StepRecord, notes_file
+from shardwise.serving.recording import Filled, StepRecord, measured, median, notes_file, simulated
 
 MODEL = ModelConfig("m", vocab=53, hidden=24, layers=6, heads=4, kv_heads=2, ffn=42, max_positions=64)
 

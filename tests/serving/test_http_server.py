@@ -23,9 +23,9 @@ from shardwise import __version__
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import RunFailed
 from shardwise.serving.http import server
+from shardwise.serving.http.bodies import description
 from shardwise.serving.http.connections import MOST, RESERVED, ConnectionLimits, connection_limit
 from shardwise.serving.http.generation import Front
-from shardwise.serving.http.openapi import description
 
 
 class Clients:

@@ -56,7 +56,7 @@ def test_ranks_rest_while_there_is_nothing_to_do_and_no_longer() -> None:
     waited, states = [], []
     for _ in asked:
         comms.waits.clear()
-        lockstep.turn()
+        lockstep.step()
         assert not comms.resting and comms.waits[0][1] == CONTROL
         waited.append([resting for resting, _ in comms.waits])
         states.append(lockstep.active)

@@ -90,7 +90,7 @@ def test_every_request_gets_its_own_tokens(arrivals, count, chunk, batch, reuse,
             scheduler.add(request)
         for each in cancels.get(number, []):
             answers += scheduler.cancel(each)
-        turn = scheduler.plan()
+        turn = scheduler.schedule()
         singles = sum(c.stop - c.start == 1 for c in turn.chunks)
         assert len({id(c.sequence) for c in turn.chunks}) == len(turn.chunks)
         assert turn.tokens <= max(chunk, singles + 1) and len(scheduler.running) <= batch
@@ -98,7 +98,7 @@ def test_every_request_gets_its_own_tokens(arrivals, count, chunk, batch, reuse,
         under_way.append((turn, machine.compute(turn)))
         if len(under_way) == depth:
             done, tokens = under_way.popleft()
-            answers += scheduler.take(done, tokens, [float(row.place) for row in done.wanted])
+            answers += scheduler.process_output(done, tokens, [float(row.place) for row in done.wanted])
         check_pages(scheduler)
         for answer in answers:
             assert answer.id not in ended, "an answer after the end"
@@ -128,7 +128,9 @@ def test_every_request_gets_its_own_tokens(arrivals, count, chunk, batch, reuse,
 def test_stop_tokens_end_a_request_and_are_given_out() -> None:
     scheduler = Scheduler(Pages(8, SIZE), batch=2, chunk=8)
     scheduler.add(Request(1, (5, 6), Sampling(max_tokens=9, stop_tokens=(3,))))
-    answers = scheduler.take(scheduler.plan(), [4], [0.0]) + scheduler.take(scheduler.plan(), [3], [0.0])
+    answers = scheduler.process_output(scheduler.schedule(), [4], [0.0]) + scheduler.process_output(
+        scheduler.schedule(), [3], [0.0]
+    )
     assert answers == [Token(1, 4, 0.0), Token(1, 3, 0.0), Finished(1, "stop")]
     assert not scheduler.active
 
@@ -137,10 +139,10 @@ def test_a_request_without_a_token_ends_alone() -> None:
     scheduler = Scheduler(Pages(8, SIZE), batch=2, chunk=8)
     for number in (1, 2):
         scheduler.add(Request(number, (5, number), Sampling(max_tokens=2)))
-    answers = scheduler.take(scheduler.plan(), [NOTHING, 4], [0.0, 0.0])
+    answers = scheduler.process_output(scheduler.schedule(), [NOTHING, 4], [0.0, 0.0])
     assert [type(answer) for answer in answers] == [Finished, Token]
     assert answers[0].reason == "error" and "no numbers" in answers[0].error
-    assert scheduler.take(scheduler.plan(), [4], [0.0])[-1] == Finished(2, "length")
+    assert scheduler.process_output(scheduler.schedule(), [4], [0.0])[-1] == Finished(2, "length")
     assert not scheduler.active and scheduler.pages.free == 8
 
 
@@ -149,7 +151,7 @@ def test_equal_beginnings_are_computed_once_and_the_oldest_unused_pages_go_first
 
     def one(number: int, prompt: tuple[int, ...]) -> int:
         scheduler.add(Request(number, prompt, Sampling(max_tokens=1)))
-        *_, end = scheduler.take(scheduler.plan(), [0], [0.0])
+        *_, end = scheduler.process_output(scheduler.schedule(), [0], [0.0])
         assert isinstance(end, Finished)
         return end.reused
 
@@ -169,8 +171,8 @@ def test_a_sequence_grows_into_pages_that_follow_each_other() -> None:
     while scheduler.active:
         for sequence in scheduler.running:
             assert sequence.pages == list(range(sequence.pages[0], sequence.pages[0] + len(sequence.pages)))
-        turn = scheduler.plan()
-        scheduler.take(turn, [0] * len(turn.wanted), [0.0] * len(turn.wanted))
+        turn = scheduler.schedule()
+        scheduler.process_output(turn, [0] * len(turn.wanted), [0.0] * len(turn.wanted))
 
 
 def test_the_stages_of_a_pipeline_always_have_something_to_do() -> None:
@@ -180,18 +182,18 @@ def test_the_stages_of_a_pipeline_always_have_something_to_do() -> None:
     under_way: deque[EngineStep] = deque()
     sizes = []
     while scheduler.active:
-        under_way.append(scheduler.plan())
+        under_way.append(scheduler.schedule())
         sizes.append(len(under_way[-1].chunks))
         if len(under_way) == depth:
             done = under_way.popleft()
-            scheduler.take(done, [0] * len(done.wanted), [0.0] * len(done.wanted))
+            scheduler.process_output(done, [0] * len(done.wanted), [0.0] * len(done.wanted))
     assert set(sizes[depth + 1 : -2 * depth]) == {2}, sizes
 
 
 def test_chunks_of_a_long_prompt_follow_each_other_without_waiting() -> None:
     scheduler = Scheduler(Pages(40, SIZE), batch=8, chunk=5, depth=3)
     scheduler.add(Request(1, tuple(range(23)), Sampling(max_tokens=1)))
-    spans = [(c.start, c.stop) for _ in range(6) for c in scheduler.plan().chunks]
+    spans = [(c.start, c.stop) for _ in range(6) for c in scheduler.schedule().chunks]
     assert spans == [(0, 5), (5, 10), (10, 15), (15, 20), (20, 23)]
 
 

@@ -24,9 +24,8 @@ from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.report.units import format_bytes
 from shardwise.studio.columns import View
 from shardwise.studio.data import experts
-from shardwise.studio.data.experts_layer import ExpertLayer
+from shardwise.studio.data.experts_layer import ACTS, ExpertLayer
 from shardwise.studio.data.experts_router import LOADS, draw, route, taken
-from shardwise.studio.data.experts_steps import ACTS
 
 GIVEN = {"model": "mixtral-8x7b", "load": "skewed"}
 STATE = "experts?model=mixtral-8x7b&load=skewed"

@@ -13,7 +13,7 @@ from test_studio_page import has_room, is_accessible_in_both_themes
 from harness import forked
 from harness.today import FOLLOWED, of_some
 from shardwise.report.run_directory import RunDirectory
-from shardwise.studio.data import run_experts
+from shardwise.studio.data import runs as run_experts
 from shardwise.studio.data.runs import data, events
 
 STEPS = 60

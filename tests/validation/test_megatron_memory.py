@@ -4,7 +4,7 @@ import pytest
 
 from quoted.activations import activation_bytes
 from shardwise.model.catalog import get
-from shardwise.validation.megatron_memory import block_activations
+from shardwise.validation.scoreboard.memory import block_activations
 
 GIB = 1024**3
 # model, micro, tp, pp, virtual

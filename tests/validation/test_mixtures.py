@@ -8,8 +8,8 @@ from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.predict.time import engine
 from shardwise.validation.scoreboard import PUBLISHED, cases, mixture_scores, predict, read
+from shardwise.validation.scoreboard.configuration import ENGINES, SCOPES, recipe_of, releases
 from shardwise.validation.scoreboard.mixtures import HELD, coverage, fit_routed, with_experts
-from shardwise.validation.scoreboard.recipes import ENGINES, SCOPES, recipe_of, releases
 
 ROWS = [row for row in read(PUBLISHED) if row.get("moe_experts")]
 

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
-from shardwise.validation.megatron_memory import REDUCE_BUCKET, deepspeed_bytes
 from shardwise.validation.scoreboard import PUBLISHED, memory_scores, read
-from shardwise.validation.scoreboard.memory import _stages
+from shardwise.validation.scoreboard.memory import REDUCE_BUCKET, _stages, deepspeed_bytes
 
 USUAL = {
     "source_id": "bloom-chronicles", "source": "bigscience chronicles-prequel.md", "gpu": "A100-80GB-SXM",

@@ -4,6 +4,7 @@ A run saves under one layout and goes on under any other. `writes` and `needs` s
 `commit` put it on the disk, `Checkpoint.read` gets any piece of it back.
 """
 
+from shardwise.checkpoint.file_io import DamagedError
 from shardwise.checkpoint.folder import (
     find,
     keep_last,
@@ -16,10 +17,17 @@ from shardwise.checkpoint.folder import (
 )
 from shardwise.checkpoint.geometry import Piece
 from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
-from shardwise.checkpoint.pieces import LocalInterval, needs, writes
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.reading import DamagedError
-from shardwise.checkpoint.resharding import TensorDifference, diff, model_of, reshard, shapes
+from shardwise.checkpoint.resharding import (
+    LocalInterval,
+    TensorDifference,
+    diff,
+    model_of,
+    needs,
+    reshard,
+    shapes,
+    writes,
+)
 from shardwise.checkpoint.writer import PartEntry, PartImage, PartWriter, commit, write_part
 
 __all__ = [

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from shardwise.checkpoint.file_io import DamagedError
 from shardwise.checkpoint.manifest import NAME, PART_NAME
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.reading import DamagedError
 from shardwise.checkpoint.writer import sync_folder
 from shardwise.errors import UserError, os_errors
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.dtypes import CODES, numpy_dtype
+from shardwise.checkpoint.file_io import DamagedError
 from shardwise.checkpoint.geometry import Piece, tiles, volume
-from shardwise.checkpoint.reading import DamagedError
 from shardwise.errors import UserError, os_errors
 from shardwise.report.strict_json import strict
 

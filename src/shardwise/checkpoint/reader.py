@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.checkpoint.dtypes import bits, convert, finite, numpy_dtype, raw
+from shardwise.checkpoint.file_io import DamagedError, opened, read_exactly
 from shardwise.checkpoint.geometry import Piece, copy, full, shared
 from shardwise.checkpoint.manifest import BLOCK, Manifest, PartFile, StoredPiece, TensorSpec, trained
-from shardwise.checkpoint.reading import DamagedError, opened, read_exactly
 from shardwise.checkpoint.writer import check_files
 from shardwise.errors import UserError
 from shardwise.layout.optimizers import OPTIMIZERS

@@ -19,8 +19,8 @@ from typing import Self
 
 import numpy as np
 
-from shardwise.checkpoint.direct_io import DirectFile, memory
 from shardwise.checkpoint.dtypes import CODES, finite, numpy_dtype, raw
+from shardwise.checkpoint.file_io import DamagedError, DirectFile, memory
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.manifest import (
     BLOCK,
@@ -32,7 +32,6 @@ from shardwise.checkpoint.manifest import (
     StoredPiece,
     TensorSpec,
 )
-from shardwise.checkpoint.reading import DamagedError
 from shardwise.errors import os_errors
 
 

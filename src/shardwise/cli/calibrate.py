@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import calibrate_device, calibrate_topology, collective_bench
 from shardwise.cli.actions import actions
-from shardwise.cli.cluster_file import known_cluster, write_cluster
+from shardwise.cli.clusters import known_cluster, write_cluster
 from shardwise.cli.output import print_json, show
 from shardwise.cli.quantities import bytes_of
 from shardwise.cluster import Cluster
@@ -78,12 +78,17 @@ def _network(args: argparse.Namespace) -> int:
     samples, spread = _measured(args, chosen, sizes)
     held_back = set(sorted({sample.nbytes for sample in samples})[1::2])
     network_fit = fit([s for s in samples if s.nbytes not in held_back], reads=args.transport == "shared")
-    cluster = _with_link(cluster, network_fit, args)
+    command = f"shardwise calibrate network --ranks {args.ranks} --transport {args.transport} --rounds {args.rounds}"
+    link = replace(network_fit.link("intra", f"{command}, {date.today()}, {_cpu()}"), kind=cluster.intra.kind)
+    cluster = replace(cluster.without_paths(), intra=link, devices_per_node=max(cluster.devices_per_node, args.ranks))
     checked = accuracy([s for s in samples if s.nbytes in held_back], Network.of(cluster, args.ranks, repeated=True))
     useless = checked.median_error is not None and checked.median_error > USELESS
     written = args.out and (args.force or not useless)
     if written:
-        _write(args.out, cluster, network_fit, _lines(args, checked, spread))
+        memory = "tensors that live in shared memory" if args.transport == "shared" else "gloo sends"
+        lines = [f"{args.ranks} ranks of one host, {memory}; {date.today()}, {_cpu()}"]
+        lines += [_verdict(checked), _noise(spread), "Behind figures: the interval of 80 of 100 resampled fits."]
+        _write(args.out, cluster, network_fit, lines)
     if args.json:
         print_json({"samples": len(samples), "spread": spread, **_as_json(network_fit, checked, held_back)})
     else:
@@ -141,23 +146,9 @@ def _measured(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> 
     return samples, median(spreads)
 
 
-def _with_link(cluster: Cluster, network_fit: NetworkFit, args: argparse.Namespace) -> Cluster:
-    command = f"shardwise calibrate network --ranks {args.ranks} --transport {args.transport} --rounds {args.rounds}"
-    link = replace(network_fit.link("intra", f"{command}, {date.today()}, {_cpu()}"), kind=cluster.intra.kind)
-    return replace(cluster.without_paths(), intra=link, devices_per_node=max(cluster.devices_per_node, args.ranks))
-
-
 def _cpu() -> str:
     """The host's processor, and the cores that this process may use."""
     return f"{calibrate_device.cpu_name()}, {len(collective_bench.cores())} cores"
-
-
-def _lines(args: argparse.Namespace, checked: Accuracy, spread: float) -> list[str]:
-    """The file's header."""
-    memory = "tensors that live in shared memory" if args.transport == "shared" else "gloo sends"
-    lines = [f"{args.ranks} ranks of one host, {memory}; {date.today()}, {_cpu()}"]
-    lines += [_verdict(checked), _noise(spread), "Behind figures: the interval of 80 of 100 resampled fits."]
-    return lines
 
 
 def _verdict(checked: Accuracy) -> str:

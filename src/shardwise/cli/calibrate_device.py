@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardwise.cli import collective_bench
-from shardwise.cli.cluster_file import known_cluster, write_cluster
+from shardwise.cli.clusters import known_cluster, write_cluster
 from shardwise.cli.output import print_json, show
 from shardwise.cluster import Cluster, Device, Host, Link
 from shardwise.cluster.catalog import lookup, machine_memory
@@ -28,7 +28,7 @@ from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
-    from shardwise.runtime.measure.disk import DiskRates
+    from shardwise.runtime.measure.hardware import DiskRates
 
 SECONDS = 60.0
 
@@ -162,7 +162,7 @@ def _cluster(before: Cluster | None, device: Device, ranks: int) -> Cluster:
 def _disk(args: argparse.Namespace) -> tuple[DiskRates | None, str]:
     """(speed of the disk, ""), or (None, why it could not be measured) of the temporary directory. Raises `UserError`
     for a folder that was given."""
-    from shardwise.runtime.measure.disk import disk_rates
+    from shardwise.runtime.measure.hardware import disk_rates
 
     try:
         return disk_rates(args.disk or Path(tempfile.gettempdir())), ""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.cluster_file import check_name, write_cluster
+from shardwise.cli.clusters import check_name, write_cluster
 from shardwise.cli.output import print_json
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _topology(table: str | None) -> Topology:
-    from shardwise.cluster.nvml import ask
-    from shardwise.cluster.topology import MOST_TEXT, read
+    from shardwise.cluster.topology import MOST_TEXT, ask, read
 
     if table is None:
         return ask()

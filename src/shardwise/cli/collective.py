@@ -83,7 +83,7 @@ def list_all(args: argparse.Namespace) -> int:
 
 def _listed() -> Iterator[Renderable]:
     from shardwise.schedule import algorithms
-    from shardwise.schedule.collectives import COLLECTIVES
+    from shardwise.schedule.comm import COLLECTIVES
 
     table = FittedTable(
         [

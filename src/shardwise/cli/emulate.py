@@ -18,8 +18,8 @@ from shardwise.report.units import format_share, format_time
 from shardwise.serving.messages import Finished, Sampling, Token
 
 if TYPE_CHECKING:
-    from shardwise.serving.bubble import Filled
     from shardwise.serving.job import Ready, ServingJob
+    from shardwise.serving.recording import Filled
     from shardwise.serving.service import Service
 
 ROUNDS = 5
@@ -36,7 +36,7 @@ def add_argument(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     from shardwise.runtime.job.locks import temporary_folder
     from shardwise.schedule.pipeline.times import seconds_of
-    from shardwise.serving import bubble
+    from shardwise.serving import recording
 
     seconds = seconds_of(args.emulate)
     _check(args, seconds)
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
         if job.layout.pp == 1 or job.layout.dp > 1:
             raise UserError(f"--emulate measures one pipeline, which {job.layout} is not: give --layout pp=2")
         ready = _read(job, prompt)
-        measured = bubble.measured(job, notes)[1:]
-    simulated = bubble.simulated(job.layout.pp, measured[0].chunks, seconds, ready.hop)
+        measured = recording.measured(job, notes)[1:]
+    simulated = recording.simulated(job.layout.pp, measured[0].chunks, seconds, ready.hop)
     _show(job, ready, measured, simulated, as_json=args.json)
     return 0
 
@@ -94,16 +94,16 @@ def _read(job: ServingJob, prompt: list[int]) -> Ready:
 def _once(service: Service, prompt: list[int]) -> None:
     from shardwise.runtime.job.launch import RunFailed
 
-    heard: SimpleQueue[Token | Finished] = SimpleQueue()
-    service.submit(prompt, Sampling(max_tokens=1), heard.put)
-    while not isinstance(said := heard.get(), Finished):
+    events: SimpleQueue[Token | Finished] = SimpleQueue()
+    service.submit(prompt, Sampling(max_tokens=1), events.put)
+    while not isinstance(event := events.get(), Finished):
         pass
-    if said.reason == "error":
-        raise RunFailed(said.error)
+    if event.reason == "error":
+        raise RunFailed(event.error)
 
 
 def _show(job: ServingJob, ready: Ready, measured: list[Filled], simulated: Filled, *, as_json: bool) -> None:
-    from shardwise.serving.bubble import median
+    from shardwise.serving.recording import median
 
     middle = median(measured)
     ratio = middle.bubble / simulated.bubble

@@ -144,28 +144,28 @@ def _generate(
     from shardwise.runtime.job.launch import RunFailed
 
     sampling = replace(sampling, stop_tokens=stops)
-    heard: SimpleQueue[Token | Finished] = SimpleQueue()
+    events: SimpleQueue[Token | Finished] = SimpleQueue()
     started = time.monotonic()
-    open_ones = {service.submit(answer.prompt, sampling, heard.put): answer for answer in answers}
+    open_ones = {service.submit(answer.prompt, sampling, events.put): answer for answer in answers}
     alone = len(answers) == 1
     while open_ones:
-        said = heard.get()
-        answer = open_ones[said.id]
-        if isinstance(said, Finished):
-            if said.reason == "error":
-                raise RunFailed(said.error)
-            del open_ones[said.id]
+        event = events.get()
+        answer = open_ones[event.id]
+        if isinstance(event, Finished):
+            if event.reason == "error":
+                raise RunFailed(event.error)
+            del open_ones[event.id]
             before = "" if alone else f"[{answers.index(answer) + 1}] {answer.text}"
-            _show(f"{before}{answer.end(said)}\n", quiet)
+            _show(f"{before}{answer.end(event)}\n", quiet)
             continue
         if answer.stream is not None and answer.stream.stopped:
             continue  # chosen before the ranks received the cancellation
         answer.first = answer.first or time.monotonic() - started
-        new = answer.add(said, stops)
+        new = answer.add(event, stops)
         if alone:
             _show(new, quiet)
         if answer.stream is not None and answer.stream.stopped:
-            service.cancel(said.id)
+            service.cancel(event.id)
     return time.monotonic() - started
 
 

@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.cluster_file import check_name, write_cluster
+from shardwise.cli.clusters import check_name, write_cluster
 from shardwise.cli.output import print_json
 from shardwise.errors import UserError
 from shardwise.report.units import format_bytes, format_time
@@ -75,7 +75,7 @@ def links_of(nodes: int, texts: list[str]) -> list[LabLink]:
 def _cluster_file(args: argparse.Namespace, links: list[LabLink], folder: Path) -> Path | None:
     """The file that describes the hosts as a cluster; None where this machine has not been measured."""
     from shardwise.cluster import Cluster
-    from shardwise.lab.cluster import lab_cluster
+    from shardwise.lab.link import lab_cluster
 
     check_name(args.out)
     if args.cluster is None:

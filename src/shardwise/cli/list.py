@@ -10,7 +10,7 @@ from shardwise.cli.actions import actions
 from shardwise.cli.models import add_offline
 from shardwise.cli.output import print_result
 from shardwise.cli.pipeline import listing
-from shardwise.cluster.accelerators import accelerators
+from shardwise.cluster.catalog import accelerators
 from shardwise.cluster.device import KINDS
 from shardwise.layout.keys import CHOICES, KEYS
 from shardwise.layout.model_size import size_json

@@ -31,7 +31,7 @@ from shardwise.cli.plan_emit import check_emit, emitted, profile_of, refusals
 from shardwise.cli.quantities import bytes_of, length_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
-from shardwise.cluster.prices import price_of
+from shardwise.cluster.catalog import price_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.usual_workload import odd_part

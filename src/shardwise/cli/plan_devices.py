@@ -11,14 +11,21 @@ from shardwise.cli.output import print_result
 from shardwise.cli.plan_emit import profile_of
 from shardwise.cli.quantities import bytes_of
 from shardwise.cli.workloads import workload_of
-from shardwise.cluster.prices import price_date
+from shardwise.cluster.catalog import price_date
 from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.layout.legality import beyond_positions
 from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
-from shardwise.planner.device_needs import DeviceNeed, serving_needs, training_needs
-from shardwise.planner.models_that_fit import KINDS, LENGTH, ModelFit, models_that_fit
+from shardwise.planner.device_needs import (
+    KINDS,
+    LENGTH,
+    DeviceNeed,
+    ModelFit,
+    models_that_fit,
+    serving_needs,
+    training_needs,
+)
 from shardwise.planner.price_words import money
 from shardwise.report.table import Column, FittedTable
 from shardwise.report.terminal import Renderable

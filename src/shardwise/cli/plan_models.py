@@ -13,7 +13,7 @@ from shardwise.cli.output import print_result, progress
 from shardwise.cli.plan_emit import profile_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
-from shardwise.cluster.prices import price_of
+from shardwise.cluster.catalog import price_of
 from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.layout.usual_workload import odd_part

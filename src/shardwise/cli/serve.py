@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
             front = Front(service, text, context=job.context, places=job.batch * job.replicas, queue=args.queue)
             public = is_public(sock)
             app = application(front, name, chat, version=__version__, api_key=key, public=public)
-            tell = partial(_tell, f"{url_of(sock)}/v1", name, job, fit, ready, args.json)
-            run_server(app, front, sock, grace=args.grace, ready=tell, echo=say)
+            print_ready = partial(_print_ready, f"{url_of(sock)}/v1", name, job, fit, ready, args.json)
+            run_server(app, front, sock, grace=args.grace, ready=print_ready, echo=say)
             if launched_ranks() is not None:
                 service.drain()
     say("stopped")
@@ -108,7 +108,7 @@ def _text_and_chat(folder: str) -> tuple[Text, Chat]:
     return Text.open(folder), Chat(file)
 
 
-def _tell(url: str, name: str, job: ServingJob, fit: MemoryFit, ready: Ready, as_json: bool) -> None:
+def _print_ready(url: str, name: str, job: ServingJob, fit: MemoryFit, ready: Ready, as_json: bool) -> None:
     """Say that requests are taken: on standard output, since programs wait for that line."""
     import json
     from dataclasses import asdict

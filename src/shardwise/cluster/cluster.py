@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import catalog
-from shardwise.cluster.accelerators import Accelerator
-from shardwise.cluster.device import MOST_OVER_PCIE, PCIE, Device, Link, Speed
-from shardwise.cluster.host import HOST_FIELDS, RATES, UNKNOWN, Host
+from shardwise.cluster.catalog import Accelerator
+from shardwise.cluster.device import HOST_FIELDS, MOST_OVER_PCIE, PCIE, RATES, UNKNOWN, Device, Host, Link, Speed
 from shardwise.cluster.networks import network_of
 from shardwise.cluster.paths import CHAIN, PAIRS, RING, NodePaths, paths_of, slowest
 from shardwise.errors import UserError

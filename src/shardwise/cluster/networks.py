@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from math import ceil
 
-from shardwise.cluster.accelerators import KnownNetwork, accelerators
+from shardwise.cluster.catalog import KnownNetwork, accelerators
 from shardwise.cluster.device import Link
 from shardwise.errors import UserError
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from shardwise.cluster.accelerators import Accelerator
+from shardwise.cluster.catalog import Accelerator
 from shardwise.cluster.device import KINDS, Link
 from shardwise.errors import UserError
 from shardwise.records import dataclass

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.cluster import catalog
-from shardwise.cluster.accelerators import Accelerator
+from shardwise.cluster.catalog import Accelerator
 from shardwise.cluster.cluster import Cluster
-from shardwise.cluster.device import Device, Link, Speed
-from shardwise.cluster.host import HOST_FIELDS, Host
+from shardwise.cluster.device import HOST_FIELDS, Device, Host, Link, Speed
 from shardwise.cluster.paths import NodePaths, named_link
 
 

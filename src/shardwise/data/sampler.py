@@ -6,13 +6,33 @@ No shuffled array is stored: an epoch's order is a keyed permutation, evaluated 
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardwise.data.hashing import splitmix64
 from shardwise.errors import UserError
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit integers, elementwise.
+
+    x: an array of at least one dimension (numpy warns when scalars wrap around, and arrays wrap silently).
+    """
+    x = x + GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform(*key: int | str) -> float:
+    """A number in [0, 1) that depends on the key only, equal on every machine."""
+    digest = blake2b(repr(key).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
 
 _ROUNDS = 6
 
@@ -28,17 +48,13 @@ def permute(positions: ArrayLike, epochs: ArrayLike, size: int, seed: int) -> ND
     shape = np.shape(positions)
     values = np.array(positions, np.uint64).reshape(-1)
     half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
-    keys = _round_keys(np.array(epochs, np.uint64).reshape(-1), seed)
+    base = splitmix64(splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.array(epochs, np.uint64).reshape(-1))
+    keys = [splitmix64(base + np.uint64(number)) for number in range(_ROUNDS)]
     todo = np.arange(values.size)
     while todo.size:
         values[todo] = _feistel(values[todo], half, [key[todo] for key in keys])
         todo = todo[values[todo] >= size]
     return values.astype(np.int64).reshape(shape)
-
-
-def _round_keys(epochs: NDArray[np.uint64], seed: int) -> list[NDArray[np.uint64]]:
-    base = splitmix64(splitmix64(np.array([seed % 2**64], np.uint64)) ^ epochs)
-    return [splitmix64(base + np.uint64(number)) for number in range(_ROUNDS)]
 
 
 def _feistel(x: NDArray[np.uint64], half: np.uint64, keys: list[NDArray[np.uint64]]) -> NDArray[np.uint64]:

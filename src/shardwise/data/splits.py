@@ -8,7 +8,7 @@ from typing import BinaryIO, Literal, get_args
 
 import numpy as np
 
-from shardwise.data.hashing import uniform
+from shardwise.data.sampler import uniform
 from shardwise.errors import UserError
 
 Split = Literal["train", "validation"]

@@ -11,12 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from shardwise.decoder.adapters import adapt
-from shardwise.decoder.gemma2 import Gemma2Block
-from shardwise.decoder.gpt import GPTBlock
-from shardwise.decoder.llama import LlamaBlock
-from shardwise.decoder.modules import Batch, Dropout, LayerNorm, Linear, Lookup, RMSNorm, TiedLinear, soft_cap
-from shardwise.decoder.olmo2 import Olmo2Block
+from shardwise.decoder.blocks import Gemma2Block, GPTBlock, LlamaBlock, Olmo2Block
+from shardwise.decoder.modules import Batch, Dropout, LayerNorm, Linear, Lookup, RMSNorm, TiedLinear, adapt, soft_cap
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import blueprint

@@ -1,8 +1,7 @@
 """Mixtures of experts: a router chooses a few of many feed-forward parts for each token.
 
-Routing is in functions of its own, since every form of a mixture routes alike. Scores and weights are in fp32 for bf16
-inputs.
-"""
+Routing is in functions of its own, since every form of a mixture routes in one way. Scores and weights are in fp32 for
+bf16 inputs."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.decoder.feed_forward import GatedMLP
-from shardwise.decoder.modules import Batch
+from shardwise.decoder.modules import Batch, GatedMLP
 from shardwise.model import ModelConfig
 from shardwise.model.config import Experts
 
@@ -174,16 +172,14 @@ class Mixture(nn.Module):
             takes = taken(chosen.unflatten(0, x.shape[:2]), e).flatten(0, 1)
         y = self.experts(rows, routing, takes)
         if batch.auxiliary and (e.balance_loss or e.z_loss):
-            of_tokens, size = self._counted_with(loads, x.shape[1], batch)
+            # ([T, E]: choices of each expert among the tokens that a token is counted with, their number)
+            tokens = x.shape[1]
+            pool = {"sequence": 1, "micro-batch": batch.pool, "global": len(loads)}[self.config.balance]
+            pooled = loads.unflatten(0, (-1, pool)).sum(1)
+            of_tokens, size = pooled.repeat_interleave(pool * tokens, 0), pool * tokens
             loss = auxiliary_loss(routing, of_tokens, size, e)
             y = _WithLoss.apply(y, loss * (batch.auxiliary / x.shape[1]))  # type: ignore[no-untyped-call]
         if batch.loads is not None:
             batch.loads[self.name] = batch.loads.get(self.name, 0) + loads.sum(0)
         y = y.view_as(x)
         return y if self.shared is None else y + self.shared(x)
-
-    def _counted_with(self, loads: Tensor, tokens: int, batch: Batch) -> tuple[Tensor, int]:
-        """([T, E]: choices of each expert among the tokens that a token is counted with, their number)."""
-        pool = {"sequence": 1, "micro-batch": batch.pool, "global": len(loads)}[self.config.balance]
-        pooled = loads.unflatten(0, (-1, pool)).sum(1)
-        return pooled.repeat_interleave(pool * tokens, 0), pool * tokens

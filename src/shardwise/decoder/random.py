@@ -11,6 +11,9 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torch import Tensor
+
+from shardwise.model.parameters import Parameter
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
@@ -59,3 +62,12 @@ def normal(key: int, counter: torch.Tensor) -> torch.Tensor:
 def keep_mask(key: int, counter: torch.Tensor, drop: float) -> torch.Tensor:
     """True with probability 1 - drop, for each counter."""
     return ((hash64(key, counter) >> 20) & 0xFFFFFFFF) >= int(drop * (1 << 32))
+
+
+def initial_values(parameter: Parameter, index: Tensor, seed: int) -> Tensor:
+    """Values of `parameter` at row-major global positions `index` (int64, any shape); float64 of the same shape."""
+    if parameter.init == "zeros":
+        return torch.zeros(index.shape, dtype=torch.float64, device=index.device)
+    if parameter.init == "ones":
+        return torch.ones(index.shape, dtype=torch.float64, device=index.device)
+    return normal(key(seed, parameter.name), index).mul_(parameter.std)

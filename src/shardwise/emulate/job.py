@@ -12,8 +12,8 @@ from shardwise.runtime.job.rank import RankJob
 from shardwise.runtime.measure.job import whole
 from shardwise.schedule.pipeline import PipelineSchedule
 from shardwise.schedule.pipeline.memory import MicroBatchMemory
+from shardwise.schedule.pipeline.show import from_text, to_text
 from shardwise.schedule.pipeline.simulate import Simulated, simulate
-from shardwise.schedule.pipeline.text import from_text, to_text
 from shardwise.schedule.pipeline.times import Times
 
 WORD = 8

@@ -20,29 +20,29 @@ from shardwise.serving.rank import main
 from shardwise.serving.scheduler import EngineStep
 
 _NUMBERS = 128
-"""Turns are counted up to here, and then anew: every type of activations has these numbers."""
+"""Engine steps are counted up to here, and then anew: every type of activations has these numbers."""
 
 
 class TimedStage(TokenGenerator):
-    """Stage that waits `job.emulate` seconds in every turn that has tokens; what a wait lasts too long, the next one
-    lasts less, unless the rank stood still for others in between. What it sends begins with the turn's number, and what
-    it gets is checked to be of this turn."""
+    """Stage that waits `job.emulate` seconds in every engine step that has tokens; what a wait lasts too long, the next
+    one lasts less, unless the rank stood still for others in between. What it sends begins with the step's number, and
+    what it gets is checked to be of this engine step."""
 
-    _turn, _late = 0, 0.0
+    _number, _late = 0, 0.0
 
     def load(self, weights: Weights, progress: Progress = lambda done, of: None) -> None:
         """No-op: emulated stages need no weights."""
 
-    def forward(self, turn: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
+    def forward(self, step: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
         """The shape of `TokenGenerator.forward`'s result without its values; on the last stage every token is 0."""
-        self._turn = (self._turn + 1) % _NUMBERS
-        if x is not None and (result := int(x.view(-1)[0])) != self._turn:
-            raise RuntimeError(f"the message of turn {self._turn} was expected, that of turn {result} came")
+        self._number = (self._number + 1) % _NUMBERS
+        if x is not None and (result := int(x.view(-1)[0])) != self._number:
+            raise RuntimeError(f"the message of turn {self._number} was expected, that of turn {result} came")
         self._wait()
         if self.plan.of_kind("head"):
-            return torch.zeros(len(turn.wanted), self.plan.model.vocab, dtype=self.dtype, device=self.device)
-        shape = 1, turn.tokens, self.plan.model.hidden
-        return torch.full(shape, float(self._turn), dtype=self.dtype, device=self.device)
+            return torch.zeros(len(step.wanted), self.plan.model.vocab, dtype=self.dtype, device=self.device)
+        shape = 1, step.tokens, self.plan.model.hidden
+        return torch.full(shape, float(self._number), dtype=self.dtype, device=self.device)
 
     def _wait(self) -> None:
         now = time.monotonic()

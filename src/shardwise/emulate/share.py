@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardwise.data import Sampler
 from shardwise.decoder import random
-from shardwise.decoder.initial import initial_values
+from shardwise.decoder.random import initial_values
 from shardwise.emulate.share_composition import StageTimes, simulated, stage_times
 from shardwise.emulate.share_job import ShareJob, ShareStep, ShareWait
 from shardwise.layout import Layout, Mesh, Workload, unit_plan
@@ -30,12 +30,11 @@ from shardwise.model import ModelConfig
 from shardwise.report.exposure import COMPUTE as COMPUTING
 from shardwise.report.exposure import WAITING
 from shardwise.report.step_report import DTYPE_BYTES
-from shardwise.runtime.data.batches import Batches
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.job.devices import cuda_device
 from shardwise.runtime.job.output import rewrite_line
 from shardwise.runtime.job.rank import leave, main
-from shardwise.runtime.job.setup import axes_of
+from shardwise.runtime.job.setup import axes_of, cuda_device
+from shardwise.runtime.job.text import Batches
 from shardwise.runtime.measure.timeline import TimelineRecorder
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.tensor.lowering import vocabulary_range
@@ -98,7 +97,7 @@ class ShareRecorder(TimelineRecorder):
             comms.mesh.name(axes): comms.mesh.group(axes, comms.rank) for axes in axes_of(program.plan.model)
         }
         if program.plan.schedule is not None:
-            program.moment = self._computed
+            program.after_compute = self._computed
 
     def start(self) -> None:
         """The next computation of the pipeline starts, as soon as its pace allows."""

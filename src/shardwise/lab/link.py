@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from shardwise.cluster import Cluster, Link
 from shardwise.errors import UserError
 from shardwise.schedule.pipeline.times import seconds_of
 
@@ -83,3 +84,24 @@ def _loss(text: str, word: str) -> float:
     if not match or float(match[1]) > 50:
         raise UserError(f"--link {text}: give a loss from 0% to 50%, {EXAMPLE}")
     return float(match[1]) / 100
+
+
+def lab_cluster(machine: Cluster, links: list[LabLink]) -> Cluster:
+    """Hosts as nodes with one NIC each, and as many ranks together as measured this machine at once.
+
+    machine: as `calibrate device --ranks N --transport gloo` writes it. Raises `UserError` when it is no CPU, or its
+    ranks cannot be spread over the hosts.
+    """
+    if machine.device.kind != "cpu":
+        raise UserError("the lab's ranks compute on this machine's cores: give --cluster a file of `calibrate device`")
+    hosts, slowest = len(links), min(links, key=lambda link: link.bandwidth)
+    ranks, rest = divmod(machine.devices, hosts)
+    if rest:
+        raise UserError(
+            f"--cluster describes {machine.devices} ranks, which {hosts} hosts cannot share evenly: calibrate with "
+            f"--ranks {hosts * max(1, ranks)}"
+        )
+    alpha = (machine.intra.alpha or 0.0) + max(link.latency for link in links)
+    source = f"a lab's link of {slowest}; latency of a message inside a host added"
+    between = Link(alpha, slowest.payload, source, kind="network")
+    return replace(machine.without_paths(), nodes=hosts, devices_per_node=ranks, inter=between, nics=1)

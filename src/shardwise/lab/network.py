@@ -92,7 +92,11 @@ def lab_network(links: list[LabLink]) -> Iterator[LabNetwork]:
             check_relay(links)
         for node, (name, link) in enumerate(zip(names, links, strict=True)):
             _connect(switch, name, node, link, single=relayed and any(link.loss for link in links))
-            _settle_tcp(name, link)
+            # a host's TCP as in a cluster's own network: its connections keep their rate while they wait, and queue
+            # little
+            settings = {"congestion_control": "reno", "slow_start_after_idle": 0, "limit_output_bytes": _unsent(link)}
+            words = "; ".join(f"echo {value} > /proc/sys/net/ipv4/tcp_{setting}" for setting, value in settings.items())
+            _run("ip", "netns", "exec", name, "sh", "-ec", words)
             if shaped and not relayed:
                 _shape(name, link)
         if relayed:
@@ -182,13 +186,6 @@ def _connect(switch: str, name: str, node: int, link: LabLink, *, single: bool) 
 
 def _unsent(link: LabLink) -> int:
     return max(_UNSENT_LEAST, round(link.bandwidth / 8 * _UNSENT_SECONDS))
-
-
-def _settle_tcp(name: str, link: LabLink) -> None:
-    """A host's TCP as in a cluster's own network: its connections keep their rate while they wait, and queue little."""
-    settings = {"congestion_control": "reno", "slow_start_after_idle": 0, "limit_output_bytes": _unsent(link)}
-    words = "; ".join(f"echo {value} > /proc/sys/net/ipv4/tcp_{setting}" for setting, value in settings.items())
-    _run("ip", "netns", "exec", name, "sh", "-ec", words)
 
 
 def _bridge(switch: str, hosts: int) -> None:

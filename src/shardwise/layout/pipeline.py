@@ -18,8 +18,8 @@ from shardwise.report.step_report import Phase
 
 if TYPE_CHECKING:
     from shardwise.schedule.pipeline import Action, PipelineSchedule
-    from shardwise.schedule.pipeline.stages import StageLayers
-    from shardwise.schedule.pipeline.steady import Steady
+    from shardwise.schedule.pipeline.plan import StageLayers
+    from shardwise.schedule.pipeline.simulate import Steady
 
 _PHASES: dict[str, Phase] = {"F": "forward", "SEND_F": "forward", "RECV_F": "forward", "SHARE_LOSS": "loss"}
 
@@ -49,7 +49,7 @@ def releases_early(layout: Layout) -> bool:
 
 def stages(model: ModelConfig | Blueprint, layout: Layout) -> StageLayers:
     """The layers of each stage. Raises `LayoutError` when there are not enough of them."""
-    from shardwise.schedule.pipeline.stages import StageLayers
+    from shardwise.schedule.pipeline.plan import StageLayers
 
     if isinstance(model, Blueprint):
         layers, tied = sum(part.count for part in model.of_kind("block")), bool(model.shared)
@@ -111,7 +111,7 @@ def _training(
 @lru_cache(maxsize=256)
 def steady(schedule: str, pp: int, micro_batches: int) -> Steady:
     """The short schedule with the same steady state as `micro_batches` micro-batches."""
-    from shardwise.schedule.pipeline.steady import steady
+    from shardwise.schedule.pipeline.simulate import steady
 
     return steady(schedule, pp, micro_batches)
 

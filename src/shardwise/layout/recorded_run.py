@@ -10,7 +10,7 @@ from shardwise.layout.layout import Layout
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_report import StepReport
 from shardwise.schedule.outer_rounds import OuterRound, outer_rounds
-from shardwise.schedule.run_traffic import WorkerTraffic, run_traffic
+from shardwise.schedule.traffic import WorkerTraffic, run_traffic
 from shardwise.schedule.update_record import UpdateRecord, read_records
 
 

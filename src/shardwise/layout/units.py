@@ -55,7 +55,7 @@ from shardwise.report.step_report import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from shardwise.schedule.pipeline import Action, PipelineSchedule
-    from shardwise.schedule.pipeline.steady import Steady
+    from shardwise.schedule.pipeline.simulate import Steady
 
 Backend = Literal["gloo", "nccl", "shared", "staged"]
 """Backend of the collectives: gloo, NCCL, the memory that processes of one host share, or, between ranks that share a

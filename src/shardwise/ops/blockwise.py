@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from shardwise.decoder.attention import CoreAttention
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -85,15 +87,12 @@ class FlashOnCUDA:
     """Scale of the products q kᵀ."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        out, lse = self._run(q, k, v, scores)[:2]
-        return out.transpose(1, 2)[..., : v.shape[3]], lse
-
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
         attend = torch.ops.aten._scaled_dot_product_flash_attention
         result: tuple[Tensor, ...] = attend(
             *_by_heads(q, *_repeated(q, k, _as_wide(v, k))), 0.0, scores.causal, scale=self.scale
         )
-        return result
+        out, lse = result[:2]
+        return out.transpose(1, 2)[..., : v.shape[3]], lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
@@ -214,3 +213,26 @@ class Merged:
     def out(self, dtype: torch.dtype) -> Tensor:
         """[B, S, H, D]."""
         return self._out.to(dtype)
+
+
+class ScoreRule(NamedTuple):
+    """From products q kᵀ to the scores of a core of attention."""
+
+    scale: float
+    softcap: float
+    """c of c tanh(s / c); 0 for none."""
+    window: int
+    """Keys that a query sees at most; 0 for no bound."""
+
+    @classmethod
+    def of(cls, core: CoreAttention) -> ScoreRule:
+        return cls(core.scale, core.softcap or 0.0, core.window)
+
+    def cap(self, scores: Tensor) -> Tensor:
+        """The capped scores, in place."""
+        return scores.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else scores
+
+    def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Whether a query at a position sees the key at another. queries, keys: positions, which broadcast."""
+        seen = keys <= queries
+        return seen & (queries - keys < self.window) if self.window else seen

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import CoreAttention
 from shardwise.decoder.modules import Dropout
-from shardwise.ops.blocked_attention import goes_by_blocks
+from shardwise.ops.attention import goes_by_blocks
 from shardwise.ops.context import OpContext
 
 Forward = Callable[..., Any]

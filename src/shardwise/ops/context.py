@@ -9,10 +9,9 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from shardwise.decoder.attention import CoreAttention
-from shardwise.ops.exchange import TokenExchange
+from shardwise.ops.exchange import COMPLETE, Pending, TokenExchange
 from shardwise.ops.fusion import FusedForm
 from shardwise.ops.gradients import WeightGradients
-from shardwise.ops.waiting import COMPLETE, Pending
 
 Core = Callable[..., Tensor]
 """(q, k, v, batch) -> the output of attention."""

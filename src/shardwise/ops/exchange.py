@@ -7,11 +7,24 @@ of all that experts take.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardwise.ops.waiting import COMPLETE, Pending
+
+class Pending(Protocol):
+    """Communication in progress."""
+
+    def wait(self) -> None: ...
+
+
+class _Complete:
+    def wait(self) -> None:
+        """No-op."""
+
+
+COMPLETE = _Complete()
 
 
 class TokenExchange:

@@ -16,19 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.decoder import Batch
-from shardwise.decoder.attention import Attention, Rope, rotate
+from shardwise.decoder.attention import Attention, MultiHeadLatentAttention, Rope, rotate
+from shardwise.decoder.blocks import MLP, GPTBlock, LlamaBlock
 from shardwise.decoder.decoder import Head
-from shardwise.decoder.feed_forward import GatedMLP
-from shardwise.decoder.gpt import MLP, GPTBlock
-from shardwise.decoder.latent_attention import MultiHeadLatentAttention
-from shardwise.decoder.llama import LlamaBlock
-from shardwise.decoder.modules import Linear, Linears, Lookup, RMSNorm, TiedLinear, norm_scale
+from shardwise.decoder.modules import GatedMLP, Linear, Linears, Lookup, RMSNorm, TiedLinear, norm_scale
+from shardwise.ops.blockwise import ScoreRule
 from shardwise.ops.context import LOCAL, Around, OpContext, Redistribute
 from shardwise.ops.expert_share import ExpertShare
-from shardwise.ops.fused import end_to_end
+from shardwise.ops.linear import end_to_end
 from shardwise.ops.paged import PagedCache, Rows
 from shardwise.ops.products import MakeProduct, Plain, Product
-from shardwise.ops.scores import ScoreRule
 
 Forward = Callable[[Tensor, Batch], Tensor]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.ops.cpu.limits import CACHED, product_chunk
+from shardwise.ops.limits import CACHED, product_chunk
 
 
 class GradSlot:

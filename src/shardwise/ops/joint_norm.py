@@ -24,7 +24,7 @@ class _JointNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: int, sums: Redistribute, norm: RMSNorm, *tensors: Tensor) -> Pair:
         x, weights = tensors[:2], tensors[2:]
-        wide = [_wide(each) for each in x]
+        wide = [(each.float() if each.dtype == torch.bfloat16 else each) for each in x]
         squares = [torch.linalg.vector_norm(each, dim=-1).square_().div_(ranks * each.shape[-1]) for each in wide]
         rstd = sums.forward(torch.stack(squares, -1)).add_(norm.eps).rsqrt_()
         ctx.ranks, ctx.sums, ctx.centered = ranks, sums, norm.zero_centered
@@ -48,10 +48,6 @@ class _JointNorm(torch.autograd.Function):
             for s, n, mean, r, each in zip(scaled, normed, means, rstd.split(1, -1), x, strict=True)
         )
         return None, None, None, *found, *weight_grads
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype == torch.bfloat16 else x
 
 
 def _scaled(x: Tensor, wide: Tensor, rstd: Tensor, weight: Tensor, zero_centered: bool) -> Tensor:

@@ -6,6 +6,16 @@ parallelism an input is gathered again in backward, so that only the shard is sa
 A low-rank adapter is part of its map: it reads the same input and adds to the output before that is communicated, so
 that it needs no communication of its own. Its inner product is computed again in backward. A map without trained
 weights saves no input.
+
+Products with a frozen matrix in 8 bits: its rows are converted to the precision of the inputs block by block.
+
+Forward and backward multiply with the same converted numbers, so that gradients are those of W = numbers x scale.
+
+Linear maps of a block by hand, forward and backward: several of one input as one product, and row-parallel ones.
+
+The weights of several maps of one input are adjacent in their unit's flat buffer, and so are their gradients: one
+product in place of two or three has fewer calls, larger operands, and no sums of the input's gradients between them.
+Communication is as in `linear.py`; these are its counterparts without autograd.
 """
 
 from __future__ import annotations
@@ -17,12 +27,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.decoder.adapters import Adapted
-from shardwise.decoder.latent_attention import SharedKey
-from shardwise.decoder.modules import Linear, Linears, Lookup, TiedLinear
+from shardwise.decoder import Batch
+from shardwise.decoder.attention import SharedKey
+from shardwise.decoder.decoder import Head
+from shardwise.decoder.modules import Adapted, Linear, Linears, Lookup, TiedLinear, dequantised
 from shardwise.ops.context import Around, OpContext
-from shardwise.ops.gradients import grad_slot
-from shardwise.ops.int8 import int8_input_gradient, int8_linear
+from shardwise.ops.gradients import GradSlot, grad_slot
+from shardwise.ops.limits import dense_rows
+
+
+def int8_linear(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b. x: [..., in]; numbers: int8 [out, in]; scales: [out], in the precision of x."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = rows.new_empty(len(rows), len(numbers))
+    step = dense_rows(*numbers.shape)
+    for start in range(0, len(numbers), step):
+        part = slice(start, start + step)
+        dense = dequantised(numbers[part], scales[part])
+        torch.mm(rows, dense.t(), out=y[:, part])
+        del dense  # before the next one is made
+    if bias is not None:
+        y += bias
+    return y.view(*x.shape[:-1], -1)
+
+
+def int8_input_gradient(dy: Tensor, numbers: Tensor, scales: Tensor, dx: Tensor | None = None) -> Tensor:
+    """dy W [T, in], added to `dx` where that is given. dy: [T, out]."""
+    step = dense_rows(*numbers.shape)
+    for start in range(0, len(numbers), step):
+        part = slice(start, start + step)
+        dense = dequantised(numbers[part], scales[part])
+        dx = dy[:, part] @ dense if dx is None else dx.addmm_(dy[:, part], dense)
+        del dense
+    assert dx is not None
+    return dx
+
 
 Map = Linear | TiedLinear
 
@@ -217,3 +256,100 @@ def lookup(module: Lookup, at: OpContext) -> Callable[[Tensor], Tensor]:
     """A lookup in the table of tokens."""
     around = at.arounds.get("lookup", Around())
     return lambda ids: _Lookup.apply(around, at, module, ids, module.weight)  # type: ignore[no-untyped-call]
+
+
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One tensor on the memory of several that lie one behind the other, with a version counter of its own; None where
+    they do not."""
+    first = tensors[0]
+    storage, at = first.untyped_storage(), first.storage_offset()
+    for tensor in tensors:
+        if tensor.untyped_storage()._cdata != storage._cdata or tensor.storage_offset() != at:
+            return None
+        if not tensor.is_contiguous() or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
+            return None
+        at += tensor.numel()
+    own = torch.empty(0, dtype=first.dtype, device=first.device)
+    own.set_(storage, first.storage_offset(), (sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    return own
+
+
+class FusedLinear:
+    """Linear maps of one input whose weights are adjacent in memory, as one product. weight: [all rows, in]; bias: [all
+    rows] or None."""
+
+    def __init__(self, maps: Sequence[Linear], weight: Tensor, bias: Tensor | None, at: OpContext, name: str) -> None:
+        self.maps, self.weight, self.bias, self.at = maps, weight, bias, at
+        self.enter = at.around(name).enter
+        self.rows = [len(m.weight) for m in maps]
+        self._transposed = weight.t()
+        self._gradient: Tensor | None = None
+
+    @classmethod
+    def of(cls, linears: Linears, at: OpContext, name: str) -> FusedLinear:
+        """The maps of `linears`, whose weights are adjacent. name: in the module that `at` is about."""
+        names = [child for child, _ in linears.named_children()]
+        maps = linears.maps
+        weight = end_to_end([m.weight.detach() for m in maps])
+        biases = [m.bias.detach() for m in maps if m.bias is not None]
+        bias = end_to_end(biases) if biases else None
+        assert weight is not None and (bias is not None or not biases), "the plan lays the weights end to end"
+        return cls(maps, weight, bias, at, f"{name}.{names[0]}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, S or S / tp, in], not yet gathered -> [B S, all rows]."""
+        y = torch.mm(as_rows(self.enter.forward(x)), self._transposed)
+        if self.bias is not None:
+            y += self.bias
+        return y
+
+    def backward(self, x: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of x; those of the weights are added where they stay, now or later.
+
+        x: [B, S or S / tp, in], not yet gathered; dy: [B S, all rows].
+        """
+        dx, pending = self.enter.backward(torch.mm(dy, self.weight).view(len(x), -1, x.shape[2]))
+        self.at.weights.add(self.at.unit, lambda: self._add_product(dy, as_rows(self.enter.forward(x))), x, dy)
+        if self.bias is not None:
+            for module, part in zip(self.maps, dy.split(self.rows, 1), strict=True):
+                add_bias(module, part)
+        pending.wait()
+        return dx
+
+    def _add_product(self, dy: Tensor, x: Tensor) -> None:
+        places = [grad_slot(m.weight) for m in self.maps]
+        if self._gradient is None:
+            self._gradient = end_to_end([place.view for place in places])
+            assert self._gradient is not None, "gradients lie as their weights do"
+        whole = GradSlot(self._gradient)
+        whole.empty = places[0].empty
+        whole.add_product(dy.t(), x)
+        for place in places:
+            place.empty = False
+
+
+class RowParallel:
+    """A row-parallel map without bias, whose sum over ranks is added to the residual stream."""
+
+    def __init__(self, module: Linear, at: OpContext, name: str) -> None:
+        self.at, self.module, self.leave = at, module, at.around(name).leave
+        self._weight = module.weight.detach()
+        self._transposed = self._weight.t()
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x: [B S, in]; residual: [B, S or S / tp, out]; returns the latter's shape."""
+        y = torch.mm(x, self._transposed).view(len(residual), -1, residual.shape[2])
+        return self.leave.forward(y).add_(residual)
+
+    def backward(self, x: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of x; that of the weight is added where it stays, now or later. dy: [B, S or S / tp, out]."""
+        x = x.detach()  # without the graph that made it, which would outlive its backward
+        rows = as_rows(self.leave.backward(dy)[0])
+        place = grad_slot(self.module.weight)
+        self.at.weights.add(self.at.unit, lambda: place.add_product(rows.t(), x), x, rows)
+        return torch.mm(rows, self._weight)
+
+
+def uncapped_head(head: Head, at: OpContext) -> Callable[[Tensor, Batch], Tensor] | None:
+    """Logits before their soft cap."""
+    return (lambda x, batch: head.uncapped(x)) if head.softcap else None

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import Attention, rotate
-from shardwise.decoder.feed_forward import GatedMLP
-from shardwise.decoder.llama import LlamaBlock
-from shardwise.decoder.modules import RMSNorm, rms_norm, rms_norm_backward
+from shardwise.decoder.blocks import LlamaBlock
+from shardwise.decoder.modules import GatedMLP, RMSNorm, rms_norm, rms_norm_backward
 from shardwise.ops.context import OpContext
-from shardwise.ops.fused import FusedLinear, RowParallel
 from shardwise.ops.gradients import grad_slot
+from shardwise.ops.linear import FusedLinear, RowParallel
 
 Tables = tuple[Tensor, Tensor]
 """Tables of `Rope.whole`."""

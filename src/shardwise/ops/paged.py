@@ -2,14 +2,13 @@
 
 A block's cache is [2, kv heads, slots, head dim], keys and values, or [1, 1, slots, width] of latent attention, keys
 whose first numbers are the values; a page is `size` slots that follow each other, so that a sequence whose pages do,
-too, is a view of them. A turn's tokens come as one row of T tokens: single tokens of B sequences first, which are
-attended in one go, then chunks, one by one.
+too, is a view of them. An engine step's tokens come as one row of T tokens: single tokens of B sequences first, which
+are attended in one go, then chunks, one by one.
 
 Single tokens see whole pages, whose end is masked: shapes then change with the pages and not with every token,
-and oneDNN need not compile its products anew in every turn. A masked key weighs nothing, and nothing times a number
-is nothing, but what was never written, or belonged to somebody else, may be no number: a page is cleared when a
-sequence begins it.
-"""
+and oneDNN need not compile its products anew in every engine step. A masked key weighs nothing, and nothing times a
+number is nothing, but what was never written, or belonged to somebody else, may be no number: a page is cleared when a
+sequence begins it."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.decoder import Batch
+from shardwise.ops.blockwise import ScoreRule
 from shardwise.ops.cache_shape import CacheShape
 from shardwise.ops.limits import SCORES
-from shardwise.ops.scores import ScoreRule
 
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Rows [first, last) of a turn that are attended together. rows: of queries in each sequence, B sequences.
+    """Rows [first, last) of an engine step that are attended together. rows: of queries in each sequence, B sequences.
 
     length: of each sequence. start: the first of its slots, where they follow each other; else `pages` names those in
     which they lie, equally many of each sequence, and `skip` the slots before the first that is read. shortest: of
@@ -72,9 +71,9 @@ class AttentionGroup:
 
 @dataclass
 class Rows(Batch):
-    """A turn as the decoder takes it: B = 1 sequence of T tokens. slots: [T], where their keys and values go.
+    """An engine step as the decoder takes it: B = 1 sequence of T tokens. slots: [T], where their keys and values go.
 
-    begun: pages that are not full after the turn, and had nothing of their sequence before; None for none. wanted: rows
+    begun: pages that are not full after the step, and had nothing of their sequence before; None for none. wanted: rows
     whose logits are wanted; None for all.
     """
 
@@ -116,11 +115,15 @@ class PagedCache:
         self._cpu = device.type == "cpu"
 
     def attend(self, heads: Tensor, rows: Rows, rule: ScoreRule) -> Tensor:
-        """Keep a turn's keys and values, and attend. heads: [T, H + planes K, D], queries first; returns [T, H V]."""
+        """Keep a step's keys and values, and attend. heads: [T, H + planes K, D], queries first; returns [T, H V]."""
         self.store(heads, rows)
         q = heads[:, : -self.shape.rows]
         if isinstance(rows, DecodeRows):
-            return self._decode(q, rows, rule)
+            # q: [B, H, D]; returns [B, H V]
+            shape = self.shape
+            kv = self._pages.index_select(1, rows.table.flatten())
+            kv = kv.view(shape.planes, shape.heads, len(q), -1, shape.width)
+            return _several(q, *keys_and_values(kv, shape.values), rows.seen(rule, kv.shape[3]), rows, rule)
         groups = rows.groups
         if rule.window:
             name = f"groups of window {rule.window}"
@@ -143,13 +146,6 @@ class PagedCache:
         kv = self._pages.index_select(1, group.pages)
         kv = kv.view(shape.planes, shape.heads, group.sequences, -1, shape.width)
         return kv[:, :, :, group.skip : group.skip + group.length]
-
-    def _decode(self, q: Tensor, rows: DecodeRows, rule: ScoreRule) -> Tensor:
-        """q: [B, H, D]; returns [B, H V]."""
-        shape = self.shape
-        kv = self._pages.index_select(1, rows.table.flatten())
-        kv = kv.view(shape.planes, shape.heads, len(q), -1, shape.width)
-        return _several(q, *keys_and_values(kv, shape.values), rows.seen(rule, kv.shape[3]), rows, rule)
 
     def _group(self, q: Tensor, group: AttentionGroup, rows: Rows, rule: ScoreRule) -> Tensor:
         """q: [rows of all its sequences, H, D]; returns [rows, H V]."""
@@ -196,7 +192,7 @@ def _one(q: Tensor, kv: Tensor, values: int, rule: ScoreRule) -> Tensor:
 
 
 def _several(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Rows, rule: ScoreRule) -> Tensor:
-    """One query of each of the B sequences of a turn's first group as products over all of them. torch's softmax
+    """One query of each of the B sequences of a step's first group as products over all of them. torch's softmax
     computes in fp32, or wider.
 
     q: [B, H, D]; k: [K, B, L, D]; v: [K, B, L, V]; mask: [B, 1, 1, L], True where a query sees a key; returns [B, H V].

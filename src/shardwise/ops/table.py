@@ -13,18 +13,23 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from shardwise.decoder.adapters import AdaptedLinear
-from shardwise.decoder.attention import Attention, CoreAttention, Rope
+from shardwise.decoder.attention import Attention, CoreAttention, MultiHeadLatentAttention, Rope, SharedKey
+from shardwise.decoder.blocks import MLP, GPTBlock, LlamaBlock
 from shardwise.decoder.decoder import Head
 from shardwise.decoder.experts import Mixture
-from shardwise.decoder.feed_forward import GatedMLP
-from shardwise.decoder.gpt import MLP, GPTBlock
-from shardwise.decoder.latent_attention import MultiHeadLatentAttention, SharedKey
-from shardwise.decoder.llama import LlamaBlock
-from shardwise.decoder.modules import Dropout, JointNorm, Linear, Linears, Lookup, RMSNorm, TiedLinear
+from shardwise.decoder.modules import (
+    AdaptedLinear,
+    Dropout,
+    GatedMLP,
+    JointNorm,
+    Linear,
+    Linears,
+    Lookup,
+    RMSNorm,
+    TiedLinear,
+)
 from shardwise.ops import compiled, generate, generate_experts, linear
-from shardwise.ops.attention import core_across_ranks, core_attention
-from shardwise.ops.blocked_attention import blocked_attention
+from shardwise.ops.attention import blocked_attention, core_across_ranks, core_attention
 from shardwise.ops.context import Mode, OpContext, Options
 from shardwise.ops.cpu.attention import short_attention
 from shardwise.ops.cpu.norm import mirrored_norm
@@ -34,8 +39,8 @@ from shardwise.ops.cuda.norm import fused_norm
 from shardwise.ops.cuda.rotary import rotary
 from shardwise.ops.experts import mixture, routed_parts
 from shardwise.ops.fusion import LLAMA_HALVES
-from shardwise.ops.head import uncapped_head
 from shardwise.ops.joint_norm import joint_norm
+from shardwise.ops.linear import uncapped_head
 from shardwise.ops.llama_halves import llama_halves
 from shardwise.ops.recompute import recomputed_core
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardwise.schedule.pipeline import Action
 from shardwise.schedule.pipeline.registry import find, with_defaults
-from shardwise.schedule.pipeline.steady import steady
+from shardwise.schedule.pipeline.simulate import steady
 
 MIDDLE, FIRST, LAST, WHOLE = range(4)
 """Kinds of stage: FIRST has the embedding, LAST the head, WHOLE both."""

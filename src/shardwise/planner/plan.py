@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.cluster import Cluster
-from shardwise.cluster.prices import DevicePrice, price_of
+from shardwise.cluster.catalog import DevicePrice, price_of
 from shardwise.errors import UserError
 from shardwise.layout import Mesh, Workload
 from shardwise.layout.legality import beyond_positions
@@ -17,16 +17,14 @@ from shardwise.layout.model_size import size_words
 from shardwise.model.flops import MFU, training_flops_per_sequence
 from shardwise.model.parameters import Model, count
 from shardwise.planner import shortfall
-from shardwise.planner.alternatives import Alternative
-from shardwise.planner.answer import Answer
-from shardwise.planner.common import SAME, resembling
+from shardwise.planner.answer import Answer, By, winners
+from shardwise.planner.common import SAME, Alternative, resembling
 from shardwise.planner.exact import Refuses
 from shardwise.planner.price_words import price_line, priced
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import Candidate
 from shardwise.planner.runnable import OWN, space_for, why_not_trained
 from shardwise.planner.space import Space
-from shardwise.planner.winners import By, winners
 from shardwise.predict.arguments import as_cluster, as_model, as_workload
 from shardwise.predict.cluster_links import link_lines
 from shardwise.predict.memory.capacity import explained, room_of

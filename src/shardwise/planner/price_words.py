@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.cluster.prices import DevicePrice
+from shardwise.cluster.catalog import DevicePrice
 
 
 def money(usd: float | None) -> str:

@@ -124,11 +124,11 @@ def _notes(layout: Layout, pricing: Pricing) -> tuple[str, ...]:
     return pricing.host.notes(layout.uses_disk)
 
 
-def _each(things: Sequence[T], alike: Callable[[T], Any], answer: Callable[[list[T]], list[Any]]) -> list[Any]:
+def _each(things: Sequence[T], key: Callable[[T], Any], answer: Callable[[list[T]], list[Any]]) -> list[Any]:
     """An answer for each thing; things with equal keys are answered in one call."""
     groups: dict[Any, list[int]] = {}
     for place, thing in enumerate(things):
-        groups.setdefault(alike(thing), []).append(place)
+        groups.setdefault(key(thing), []).append(place)
     found: dict[int, Any] = {}
     for group in groups.values():
         found |= dict(zip(group, answer([things[place] for place in group]), strict=True))

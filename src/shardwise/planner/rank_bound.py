@@ -142,15 +142,15 @@ class RankBound:
         self.shard: dict[str, Num] = {name: unit.shard_numel for name, unit in cut.items() if not unit.frozen}
         self.frozen: dict[str, Unit] = {name: unit for name, unit in cut.items() if unit.frozen}
         self.mixture = bool(model.experts)
-        self.lone: Num = 0
+        self.extra: Num = 0
         self.mean = self.padded["blocks.0"], self.shard["blocks.0"]
         if self.mixture:
             blocks = _mixed_blocks(block_elements(model, frame.tp), frame, place, self.layers)
-            self.mean, (self.padded["blocks.0"], self.shard["blocks.0"]), self.lone = blocks
+            self.mean, (self.padded["blocks.0"], self.shard["blocks.0"]), self.extra = blocks
         self.counts = np.array(frame.counts)[:, None, None]
         self.many, self.sharded = self.counts > 1, self.stage >= 2
         # A shard group of one rank, as offloading may have, has nothing to wait for.
-        self.flies = self.sharded & (ranks > 1)
+        self.in_flight = self.sharded & (ranks > 1)
         self.virtual = np.array([order.virtual for order in frame.orders])
         self.kinds = (
             (WHOLE,) if first and last
@@ -244,7 +244,7 @@ class RankBound:
         padded, shard = self._elements
         most: Num = np.where(self.sharded, shard * (not self.on_host), padded) * np.where(self.many, MASTER, WEIGHT)
         if FIRST not in self.kinds and WHOLE not in self.kinds:
-            most = most + self._under_way * self.flies
+            most = most + self._under_way * self.in_flight
         if self.backend == "nccl" and not self.mixture:
             most = most + MASTER * self._updated_here(reduce(np.maximum, self.shard.values()), 1) * ~self.many
         if self.frame.pp == 1:
@@ -261,7 +261,7 @@ class RankBound:
         weights = {kind: self._sum(self.padded.__getitem__, kind) * WEIGHT * (self.stage == 3) for kind in kinds}
         inside = {kind: self._inside(kind) for kind in kinds}
         attending = np.maximum(self.virtual, 1)
-        late = self.lone * (MASTER - WEIGHT) * (self.sharded & self.many)
+        late = self.extra * (MASTER - WEIGHT) * (self.sharded & self.many)
         gathers = self.frame.pp > 1 and (self.stage == 3).any()
         delays = any(order.schedule == "zb-h1" for order in self.frame.orders)
         for (kind, after), saving, keeping, there in self._columns():
@@ -303,10 +303,10 @@ class RankBound:
         block, tied, head = self._staged("blocks.0"), self._staged("tied"), self._staged("head") * has_head
         in_block = np.where(apart, s.in_block_apart, s.in_block)
         # Full gradients stay until the whole stage is done; without a pipeline, a unit's until the next is complete.
-        stays = (self.flies & piped) | (apart & self.many)
-        follows = 0.0 if piped else self._under_way * self.flies
+        stays = (self.in_flight & piped) | (apart & self.many)
+        follows = 0.0 if piped else self._under_way * self.in_flight
         own, above = head + tied * has_head, s.head * has_head
-        waits = own * stays if piped else tied + head * self.flies
+        waits = own * stays if piped else tied + head * self.in_flight
         staged = np.where(stays, blocks * block + own, block + (0 if piped else tied)) + follows * (blocks > 1)
         kept = apart * (blocks - 1) * s.kept_block
         cases = [

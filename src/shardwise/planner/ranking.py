@@ -3,6 +3,11 @@
 Candidates are taken in the order of a figure that is exact (seconds) or never too high (the lower bound of bytes), and
 followed event by event until no later one can be in the answer. Where nothing of a frame fits by the bound, nothing of
 it is priced. Nothing else is left out.
+
+Overlaps as a dimension of the search: variants of an engine profile with some overlaps switched off.
+
+A plan for one engine uses its profile as it is. To learn what overlapping is worth, the search covers all
+combinations, each once: a switch that changes nothing stays on.
 """
 
 from __future__ import annotations
@@ -23,8 +28,7 @@ from shardwise.layout.units import usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model, count, count_trained
 from shardwise.planner.bounds import ExactBound, MemoryBound, state_floor
-from shardwise.planner.engine_bound import EngineBound
-from shardwise.planner.exact import ExactMemory, Refuses
+from shardwise.planner.exact import EngineBound, ExactMemory, Refuses
 from shardwise.planner.pricing import Priced, Prices, price_all
 from shardwise.planner.space import LayoutColumns, Space, ZeroChoice
 from shardwise.predict.memory.engine_bytes import counts_engine

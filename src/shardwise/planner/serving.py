@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardwise.cluster import Cluster
-from shardwise.cluster.prices import DevicePrice, price_of
+from shardwise.cluster.catalog import DevicePrice, price_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE

@@ -30,7 +30,7 @@ from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.traced_layout import searched_tp, searched_with_shards
 from shardwise.records import dataclass
 from shardwise.schedule.pipeline import find
-from shardwise.schedule.pipeline.stages import BARE_ENDS
+from shardwise.schedule.pipeline.plan import BARE_ENDS
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -254,16 +254,13 @@ class Space:
             if devices % tp or not self.allows("tp", tp):
                 continue
             for pp in divisors(devices // tp) if self.features.schedules else (1,):
-                if not self._splits_layers(pp) or not self.allows("pp", pp):
+                layers = self.model.layers
+                if not (pp <= layers and (self.features.uneven or layers % pp == 0)) or not self.allows("pp", pp):
                     continue
                 for cp in divisors(devices // (tp * pp)) if "ring" in self.features.context else (1,):
                     dp = devices // (tp * pp * cp)
                     if self.allows("cp", cp) and self.allows("dp", dp):
                         yield tp, pp, cp, dp
-
-    def _splits_layers(self, pp: int) -> bool:
-        layers = self.model.layers
-        return pp <= layers and (self.features.uneven or layers % pp == 0)
 
     def _rows(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[BatchChoice]:
         seq, batch = self.workload.seq, self.workload.batch

@@ -256,7 +256,7 @@ def _period(plan: UnitPlan) -> tuple[int, int, int]:
     """Micro-batches of a period of the steady state, and the forward passes at which one starts and stops."""
     if plan.steady is None:
         return 1, 1, 2
-    from shardwise.schedule.pipeline.steady import continuation
+    from shardwise.schedule.pipeline.simulate import continuation
 
     short, period = plan.short, plan.steady.period
     longer = short.of_micro_batches(short.micro_batches + period)

@@ -7,6 +7,15 @@ object serves every size, and `bounds` says where the chunks of a buffer of n el
 Inside a round all transfers happen at once: every one reads what its chunk held before the round. Where several
 arrive in one chunk they are applied in the order of the rows. Transfers from one rank to another one in the same round
 travel as one message.
+
+The eight collectives: which chunks count as input on which rank, and what every rank must hold in the end.
+
+In terms of a schedule's data chunks, with p ranks; chunk i belongs to rank i where a collective divides its data:
+
+    broadcast   every rank has the root's chunks        reduce          the root has the sums of all ranks' chunks
+    scatter     rank i has the root's chunk i           gather          the root has chunk i of rank i
+    all-gather  every rank has chunk i of rank i        reduce-scatter  rank i has the sum of all ranks' chunks i
+    all-reduce  every rank has the sums of all chunks   all-to-all      chunk j of rank i is rank j's chunk i
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ from shardwise.records import dataclass
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
+
 
 Ints: TypeAlias = "NDArray[np.int64]"
 Span = tuple[int, int]
@@ -136,15 +146,14 @@ class Round:
 class RepeatedRounds:
     """`repeat` rounds between the same pairs of ranks with equally many chunks each: only *which* chunks move differs.
 
-    make: k -> the k-th round, made when it is asked for, so that a schedule of 16,384 ranks stays small. alike: stages
-    of a schedule that are equal in it have rounds between the same pairs with equally many chunks each, too. A price
-    needs one of all these rounds only.
-    """
+    make: k -> the k-th round, made when it is asked for, so that a schedule of 16,384 ranks stays small. price_key:
+    stages of a schedule that are equal in it have rounds between the same pairs with equally many chunks each, too. A
+    price needs one of all these rounds only."""
 
     make: Callable[[int], Round]
     repeat: int = 1
     label: str = ""
-    alike: Hashable = None
+    price_key: Hashable = None
 
     @classmethod
     def once(cls, round: Round, label: str = "") -> RepeatedRounds:
@@ -244,3 +253,61 @@ class CommSchedule:
         cut = np.arange(self.chunks + 1, dtype=np.int64) * n // self.chunks
         starts = (np.arange(len(self.regions), dtype=np.int64)[:, None] * n + cut[:-1]).ravel()
         return np.append(starts, n * len(self.regions))
+
+
+SUM = -1
+"""In `ChunkGoal.of_rank`: the sum over all ranks."""
+
+COLLECTIVES = {
+    "broadcast": "one rank's data on every rank",
+    "scatter": "one rank's data, a piece for every rank",
+    "gather": "every rank's piece on one rank",
+    "reduce": "the sum of all ranks' data on one rank",
+    "all-gather": "every rank's piece on every rank",
+    "reduce-scatter": "the sum of all ranks' data, a piece for every rank",
+    "all-reduce": "the sum of all ranks' data on every rank",
+    "all-to-all": "a piece of every rank for every rank",
+}
+ROOTED = ("broadcast", "scatter", "gather", "reduce")
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkGoal:
+    """Required result of a collective, row by row: chunk `chunk` of rank `rank`'s memory must end as input chunk
+    `of_chunk` of `of_rank`, or the SUM."""
+
+    rank: Ints
+    chunk: Ints
+    of_rank: Ints
+    of_chunk: Ints
+
+
+def inputs(schedule: CommSchedule) -> NDArray[np.bool_]:
+    """Which data chunks are input on which rank; shape (ranks, chunks)."""
+    p, c = schedule.ranks, schedule.chunks
+    if schedule.collective in ("broadcast", "scatter"):
+        return np.broadcast_to(np.arange(p)[:, None] == schedule.root, (p, c))
+    if schedule.collective in ("gather", "all-gather"):
+        return np.eye(p, c, dtype=bool)
+    return np.ones((p, c), dtype=bool)
+
+
+def wanted(schedule: CommSchedule) -> ChunkGoal:
+    """Required contents of the region of the result on every rank, in rank order; ranks without a result have no
+    rows."""
+    p, c, kind = schedule.ranks, schedule.chunks, schedule.collective
+    ranks, chunks = np.arange(p), np.arange(c)
+    if kind in ("scatter", "reduce-scatter"):
+        rank, chunk = ranks, ranks
+    elif kind in ("reduce", "gather"):
+        rank, chunk = np.full(c, schedule.root), chunks
+    else:
+        rank, chunk = np.repeat(ranks, c), np.tile(chunks, p)
+    of_rank, of_chunk = np.full(len(rank), SUM), chunk
+    if kind in ("broadcast", "scatter"):
+        of_rank = np.full(len(rank), schedule.root)
+    elif kind in ("gather", "all-gather"):
+        of_rank = chunk
+    elif kind == "all-to-all":
+        of_rank, of_chunk = chunk, rank
+    return ChunkGoal(rank, schedule.region(schedule.result) + chunk, of_rank, of_chunk)

@@ -93,7 +93,11 @@ def fit(samples: Sequence[Sample], node: Sequence[int] | None = None, reads: boo
     ranks = samples[0].schedule.ranks
     where = np.zeros(ranks, dtype=np.int64) if node is None else np.asarray(node)
     sizes = sorted({s.nbytes for s in samples if s.nbytes >= SPEEDS_FROM}) or [max(s.nbytes for s in samples)]
-    hats = _hats([s.nbytes * len(s.schedule.regions) for s in samples], sizes)
+    clipped, at = (
+        np.log(np.clip([s.nbytes * len(s.schedule.regions) for s in samples], sizes[0], sizes[-1])),
+        np.log(sizes),
+    )
+    hats = np.array([np.interp(clipped, at, row) for row in np.eye(len(sizes))]).T
     measured = np.array([sample.seconds for sample in samples])
     tier, nics = Tier(2e-6, 1e-10), int(np.bincount(where).max())
     network = Network(
@@ -111,12 +115,6 @@ def fit(samples: Sequence[Sample], node: Sequence[int] | None = None, reads: boo
 
 def _digits(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _hats(sizes: Sequence[float], knots: Sequence[float]) -> _Floats:
-    """The share of each knot at each size, shape (sizes, knots)."""
-    clipped, at = np.log(np.clip(sizes, knots[0], knots[-1])), np.log(knots)
-    return np.array([np.interp(clipped, at, row) for row in np.eye(len(knots))]).T
 
 
 def _changed(network: Network, name: str, factor: float) -> Network:

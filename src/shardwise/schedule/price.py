@@ -137,14 +137,14 @@ def _profile(schedule: CommSchedule, network: Network) -> Profile:
 
 def _kinds(schedule: CommSchedule) -> Iterator[tuple[Round, int]]:
     """One round of each kind, and how many of them there are."""
-    alike = Counter[Hashable]()
+    by_key = Counter[Hashable]()
     for stage in schedule.stages:
-        if stage.alike is not None:
-            alike[stage.alike] += stage.repeat
+        if stage.price_key is not None:
+            by_key[stage.price_key] += stage.repeat
     for stage in schedule.stages:
-        if stage.alike is None:
+        if stage.price_key is None:
             yield stage.make(0), stage.repeat
-        elif repeat := alike.pop(stage.alike, 0):
+        elif repeat := by_key.pop(stage.price_key, 0):
             yield stage.make(0), repeat
 
 

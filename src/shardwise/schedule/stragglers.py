@@ -129,7 +129,7 @@ class Stragglers:
         """A number in [0, 1) for each counter."""
         import numpy as np
 
-        from shardwise.data.hashing import splitmix64
+        from shardwise.data.sampler import splitmix64
 
         digest = blake2b(repr((self.seed, "stragglers", number, what)).encode(), digest_size=8).digest()
         bits = splitmix64(splitmix64(counter) ^ np.uint64(int.from_bytes(digest, "little")))

@@ -3,7 +3,7 @@
 - Random 64-bit integers, added with wraparound: the results are right only if each contribution arrived exactly once in
   the right place (a mistake passes with a chance of about 2**-64).
 - A hash that is commutative but not associative in place of the sum: equal on all ranks only if all of them associated
-  alike, and then floating-point replicas are equal to the bit.
+  equally, and then floating-point replicas are equal to the bit.
 - Whether a chunk holds anything yet when it is sent.
 - Ranges and races: nothing outside a region, no chunk written twice or sent while it is overwritten in one round.
 
@@ -18,10 +18,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.hashing import splitmix64
-from shardwise.schedule.collectives import SUM, inputs, wanted
-from shardwise.schedule.comm import CommSchedule, Ints, Round
-from shardwise.schedule.provenance import CollectiveDefect, explain
+from shardwise.data.sampler import splitmix64
+from shardwise.schedule.comm import SUM, CommSchedule, Ints, Round, inputs, wanted
+from shardwise.schedule.show import CollectiveDefect, explain
 
 _Words = NDArray[np.uint64]
 _SEED = 20080605

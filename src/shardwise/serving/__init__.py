@@ -1,1 +1,2 @@
-"""Generation split across devices: a cache of keys and values, batches that change every turn, and a front end."""
+"""Generation split across devices: a cache of keys and values, batches that change every engine step, and a front
+end."""

@@ -1,7 +1,7 @@
-"""`TokenGenerator`: one rank's share of a decoder with its weights and its part of the cache, which computes turns.
+"""`TokenGenerator`: one rank's share of a decoder with its weights and its part of the cache, which computes steps.
 
-What a turn communicates, `turn_ledger` of `predict/traffic/serving.py` says beforehand; it depends on the plan, on T,
-the turn's tokens, and on B, the rows whose logits are wanted, alone:
+What a step communicates, `turn_ledger` of `predict/traffic/serving.py` says beforehand; it depends on the plan, on T,
+the engine step's tokens, and on B, the rows whose logits are wanted, alone:
 
 - tp: each block sums [T, hidden] twice over tp, the embedding once; where B > 0 the head's logits are gathered, unit
   "logits", tp x B x ceil(vocab / tp) elements;
@@ -21,35 +21,94 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.checkpoint import LocalInterval, needs
-from shardwise.decoder.attention import Attention, Rope
-from shardwise.decoder.experts import Mixture
-from shardwise.decoder.latent_attention import MultiHeadLatentAttention
+from shardwise.decoder import Decoder
+from shardwise.decoder.attention import Attention, MultiHeadLatentAttention, Rope
+from shardwise.decoder.experts import Mixture, Router
 from shardwise.layout import Workload, unit_plan
 from shardwise.layout.axes import CP
 from shardwise.layout.context import PageCut
-from shardwise.layout.experts import experts_across
+from shardwise.layout.experts import across_axes, expert_share, experts_across
 from shardwise.layout.placement import cache_shape
+from shardwise.layout.tensor import edges
+from shardwise.layout.units import UnitPlan
+from shardwise.ops.context import Around
 from shardwise.ops.cpu.products import Packed, int8
 from shardwise.ops.cuda import launch
 from shardwise.ops.cuda.decode import attends
 from shardwise.ops.cuda.products import Chooser, CudaProducts
+from shardwise.ops.generate import GenerationContext
 from shardwise.ops.generate_experts import ServedExperts
 from shardwise.ops.paged import DecodeRows, PagedCache, Rows
 from shardwise.ops.products import MakeProduct, Plain
+from shardwise.ops.table import lower
 from shardwise.predict.serving_layout import rows_here
 from shardwise.runtime.context.cache import ContextCache, ContextRows, collect
+from shardwise.runtime.expert.exchange import RankExchange
 from shardwise.runtime.pipeline.stages import StageRunner
+from shardwise.runtime.tensor.lowering import context_of
+from shardwise.runtime.tensor.redistribute import GatherOutputs, redistribution
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.shared_collective import flat_array
 from shardwise.runtime.zero.flat_unit import torch_dtype
 from shardwise.serving.graphs import DecodeShape, DecodeSteps, Result, alone, capturable, decodes
 from shardwise.serving.job import ServingJob, Weights
-from shardwise.serving.maps import apply_generation
 from shardwise.serving.rows import context_rows_of, rows_of
 from shardwise.serving.scheduler import EngineStep
+
+LOGITS = "logits"
+"""Unit of the ledger: the gather of the logits."""
+
+
+def apply_generation(
+    decoder: Decoder,
+    part: str,
+    plan: UnitPlan,
+    comms: Comms,
+    keep: MakeProduct,
+    cache: PagedCache | None,
+    device: torch.device,
+) -> int:
+    """Give the modules of a part, whose weights have been read, the forms of generation.
+
+    keep: how its matrices are kept. cache: a block's. Returns the bytes that the matrices then need less than in their
+    flat buffer, to which nothing of the part refers any more where `keep.copies`.
+    """
+    module = dict(decoder.parts())[part]
+    if keep.copies:
+        _own_small(module)
+    plain = context_of(part, "generate", plan, comms, device)
+    arounds = dict(plain.arounds)
+    if plan.layout.tp > 1:
+        logits = Around(leave=GatherOutputs(comms, LOGITS, plan.model.vocab))
+        arounds |= {p.name: logits for p in plan.blueprint.parameters_of(part) if p.cut == "vocab"} | {"vocab": logits}
+    share = exchange = None
+    if (experts := plan.model.experts) is not None:
+        share = expert_share(plan.layout, experts.count, plan.tp_rank)
+        exchange = RankExchange(plan, comms, part, across_axes(plan.layout))
+        arounds["experts"] = Around(leave=redistribution(edges(plan.layout)["row"].leave, comms, part))
+    context = GenerationContext(
+        **vars(plain) | {"arounds": arounds, "exchange": exchange},
+        keep=keep,
+        cache=cache,
+        share=share,
+        lasting=plan.layout.stage < 3,
+    )
+    lower(module, context)
+    for each in context.copied:
+        each.module.register_parameter(each.name, None)
+    return sum(each.saved for each in context.copied)
+
+
+def _own_small(part: nn.Module) -> None:
+    """Norms, biases and routers get memory of their own."""
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 1 or isinstance(module, Router):
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+
 
 Progress = Callable[[int, int], object]
 """(bytes read, of so many)."""
@@ -118,7 +177,11 @@ class TokenGenerator:
         for part in sorted(self.plan.parts, key=self._twice, reverse=True):
             units = [unit.name for unit in self.plan.units_of(part) if unit.name not in read]
             read.update(units)
-            self._make_room(units)
+            # memory, with nothing in it, for units that have none yet
+            if self.plan.layout.stage < 3:
+                for whole in (self.engine.units[name].whole for name in units):
+                    whole.untyped_storage().resize_(whole.nbytes)
+                    whole.zero_()
             for held in (piece for piece in pieces if piece.unit in units):
                 self.comms.pulse.work(f"the reading of {held.name}")
                 done += self._read(weights, held)
@@ -150,13 +213,6 @@ class TokenGenerator:
     def _twice(self, part: str) -> int:
         """Elements of a part that are there twice while it is laid out."""
         return sum(unit.padded for unit in self.plan.units_of(part)) if self._keep(part).copies else 0
-
-    def _make_room(self, units: list[str]) -> None:
-        """Memory, with nothing in it, for units that have none yet."""
-        if self.plan.layout.stage < 3:
-            for whole in (self.engine.units[name].whole for name in units):
-                whole.untyped_storage().resize_(whole.nbytes)
-                whole.zero_()
 
     def _read(self, weights: Weights, held: LocalInterval) -> int:
         """Fill a run of a unit's interval; returns its bytes."""
@@ -192,23 +248,23 @@ class TokenGenerator:
             return int8(self.dtype, self.device)
         return Packed() if Packed.serves(self.dtype, self.device) else Plain()
 
-    def rows(self, turn: EngineStep, *, score: bool = False) -> Rows:
-        """A turn as the decoder takes it. score: the logits of all its tokens are wanted."""
+    def rows(self, step: EngineStep, *, score: bool = False) -> Rows:
+        """An engine step as the decoder takes it. score: the logits of all its tokens are wanted."""
         if self.cut.cp > 1:
-            return context_rows_of(turn, self.cut, self.comms.index(CP), self.device, score=score)
-        return rows_of(turn, self.job.page, self.device, score=score)
+            return context_rows_of(step, self.cut, self.comms.index(CP), self.device, score=score)
+        return rows_of(step, self.job.page, self.device, score=score)
 
-    def tokens_here(self, turn: EngineStep) -> int:
-        """Rows of a turn that this rank computes."""
-        return rows_here(self.plan.layout, turn.tokens)
+    def tokens_here(self, step: EngineStep) -> int:
+        """Rows of an engine step that this rank computes."""
+        return rows_here(self.plan.layout, step.tokens)
 
     @torch.inference_mode()
-    def forward(self, turn: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
-        """A turn through this rank's stage: from what the stage before has sent to what the next one takes, [1, T,
-        hidden]; on the last stage to the logits that are wanted, [B, vocab]."""
+    def forward(self, step: EngineStep, rows: Rows, x: Tensor | None = None) -> Tensor:
+        """An engine step through this rank's stage: from what the stage before has sent to what the next one takes, [1,
+        T, hidden]; on the last stage to the logits that are wanted, [B, vocab]."""
         gathers = self.plan.layout.stage == 3
         if gathers:
-            self.engine.begin_forward("prefill" if turn.prefill else "decode")
+            self.engine.begin_forward("prefill" if step.prefill else "decode")
         self.comms.pulse.work("the forward pass")
         for part in self.plan.stages[self.stage]:
             if gathers:
@@ -223,30 +279,30 @@ class TokenGenerator:
         assert x is not None
         return x
 
-    def decode(self, turn: EngineStep) -> Result | None:
+    def decode(self, step: EngineStep) -> Result | None:
         """(logits [B, vocab], greedy tokens [B]) of a step with a static form; None for another one, which `forward`
         computes."""
-        if self.steps is None or not decodes(turn):
+        if self.steps is None or not decodes(step):
             return None
         self.comms.pulse.work("the forward pass")
         try:
-            return self.steps.run(turn)
+            return self.steps.run(step)
         except Exception as error:  # a kernel that does not compile, a capture that fails: there is another form
-            return self._fall_back(turn, error)
+            return self._fall_back(step, error)
 
-    def _fall_back(self, turn: EngineStep, error: Exception) -> Result | None:
+    def _fall_back(self, step: EngineStep, error: Exception) -> Result | None:
         """Decode steps without kernels, and if these fail, too, no decode steps."""
         kernels, self.chooser.kernels = self.chooser.kernels, False
         self.steps = self._decode_steps() if kernels else None
         without = "Triton's kernels" if kernels else "static shapes"
         self.notices.append(f"decode steps do without {without}: {type(error).__name__}: {str(error)[:300]}")
         print(self.notices[-1], file=sys.stderr, flush=True)
-        return self.decode(turn)
+        return self.decode(step)
 
     @torch.inference_mode()
     def idle(self) -> None:
-        """A turn without tokens: under zero=3 other ranks gather weights, of which this one has a part, and other
-        replicas have tokens for experts that are here."""
+        """An engine step without tokens: under zero=3 other ranks gather weights, of which this one has a part, and
+        other replicas have tokens for experts that are here."""
         self.comms.phase = "decode"
         gathers, across = self.plan.layout.stage == 3, experts_across(self.plan.layout) > 1
         if gathers:
@@ -260,9 +316,9 @@ class TokenGenerator:
                     assert isinstance(experts, ServedExperts)
                     experts.serve_others()
 
-    def begin(self, turn: EngineStep) -> None:
+    def begin(self, step: EngineStep) -> None:
         """Begin a step: collectives from here on belong to it."""
-        self.comms.phase = "prefill" if turn.prefill else "decode"
+        self.comms.phase = "prefill" if step.prefill else "decode"
 
     def hop(self) -> float:
         """Seconds of a message between stages; 0 where it is not measured."""

@@ -52,9 +52,9 @@ def padded_batch(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows <= _FULL else -(-rows // _FULL) * _FULL
 
 
-def decodes(turn: EngineStep) -> bool:
+def decodes(step: EngineStep) -> bool:
     """Whether a step is one token of each of some sequences, all of whose logits are wanted."""
-    return bool(turn.chunks) and all(chunk.wanted and chunk.stop - chunk.start == 1 for chunk in turn.chunks)
+    return bool(step.chunks) and all(chunk.wanted and chunk.stop - chunk.start == 1 for chunk in step.chunks)
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class DecodeShape:
     gathers: bool
     """Whether attention gathers all pages of a table, so that short tables pay."""
 
-    def pages(self, turn: EngineStep) -> int:
+    def pages(self, step: EngineStep) -> int:
         """Columns of the page table in the bucket of a step."""
         if not self.gathers:
             return self.most
-        held = max(chunk.start // self.size + 1 for chunk in turn.chunks)
+        held = max(chunk.start // self.size + 1 for chunk in step.chunks)
         return min(1 << (held - 1).bit_length(), self.most)
 
 
@@ -105,16 +105,16 @@ class StaticInputs:
     def _copy(self) -> None:
         self._here.copy_(self._host, non_blocking=True)
 
-    def fill(self, turn: EngineStep) -> None:
+    def fill(self, step: EngineStep) -> None:
         """Copy a step's numbers to the device. The step before must be over."""
         size, spare = self.shape.size, self.shape.spare
-        for row, chunk in enumerate(turn.chunks):
+        for row, chunk in enumerate(step.chunks):
             pages, place = chunk.sequence.pages, chunk.start
             page = pages[place // size]
             begun = spare if place % size else page
             self._numbers[:, row] = chunk.sequence.tokens[place], place, page * size + place % size, place + 1, begun
             self._write_table(row, pages, place // size + 1)
-        for row in range(len(turn.chunks), self.batch):
+        for row in range(len(step.chunks), self.batch):
             if self._written[row] is not None:
                 self._clear(row)
         self._copy()
@@ -165,18 +165,18 @@ class DecodeSteps:
         return list(self._buckets)
 
     @torch.inference_mode()
-    def run(self, turn: EngineStep) -> Result:
+    def run(self, step: EngineStep) -> Result:
         """Logits and greedy tokens of a step for which `decodes` is true. They last until the next one. Raises
         `RuntimeError` where a capture fails."""
-        key = padded_batch(len(turn.chunks)), self.shape.pages(turn)
+        key = padded_batch(len(step.chunks)), self.shape.pages(step)
         if key not in self._buckets:
             self.prepare(key[0])
             inputs = StaticInputs(*key, self.shape, self.device)
             self._buckets[key] = _Bucket(inputs, self._captured(inputs) if self.capture else lambda: self._step(inputs))
         bucket = self._buckets[key]
-        bucket.inputs.fill(turn)
+        bucket.inputs.fill(step)
         logits, tokens = bucket.replay()
-        return logits[: len(turn.chunks)], tokens[: len(turn.chunks)]
+        return logits[: len(step.chunks)], tokens[: len(step.chunks)]
 
     def _step(self, inputs: StaticInputs) -> Result:
         logits = self.forward(inputs.rows())

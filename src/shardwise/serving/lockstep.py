@@ -1,7 +1,7 @@
-"""The ranks of a replica in lockstep: what its first rank hears reaches the others at the beginning of every turn, and
-the tokens that are chosen reach them before they are needed.
+"""The ranks of a replica in lockstep: what its first rank receives reaches the others at the beginning of every engine
+step, and the tokens that are chosen reach them before they are needed.
 
-A turn, on every rank (in brackets its ledger rows, in the turn's own phase; "control" and "tokens" are units):
+An engine step, on every rank (in brackets its ledger rows, in the step's own phase; "control" and "tokens" are units):
 
 1. control. One all-reduce (maximum) of 1 + r int64 numbers over cp and tp, with zero=3 over the data ranks and tp, with
    experts on other replicas over the ranks of these [all_reduce, `lockstep_axes`, control, int64, 1 + r]: whether
@@ -12,8 +12,8 @@ A turn, on every rank (in brackets its ledger rows, in the turn's own phase; "co
 2. the forward pass, as `engine.py` has it. A stage of a pipeline receives [n, hidden] of the one before, n = ceil(T /
    cp), and sends its own to the next one [recv and send, pp, "stage <the taker>", the layout's dtype, n x hidden].
 3. tokens. Under a pipeline of p stages the last one sends what it has chosen, where B > 0, to every other one [send,
-   pp, tokens, float64, (2 + 2 K) B], and these receive what turn k - p + 1 has chosen [recv, with that turn's B and K].
-   K is the number of likeliest tokens that are reported with each, mostly 0.
+   pp, tokens, float64, (2 + 2 K) B], and these receive what engine step k - p + 1 has chosen [recv, with that engine
+   step's B and K]. K is the number of likeliest tokens that are reported with each, mostly 0.
 
 One rank communicates with nobody and has no rows.
 """
@@ -41,24 +41,24 @@ CONTROL, TOKENS = "control", "tokens"
 OVER, IDLE, ACTIVE = range(3)
 
 Receive = Callable[[bool], list[Command]]
-"""(whether there is nothing else to do) -> what has been asked meanwhile; it may wait a little where there is not."""
+"""(whether there is nothing else to do) -> commands that have arrived; it may wait a little where there are none."""
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Result of one engine step on this rank. answers: for the first rank of the replica to give. more: whether another
-    turn will follow."""
+    engine step will follow."""
 
-    turn: EngineStep
+    step: EngineStep
     answers: list[Answer]
     more: bool
 
 
 class Lockstep:
-    """One rank's loop of turns. hear: given to the first rank of each replica, None to all others."""
+    """One rank's loop of engine steps. receive: given to the first rank of each replica, None to all others."""
 
-    def __init__(self, generator: TokenGenerator, hear: Receive | None) -> None:
-        self.generator, self.comms, self._hear = generator, generator.comms, hear
+    def __init__(self, generator: TokenGenerator, receive: Receive | None) -> None:
+        self.generator, self.comms, self._receive_commands = generator, generator.comms, receive
         job, layout = generator.job, generator.plan.layout
         self.depth, self.place = layout.pp, generator.stage
         pages = Pages(job.pages, job.page, job.reuse)
@@ -73,15 +73,16 @@ class Lockstep:
         """Whether other ranks are in step with this one."""
         self._state = IDLE
         self._draining = False
-        self._turns: deque[tuple[EngineStep, Tensor | None]] = deque()
-        """Turns whose tokens are not known yet, the oldest first; with what they have chosen on the last stage."""
+        self._scheduled_steps: deque[tuple[EngineStep, Tensor | None]] = deque()
+        """Engine steps whose tokens are not known yet, the oldest first; with what they have chosen on the last
+        stage."""
         self._leaving: deque[tuple[Tensor, Work]] = deque()
         self._most = 2 * self.depth * max(3, self.depth - 1)
-        """Sends that are kept: those of 2 p turns. Older ones wait for nothing that comes after them."""
+        """Sends that are kept: those of 2 p engine steps. Older ones wait for nothing that comes after them."""
 
     @property
     def active(self) -> bool:
-        """Whether anybody in step had anything to do in the latest turn."""
+        """Whether anybody in step had anything to do in the latest engine step."""
         return self._state == ACTIVE
 
     @property
@@ -92,28 +93,28 @@ class Lockstep:
     def last(self) -> bool:
         return self.place == self.depth - 1
 
-    def turn(self) -> StepResult:
-        """The next turn, which all ranks in step begin together."""
+    def step(self) -> StepResult:
+        """The next engine step, which all ranks in step begin together."""
         answers: list[Answer] = []
-        for asked in self._control():
-            answers += self._obey(asked)
-        turn = self.scheduler.plan()
-        if turn.chunks:
-            self._turns.append((turn, self._compute(turn)))
+        for command in self._control():
+            answers += self._execute(command)
+        step = self.scheduler.schedule()
+        if step.chunks:
+            self._scheduled_steps.append((step, self._compute(step)))
         else:
-            self._turns.append((turn, None))
+            self._scheduled_steps.append((step, None))
             if self._state == ACTIVE:
                 self.generator.idle()
-        if len(self._turns) == self.depth:
-            answers += self._arrive(*self._turns.popleft())
-        return StepResult(turn, answers, self._state != OVER)
+        if len(self._scheduled_steps) == self.depth:
+            answers += self._receive_output(*self._scheduled_steps.popleft())
+        return StepResult(step, answers, self._state != OVER)
 
-    def _obey(self, asked: Command) -> list[Answer]:
-        if isinstance(asked, Request):
-            self.scheduler.add(asked)
-        elif isinstance(asked, Cancel):
-            return self.scheduler.cancel(asked.id)
-        elif isinstance(asked, Drain):
+    def _execute(self, command: Command) -> list[Answer]:
+        if isinstance(command, Request):
+            self.scheduler.add(command)
+        elif isinstance(command, Cancel):
+            return self.scheduler.cancel(command.id)
+        elif isinstance(command, Drain):
             self._draining = True
         return []
 
@@ -121,7 +122,7 @@ class Lockstep:
 
     @property
     def _own_state(self) -> int:
-        if self.scheduler.active or any(turn.chunks for turn, _ in self._turns):
+        if self.scheduler.active or any(step.chunks for step, _ in self._scheduled_steps):
             return ACTIVE
         return OVER if self._draining else IDLE
 
@@ -132,12 +133,12 @@ class Lockstep:
         header = torch.zeros(1 + self._replicas, dtype=torch.int64, device=device)
         message = b""
         idle = max(self._state, self._own_state) != ACTIVE
-        if self._hear is not None:
-            heard = self._hear(idle)
+        if self._receive_commands is not None:
+            commands = self._receive_commands(idle)
             state = self._own_state
-            if heard:
-                message = encode(heard)
-                state = ACTIVE if any(isinstance(asked, Request) for asked in heard) else state
+            if commands:
+                message = encode(commands)
+                state = ACTIVE if any(isinstance(command, Request) for command in commands) else state
             header[0], header[1 + self._replica] = state, len(message)
         self.comms.rest(idle)
         if self.first:
@@ -168,52 +169,54 @@ class Lockstep:
 
     # -- tokens and activations
 
-    def _compute(self, turn: EngineStep) -> Tensor | None:
-        """This stage's part of a turn; on the last stage what it has chosen (`_choose`)."""
+    def _compute(self, step: EngineStep) -> Tensor | None:
+        """This stage's part of an engine step; on the last stage what it has chosen (`_choose`)."""
         generator = self.generator
-        generator.begin(turn)
-        if (decoded := generator.decode(turn)) is not None:
-            return self._choose(turn, *decoded)
+        generator.begin(step)
+        if (decoded := generator.decode(step)) is not None:
+            return self._choose(step, *decoded)
         x = None
         if not self.first:
-            shape = 1, generator.tokens_here(turn), generator.plan.model.hidden
+            shape = 1, generator.tokens_here(step), generator.plan.model.hidden
             x = torch.empty(shape, dtype=generator.dtype, device=generator.device)
             self.comms.receive(x, PP, self.place - 1, f"stage {self.place}").wait()
-        y = generator.forward(turn, generator.rows(turn), x)
+        y = generator.forward(step, generator.rows(step), x)
         if not self.last:
             self._send(y, self.place + 1, f"stage {self.place + 1}")
             return None
-        if not turn.wanted:
+        if not step.wanted:
             return None
-        chosen = self._choose(turn, y)
+        chosen = self._choose(step, y)
         for stage in range(self.place):
             self._send(chosen.to(generator.device), stage, TOKENS)
         return chosen
 
-    def _choose(self, turn: EngineStep, logits: Tensor, greedy: Tensor | None = None) -> Tensor:
+    def _choose(self, step: EngineStep, logits: Tensor, greedy: Tensor | None = None) -> Tensor:
         """[2 + 2 K, B] tokens and log-probabilities, then K likeliest tokens and their log-probabilities, on the
         CPU."""
-        rows = turn.wanted
+        rows = step.wanted
         targets = {index: row.target for index, row in enumerate(rows) if row.target is not None}
         banned = {index: row.banned for index, row in enumerate(rows) if row.target is None and row.banned}
         samplings, places = [row.sampling for row in rows], [row.place for row in rows]
-        return torch.stack(choose(logits, samplings, places, greedy, targets=targets, banned=banned, top=turn.top))
+        return torch.stack(choose(logits, samplings, places, greedy, targets=targets, banned=banned, top=step.top))
 
-    def _arrive(self, turn: EngineStep, chosen: Tensor | None) -> list[Answer]:
-        """The tokens of a turn are known."""
-        wanted = turn.wanted
+    def _receive_output(self, step: EngineStep, chosen: Tensor | None) -> list[Answer]:
+        """The tokens of an engine step are known."""
+        wanted = step.wanted
         if not wanted:
             return []
         if not self.last:
-            chosen = torch.empty(2 + 2 * turn.top, len(wanted), dtype=torch.float64, device=self.generator.device)
+            chosen = torch.empty(2 + 2 * step.top, len(wanted), dtype=torch.float64, device=self.generator.device)
             self.comms.receive(chosen, PP, self.depth - 1, TOKENS).wait()
         assert chosen is not None
         tokens, logprobs, *tops = chosen.tolist()
-        return self.scheduler.take(turn, [int(token) for token in tokens], logprobs, _tops(tops) if tops else None)
+        return self.scheduler.process_output(
+            step, [int(token) for token in tokens], logprobs, _tops(tops) if tops else None
+        )
 
     def _send(self, tensor: Tensor, stage: int, unit: str) -> None:
-        """Send without waiting, but for what was sent turns ago: gloo never says that a send has arrived, and what is
-        waited for was taken before its taker had anything of a later turn to wait for."""
+        """Send without waiting, but for what was sent steps ago: gloo never says that a send has arrived, and what is
+        waited for was taken before its taker had anything of a later engine step to wait for."""
         self._leaving.append((tensor, self.comms.send(tensor.contiguous(), PP, stage, unit)))
         while self._leaving and (len(self._leaving) > self._most or self._leaving[0][1].is_completed()):
             self._leaving.popleft()[1].wait()

@@ -32,11 +32,10 @@ from shardwise.report.step_report import Bytes, Phase
 from shardwise.runtime.allocator import release_freed_memory
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job import rank as process
-from shardwise.runtime.job.devices import cuda_device, sharing
 from shardwise.runtime.job.launch import FORWARDED, USER_MISTAKE
 from shardwise.runtime.job.meeting import meet
 from shardwise.runtime.job.output import say
-from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.job.setup import cuda_device, make_comms, sharing
 from shardwise.runtime.job.signals import handled
 from shardwise.serving.engine import TokenGenerator
 from shardwise.serving.job import Loading, Ready, ServingJob, weights_in
@@ -47,7 +46,7 @@ from shardwise.serving.remote import MEETING, MessageChannel, RankMeeting, launc
 from shardwise.serving.service import JOB, connect
 
 TICK = 0.5
-"""Seconds after which a replica without work goes through a turn all the same: a sign of life."""
+"""Seconds after which a replica without work goes through an engine step all the same: a sign of life."""
 _LONGEST = 86400.0
 """Seconds that ranks wait for each other at the beginning and at the end."""
 _GIVE_BACK = 60.0
@@ -58,7 +57,7 @@ _PROGRESS = 0.2
 
 
 class EngineChannel:
-    """The first rank's end of the socket to the service. A thread listens, so that a turn never waits for it."""
+    """The first rank's end of the socket to the service. A thread listens, so that a step never waits for it."""
 
     def __init__(self, connection: Connection | MessageChannel, replica: int) -> None:
         self._connection, self.replica = connection, replica
@@ -87,7 +86,7 @@ class EngineChannel:
             self._connection.send(answers)
 
     def after(self, done: StepResult, load: ReplicaLoad) -> None:
-        """Give a turn's answers, and now and then say how much there is to do."""
+        """Give an engine step's answers, and now and then say how much there is to do."""
         answers: list[object] = list(done.answers)
         now = time.monotonic()
         if load != self._load and (answers or now - self._told > TICK):
@@ -112,34 +111,34 @@ class StepRecorder:
         held = generator.engine.storages()
         slots = sum(tensor.nbytes for tensor in held["comm"])
         self._bytes = Bytes(parameters=generator.parameter_bytes, comm=slots, cache=generator.cache_bytes)
-        self._turn = 0
+        self._number = 0
 
     def begin(self) -> None:
         self._comms.start_recording()
         self._began = time.monotonic()
 
-    def hearing(self, hear: Receive) -> Receive:
-        """`hear`, timed: a turn begins when it has been heard what there is to do, not with waiting for that."""
+    def timed(self, receive: Receive) -> Receive:
+        """`receive`, timed: an engine step begins when its commands have arrived, not with the wait for them."""
 
-        def heard(idle: bool) -> list[Command]:
-            found = hear(idle)
+        def timed_receive(idle: bool) -> list[Command]:
+            commands = receive(idle)
             self._began = time.monotonic()
-            return found
+            return commands
 
-        return heard
+        return timed_receive
 
     def end(self, done: StepResult, load: ReplicaLoad) -> None:
-        """The turn is over, in which somebody had something to do."""
+        """The engine step is over, in which somebody had something to do."""
         seconds = time.monotonic() - self._began
         self._comms.stop_recording()
-        self._turn += 1
+        self._number += 1
         ledger, transport = self._comms.ledger(), self._comms.transport()
-        phase: Phase = "prefill" if done.turn.prefill else "decode"
+        phase: Phase = "prefill" if done.step.prefill else "decode"
         cached = self._generator.cache_bytes * load.pages // load.of_pages
         rows = tuple(replace(row, phase=phase) for row in ledger)
         note = StepRecord(
-            self._turn, phase, done.turn.tokens, len(done.turn.wanted), seconds, self._began, cached, self._bytes, rows,
-            transport,
+            self._number, phase, done.step.tokens, len(done.step.wanted), seconds, self._began, cached, self._bytes,
+            rows, transport,
         )  # fmt: skip
         self._file.write(json.dumps(note.to_json()) + "\n")
 
@@ -209,10 +208,10 @@ def _warn_of_nonfinite(generator: TokenGenerator, together: Any, first: bool) ->
 
 
 def serve(generator: TokenGenerator, way: EngineChannel | None, signs: pulse.Pulse) -> None:
-    """Turns, until the service wants no more."""
+    """Engine steps, until the service wants no more."""
     notes = StepRecorder(generator, Path(generator.job.report)) if generator.job.report else None
-    hear = None if way is None else way.receive if notes is None else notes.hearing(way.receive)
-    lockstep = Lockstep(generator, hear)
+    receive = None if way is None else way.receive if notes is None else notes.timed(way.receive)
+    lockstep = Lockstep(generator, receive)
     more, number = True, 0
     worked, given = False, time.monotonic()
     while more:
@@ -220,7 +219,7 @@ def serve(generator: TokenGenerator, way: EngineChannel | None, signs: pulse.Pul
         signs.step(number)
         if notes:
             notes.begin()
-        done = lockstep.turn()
+        done = lockstep.step()
         more, load = done.more, lockstep.scheduler.load
         if notes and lockstep.active:
             notes.end(done, load)

@@ -1,13 +1,20 @@
 """Records of every engine step: ranks note it as they go, and reports are made of the notes at the end.
 
-A rank writes one line of JSON a turn; whoever started the ranks joins those of a turn to a `StepReport`, with roles as
+A rank writes one line of JSON a step; whoever started the ranks joins those of a step to a `StepReport`, with roles as
 in training. Imports no torch.
+
+The bubble of a prompt that goes through the stages in chunks: as the engine had it, and as it is simulated.
+
+Measured from the notes that ranks take of their steps. A stage works from when it has what a step needs until it has
+handed on what comes of it, its part of the scheduling included; it stands still while it waits for a message, before
+its first chunk, and after its last one. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +24,9 @@ from shardwise.layout import Mesh
 from shardwise.layout.axes import DP
 from shardwise.predict.serving_layout import replicas_in_step
 from shardwise.report.step_report import Bytes, LedgerRow, Phase, Role, StepReport, TransportRow, merge_roles
+from shardwise.schedule.pipeline import build
+from shardwise.schedule.pipeline.simulate import simulate
+from shardwise.schedule.pipeline.times import Times
 from shardwise.serving.job import ServingJob
 
 
@@ -53,9 +63,9 @@ def notes_file(folder: Path, rank: int) -> Path:
 
 
 def reports(job: ServingJob, folder: Path) -> Iterator[tuple[str, StepReport]]:
-    """(name, report) of every turn, from the notes that the ranks have left in a folder.
+    """(name, report) of every engine step, from the notes that the ranks have left in a folder.
 
-    Replicas that are not in step take turns of their own: names begin with the number of the first of those in step
+    Replicas that are not in step take steps of their own: names begin with the number of the first of those in step
     where there are several.
     """
     mesh = Mesh.of(job.layout, job.model)
@@ -64,15 +74,15 @@ def reports(job: ServingJob, folder: Path) -> Iterator[tuple[str, StepReport]]:
         replica = mesh.index(DP, rank)
         together.setdefault(replica - replica % replicas_in_step(job.layout), []).append(rank)
     for replica, ranks in together.items():
-        for number, found in _turns({rank: {n.turn: n for n in read_notes(folder, rank)} for rank in ranks}):
+        for number, found in _steps({rank: {n.turn: n for n in read_notes(folder, rank)} for rank in ranks}):
             phase = "prefill" if any(note.phase == "prefill" for note in found.values()) else "decode"
             name = f"turn-{number:05}-{phase}"
             yield f"replica-{replica}-{name}" if len(together) > 1 else name, _report(job, phase, found)
 
 
-def _turns(notes: dict[int, dict[int, StepRecord]]) -> Iterator[tuple[int, dict[int, StepRecord]]]:
-    """(number, rank -> its note) of the turns that compute anything. What a turn without tokens moves, in which the
-    stages of a pipeline wait for tokens, belongs to the turn before."""
+def _steps(notes: dict[int, dict[int, StepRecord]]) -> Iterator[tuple[int, dict[int, StepRecord]]]:
+    """(number, rank -> its note) of the steps that compute anything. What a step without tokens moves, in which the
+    stages of a pipeline wait for tokens, belongs to the engine step before."""
     before: tuple[int, dict[int, StepRecord]] | None = None
     for number in sorted(set[int]().union(*notes.values())):
         found = {rank: theirs[number] for rank, theirs in notes.items() if number in theirs}
@@ -87,7 +97,7 @@ def _turns(notes: dict[int, dict[int, StepRecord]]) -> Iterator[tuple[int, dict[
 
 
 def _joined(note: StepRecord, further: StepRecord | None) -> StepRecord:
-    """One turn, and another one without tokens that followed."""
+    """One engine step, and another one without tokens that followed."""
     if further is None:
         return note
     rows: dict[tuple[Any, ...], tuple[LedgerRow, TransportRow]] = {}
@@ -133,3 +143,55 @@ def _report(job: ServingJob, phase: str, notes: dict[int, StepRecord]) -> StepRe
         time=max(note.ended for note in notes.values()) - first.began,
         notes=("bytes: weights, buffers of gathered weights, and the whole cache, used or not",),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Filled:
+    """One prompt. chunks: of it. makespan: seconds from the first stage's first chunk to the last stage's last one.
+    busy: seconds in which each stage works."""
+
+    chunks: int
+    makespan: float
+    busy: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Idle time over ideal, as `schedule.pipeline.simulate` has it: (p - 1) / m for equal stages."""
+        return (self.makespan * len(self.busy) - sum(self.busy)) / sum(self.busy)
+
+
+def measured(job: ServingJob, folder: Path) -> list[Filled]:
+    """Every prompt that a pipeline has read, one at a time, from the notes in a folder. The layout has one replica."""
+    mesh = Mesh.of(job.layout, job.model)
+    ranks = [mesh.rank(pp=stage) for stage in range(job.layout.pp)]
+    stages = [list(_prompts(read_notes(folder, rank))) for rank in ranks]
+    return [_filled(prompt) for prompt in zip(*stages, strict=True)]
+
+
+def _prompts(notes: Sequence[StepRecord]) -> Iterator[list[StepRecord]]:
+    """One stage's engine steps, prompt by prompt: the last chunk of each is the one of which logits are wanted."""
+    found: list[StepRecord] = []
+    for note in notes:
+        if note.tokens:
+            found.append(note)
+        if note.rows:
+            yield found
+            found = []
+
+
+def _filled(prompt: Sequence[list[StepRecord]]) -> Filled:
+    """prompt: stage -> its engine steps."""
+    busy = tuple(steps[-1].ended - steps[0].began - sum(step.waited for step in steps) for steps in prompt)
+    return Filled(len(prompt[0]), prompt[-1][-1].ended - prompt[0][0].began, busy)
+
+
+def median(found: Sequence[Filled]) -> Filled:
+    """The one whose bubble is in the middle, the lower one of two."""
+    middle = statistics.median_low(each.bubble for each in found)
+    return next(each for each in found if each.bubble == middle)
+
+
+def simulated(stages: int, chunks: int, seconds: float, hop: float) -> Filled:
+    """The schedule `prefill`, where every stage takes `seconds` for a chunk and a message `hop`."""
+    found = simulate(build("prefill", stages, chunks), Times.equal(stages, seconds, 0, 0).with_hop(hop))
+    return Filled(chunks, found.makespan, found.busy)

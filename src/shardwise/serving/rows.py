@@ -11,44 +11,44 @@ from shardwise.runtime.context.cache import ContextRows
 from shardwise.serving.scheduler import Chunk, EngineStep
 
 
-def rows_of(turn: EngineStep, size: int, device: torch.device, *, score: bool = False) -> Rows:
+def rows_of(step: EngineStep, size: int, device: torch.device, *, score: bool = False) -> Rows:
     """The decoder's input in an engine step. size: tokens of a page. score: all logits are wanted."""
-    numbers, begun, wanted = _numbers(turn, PageCut(size), device, score)
+    numbers, begun, wanted = _numbers(step, PageCut(size), device, score)
     return Rows(
         numbers[0:1], numbers[1:2], numbers[1:2], None, numbers[1:2], numbers[1:2],
-        slots=numbers[2], groups=tuple(_groups(turn, size, device)), begun=begun, wanted=wanted,
+        slots=numbers[2], groups=tuple(_groups(step, size, device)), begun=begun, wanted=wanted,
     )  # fmt: skip
 
 
 def context_rows_of(
-    turn: EngineStep, cut: PageCut, rank: int, device: torch.device, *, score: bool = False
+    step: EngineStep, cut: PageCut, rank: int, device: torch.device, *, score: bool = False
 ) -> ContextRows:
-    """A context-parallel rank's part of a turn."""
-    numbers, begun, wanted = _numbers(turn, cut, device, score)
+    """A context-parallel rank's part of an engine step."""
+    numbers, begun, wanted = _numbers(step, cut, device, score)
     _, queries, slots = numbers
     here = (queries % cut.page // cut.slots == rank).nonzero().squeeze(1)
-    rows = -(-turn.tokens // cut.cp)
-    mine = F.pad(numbers[:2], (0, rows * cut.cp - turn.tokens))[:, rank * rows : (rank + 1) * rows]
+    rows = -(-step.tokens // cut.cp)
+    mine = F.pad(numbers[:2], (0, rows * cut.cp - step.tokens))[:, rank * rows : (rank + 1) * rows]
     ids, positions = mine[0:1], mine[1:2]
     return ContextRows(
         ids, positions, positions, None, positions, positions,
-        slots=slots[here], groups=tuple(_shares(turn, cut, rank, device)), begun=begun, wanted=wanted,
+        slots=slots[here], groups=tuple(_shares(step, cut, rank, device)), begun=begun, wanted=wanted,
         queries=queries, kept=here,
     )  # fmt: skip
 
 
 def _numbers(
-    turn: EngineStep, cut: PageCut, device: torch.device, score: bool
+    step: EngineStep, cut: PageCut, device: torch.device, score: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(id, position and slot of every token: [3, T]; pages that are begun and not filled; rows whose logits are wanted)
-    of a turn, with None as in `Rows`."""
+    of an engine step, with None as in `Rows`."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     wanted: list[int] = []
     begun: list[int] = []
     size = cut.page
-    for chunk in turn.chunks:
+    for chunk in step.chunks:
         sequence = chunk.sequence
         ids += sequence.tokens[chunk.start : chunk.stop]
         positions += range(chunk.start, chunk.stop)
@@ -65,11 +65,11 @@ def _numbers(
     )
 
 
-def _shares(turn: EngineStep, cut: PageCut, rank: int, device: torch.device) -> list[AttentionGroup]:
-    """The keys on one rank that a turn's rows attend to: single tokens together, then chunks."""
-    single = tuple(chunk for chunk in turn.chunks if chunk.stop - chunk.start == 1)
+def _shares(step: EngineStep, cut: PageCut, rank: int, device: torch.device) -> list[AttentionGroup]:
+    """The keys on one rank that an engine step's rows attend to: single tokens together, then chunks."""
+    single = tuple(chunk for chunk in step.chunks if chunk.stop - chunk.start == 1)
     shares, at = [], 0
-    for chunks in ((single,) if single else ()) + tuple((chunk,) for chunk in turn.chunks[len(single) :]):
+    for chunks in ((single,) if single else ()) + tuple((chunk,) for chunk in step.chunks[len(single) :]):
         last = at + sum(chunk.stop - chunk.start for chunk in chunks)
         length = max(cut.held(rank, chunk.stop) for chunk in chunks)
         most = -(-length // cut.slots)
@@ -83,15 +83,15 @@ def _shares(turn: EngineStep, cut: PageCut, rank: int, device: torch.device) -> 
     return shares
 
 
-def _groups(turn: EngineStep, size: int, device: torch.device) -> list[AttentionGroup]:
-    single = [chunk for chunk in turn.chunks if chunk.stop - chunk.start == 1]
+def _groups(step: EngineStep, size: int, device: torch.device) -> list[AttentionGroup]:
+    single = [chunk for chunk in step.chunks if chunk.stop - chunk.start == 1]
     found, at = [], len(single)
-    assert all(chunk.stop - chunk.start == 1 for chunk in turn.chunks[: len(single)])
+    assert all(chunk.stop - chunk.start == 1 for chunk in step.chunks[: len(single)])
     if len(single) == 1:
         found.append(_alone(single[0], 0, size, device))
     elif single:
         found.append(_together(single, size, device))
-    for chunk in turn.chunks[len(single) :]:
+    for chunk in step.chunks[len(single) :]:
         found.append(_alone(chunk, at, size, device))
         at += chunk.stop - chunk.start
     return found

@@ -1,6 +1,6 @@
 """Choosing tokens. The random number of a token depends on its request's seed and on its place in the sequence alone:
 equal seeds give equal numbers whatever else is being served, and whoever draws. Tokens are equal as far as logits are:
-in fp32 but for rounding, while in bf16 and with 8-bit matrices logits differ with the rows that a turn computes."""
+in fp32 but for rounding, while in bf16 and with 8-bit matrices logits differ with the rows that a step computes."""
 
 from __future__ import annotations
 

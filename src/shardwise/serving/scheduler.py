@@ -1,15 +1,15 @@
-"""`Scheduler`: which tokens of which requests a turn computes.
+"""`Scheduler`: which tokens of which requests an engine step computes.
 
-Requests join and leave at every turn (continuous batching, Yu et al. 2022): a turn has one token of every sequence that
-is being continued, and as many tokens of prompts beside them as `chunk` allows (Agrawal et al. 2023). A request is
-admitted when the cache has pages for all its tokens; when pages run out, the youngest sequence gives its own back and
-is computed again later.
+Requests join and leave at every engine step (continuous batching, Yu et al. 2022): a step has one token of every
+sequence that is being continued, and as many tokens of prompts beside them as `chunk` allows (Agrawal et al. 2023). A
+request is admitted when the cache has pages for all its tokens; when pages run out, the youngest sequence gives its own
+back and is computed again later.
 
 A request may want the probabilities of its prompt's tokens: every row of the prompt then has logits, `rows` of them in
-a turn, and nothing of it is found in the cache. `max_tokens=0` ends it there.
+an engine step, and nothing of it is found in the cache. `max_tokens=0` ends it there.
 
-Under a pipeline the tokens that a turn has chosen are known `depth` turns later: a sequence that waits for its token is
-left out meanwhile, and a turn takes one `depth`-th of the sequences, so that the stages always have something to do.
+Under a pipeline the tokens that a step has chosen are known `depth` steps later: a sequence that waits for its token is
+left out meanwhile, and a step takes one `depth`-th of the sequences, so that the stages always have something to do.
 
 Every rank of a replica runs the same scheduler on the same messages and tokens, and decides the same: nothing here
 depends on time or on what a rank holds.
@@ -29,8 +29,8 @@ from shardwise.serving.pages import START, Key, Pages, page_key
 @dataclass(eq=False)
 class Sequence:
     """A request on its way. order: of arrival, from 1. tokens: of the prompt and those chosen since. computed: how many
-    of them have keys and values in `pages`, or will have when the turns that are under way are over. keys: of its full
-    pages, as far as they were asked for; known: so many of them are known to others. waits: its next token is being
+    of them have keys and values in `pages`, or will have when the steps that are under way are over. keys: of its full
+    pages, as far as they were asked for; known: so many of them are known to others. in_flight: its next token is being
     computed. reused: tokens found in the cache."""
 
     request: Request
@@ -40,8 +40,8 @@ class Sequence:
     keys: list[Key] = field(default_factory=list)
     known: int = 0
     computed: int = 0
-    waits: bool = False
-    over: bool = False
+    in_flight: bool = False
+    finished: bool = False
     reused: int = 0
     scored: int = 0
     """Rows of the prompt whose logits have told the probability of the next token."""
@@ -57,16 +57,16 @@ class Sequence:
         return max(self.computed, self.scored) if self.scored < self.to_score else len(self.tokens) - 1
 
     @property
-    def left(self) -> int:
+    def num_uncomputed(self) -> int:
         """Tokens to be computed before the next one can be chosen."""
         return len(self.tokens) - self.computed
 
     @property
-    def chosen(self) -> int:
+    def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def longest(self) -> int:
+    def max_cached(self) -> int:
         """Tokens that will be in the cache in the end, at most: nothing follows on the last one."""
         return len(self.request.prompt) + self.request.sampling.max_tokens - 1
 
@@ -105,7 +105,7 @@ class LogitRow:
     def banned(self) -> tuple[int, ...]:
         """Tokens that must not be chosen yet."""
         sampling = self.sampling
-        return sampling.stop_tokens if self.sequence.chosen < sampling.min_tokens else ()
+        return sampling.stop_tokens if self.sequence.num_generated < sampling.min_tokens else ()
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ def _logit_rows(chunk: Chunk) -> Iterator[LogitRow]:
 
 
 class Scheduler:
-    """pages: of the cache. batch: most sequences at a time. chunk: tokens of a turn that may be prompts' (single tokens
-    count, too, but are never left out for it). depth: turns from a token's computation until it is known. rows: rows of
-    a turn that may have logits, at least `batch`; 0 for as many as `chunk` and `batch`."""
+    """pages: of the cache. batch: most sequences at a time. chunk: tokens of a step that may be prompts' (single tokens
+    count, too, but are never left out for it). depth: steps from a token's computation until it is known. rows: rows of
+    an engine step that may have logits, at least `batch`; 0 for as many as `chunk` and `batch`."""
 
     def __init__(self, pages: Pages, *, batch: int, chunk: int, depth: int = 1, rows: int = 0) -> None:
         self.pages, self.batch, self.chunk, self.depth = pages, batch, chunk, depth
@@ -178,92 +178,101 @@ class Scheduler:
                 return [self._end(sequence, "cancelled")]
         return []
 
-    def take(
-        self, turn: EngineStep, tokens: list[int], logprobs: list[float], tops: list[Top] | None = None
+    def process_output(
+        self, step: EngineStep, tokens: list[int], logprobs: list[float], tops: list[Top] | None = None
     ) -> list[Answer]:
-        """The tokens of a turn, chosen or of prompts, one for each of `turn.wanted`. tops: the likeliest ones there."""
+        """The tokens of a step, chosen or of prompts, one for each of `step.wanted`. tops: the likeliest ones there."""
         answers: list[Answer] = []
-        for row, token, logprob, top in zip(turn.wanted, tokens, logprobs, tops or [()] * len(tokens), strict=True):
+        for row, token, logprob, top in zip(step.wanted, tokens, logprobs, tops or [()] * len(tokens), strict=True):
             sequence = row.sequence
-            if sequence.over:
+            if sequence.finished:
                 continue
             if row.target is None:
-                sequence.waits = False
+                sequence.in_flight = False
             if token == NOTHING:
                 answers.append(self._end(sequence, "error", "the logits are no numbers: its weights may be damaged"))
                 continue
             top = top[: row.sampling.top_logprobs]
             answer = Token(sequence.request.id, token, logprob, top, row.target is not None)
             if not answer.prompt:
-                answers += self._chosen(sequence, answer)
+                answers += self._append_token(sequence, answer)
             elif row.place > sequence.scored:  # a row of pages that were given back comes again
-                answers += self._scored(sequence, row.place, answer)
+                answers += self._append_scored(sequence, row.place, answer)
         return answers
 
-    def _chosen(self, sequence: Sequence, answer: Token) -> list[Answer]:
+    def _append_token(self, sequence: Sequence, answer: Token) -> list[Answer]:
         sampling = sequence.request.sampling
         sequence.tokens.append(answer.token)
         if answer.token in sampling.stop_tokens:
             return [answer, self._end(sequence, "stop")]
-        if sequence.chosen == sampling.max_tokens:
+        if sequence.num_generated == sampling.max_tokens:
             return [answer, self._end(sequence, "length")]
         return [answer]
 
-    def _scored(self, sequence: Sequence, rows: int, answer: Token) -> list[Answer]:
+    def _append_scored(self, sequence: Sequence, rows: int, answer: Token) -> list[Answer]:
         sequence.scored = rows
         if rows == sequence.to_score and not sequence.request.sampling.max_tokens:
             return [answer, self._end(sequence, "length")]
         return [answer]
 
     def _end(self, sequence: Sequence, reason: Reason, error: str = "") -> Finished:
-        sequence.over = True
-        self._give_back(sequence)
+        sequence.finished = True
+        self._release_pages(sequence)
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         return Finished(sequence.request.id, reason, sequence.reused, error)
 
-    # -- a turn
+    # -- an engine step
 
-    def plan(self) -> EngineStep:
-        """The next turn; it may be empty."""
-        ready = [s for s in self.running if not s.waits]
+    def schedule(self) -> EngineStep:
+        """The next engine step; it may be empty."""
+        ready = [s for s in self.running if not s.in_flight]
         single: list[Chunk] = []
         most = -(-len(self.running) // self.depth)
         for sequence in ready:
-            if sequence.left == 1 and len(single) < most and sequence in self.running and self._grow(sequence):
+            if (
+                sequence.num_uncomputed == 1
+                and len(single) < most
+                and sequence in self.running
+                and self._append_page_or_preempt(sequence)
+            ):
                 single.append(self._chunk(sequence, 1))
-        turn = EngineStep(tuple(sorted([*single, *self._longer(ready, single)], key=lambda c: c.stop - c.start > 1)))
-        for chunk in turn.chunks:
-            self._know(chunk.sequence)
-        return turn
+        step = EngineStep(
+            tuple(sorted([*single, *self._schedule_prefills(ready, single)], key=lambda c: c.stop - c.start > 1))
+        )
+        for chunk in step.chunks:
+            self._cache_full_pages(chunk.sequence)
+        return step
 
-    def _longer(self, ready: list[Sequence], single: list[Chunk]) -> list[Chunk]:
-        """Chunks of prompts beside single tokens: as many tokens, and rows of logits, as a turn may have."""
+    def _schedule_prefills(self, ready: list[Sequence], single: list[Chunk]) -> list[Chunk]:
+        """Chunks of prompts beside single tokens: as many tokens, and rows of logits, as an engine step may have."""
         budget = max(1, self.chunk - len(single))
         rows = max(1, self.rows - sum(len(chunk.rows) for chunk in single))
-        longer: list[Chunk] = []
+        prefills: list[Chunk] = []
 
         def add(sequence: Sequence) -> None:
             nonlocal budget, rows
-            chunk = self._chunk(sequence, min(budget, sequence.left, sequence.first_row - sequence.computed + rows))
+            chunk = self._chunk(
+                sequence, min(budget, sequence.num_uncomputed, sequence.first_row - sequence.computed + rows)
+            )
             budget -= chunk.stop - chunk.start
             rows -= len(chunk.rows)
-            longer.append(chunk)
+            prefills.append(chunk)
 
         for sequence in ready:
-            if budget and rows and sequence.left > 1 and sequence in self.running:
+            if budget and rows and sequence.num_uncomputed > 1 and sequence in self.running:
                 add(sequence)
         while budget and rows and self.waiting and len(self.running) < self.batch and self._admit(self.waiting[0]):
             sequence = self.waiting.pop(0)
             insort(self.running, sequence, key=lambda each: each.order)
             add(sequence)
-        return longer
+        return prefills
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         start, stop = sequence.computed, sequence.computed + count
         scored = range(max(start, sequence.scored), min(stop, sequence.to_score))
         sequence.computed = stop
-        sequence.waits = stop == len(sequence.tokens)
-        return Chunk(sequence, start, stop, sequence.waits and sequence.request.sampling.max_tokens > 0, scored)
+        sequence.in_flight = stop == len(sequence.tokens)
+        return Chunk(sequence, start, stop, sequence.in_flight and sequence.request.sampling.max_tokens > 0, scored)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.pages.size)
@@ -273,45 +282,45 @@ class Scheduler:
         size = self.pages.size
         self._extend_keys(sequence, (len(sequence.tokens) - 1) // size)
         found = self.pages.find(sequence.keys[: sequence.first_row // size])
-        wanted = self._pages_for(min(len(sequence.tokens) + 1, sequence.longest)) - len(found)
+        wanted = self._pages_for(min(len(sequence.tokens) + 1, sequence.max_cached)) - len(found)
         if wanted > self.pages.free - self.pages.idle(found):
             return False
         self.pages.share(found)
         last = found[-1] if found else None
-        room = self._pages_for(sequence.longest) - len(found)
+        room = self._pages_for(sequence.max_cached) - len(found)
         sequence.pages = found + self.pages.take(sequence.order, wanted, last, room)
         sequence.computed, sequence.known = len(found) * size, len(found)
         sequence.reused = max(sequence.reused, min(sequence.computed, len(sequence.request.prompt)))
         return True
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Have a page for the token that comes next, at the expense of younger sequences if need be."""
+    def _append_page_or_preempt(self, sequence: Sequence) -> bool:
+        """Allocate a page for the next token; preempt younger sequences where none is free."""
         while self._pages_for(sequence.computed + 1) > len(sequence.pages):
             if self.pages.free:
                 sequence.pages += self.pages.take(sequence.order, 1, sequence.pages[-1])
                 continue
-            younger = [s for s in self.running if s.order > sequence.order and not s.waits]
+            younger = [s for s in self.running if s.order > sequence.order and not s.in_flight]
             if not younger:
                 return False  # those that wait for a token come back
             victim = younger[-1]
-            self._give_back(victim)
+            self._release_pages(victim)
             self.running.remove(victim)
             insort(self.waiting, victim, key=lambda each: each.order)
         return True
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _release_pages(self, sequence: Sequence) -> None:
         self.pages.release(sequence.order, sequence.pages)
-        sequence.pages, sequence.computed, sequence.known, sequence.waits = [], 0, 0, False
+        sequence.pages, sequence.computed, sequence.known, sequence.in_flight = [], 0, 0, False
 
     def _extend_keys(self, sequence: Sequence, count: int) -> None:
-        """Know the keys of the first `count` pages."""
+        """Compute the keys of the first `count` pages."""
         size, keys = self.pages.size, sequence.keys
         for index in range(len(keys), count if self.pages.reuse else 0):
             before = keys[-1] if keys else START
             keys.append(page_key(before, sequence.tokens[index * size : (index + 1) * size]))
 
-    def _know(self, sequence: Sequence) -> None:
-        """Pages that are full after this turn may be shared from the next one on."""
+    def _cache_full_pages(self, sequence: Sequence) -> None:
+        """Make pages that are full after this engine step available to later requests."""
         full = sequence.computed // self.pages.size
         if self.pages.reuse and full > sequence.known:
             self._extend_keys(sequence, full)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,7 +34,7 @@ JOB, SOCKET, KEY = "job.json", "socket", "key"
 """Files of the folder that a service shares with its ranks."""
 PRIMITIVES, _KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), 128
 """Number of products of different shapes that stay compiled, in oneDNN's own cache and in that of torch's layer above
-it (ideep), which holds on to what the first one lets go. As many are possible as numbers of tokens in a turn, each
+it (ideep), which holds on to what the first one lets go. As many are possible as numbers of tokens in a step, each
 takes 0.3 MB, and the 1,024 that both keep by themselves fill a rank's memory. A user's own setting counts."""
 TUNABLES, MEMORY = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.mxfast=0:glibc.malloc.tcache_count=200"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -85,7 +85,11 @@ class Service:
 
         Raises `UserError` for what the user has asked for in vain, and `RunFailed` when a rank dies.
         """
-        self._folder = self._folders.enter_context(_private_folder())
+        # a folder in which the name of a socket is not too long
+        usual = Path(tempfile.gettempdir())
+        self._folder = self._folders.enter_context(
+            temporary_folder(usual if len(str(usual)) < _LONGEST else Path("/tmp"))
+        )
         key = secrets.token_bytes(32)
         listener: _LocalListener | MessageListener
         if self._joined:
@@ -153,7 +157,7 @@ class Service:
         with self._changed:
             self._closing = True
             for way in self._ways.values():
-                _tell(way, [Drain()])
+                _send(way, [Drain()])
             self._changed.wait_for(lambda: self._ending is not None or not self._ways)
         self.close()
 
@@ -205,7 +209,7 @@ class Service:
                 raise RunFailed(self.failure or "the engine has been closed")
             number, replica = next(self._numbers), self._least_loaded()
             self._sinks[number] = replica, sink
-            _tell(self._ways[replica], [Request(number, tuple(prompt), sampling)])
+            _send(self._ways[replica], [Request(number, tuple(prompt), sampling)])
         return number
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -229,7 +233,7 @@ class Service:
         """Cancel the rest of a request: its last answer is `Finished`. Does nothing for one that is over."""
         with self._changed:
             if number in self._sinks:
-                _tell(self._ways[self._sinks[number][0]], [Cancel(number)])
+                _send(self._ways[self._sinks[number][0]], [Cancel(number)])
 
     def load(self) -> dict[int, ReplicaLoad]:
         """Latest load report of each replica."""
@@ -310,13 +314,7 @@ def _memory() -> dict[str, str]:
     return {} if TUNABLES in os.environ else {TUNABLES: MEMORY}
 
 
-def _private_folder() -> AbstractContextManager[Path]:
-    """A folder in which the name of a socket is not too long."""
-    usual = Path(tempfile.gettempdir())
-    return temporary_folder(usual if len(str(usual)) < _LONGEST else Path("/tmp"))
-
-
-def _tell(way: Connection | MessageChannel, asked: list[Command]) -> None:
+def _send(way: Connection | MessageChannel, asked: list[Command]) -> None:
     """A rank that has gone is found by who supervises it."""
     with suppress(OSError, ValueError):
         way.send(asked)

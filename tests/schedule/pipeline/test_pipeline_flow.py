@@ -19,8 +19,8 @@ from shardwise.schedule.pipeline.plan import PipelineSchedule, loop
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.timeline import report
 from shardwise.schedule.pipeline.times import Times
-from shardwise.schedule.program import Instruction as Primitive
-from shardwise.schedule.program import Program
+from shardwise.schedule.sending import Instruction as Primitive
+from shardwise.schedule.sending import Program
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,14 @@ from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint
-from shardwise.schedule.pipeline import bubbles, build, find, generators, parse_action, registry, training
+from shardwise.schedule.pipeline import build, find, generators, parse_action, registry, training
+from shardwise.schedule.pipeline import closed_forms as bubbles
 from shardwise.schedule.pipeline.action import COMPUTE
-from shardwise.schedule.pipeline.bubbles import curve, least_micro
-from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
+from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape, curve, least_micro
 from shardwise.schedule.pipeline.memory import peaks
-from shardwise.schedule.pipeline.plan import PipelineSchedule
+from shardwise.schedule.pipeline.plan import PipelineSchedule, StageLayers
+from shardwise.schedule.pipeline.show import from_csv, from_text, to_csv, to_text
 from shardwise.schedule.pipeline.simulate import simulate
-from shardwise.schedule.pipeline.stages import StageLayers
-from shardwise.schedule.pipeline.text import from_csv, from_text, to_csv, to_text
 from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
 from shardwise.schedule.pipeline.verify import verify
 

@@ -9,8 +9,7 @@ Their files are pickles. None is unpickled in full: tensors are read with torch'
 classes that do nothing, for the few names that such a file needs; any other name is refused.
 """
 
-from shardwise.checkpoint.foreign.convert import ResumeSettings, import_checkpoint
-from shardwise.checkpoint.foreign.detect import FORMATS, open_foreign
+from shardwise.checkpoint.foreign.convert import FORMATS, ResumeSettings, import_checkpoint, open_foreign
 from shardwise.checkpoint.foreign.exporting import EXPORT_FORMATS, NAMES, ForeignExport, export_foreign
 from shardwise.checkpoint.foreign.state import ForeignState, ForeignTensor
 

@@ -6,6 +6,7 @@ transposed or fused there is cut the same way.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,16 +17,64 @@ import numpy as np
 
 from shardwise.checkpoint.dtypes import bits
 from shardwise.checkpoint.folder import new_folder
-from shardwise.checkpoint.foreign.detect import open_foreign
+from shardwise.checkpoint.foreign import dcp, deepspeed
 from shardwise.checkpoint.foreign.state import SETTINGS, ForeignState, ForeignTensor, distinct, dtype_name, quoted
 from shardwise.checkpoint.geometry import Piece, full
 from shardwise.checkpoint.manifest import Manifest, PartRecord, TensorSpec
+from shardwise.checkpoint.names import unwrapped_names
 from shardwise.checkpoint.writer import PartEntry, PartWriter, commit
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import ForeignSlice
 from shardwise.model.families import family_of
 from shardwise.model.parameters import blueprint, foreign_slices, parameters
+
+_READERS = {"dcp": dcp.read, "deepspeed": deepspeed.read}
+FORMATS = tuple(_READERS)
+"""torch.distributed.checkpoint (FSDP2), and DeepSpeed's ZeRO-1/2/3 and universal checkpoints."""
+
+
+def open_foreign(folder: Path | str, format: str = "auto", *, weights_only: bool = False) -> ForeignState:
+    """The state in a folder. format: one of `FORMATS`, or "auto" to look what it is. weights_only: leave the
+    optimizer out.
+
+    Only names and shapes are read. Raises `UserError` when it is of no format that is read here, or damaged.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no such folder: {folder}")
+    if format not in (*FORMATS, "auto"):
+        raise UserError(f"unknown format {format!r}; choose auto or one of {', '.join(FORMATS)}")
+    _refuse_megatron(folder)
+    read = _READERS[_detect(folder) if format == "auto" else format]
+    state = read(folder, weights_only)
+    return replace(state, tensors={kind: unwrapped_names(tensors) for kind, tensors in state.tensors.items()})
+
+
+def _detect(folder: Path) -> str:
+    if (folder / ".metadata").exists():
+        return "dcp"
+    if deepspeed.is_one(folder):
+        return "deepspeed"
+    raise UserError(
+        f"{folder} holds neither .metadata (torch.distributed.checkpoint) nor DeepSpeed's *_optim_states.pt or zero/ "
+        "(ZeRO, universal); Hugging Face folders are read by train --weights"
+    )
+
+
+def _refuse_megatron(folder: Path) -> None:
+    """megatron-core 0.16 neither trains nor saves without CUDA: none can be made where shardwise is tested."""
+    try:
+        content = json.loads((folder / "metadata.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        content = None
+    torch_dist = isinstance(content, dict) and "sharded_backend" in content
+    if torch_dist or (folder / "latest_checkpointed_iteration.txt").exists():
+        raise UserError(
+            f"{folder} is a Megatron-LM checkpoint, which shardwise does not read: export it as a Hugging Face folder, "
+            "for train --weights"
+        )
+
 
 _SUFFIXES = {"model": "", "first": ".exp_avg", "second": ".exp_avg_sq"}
 MOMENTS = ("first", "second")
@@ -159,16 +208,14 @@ def _refuse_more(
             continue
         if model.tied and name in heads:
             if kind == "model":
-                _same(
-                    state.tensors[kind][key], state.tensors[kind][prefix + wanted[blueprint(model).table.name].tensor]
-                )
+                head = state.tensors[kind][key]
+                embedding = state.tensors[kind][prefix + wanted[blueprint(model).table.name].tensor]
+                if head.numel != embedding.numel or not np.array_equal(bits(head.load()), bits(embedding.load())):
+                    raise UserError(
+                        f"{head.where} differs from the embedding, but in the model they are one: set tied=false"
+                    )
             continue
         raise UserError(f"{state.folder} has {quoted(key)}, which {model.name} lacks")
-
-
-def _same(head: ForeignTensor, embedding: ForeignTensor) -> None:
-    if head.numel != embedding.numel or not np.array_equal(bits(head.load()), bits(embedding.load())):
-        raise UserError(f"{head.where} differs from the embedding, but in the model they are one: set tied=false")
 
 
 # Writing.

@@ -17,11 +17,10 @@ import numpy as np
 
 from shardwise.checkpoint.dtypes import finite, numpy_dtype
 from shardwise.checkpoint.foreign.convert import LIVE_HEAD, MOMENTS
-from shardwise.checkpoint.foreign.dcp_writing import write_dcp
-from shardwise.checkpoint.foreign.state import SETTINGS
+from shardwise.checkpoint.foreign.dcp import write_dcp
+from shardwise.checkpoint.foreign.state import SETTINGS, WrittenState, WrittenTensor
 from shardwise.checkpoint.foreign.universal_writing import write_universal
-from shardwise.checkpoint.foreign.written import WrittenState, WrittenTensor
-from shardwise.checkpoint.huggingface.bands import ExportTensor, bands, export_tensors
+from shardwise.checkpoint.huggingface.exporting import ExportTensor, bands, export_tensors
 from shardwise.checkpoint.manifest import TensorSpec
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.resharding import model_of

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.foreign.written import WrittenState, torch_for_writing
+from shardwise.checkpoint.foreign.state import WrittenState, torch_for_writing
 from shardwise.checkpoint.writer import sync_folder
 
 VERSION = "0.19.8"
@@ -26,7 +26,7 @@ def write_universal(state: WrittenState, folder: Path) -> None:
     zero.mkdir(parents=True)
     for name in state.decays:
         (zero / name).mkdir()
-        _save(_step(state), zero / name / "step.pt")
+        _save(torch_for_writing().tensor(float(state.updates)), zero / name / "step.pt")
     for kind in state.kinds:
         for tensor in state.tensors[kind]:
             _save({"param": tensor.load(), "cat_dim": 0}, zero / tensor.name / f"{_FILES[kind]}.pt")
@@ -51,10 +51,6 @@ def _save(content: Any, path: Path) -> None:
         torch_for_writing().save(content, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _step(state: WrittenState) -> Any:
-    return torch_for_writing().tensor(float(state.updates))
 
 
 def _optimizer(state: WrittenState) -> dict[str, Any]:

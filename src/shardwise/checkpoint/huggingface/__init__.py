@@ -5,10 +5,8 @@ weights of experts are one tensor per expert in these files, or one for all expe
 transformers 5.23, which the tests read and write with.
 """
 
-from shardwise.checkpoint.huggingface.exporting import dtype_of, export
-from shardwise.checkpoint.huggingface.merging import merge, merge_checkpoint
-from shardwise.checkpoint.huggingface.output import Exported
-from shardwise.checkpoint.huggingface.peft import PeftAdapters, export_adapters
+from shardwise.checkpoint.huggingface.exporting import Exported, dtype_of, export
+from shardwise.checkpoint.huggingface.peft import PeftAdapters, export_adapters, merge, merge_checkpoint
 from shardwise.checkpoint.huggingface.weights import HuggingFaceWeights, open_weights
 
 __all__ = [

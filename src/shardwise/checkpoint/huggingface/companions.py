@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.data.ends import declared_ends
-from shardwise.data.tokenizer import KNOWN_ENDS, prepared_end
+from shardwise.data.tokenizer import KNOWN_ENDS, declared_ends, prepared_end
 from shardwise.report.run_directory import COMPANIONS
 
 CONFIG, GENERATION, TOKENIZER, SETTINGS = (

@@ -6,20 +6,150 @@ generation settings. Of a tokenizer that the run has trained, the end of text en
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-from shardwise.checkpoint.dtypes import finite, raw
-from shardwise.checkpoint.huggingface.bands import ExportTensor, ReadsWeights, bands, export_tensors
+import numpy as np
+
+from shardwise.checkpoint.dtypes import bits, finite, numpy_dtype, raw
+from shardwise.checkpoint.geometry import Piece
 from shardwise.checkpoint.huggingface.companions import GENERATION, TOKENIZER, Companions, base_dtype, companions_of
-from shardwise.checkpoint.huggingface.output import Exported, OutputFolder
 from shardwise.checkpoint.huggingface.weights import INDEX, SINGLE
+from shardwise.checkpoint.manifest import TensorSpec
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.resharding import model_of
-from shardwise.checkpoint.writer import safetensors_header
+from shardwise.checkpoint.writer import safetensors_header, sync_folder
 from shardwise.errors import UserError
+from shardwise.model.blueprint import ForeignSlice
 from shardwise.model.config import ModelConfig
 from shardwise.model.huggingface import to_huggingface
+from shardwise.model.parameters import parameters
+
+BAND = 64 << 20
+"""Bytes of a tensor that are in memory at once. A transposed tensor is read again for each band of it."""
+
+
+class ReadsWeights(Protocol):
+    """A checkpoint, or other weights, as far as an export reads them."""
+
+    def read(self, tensor: str, piece: Piece, dtype: str) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTensor:
+    """A tensor to write."""
+
+    name: str
+    spec: TensorSpec
+    parts: list[tuple[str, int, int, ForeignSlice]]
+    """(parameter, first row, rows, their slice of the tensor) of the parameters that it consists of."""
+
+
+def export_tensors(model: ModelConfig, dtype: str) -> list[ExportTensor]:
+    """Tensors to write, in the model's order."""
+    found: dict[str, ExportTensor] = {}
+    for p in parameters(model):
+        assert p.foreign
+        rows = p.shape[0] // p.foreign.tensors
+        for first, place in p.foreign.each(p.shape[0]):
+            spec = TensorSpec(place.shape, "float32" if place.wide else dtype)
+            tensor = found.setdefault(place.tensor, ExportTensor(place.tensor, spec, []))
+            tensor.parts.append((p.name, first, rows, place))
+    return list(found.values())
+
+
+def bands(source: ReadsWeights, tensor: ExportTensor, kind: str = "model") -> Iterator[np.ndarray]:
+    """A tensor's elements in order, some rows at a time. kind: its weights, or one of the optimizer's moments."""
+    rows, *columns = tensor.spec.shape
+    width = columns[0] if columns else 1
+    band = max(1, BAND // (width * tensor.spec.itemsize))
+    for start in range(0, rows, band):
+        stop = min(start + band, rows)
+        values = np.empty((stop - start, width), numpy_dtype(tensor.spec.dtype))
+        for name, first, count, place in tensor.parts:
+            runs = list(place.held(*((0, width) if place.transposed else (start, stop)), count))
+            if not runs:
+                continue
+            # One read for all of them: each reads whole blocks.
+            top, bottom = min(row for row, *_ in runs), max(row + run for row, _, run, _ in runs)
+            box = ((first + top, first + bottom), (start, stop) if place.transposed else (0, width))
+            piece = Piece.whole(box[: len(tensor.spec.shape)])
+            read = bits(source.read(f"{kind}/{name}", piece, tensor.spec.dtype)).reshape(bottom - top, -1)
+            target = bits(values).T if place.transposed else bits(values)
+            base = 0 if place.transposed else start
+            for row, theirs, run, step in runs:
+                target[theirs - base : theirs - base + (run - 1) * step + 1 : step] = read[row - top : row - top + run]
+        yield values
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Result of an export: the folder, its files, tensors, and the bytes of all tensors. nonfinite: tensors with an
+    element that is not finite."""
+
+    folder: Path
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    nonfinite: tuple[str, ...] = ()
+    dtype: str = "float32"
+
+
+class OutputFolder:
+    """A folder that files are written to: `files` are the ones made here."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, list[str]()
+
+    @classmethod
+    @contextmanager
+    def new(cls, folder: Path) -> Iterator[OutputFolder]:
+        """A folder that is new or empty; on an error nothing of it is left. Raises `UserError` when it is in use or
+        cannot be written."""
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is not empty; nothing was overwritten: choose another folder")
+        output = cls(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            yield output
+            sync_folder(folder)
+        except BaseException as error:
+            output.remove()
+            if isinstance(error, OSError):
+                raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+            raise
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Make a file, complete on the disk when this returns. One that is there already is an `OSError`."""
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        with path.open("xb") as file:
+            self.files.append(name)
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        """Make a JSON file."""
+        self.write(name, [(json.dumps(content, indent=2) + "\n").encode()])
+
+    def remove(self) -> None:
+        """Remove what was written."""
+        for name in self.files:
+            with suppress(OSError):
+                (self.folder / name).unlink()
+        for folder in {(self.folder / name).parent for name in self.files} - {self.folder}:
+            with suppress(OSError):
+                folder.rmdir()
+        with suppress(OSError):
+            self.folder.rmdir()
+
 
 DTYPES = ("bfloat16", "float32", "float16")
 """dtypes of exported weights."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.dtypes import CODES, numpy_dtype, raw
+from shardwise.checkpoint.file_io import opened, read_exactly
 from shardwise.checkpoint.manifest import TensorSpec
-from shardwise.checkpoint.reading import opened, read_exactly
 from shardwise.errors import UserError
 
 BAND = 16 << 20

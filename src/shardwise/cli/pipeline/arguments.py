@@ -103,7 +103,7 @@ def sized(ranks: int, micro: int, virtual: int, tokens: int = 1) -> None:
 def read(args: argparse.Namespace, others: Sequence[str]) -> PipelineSchedule:
     """The schedule of --file. Raises `UserError` that names it, and for those of the flags `others`, and of --zero and
     --tied, that say what stands in the file."""
-    from shardwise.schedule.pipeline.text import from_csv, from_text
+    from shardwise.schedule.pipeline.show import from_csv, from_text
 
     path: Path = args.file
     if path.suffix != ".csv":
@@ -153,8 +153,7 @@ def timing_of(args: argparse.Namespace) -> Callable[[PipelineSchedule], Times]:
 
 def shares_of(args: argparse.Namespace, schedule: PipelineSchedule) -> tuple[float, ...]:
     """Each stage's part of the model's work; empty for equal ones. Raises `UserError` for layers that do not fit."""
-    from shardwise.schedule.pipeline.plan import MOST_PASSES
-    from shardwise.schedule.pipeline.stages import StageLayers
+    from shardwise.schedule.pipeline.plan import MOST_PASSES, StageLayers
 
     layers = getattr(args, "layers", None)
     if layers is not None and layers < 1:

@@ -16,7 +16,7 @@ from shardwise.report.units import format_share
 
 if TYPE_CHECKING:
     from shardwise.schedule.pipeline import ScheduleGenerator
-    from shardwise.schedule.pipeline.bubbles import LeastMicroBatches
+    from shardwise.schedule.pipeline.closed_forms import LeastMicroBatches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.schedule.pipeline.bubbles import curve, least_micro
+    from shardwise.schedule.pipeline.closed_forms import curve, least_micro
 
     target, timing = None if args.want is None else _share(args.want), timing_of(args)
     micro = numbers("--micro", args.micro)

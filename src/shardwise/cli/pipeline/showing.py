@@ -22,8 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.schedule.pipeline.show import grid
-    from shardwise.schedule.pipeline.text import to_csv, to_text
+    from shardwise.schedule.pipeline.show import grid, to_csv, to_text
     from shardwise.schedule.pipeline.verify import verify
 
     schedule = schedule_of(args)

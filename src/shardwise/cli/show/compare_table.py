@@ -206,7 +206,10 @@ Row = tuple[str, "Callable[[Generated], str]"]
 
 
 def _rows(comparison: StrategyComparison) -> Iterator[Row]:
-    yield from _moved(comparison)
+    yield f"a rank sends for {_step(comparison)} (ring volume)", lambda one: format_bytes(float(one.round.volume.total))
+    yield "  blocks", lambda one: format_bytes(float(one.round.volume.blocks))
+    yield "  embedding, head, logits", lambda one: format_bytes(float(one.round.volume.edges))
+    yield "  control, chosen tokens", lambda one: format_bytes(float(one.round.volume.other))
     yield from _timed(comparison)
     yield from _held(comparison)
     yield from _trained(comparison)
@@ -215,13 +218,6 @@ def _rows(comparison: StrategyComparison) -> Iterator[Row]:
 def _step(comparison: StrategyComparison) -> str:
     """Unit of bytes and times: one more token of every sequence."""
     return "a token" if comparison.asked.batch == 1 else f"a step of {comparison.asked.batch:,} tokens"
-
-
-def _moved(comparison: StrategyComparison) -> Iterator[Row]:
-    yield f"a rank sends for {_step(comparison)} (ring volume)", lambda one: format_bytes(float(one.round.volume.total))
-    yield "  blocks", lambda one: format_bytes(float(one.round.volume.blocks))
-    yield "  embedding, head, logits", lambda one: format_bytes(float(one.round.volume.edges))
-    yield "  control, chosen tokens", lambda one: format_bytes(float(one.round.volume.other))
 
 
 def _timed(comparison: StrategyComparison) -> Iterator[Row]:

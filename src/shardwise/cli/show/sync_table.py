@@ -12,7 +12,7 @@ from shardwise.report.table import Column, FittedTable
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.schedule.outer_rounds import OuterRound
-from shardwise.schedule.run_traffic import WorkerTraffic
+from shardwise.schedule.traffic import WorkerTraffic
 from shardwise.schedule.update_record import STRAGGLER, UpdateRecord
 
 _BAR = 30

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import CoreAttention
 from shardwise.ops.context import OpContext
-from shardwise.ops.cpu.limits import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST
+from shardwise.ops.limits import ATTENTION_ROWS, LONGEST_SHORT, SHORTEST
 
 
 class _ShortAttention(torch.autograd.Function):

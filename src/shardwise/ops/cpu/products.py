@@ -11,7 +11,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
+from shardwise.ops.limits import BYTE_ROWS, tiled_int8_bytes
 from shardwise.ops.products import Int8, MakeProduct, Product, quantise
 
 _ROWS = 8

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.ops.cuda.limits import loss_rows
+from shardwise.ops.limits import loss_rows
 
 
 class LossForm(NamedTuple):

@@ -14,17 +14,16 @@ from torch import Tensor, nn
 
 from shardwise.decoder import Batch
 from shardwise.decoder.attention import Attention
+from shardwise.decoder.blocks import LlamaBlock
 from shardwise.decoder.decoder import Head
-from shardwise.decoder.feed_forward import GatedMLP
-from shardwise.decoder.llama import LlamaBlock
-from shardwise.decoder.modules import RMSNorm
+from shardwise.decoder.modules import GatedMLP, RMSNorm
 from shardwise.ops import generate
+from shardwise.ops.blockwise import ScoreRule
 from shardwise.ops.cuda import launch
 from shardwise.ops.cuda.launch import FusedOps, HeadShape
 from shardwise.ops.cuda.products import Chooser, CudaProducts, Matrix
 from shardwise.ops.generate import Forward, GenerationContext, norm_factors
 from shardwise.ops.paged import DecodeRows
-from shardwise.ops.scores import ScoreRule
 
 Attend = Callable[[Tensor, DecodeRows], Tensor]
 """Queries, keys and values of all heads, side by side [B, ...] -> [B, H D]."""

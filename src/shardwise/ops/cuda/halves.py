@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from shardwise.decoder import Batch
-from shardwise.decoder.feed_forward import GatedMLP
-from shardwise.decoder.llama import LlamaBlock
-from shardwise.decoder.modules import Linears, RMSNorm
+from shardwise.decoder.blocks import LlamaBlock
+from shardwise.decoder.modules import GatedMLP, Linears, RMSNorm
 from shardwise.ops.context import LOCAL, OpContext
 from shardwise.ops.cuda.norm import norm_backward, norm_forward
 from shardwise.ops.cuda.rotary import Tables, rotate_into

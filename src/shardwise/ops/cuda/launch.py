@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.ops.blockwise import ScoreRule
 from shardwise.ops.paged import DecodeRows
-from shardwise.ops.scores import ScoreRule
 
 DTYPES = (torch.bfloat16, torch.float32)
 """Precisions that the kernels compute in: sums are in fp32."""

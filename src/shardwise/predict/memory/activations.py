@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.layout.units import UnitPlan
-from shardwise.ops.cpu.limits import LONGEST_SHORT, SHORTEST
+from shardwise.ops.limits import LONGEST_SHORT, SHORTEST
 from shardwise.predict.memory.expert_tensors import MixtureTensors
 from shardwise.predict.memory.traced import trace_of, traced_saved
 from shardwise.records import dataclass
@@ -76,7 +76,7 @@ def core_sizes(plan: UnitPlan, s: Sizes) -> Sizes:
 
 
 def cuts_attention(plan: UnitPlan) -> bool:
-    """Whether attention goes block by block over a cut sequence (`runtime/context/ring.py`)."""
+    """Whether attention goes block by block over a cut sequence (`runtime/context/cores.py`)."""
     return plan.layout.cp > 1 and not plan.layout.ulysses
 
 
@@ -225,7 +225,7 @@ def uses_batched_attention(plan: UnitPlan) -> bool:
 
 
 def uses_blocked_attention(plan: UnitPlan) -> bool:
-    """Whether attention goes through a sequence block by block (`ops/blocked_attention.py`): no fused kernel has the
+    """Whether attention goes through a sequence block by block (`ops/attention.py`): no fused kernel has the
     model's."""
     fused = plan.model.plain_attention and not (plan.model.narrow_values and not plan.cuda)
     return plan.layout.attention == "sdpa" and not fused and not cuts_attention(plan)

@@ -6,8 +6,7 @@ Follows `decoder/attention.py` and, for short sequences on a CPU, `ops/cpu/atten
 from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
-from shardwise.ops.cpu.limits import ATTENTION_ROWS
-from shardwise.ops.limits import QUERY_ROWS
+from shardwise.ops.limits import ATTENTION_ROWS, QUERY_ROWS
 from shardwise.predict.memory.activations import Sizes, uses_batched_attention, uses_blocked_attention
 from shardwise.predict.memory.transients import LiveBytes, dropout
 
@@ -130,7 +129,7 @@ class AttentionTensors:
         live.free(self.q + keys)  # scaled queries, and keys
 
     def _block(self, backward: bool) -> int:
-        """Transients of the largest block of queries of one sequence (`ops/blocked_attention.py`)."""
+        """Transients of the largest block of queries of one sequence (`ops/attention.py`)."""
         s, wide = self.s, self.s.statistic
         reach, held = max(window or s.seq for window in self.plan.windows), []
         for first in range(0, s.seq, QUERY_ROWS):

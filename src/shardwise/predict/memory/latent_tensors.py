@@ -1,4 +1,4 @@
-"""A block with latent attention in bytes, as `decoder/latent_attention.py` allocates and frees them."""
+"""A block with latent attention in bytes, as `decoder/attention.py` allocates and frees them."""
 
 from __future__ import annotations
 

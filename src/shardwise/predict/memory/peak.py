@@ -13,9 +13,7 @@ from typing import Any
 
 from shardwise.layout.homes import on_device
 from shardwise.layout.units import UnitPlan
-from shardwise.ops.cpu.limits import ATTENTION_ROWS
-from shardwise.ops.cuda.limits import loss_rows
-from shardwise.ops.limits import loss_chunk, optimizer_chunk
+from shardwise.ops.limits import ATTENTION_ROWS, loss_chunk, loss_rows, optimizer_chunk
 from shardwise.predict.memory.activations import (
     Sizes,
     core_sizes,

@@ -71,7 +71,7 @@ def _followed(plan: UnitPlan, lasting: int | None = None) -> MemoryPeak:
 def _continued(plan: UnitPlan) -> MemoryPeak:
     """Memory where a rank holds more the more micro-batches there are: by as much at every further period, which two
     short steps show for each action."""
-    from shardwise.schedule.pipeline.steady import continuation
+    from shardwise.schedule.pipeline.simulate import continuation
 
     assert plan.steady is not None
     lasting, short = stages_of(plan).inputs, plan.short

@@ -25,8 +25,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.formats import stored_bytes, weight_format
 from shardwise.model.operations import AttentionCore
 from shardwise.model.parameters import blueprint
-from shardwise.ops.cpu.limits import BYTE_ROWS, tiled_int8_bytes
-from shardwise.ops.limits import SCORES, WIDE_OUTPUTS, row_int8_bytes
+from shardwise.ops.limits import BYTE_ROWS, SCORES, WIDE_OUTPUTS, row_int8_bytes, tiled_int8_bytes
 from shardwise.predict.memory.capacity import capacity_of
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace
 from shardwise.predict.serving_layout import blocks_of, check_generation, plan_of, rows_here

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shardwise.layout.axes import TP
 from shardwise.layout.units import UnitPlan
 from shardwise.model.chunking import dropout_chunk
-from shardwise.ops.cpu.limits import product_piece
+from shardwise.ops.limits import product_piece
 from shardwise.predict.memory.buffers import wide_chunk
 
 if TYPE_CHECKING:

@@ -140,7 +140,7 @@ class PartSeconds:
             self.launches["backward"] = self.launches["backward"] + 1
 
     def dense(self, wide: Num, deep: Num, operation: LinearOp, shape: Shape) -> None:
-        """Frozen matrices in 8 bits, which each pass converts and then scales in place (`ops/int8.py`)."""
+        """Frozen matrices in 8 bits, which each pass converts and then scales in place (`ops/linear.py`)."""
         moved, kernels = wide * deep * (WIDTH[operation.base] + 3 * shape.width), 2 * len(operation.outputs)
         self.memory(moved, moved, (kernels, kernels))
 

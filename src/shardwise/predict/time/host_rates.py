@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.cluster import Cluster, Host
-from shardwise.cluster.accelerators import accelerators
+from shardwise.cluster.catalog import accelerators
 from shardwise.records import dataclass
 
 MEASURED, CORE = "measured", "measured-core"

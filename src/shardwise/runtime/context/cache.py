@@ -14,11 +14,10 @@ from torch import Tensor
 
 from shardwise.layout.axes import CP
 from shardwise.layout.context import PageCut
-from shardwise.ops.blockwise import Explicit, FlashOnCPU, Kernel, Scores
+from shardwise.ops.blockwise import Explicit, FlashOnCPU, Kernel, ScoreRule, Scores
 from shardwise.ops.cache_shape import CacheShape
 from shardwise.ops.limits import SCORES
 from shardwise.ops.paged import AttentionGroup, PagedCache, Rows, keys_and_values
-from shardwise.ops.scores import ScoreRule
 from shardwise.runtime.transport.comms import Comms
 
 

@@ -29,8 +29,8 @@ def meet(rank: int, world: int, words: str, limit: float) -> tuple[dist.Store, s
     where = os.environ.get("SHARDWISE_RENDEZVOUS", "env://")
     store, _, _ = next(dist.rendezvous(where, rank, world, timeout=timedelta(seconds=limit)))
     store = dist.PrefixStore("shardwise", store)
-    number, heard = _receive(store, world, words, limit) if rank == 0 else _come(store, rank, limit)
-    return dist.PrefixStore(f"round-{number}", store), heard
+    number, message = _receive(store, world, words, limit) if rank == 0 else _come(store, rank, limit)
+    return dist.PrefixStore(f"round-{number}", store), message
 
 
 def _receive(store: dist.Store, world: int, words: str, limit: float) -> tuple[int, str]:
@@ -58,6 +58,6 @@ def _come(store: dist.Store, rank: int, limit: float) -> tuple[int, str]:
         store.wait([key], timedelta(seconds=limit))
     except RuntimeError:
         raise RuntimeError(f"rank 0 did not start within {limit:.0f} s") from None
-    number, heard = json.loads(store.get(key))
+    number, message = json.loads(store.get(key))
     store.set(f"seen/{number}/{rank}", "")
-    return number, heard
+    return number, message

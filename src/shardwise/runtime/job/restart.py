@@ -36,7 +36,10 @@ def until_done(config: TrainConfig, launch: LaunchConfig) -> tuple[Ending, Train
         ending = _attempt(config, launch)
         if launch.restarts and ending.code == USER_MISTAKE and (damaged := _set_damaged_aside(config, first)):
             config = continued(replace(config, resume=first), restart, progress)
-            _tell_fallback(config, damaged, progress)
+            # say from where a run resumes whose newest checkpoint is damaged, and note it in the run's events
+            where = f"from {config.resume}" if config.resume else "from the beginning"
+            progress(f"{damaged}; resuming {where}")
+            _note(config, {"damaged": damaged, "from": config.resume})
             continue
         if ending.code != RANK_FAILED or restart == launch.restarts:
             break
@@ -46,12 +49,16 @@ def until_done(config: TrainConfig, launch: LaunchConfig) -> tuple[Ending, Train
             left = config.layout.ranks - len(ending.lost)
             smaller = fewer_ranks(config.layout, config.model, config.workload, left)
         config = continued(replace(config, resume=first, layout=smaller or config.layout), restart, progress)
-        _tell(config, ending, launch, shrunk=smaller is not None)
+        _report_restart(config, ending, launch, shrunk=smaller is not None)
     out = Path(config.out)
     if ending.code and _finished(out, began):
         ending = replace(ending, line=f"{ending.line}. The run had finished before")
     elif ending.code:
-        _close(out, ending)
+        # let the run's directory say how a run ended that did not finish
+        # What cannot be written here could not be written before, and that has been said.
+        with suppress(UserError):
+            known = {RANK_FAILED: "failed", USER_MISTAKE: "failed", DIVERGED: "diverged"}
+            RunDirectory.open(out).update(status=known.get(ending.code, "stopped"))
         if ending.code not in (USER_MISTAKE, DIVERGED) or (ending.code == USER_MISTAKE and _has_saved(config)):
             ending = replace(ending, line=f"{ending.line}. {way_on(out)}")
     return ending, config
@@ -149,14 +156,7 @@ def check_not_diverged(config: TrainConfig) -> None:
         raise DivergedError(f"{config.out} has diverged: it is not started again")
 
 
-def _tell_fallback(again: TrainConfig, damaged: str, progress: Callable[[str], None]) -> None:
-    """Say from where a run resumes whose newest checkpoint is damaged, and note it in the run's events."""
-    where = f"from {again.resume}" if again.resume else "from the beginning"
-    progress(f"{damaged}; resuming {where}")
-    _note(again, {"damaged": damaged, "from": again.resume})
-
-
-def _tell(again: TrainConfig, ending: Ending, launch: LaunchConfig, *, shrunk: bool) -> None:
+def _report_restart(again: TrainConfig, ending: Ending, launch: LaunchConfig, *, shrunk: bool) -> None:
     """Say what comes now and why, and note it in the run's events."""
     where = f"from {again.resume}" if again.resume else "from the beginning, because there is no checkpoint yet"
     how = ""
@@ -216,11 +216,3 @@ def _finished(out: Path, began: float) -> bool:
         run = RunDirectory.open(out).run
         return run.get("status") == "finished" and run.get("finished", 0.0) >= began
     return False
-
-
-def _close(out: Path, ending: Ending) -> None:
-    """Let the run's directory say how a run ended that did not finish."""
-    # What cannot be written here could not be written before, and that has been said.
-    with suppress(UserError):
-        known = {RANK_FAILED: "failed", USER_MISTAKE: "failed", DIVERGED: "diverged"}
-        RunDirectory.open(out).update(status=known.get(ending.code, "stopped"))

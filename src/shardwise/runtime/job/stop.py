@@ -15,7 +15,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from shardwise.runtime.sync.rounds import Rounds
+from shardwise.runtime.sync.outer_step import Rounds
 
 _KEY = "shardwise/stop-before"
 

@@ -24,7 +24,7 @@ from shardwise.checkpoint import Checkpoint, DamagedError, with_older
 from shardwise.checkpoint.huggingface import HuggingFaceWeights, PeftAdapters, open_weights
 from shardwise.data import Corpus, Sampler
 from shardwise.decoder import Batch, random
-from shardwise.decoder.initial import initial_values
+from shardwise.decoder.random import initial_values
 from shardwise.errors import DivergedError, NotFiniteError, UserError
 from shardwise.layout import Layout, Mesh, check_runnable, unit_plan
 from shardwise.layout.axes import DP, REPLICA
@@ -37,23 +37,22 @@ from shardwise.report.run_directory import OFFLOADED, RunDirectory
 from shardwise.report.step_report import Role, StepReport, merge_roles
 from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver, restore, start_adapters, start_from
-from shardwise.runtime.data.batches import Batches
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.config import TrainConfig
-from shardwise.runtime.job.devices import cuda_device, sharing
 from shardwise.runtime.job.launch import RANK_FAILED, lost_a_peer, reason
 from shardwise.runtime.job.meeting import meet
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.record import RunRecorder
-from shardwise.runtime.job.setup import make_comms
+from shardwise.runtime.job.setup import cuda_device, make_comms, sharing
 from shardwise.runtime.job.slow import InjectedWaiting, TrainingClock
 from shardwise.runtime.job.stop import Stopped, StopRequest
+from shardwise.runtime.job.text import Batches
 from shardwise.runtime.measure.hardware import matmul_rate
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.measure.timeline import TimelineRecorder
-from shardwise.runtime.offload.recovery import Kept, newest_kept
+from shardwise.runtime.offload.file import Kept, newest_kept
 from shardwise.runtime.pipeline.step import TrainProgram
-from shardwise.runtime.sync.rounds import Rounds
+from shardwise.runtime.sync.outer_step import Rounds
 from shardwise.runtime.zero.flat_unit import torch_dtype
 
 MEASURED_STEP = 2
@@ -181,7 +180,10 @@ class TrainingRun:
             if self.at.step > config.steps or (self.at.step == config.steps and not config.restart):
                 raise UserError(f"{config.resume} is at step {self.at.step} already: give a larger --steps")
         elif config.adapters:
-            self._start_from_adapters(PeftAdapters.open(Path(config.adapters), config.model))
+            adapters = PeftAdapters.open(Path(config.adapters), config.model)
+            start_adapters(self.program, adapters)
+            if adapters.warning and self.rank == 0:
+                say(f"shardwise: warning: {adapters.warning}")
         self._begin()
         # A run that one rank cannot begin leaves no directory, which a second attempt would find occupied.
         self.pulse.wait("the barrier before the run begins")
@@ -231,11 +233,6 @@ class TrainingRun:
         if slow.active:
             self.program.computed = slow.computed
         return slow
-
-    def _start_from_adapters(self, adapters: PeftAdapters) -> None:
-        start_adapters(self.program, adapters)
-        if adapters.warning and self.rank == 0:
-            say(f"shardwise: warning: {adapters.warning}")
 
     def _start_from(self, weights: HuggingFaceWeights) -> None:
         start_from(self.program, weights)

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.runtime.job.devices import cuda_device
 from shardwise.runtime.job.output import rewrite_line
 from shardwise.runtime.job.rank import leave, main
-from shardwise.runtime.measure.hardware import DeviceQueue, settle
+from shardwise.runtime.job.setup import cuda_device
+from shardwise.runtime.measure.hardware import DeviceQueue, synchronize
 from shardwise.runtime.measure.host import host_rates, of_all_ranks
 from shardwise.runtime.measure.probes import (
     ROTATED,
@@ -92,7 +92,11 @@ class DeviceBench:
             for samples in zip_longest(*passes)
         ]
         if self._queue is not None:
-            results.append(self._sustained())
+            # a product of a large model, once the device has heated up to its power limit
+            call = matrix_product(torch.bfloat16, *SUSTAINED, "forward", self.device)()
+            count = max(1, round(SUSTAINED_S / self._block(call, 1, self._clock)))
+            self._block(call, count, self._clock)
+            results.append(Probed("sustained", ("bfloat16",), SUSTAINED, self._block(call, count, self._clock)))
         if self._alone:
             results.append(Probed("taken", (), (), self._passed / self._had - 1))
         results = [
@@ -126,7 +130,10 @@ class DeviceBench:
             if self.rank == 0:
                 count = number * of_all + at + 1
                 words = f"{what} {' '.join(of)} {'x'.join(map(str, shape))}"
-                _progress(f"{count} of {PASSES * of_all}: {words}", count)
+                # on a terminal a line that changes, elsewhere one in twenty
+                line = f"{count} of {PASSES * of_all}: {words}"
+                if not rewrite_line(line) and count % 20 == 1:
+                    print(line, file=sys.stderr, flush=True)
             call = make()
             if what != "collective":
                 seconds = self._seconds(call, budget, host=what == "block")
@@ -156,13 +163,6 @@ class DeviceBench:
         yield from blocks(self.job, self.device, self.ranks)
         if together:
             yield from collectives(self.job, self.ranks)
-
-    def _sustained(self) -> Probed:
-        """A product of a large model, once the device has heated up to its power limit."""
-        call = matrix_product(torch.bfloat16, *SUSTAINED, "forward", self.device)()
-        count = max(1, round(SUSTAINED_S / self._block(call, 1, self._clock)))
-        self._block(call, count, self._clock)
-        return Probed("sustained", ("bfloat16",), SUSTAINED, self._block(call, count, self._clock))
 
     def _seconds(self, call: Call, budget: float, host: bool = False) -> float:
         """Seconds of one call, all ranks at once, after one that has everything compiled. host: of the host, where a
@@ -224,21 +224,15 @@ class DeviceBench:
         return max(least, min(most, math.ceil(budget / float(one))))
 
     def _block(self, call: Call, count: int, clock: Callable[[], float]) -> float:
-        settle(self.device)
+        synchronize(self.device)
         started, began = clock(), time.perf_counter()
         for _ in range(count):
             call()
-        settle(self.device)
+        synchronize(self.device)
         ended = clock()
         if clock is time.thread_time:
             self._passed, self._had = self._passed + time.perf_counter() - began, self._had + ended - started
         return (ended - started) / count
-
-
-def _progress(line: str, number: int) -> None:
-    """On a terminal a line that changes, elsewhere one in twenty."""
-    if not rewrite_line(line) and number % 20 == 1:
-        print(line, file=sys.stderr, flush=True)
 
 
 def _about(device: torch.device) -> dict[str, Any]:

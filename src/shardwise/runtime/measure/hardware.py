@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.file_io import memory
+from shardwise.errors import UserError
 from shardwise.runtime.transport.waits import cycles_per_second
 
 
@@ -40,15 +49,15 @@ def _median_time(a: torch.Tensor, seconds: float) -> float:
     times: list[float] = []
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline or not times:
-        settle(a.device)
+        synchronize(a.device)
         started = time.perf_counter()
         torch.mm(a, b, out=out)
-        settle(a.device)
+        synchronize(a.device)
         times.append(time.perf_counter() - started)
     return sorted(times)[len(times) // 2]
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until a device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -64,11 +73,72 @@ class DeviceQueue:
     def seconds(self, call: Callable[[], object], count: int, waits: float) -> float:
         """Seconds of one of `count` calls. waits: seconds for which the device waits."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        settle(self._device)
+        synchronize(self._device)
         torch.cuda._sleep(max(1, round(waits * self._rate)))
         start.record()
         for _ in range(count):
             call()
         end.record()
-        settle(self._device)
+        synchronize(self._device)
         return float(start.elapsed_time(end)) / 1e3 / count
+
+
+REQUEST = 12 << 20
+"""Bytes of a request: the three arrays of a load of offloaded state (`layout.homes`)."""
+FILE = 24 * REQUEST
+"""Bytes of the file that is written and read."""
+_REASONS = {
+    errno.EROFS: "it is read-only",
+    errno.EACCES: "it may not be written to",
+    errno.EPERM: "it may not be written to",
+    errno.ENOSPC: "it is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EINVAL: "its file system has no direct I/O",
+    errno.EOPNOTSUPP: "its file system has no direct I/O",
+    errno.ENOENT: "there is no such directory",
+    errno.ENOTDIR: "it is no directory",
+}
+
+
+class DiskRates(NamedTuple):
+    """Bytes/s of streaming."""
+
+    read: float
+    write: float
+
+
+def disk_rates(folder: Path, nbytes: int = FILE) -> DiskRates:
+    """Write a file of `nbytes` bytes in whole requests, and read it again, past the page cache; it is removed.
+
+    Raises `UserError` in one line where the folder is read-only, full, or has no direct I/O.
+    """
+    buffer = memory(REQUEST)
+    buffer[:] = os.urandom(mmap.PAGESIZE) * (REQUEST // mmap.PAGESIZE)  # some disks compress pages of zeros
+    try:
+        number, name = tempfile.mkstemp(prefix="shardwise-disk-", dir=folder)
+        os.close(number)
+        file = -1
+        try:
+            file = os.open(name, os.O_RDWR | os.O_DIRECT)
+            write = _streamed(file, buffer, nbytes, reads=False)
+            return DiskRates(_streamed(file, buffer, nbytes, reads=True), write)
+        finally:
+            with suppress(OSError):
+                os.close(file)
+            Path(name).unlink()
+    except OSError as error:
+        reason = _REASONS.get(error.errno or 0, error.strerror)
+        raise UserError(f"cannot measure the disk of {folder}: {reason}; choose another folder (--disk)") from None
+
+
+def _streamed(file: int, buffer: mmap.mmap, nbytes: int, reads: bool) -> float:
+    """Bytes/s of whole requests one after the other, until the disk has them."""
+    started, at = time.perf_counter(), 0
+    while at < nbytes:
+        count = os.preadv(file, [buffer], at) if reads else os.pwrite(file, buffer, at)
+        if count < len(buffer):
+            raise OSError(errno.ENOSPC, "the disk took less than a request")
+        at += count
+    if not reads:
+        os.fdatasync(file)
+    return at / (time.perf_counter() - started)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.layout.homes import CHUNK
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.measure.hardware import settle
+from shardwise.runtime.measure.hardware import synchronize
 from shardwise.runtime.transport.process_group import gather_objects
 from shardwise.runtime.zero.update import update
 
@@ -49,10 +49,10 @@ def _least_seconds(call: Callable[[], object], device: torch.device, seconds: fl
     ends = time.perf_counter() + seconds
     times: list[float] = []
     while len(times) < LEAST or time.perf_counter() < ends:
-        settle(device)
+        synchronize(device)
         started = time.perf_counter()
         call()
-        settle(device)
+        synchronize(device)
         times.append(time.perf_counter() - started)
     return min(times)
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.ops.gradients import WeightGradient
 from shardwise.report.step_report import Bytes, Role
-from shardwise.runtime.pipeline.stages import no_moment
+from shardwise.runtime.pipeline.stages import no_callback
 from shardwise.runtime.torch_versions import patience_with_recompilations
 from shardwise.runtime.zero.trainable import Trainable
 
@@ -131,11 +131,11 @@ class StepMeasurement:
     def __enter__(self) -> StepMeasurement:
         program = self.program
         program.comms.start_recording()
-        program.moment = self._count
+        program.after_compute = self._count
         if program.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
-            program.comms.settle = SETTLE
+            program.comms.pause = SETTLE
         tally = program.engine.tally
         tally.restart()
         program.engine.host.restart()
@@ -152,11 +152,15 @@ class StepMeasurement:
         self._patience.__exit__(*error)
         program = self.program
         if program.device.type == "cuda":
-            self._workspaces = _cublas_workspaces()
-        program.moment = no_moment
+            # bytes of cuBLAS's workspaces, which are released for that: the next products make new ones
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated()
+            torch._C._cuda_clearCublasWorkspaces()
+            self._workspaces = held - torch.cuda.memory_allocated()
+        program.after_compute = no_callback
         program.engine.tally.changed = None
         program.comms.stop_recording()
-        program.comms.settle = 0.0
+        program.comms.pause = 0.0
 
     def _pack(self, tensor: Tensor) -> _Packed:
         packed, storage = _Packed(tensor), tensor.untyped_storage()
@@ -199,14 +203,6 @@ class StepMeasurement:
         return Role(
             f"rank {rank}", (rank,), bytes_, comms.ledger(), comms.transport(), routed=record, host=host, disk=disk
         )
-
-
-def _cublas_workspaces() -> int:
-    """Bytes of cuBLAS's workspaces, which are released for that: the next products make new ones."""
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
-    torch._C._cuda_clearCublasWorkspaces()
-    return held - torch.cuda.memory_allocated()
 
 
 def _unique_bytes(tensors: Iterable[Tensor]) -> int:

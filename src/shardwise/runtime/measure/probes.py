@@ -34,7 +34,7 @@ from shardwise.runtime.job.rank import RankJob
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.tensor.loss import loss_form, summed_cross_entropy
-from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.buffers import Target
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.quantized import add_up_packed, pack
 from shardwise.runtime.zero.update import update

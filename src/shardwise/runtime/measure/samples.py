@@ -45,7 +45,9 @@ def above_limits(samples: Sequence[Probed], kind: str) -> dict[int, str]:
         if sample.what == "attention":
             best = samples[_limit_of(samples, sample)]
             product = 2.0 * math.prod(best.shape) / best.seconds
-            share, limit = _flops(sample) / sample.seconds / product, _TOLERANCE
+            batch, length, heads, width = sample.shape
+            forward = 4.0 * batch * heads * width * length * (length + 1) / 2
+            share, limit = (forward * (_BOTH if sample.of[1] == "both" else 1)) / sample.seconds / product, _TOLERANCE
             rate = "the rate of matrix products"
         elif nbytes := _least_bytes(sample):
             share, limit = nbytes / sample.seconds / copies, _CACHED[kind]
@@ -86,13 +88,6 @@ def _limit_of(samples: Sequence[Probed], sample: Probed) -> int:
 def _copied(samples: Sequence[Probed]) -> float:
     """Bytes/s, read and written."""
     return next(2.0 * sample.shape[0] / sample.seconds for sample in samples if sample.what == "copy")
-
-
-def _flops(sample: Probed) -> float:
-    """FLOPs of causal attention."""
-    batch, length, heads, width = sample.shape
-    forward = 4.0 * batch * heads * width * length * (length + 1) / 2
-    return forward * (_BOTH if sample.of[1] == "both" else 1)
 
 
 def _least_bytes(sample: Probed) -> float:

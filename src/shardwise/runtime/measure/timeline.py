@@ -251,8 +251,8 @@ class TimelineRecorder:
         end = self.since_start(self._end)
         timings = self._program.comms.timings
         rows = {astuple(row)[:-1]: index for index, row in enumerate(ledger)}
-        alike = {astuple(row)[:-2]: index for index, row in reversed(list(enumerate(ledger)))}
-        places = {key: rows.get(key, alike.get(key[:-1])) for key in timings}
+        by_key = {astuple(row)[:-2]: index for index, row in reversed(list(enumerate(ledger)))}
+        places = {key: rows.get(key, by_key.get(key[:-1])) for key in timings}
         sums: dict[Key, list[int]] = {key: [0, 0] for key in timings}
         for flight in self._flights:
             issued, done, still = flight.times(end)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.decoder.adapters import Adapted
+from shardwise.decoder.modules import Adapted
 from shardwise.errors import UserError, did_you_mean
 from shardwise.model.adapters import SCALE
 from shardwise.model.lora import Lora

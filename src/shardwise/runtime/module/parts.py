@@ -34,7 +34,7 @@ from shardwise.runtime.module.sequence import cut_stream, gather_inputs
 from shardwise.runtime.module.stages import ModuleStages, free_others
 from shardwise.runtime.offload.activations import OffloadedActivations, SavedTensors, storages
 from shardwise.runtime.offload.file import OffloadFile
-from shardwise.runtime.pipeline.stages import no_moment
+from shardwise.runtime.pipeline.stages import no_callback
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
 
@@ -138,7 +138,7 @@ class PartRunner:
         """(block, forward pass) -> its offloaded tensors of this micro-batch, in the order of the forward passes."""
         self._whole_stream = bool(described.sequence.blocks)
         """Whether the blocks have shards of sequences, from the first one to the last."""
-        self.moment: Callable[[list[WeightGradient]], object] = no_moment
+        self.after_compute: Callable[[list[WeightGradient]], object] = no_callback
         """As of `StageRunner`."""
         self.freezes = plan.blueprint.freezes
         """Whether a parameter on this rank has no gradient, by `requires_grad`, before the split or since."""

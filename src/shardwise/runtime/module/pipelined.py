@@ -191,7 +191,7 @@ class StepWorker:
             comms.all_reduce(self.total, DATA + PP, "loss")
 
     def _moment(self) -> None:
-        self.runner.moment([product for products in self._kept.values() for product in products])
+        self.runner.after_compute([product for products in self._kept.values() for product in products])
 
     def tokens(self) -> tuple[float, float]:
         """(tokens by which gradients were divided, tokens of all ranks), on every rank."""

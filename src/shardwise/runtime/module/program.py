@@ -16,7 +16,7 @@ from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import Bytes
-from shardwise.runtime.expert.loads import ExpertLoads
+from shardwise.runtime.expert.exchange import ExpertLoads
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import DescribedModule
 from shardwise.runtime.module.parts import PartRunner
@@ -172,7 +172,7 @@ class ModuleProgram(PartRunner):
                 first = self.over_data(count)
             else:
                 later += count
-            self.moment([])
+            self.after_compute([])
             self.begin_backward()
             with self.backward_errors():
                 (loss / (first * len(micro_batches) or 1)).backward()

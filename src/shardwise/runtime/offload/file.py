@@ -2,6 +2,12 @@
 
 The page cache would hold what has been moved to disk in memory after all. Two threads read and write while the caller
 computes: the calls release the interpreter's lock.
+
+Resume from offloaded state on disk: a run whose process was killed loses no step that had ended.
+
+Each rank's file has two slots, and an update writes the one that does not count. A rank begins an update only after a
+sum over all ranks, the gradients' norm, and so only when all of them have committed the update before: the newest
+update that every rank has committed is whole on all of them.
 """
 
 from __future__ import annotations
@@ -16,13 +22,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.direct_io import memory
+from shardwise.checkpoint.file_io import memory
 from shardwise.errors import UserError
 from shardwise.layout.homes import (
     BUFFERS,
@@ -38,6 +45,7 @@ from shardwise.layout.homes import (
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import Bytes
 from shardwise.report.units import format_bytes
+from shardwise.runtime.transport.process_group import gather_objects
 
 Update = Callable[[Load, list[Tensor]], object]
 """Change one load's arrays of state in place."""
@@ -63,7 +71,8 @@ class OffloadFile:
             elif os.fstat(self._file).st_size != layout.nbytes:
                 raise UserError(f"{path} is the offloaded state of another layout: remove it, or give another folder")
         except OSError as error:
-            self._remove_unfinished(keep)
+            if not keep:
+                self._remove()
             raise UserError(
                 f"cannot keep {format_bytes(layout.nbytes)} of offloaded state in {path}: {error.strerror}; "
                 "choose another folder (--offload-dir)"
@@ -81,10 +90,6 @@ class OffloadFile:
         self.moved: Counter[tuple[tuple[str, str], str]] = Counter()
         """(operation, unit) -> elements that it has read and written."""
         self._reader, self._writer = (ThreadPoolExecutor(1, f"offload-{what}") for what in ("read", "write"))
-
-    def _remove_unfinished(self, keep: bool) -> None:
-        if not keep:
-            self._remove()
 
     def _remove(self) -> None:
         """Remove the file, and its folder if it was the last one there."""
@@ -302,3 +307,39 @@ def open_file(plan: UnitPlan, path: Path, keep: bool = True) -> OffloadFile:
     assert layout is not None
     state, parameters = getattr(torch, plan.master_dtype), getattr(torch, plan.layout.dtype)
     return OffloadFile(path, layout, state, parameters, keep)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """State of a finished step in the files of all ranks."""
+
+    slot: int
+    """The slot of this rank's file that holds it."""
+    about: dict[str, Any]
+    """What was committed with it: its run, step, samples and updates."""
+
+
+def newest_kept(plan: UnitPlan, folder: Path, rank: int, run: str, after: int) -> Kept | None:
+    """The newest state of `run` that the files of all ranks hold, of a step later than `after`; None where there is
+    none, or state is not on disk as a whole (a fraction of it is elsewhere, or residuals of packed gradients).
+
+    All ranks of the job call this together. Every step of theirs must have a gradient norm.
+    """
+    layout = state_file(plan)
+    if layout is None or plan.layout.offload != "nvme" or plan.feeds_back:
+        return None
+    mine: dict[int, Kept] = {}
+    path = file_of(folder, rank)
+    if path.exists():
+        try:
+            file = open_file(plan, path)
+            mine = {
+                about["step"]: Kept(slot, about)
+                for slot, about in file.committed().items()
+                if about.get("run") == run and about["step"] > after
+            }
+            file.close()
+        except (UserError, KeyError, TypeError, json.JSONDecodeError):
+            mine = {}
+    common = set.intersection(*map(set, gather_objects(set(mine))))
+    return mine[max(common)] if common else None

@@ -261,7 +261,7 @@ class _Training(_Work):
         self._moment()
 
     def _moment(self) -> None:
-        self.stages.moment([product for products in self.kept.values() for product in products])
+        self.stages.after_compute([product for products in self.kept.values() for product in products])
 
 
 class _Evaluation(_Work):

@@ -90,7 +90,7 @@ class _RecomputeFromInput(torch.autograd.Function):
         return grad, None, None, None
 
 
-def no_moment(kept: list[WeightGradient]) -> None:
+def no_callback(kept: list[WeightGradient]) -> None:
     """No-op."""
 
 
@@ -117,7 +117,7 @@ class StageRunner:
         self.loss_form = loss_form(device, plan.model.logit_softcap)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.parts = {name: part for name, part in self.decoder.parts() if name in plan.parts}
-        self.moment: Callable[[list[WeightGradient]], object] = no_moment
+        self.after_compute: Callable[[list[WeightGradient]], object] = no_callback
         """Told whenever all that backward will need is there, or some of it has gone: at the end of a forward pass, and
         of every computation of a pipeline. kept: what is kept of backward passes whose weights come later."""
 

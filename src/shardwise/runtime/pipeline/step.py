@@ -18,10 +18,9 @@ from shardwise.decoder import Batch
 from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import Bytes
-from shardwise.runtime.expert.loads import ExpertLoads
+from shardwise.runtime.expert.exchange import ExpertLoads
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.offload.file import file_bytes, offload_file
-from shardwise.runtime.offload.recovery import Kept
+from shardwise.runtime.offload.file import Kept, file_bytes, offload_file
 from shardwise.runtime.pipeline.executor import evaluate, train
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.sync.outer_step import OuterStep
@@ -150,7 +149,7 @@ class TrainProgram(StageRunner):
 
     def _train(self, batch: Batch, targets: Tensor, tokens: int) -> Tensor:
         loss = self.loss(self.forward(0, None, batch), targets)
-        self.moment([])
+        self.after_compute([])
         (loss / max(1, tokens)).backward()
         self.engine.finish_backward(self.plan.parts[0])
         return loss.detach()

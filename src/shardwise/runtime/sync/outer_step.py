@@ -3,32 +3,144 @@
 The outer gradient of a replica is what the weights were at the last outer step less what they are now. Its mean over
 the replicas moves the former, either all the way (`outer=average`) or by SGD with Nesterov momentum. Every rank does
 this for the interval of each unit that its optimizer owns, with the ranks of the other replicas that own it.
+
+The sum of a unit's outer gradients over the replicas with few bits on the wire, under error feedback.
+
+Each replica packs the pieces of its outer gradient, one for every replica, and gets by an all-to-all what the others
+have packed of its own piece. It packs the sum of these again, and an all-gather brings all sums together. The error of
+each packed piece is added to what is packed there the next time, as in `zero.packed_sum`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from shardwise.layout import Layout
 from shardwise.layout.axes import REPLICA
 from shardwise.layout.homes import DISK_WRITE, TO_DEVICE, TO_HOST
 from shardwise.layout.outer import (
     OUTER_LR,
     OUTER_MOMENTUM,
+    OuterPieces,
     averaged_moments,
     keeps_base,
     keeps_momentum,
     outer_pieces,
     outer_residuals,
 )
+from shardwise.layout.wire import WIRE_DTYPE, PackedRun
 from shardwise.runtime.offload.state import MASTER
-from shardwise.runtime.sync.packed_exchange import PackedExchange
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.flat_unit import HOST, torch_dtype
 from shardwise.runtime.zero.optimizer import Optimizer, UnitState
+from shardwise.runtime.zero.quantized import pack, repack, unpack
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of a run. Steps count from 0, and go on counting when a run is resumed."""
+
+    every: int
+    """Steps of a round; the last one of a run may be shorter."""
+    steps: int
+    """Steps of the run."""
+
+    @classmethod
+    def of(cls, layout: Layout, steps: int) -> Rounds:
+        return cls(layout.every if layout.local_sgd else 1, steps)
+
+    def begins(self, step: int) -> bool:
+        """Whether a round begins with a step."""
+        return step % self.every == 0
+
+    def ends(self, step: int) -> bool:
+        """Whether a round ends with a step."""
+        return (step + 1) % self.every == 0 or step + 1 == self.steps
+
+    def due(self, period: int, step: int) -> bool:
+        """Whether something that is to happen every `period` steps does so after a step: rounded up to the end of a
+        round. Never, if `period` is 0."""
+        start = step // self.every * self.every
+        return period > 0 and self.ends(step) and (step + 1) // period > start // period
+
+    def ends_after(self, step: int) -> int:
+        """The first step before which all ranks can stop when one of them, about to begin `step`, says so: no rank has
+        begun it, and it begins a round."""
+        return step + 2 if self.every == 1 else -(-(step + 1) // self.every) * self.every
+
+    def measured(self, start: int, warm: int) -> int:
+        """The step whose report is taken, of a run that starts at `start`: it ends a round, after `warm` steps if there
+        are enough, and another one follows whose last step gives the times."""
+        ends = [step for step in range(start, self.steps) if self.ends(step)]
+        first = sum(step < start + warm for step in ends)
+        return ends[max(0, min(first, len(ends) - 2))]
+
+
+class PackedExchange:
+    """The exchange of one unit.
+
+    home: device of the residuals between outer steps.
+    """
+
+    def __init__(
+        self, unit: str, pieces: OuterPieces, sizes: tuple[int, int], comms: Comms, home: torch.device
+    ) -> None:
+        self._unit, self._pieces, self._comms = unit, pieces, comms
+        self.first, self.second = (torch.zeros(elements, device=home) for elements in sizes)
+        """Errors of this rank's outer gradient [interval], and of the sums of its piece [piece]; fp32."""
+
+    def sum(self, numbers: Tensor) -> None:
+        """Put the sum over the replicas in place of this rank's outer gradient [interval]. All replicas call this
+        together."""
+        pieces, own = self._pieces, self._comms.index(REPLICA)
+        first, second = self.first.to(numbers.device), self.second.to(numbers.device)
+        shape, dtype = (pieces.count, pieces.nbytes), torch_dtype(WIRE_DTYPE)
+        sent = torch.zeros(shape, dtype=dtype, device=numbers.device)
+        received = torch.empty(shape, dtype=dtype, device=numbers.device)
+        for piece, elements, run in self._runs():
+            pack(numbers[elements], pieces.bits, sent[piece, run.packed], first[elements])
+        self._comms.all_to_all(received.view(-1), sent.view(-1), REPLICA, self._unit)
+        for run in pieces.runs(own):
+            parts = [part[run.packed] for part in received]
+            elements = run.elements.stop - run.elements.start
+            repack(parts, pieces.bits, elements, sent[own, run.packed], second[run.elements])
+        self._comms.all_gather(received.view(-1), sent[own], REPLICA, self._unit)
+        for piece, elements, run in self._runs():
+            unpack(received[piece, run.packed], pieces.bits, numbers[elements])
+        for kept, now in ((self.first, first), (self.second, second)):
+            if kept is not now:
+                kept.copy_(now)
+
+    def mean_error(self) -> Tensor:
+        """What each replica would have to add to its next outer gradient to make up for all that was lost [interval].
+        All replicas call this together."""
+        every = self.first.clone()
+        start = self._comms.index(REPLICA) * self._pieces.elements
+        mine = every[start : start + self._pieces.elements]
+        mine.add_(self.second[: len(mine)])
+        moved = self._comms.reachable(every)
+        self._comms.all_reduce(moved, REPLICA, self._unit)
+        return every.copy_(moved).div_(self._pieces.count)
+
+    def restore(self, error: Tensor | None) -> None:
+        """Set the residuals to those of `mean_error`; None: to zero."""
+        self.second.zero_()
+        if error is None:
+            self.first.zero_()
+        else:
+            self.first.copy_(error)
+
+    def _runs(self) -> Iterator[tuple[int, slice, PackedRun]]:
+        """(piece, elements of the interval, run) of all pieces."""
+        for piece in range(self._pieces.count):
+            start = piece * self._pieces.elements
+            for run in self._pieces.runs(piece):
+                yield piece, slice(start + run.elements.start, start + run.elements.stop), run
 
 
 class OuterUnit:

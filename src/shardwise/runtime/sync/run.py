@@ -31,7 +31,7 @@ from shardwise.runtime.checkpointing import Position
 from shardwise.runtime.job import pulse
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.trainer import TrainingRun
-from shardwise.runtime.offload.recovery import Kept
+from shardwise.runtime.offload.file import Kept
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.sync.messages import ServerMail
 from shardwise.runtime.sync.server import Server

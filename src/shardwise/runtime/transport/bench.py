@@ -234,7 +234,9 @@ class TransportBench:
 
         def go_on(so_far: list[list[float]]) -> bool:
             number = len(so_far[0])
-            _progress(words, number, self.job.rounds)
+            # on a terminal a line that changes, elsewhere a line for each cell
+            if not rewrite_line(f"{words}: round {number + 1} of {self.job.rounds}") and number == 0:
+                print(words, file=sys.stderr, flush=True)
             if not self.job.settled:
                 return self._in_time() or number == 0
             return number < FEWEST or (self._in_time(part) and not settled(so_far, self.job.settled))
@@ -249,12 +251,6 @@ class TransportBench:
 def _options(schedule: CommSchedule | None) -> dict[str, int]:
     """Those that have a value of their own: a node of 0 ranks stands for what the number of ranks suggests."""
     return {name: value for name, value in schedule.options.items() if value} if schedule else {}
-
-
-def _progress(words: str, number: int, rounds: int) -> None:
-    """On a terminal a line that changes, elsewhere a line for each cell."""
-    if not rewrite_line(f"{words}: round {number + 1} of {rounds}") and number == 0:
-        print(words, file=sys.stderr, flush=True)
 
 
 def run(rank: int, job: BenchJob) -> None:

@@ -25,11 +25,9 @@ from shardwise.layout.axes import PP, SERVER, Axes
 from shardwise.layout.units import Backend
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
-from shardwise.runtime.transport.adding import Target, add_up
-from shardwise.runtime.transport.buffers import ByteCounter, Workspace
-from shardwise.runtime.transport.process_group import ProcessGroupTransport
+from shardwise.runtime.transport.buffers import ByteCounter, Target, Workspace, add_up
+from shardwise.runtime.transport.process_group import ProcessGroupTransport, ScheduledCollective
 from shardwise.runtime.transport.protocol import DONE, Realization, Transport, Work
-from shardwise.runtime.transport.scheduled import ScheduledCollective
 from shardwise.runtime.transport.shared import SharedTransport
 from shardwise.runtime.transport.staged import StagedTransport, StagingMemory
 from shardwise.schedule.traffic import Moved
@@ -134,9 +132,9 @@ class PendingCollective:
             ended = time.perf_counter()
             self._timing.time += ended - self._issued
             self._timing.wait += ended - started
-        if self._comms.settle:
+        if self._comms.pause:
             del work  # what it still refers to would count as memory
-            time.sleep(self._comms.settle)
+            time.sleep(self._comms.pause)
 
     def is_completed(self) -> bool:
         """Whether it is complete, or this rank could complete it now without waiting for others."""
@@ -177,7 +175,7 @@ class Comms:
         self.timings: dict[Key, Timing] = {}
         self.quick = False
         """Whether small sums and gathers are done at once, without work around them: nobody computes gradients then."""
-        self.settle = 0.0
+        self.pause = 0.0
         """Seconds to stand still after each wait: gloo's thread holds on to a collective's buffers a moment longer than
         its result takes to arrive, and who measures memory wants to see them go."""
         self.timeline: Observer | None = None

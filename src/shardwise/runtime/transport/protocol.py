@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.algorithms import Carried
-from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.buffers import ByteCounter, Workspace
+from shardwise.runtime.transport.buffers import ByteCounter, Target, Workspace
 from shardwise.schedule.traffic import Moved
 
 

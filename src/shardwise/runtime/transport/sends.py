@@ -17,8 +17,7 @@ from torch import Tensor
 from shardwise.errors import UserError
 from shardwise.schedule import CommSchedule
 from shardwise.schedule.comm import Span
-from shardwise.schedule.program import lower
-from shardwise.schedule.sending import Await, Pairs, Post, compile_steps
+from shardwise.schedule.sending import Await, Pairs, Post, compile_steps, lower
 from shardwise.schedule.traffic import Moved
 
 TAG = 1

@@ -23,14 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.layout.algorithms import Carried
-from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.buffers import Workspace
-from shardwise.runtime.transport.mail import Mail
+from shardwise.runtime.transport.buffers import Target, Workspace
+from shardwise.runtime.transport.mail import AREA, FLAGS, Mail, Quick
 from shardwise.runtime.transport.memory import Peer, SharedSegment, SpinWait, can_share, network
 from shardwise.runtime.transport.plan import RankPlan, rank_plan
 from shardwise.runtime.transport.process_group import gather_objects
 from shardwise.runtime.transport.protocol import DONE, Realization, Transport, Work
-from shardwise.runtime.transport.quick import AREA, FLAGS, Quick
 from shardwise.runtime.transport.shared_collective import (
     PIECE,
     SLOTS,
@@ -63,7 +61,7 @@ class SharedTransport(Transport):
     """One rank's end of a group of processes on one host.
 
     group: their process group, over which they meet here; every member must make the transport. timeout: seconds that a
-    rank waits for another. Raises `OSError` on every rank alike when they cannot share memory.
+    rank waits for another. Raises `OSError` on every rank when they cannot share memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
@@ -147,7 +145,7 @@ class SharedTransport(Transport):
 
     def wait_readers(self, memory: Tensor) -> None:
         if (flights := self._lent.pop(memory.data_ptr(), None)) is not None:
-            flights.settle()
+            flights.wait_idle()
 
     def place(self, tensor: Tensor) -> int | None:
         """The word that tells peers where the tensor's memory begins; None where they cannot see it."""

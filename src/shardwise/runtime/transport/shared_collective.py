@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.runtime.transport.adding import Target, add_up, wide_room
+from shardwise.runtime.transport.buffers import Target, add_up, wide_room
 from shardwise.runtime.transport.memory import ALIGNED, SharedSegment
 from shardwise.runtime.transport.plan import Places, RankPlan, Transfer
 from shardwise.runtime.transport.protocol import Works
@@ -65,10 +65,10 @@ class Flights(Works):
         super().__init__(flights)
         self.flights = flights
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until the peers have read what they read of this rank."""
         for flight in self.flights:
-            flight.settle()
+            flight.wait_idle()
 
 
 class Reduction(Flights):
@@ -112,7 +112,7 @@ class SharedCollective:
 
     Of memory in a segment the start is announced at once. Any other is brought into sight when it is waited for.
     adds_up: takes what this rank reads of all others in its one round, by peer, instead of the memory itself, whoever
-    ends the flight. lends: peers may go on reading the memory after `wait`, until `settle`.
+    ends the flight. lends: peers may go on reading the memory after `wait`, until `wait_idle`.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class SharedCollective:
         self._adds_up = None
         if stage is None:
             if not self.lends:
-                self.settle()
+                self.wait_idle()
         else:
             stage.flight = self
             for span in self._plan.copy_plan.leave:
@@ -160,7 +160,7 @@ class SharedCollective:
             # What peers may still read is the stage, which waits for them.
             self._own, self._memory = _NOTHING, None
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until the peers have read what they read of this rank."""
         for fence in self._plan.after:
             self._await(fence.peer, _READ, fence.round)
@@ -277,7 +277,7 @@ class StagingBuffer:
     def take(self, nbytes: int) -> None:
         """Have at least so many bytes, when the last collective's readers are through."""
         if self.flight is not None:
-            self.flight.settle()
+            self.flight.wait_idle()
             self.flight = None
         if self._segment is None or self._segment.nbytes < nbytes:
             self._segment = self._make(max(PIECE, 1 << (nbytes - 1).bit_length()))

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from shardwise.layout.algorithms import Carried
 from shardwise.layout.transport_buffers import STAGED, SUMMED_FROM, aligned, staging_bytes
-from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.buffers import ByteCounter, Workspace
+from shardwise.runtime.transport.buffers import ByteCounter, Target, Workspace
 from shardwise.runtime.transport.protocol import Realization, Transport, Work
 from shardwise.runtime.transport.shared_collective import unwatched
 from shardwise.schedule.traffic import Moved

@@ -25,8 +25,7 @@ from shardwise.layout import Mesh
 from shardwise.layout.algorithms import Carried
 from shardwise.layout.axes import Axes
 from shardwise.layout.units import Backend
-from shardwise.runtime.transport.adding import Target, add_up
-from shardwise.runtime.transport.buffers import Workspace
+from shardwise.runtime.transport.buffers import Target, Workspace, add_up
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.protocol import DONE, Realization, Transport, Work
 from shardwise.schedule.traffic import Moved

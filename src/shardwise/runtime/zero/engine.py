@@ -46,7 +46,7 @@ from shardwise.layout.units import Gather, Hop, Phase, Residency, StepGathers, U
 from shardwise.layout.wire import WIRE_DTYPE
 from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
 from shardwise.runtime.offload.file import OffloadFile
-from shardwise.runtime.offload.intervals import StoredIntervals
+from shardwise.runtime.offload.state import StoredIntervals
 from shardwise.runtime.transport.buffers import Buffer, ByteCounter
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.transport.protocol import DONE, Work
@@ -494,7 +494,7 @@ class Engine:
         for pending in earlier:  # in lasting buffers peers already read the new one
             pending.wait()
         # A measured step does the same at the same moments each time.
-        if full.lasting and not self.comms.settle and reduction.is_completed():
+        if full.lasting and not self.comms.pause and reduction.is_completed():
             reduction.wait()
 
     def _sum_packed(self, flat: FlatUnit, full: Buffer) -> None:

@@ -1,4 +1,9 @@
-"""One unit's flat buffers on one rank: parameters, gradients, and their initial values."""
+"""One unit's flat buffers on one rank: parameters, gradients, and their initial values.
+
+Values of a frozen base in 8 bits, from those of its weights.
+
+A scale is that of a whole row, so that numbers and scales are equal under every layout.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +16,51 @@ from torch import Tensor
 from shardwise.layout.axes import Axes
 from shardwise.layout.homes import accumulates_on_host
 from shardwise.layout.placement import Box, Placed
-from shardwise.layout.units import Unit, UnitPlan
+from shardwise.layout.units import WEIGHT_BITS, Unit, UnitPlan
+from shardwise.model.adapters import is_scale, scale_of
 from shardwise.model.parameters import Parameter
 from shardwise.ops.gradients import GradSlot
+from shardwise.ops.products import rounded, row_scales
 from shardwise.runtime.offload.file import OffloadFile
-from shardwise.runtime.transport.adding import Target
-from shardwise.runtime.transport.buffers import Buffer, ByteCounter
-from shardwise.runtime.zero.packed import PackedWeights
-from shardwise.runtime.zero.residuals import Residuals
+from shardwise.runtime.transport.buffers import Buffer, ByteCounter, Target
+from shardwise.runtime.zero.packed_sum import Residuals
+from shardwise.runtime.zero.quantized import pack, unpack
+
+
+class PackedWeights:
+    """A rank's packed interval, which stays for all gathers of a step, and the buffer where all ranks' come together.
+
+    place: of this rank's interval among those of the unit. wire: for the packed intervals of all ranks.
+    """
+
+    def __init__(self, unit: Unit, place: int, wire: Buffer, device: torch.device, tally: ByteCounter) -> None:
+        nbytes = unit.packed_bytes(WEIGHT_BITS)
+        self.own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._unit, self._place = unit, place
+        self._gathered, self._wire = nbytes * unit.shard_ranks, wire
+        tally.add("comm", nbytes)
+
+    def quantize(self, interval: Tensor) -> None:
+        """Pack this rank's weights as they are now."""
+        for run in self._unit.packed_runs(self._place, WEIGHT_BITS):
+            pack(interval[run.elements], WEIGHT_BITS, self.own[run.packed])
+
+    def take(self) -> Tensor:
+        """Memory for all ranks' packed intervals, until `free`."""
+        return self._wire.take(self._gathered)
+
+    def unpack(self, whole: Tensor) -> None:
+        """The whole unit from what was gathered. A lasting buffer is then free again."""
+        pieces = self._wire.tensor[: self._gathered].split(len(self.own))
+        for place, (packed, piece) in enumerate(zip(pieces, whole.chunk(len(pieces)), strict=True)):
+            for run in self._unit.packed_runs(place, WEIGHT_BITS):
+                unpack(packed[run.packed], WEIGHT_BITS, piece[run.elements])
+        if self._wire.lasting:
+            self.free()
+
+    def free(self) -> None:
+        self._wire.free()
+
 
 Values = Callable[[Parameter, Tensor], Tensor]
 """(parameter, row-major global positions) -> float64 values: where initial weights come from."""
@@ -245,3 +287,35 @@ def _values_in(
     global_columns = placed.parameter.shape[1] if len(shape) == 2 else 1
     index = (row * global_columns + column).clamp_(max=placed.parameter.numel - 1)
     return torch.where(valid, values(placed.parameter, index), 0.0)
+
+
+class Int8Values:
+    """`Values` of a plan's parameters. values: of its weights; those without 8 bits pass through."""
+
+    def __init__(self, plan: UnitPlan, values: Values) -> None:
+        self._values, self._dtype = values, torch_dtype(plan.layout.dtype)
+        self._weights = {scale_of(p.name): p for p in plan.blueprint.parameters() if p.dtype}
+        """Name of scales -> their weight."""
+        self._known: dict[str, Tensor] = {}
+        """Weight -> scales [outputs]."""
+
+    def __call__(self, parameter: Parameter, index: Tensor) -> Tensor:
+        if parameter.dtype:
+            scales = self._scales(parameter, index // parameter.shape[1])
+            return rounded(self._values(parameter, index), scales).double()
+        if is_scale(parameter.name):
+            return self._scales(self._weights[parameter.name], index).double()
+        return self._values(parameter, index)
+
+    def _scales(self, weight: Parameter, rows: Tensor) -> Tensor:
+        """Scales of some rows of a weight. Those of all its rows are computed at once: fake tensors name no rows."""
+        if weight.name not in self._known:
+            outputs, inputs = weight.shape
+            columns = torch.arange(inputs, device=rows.device)
+            every = torch.arange(outputs, device=rows.device)
+            largest = [
+                self._values(weight, some[:, None] * inputs + columns).abs().amax(1)
+                for some in every.split(max(1, FILLED // inputs))
+            ]
+            self._known[weight.name] = row_scales(torch.cat(largest), self._dtype)
+        return self._known[weight.name][rows]

@@ -33,8 +33,7 @@ from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.offload.state import MASTER, FileState, MemoryState, OptimizerState
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
-from shardwise.runtime.zero.flat_unit import HOST, FlatUnit, Values, torch_dtype
-from shardwise.runtime.zero.int8_values import Int8Values
+from shardwise.runtime.zero.flat_unit import HOST, FlatUnit, Int8Values, Values, torch_dtype
 from shardwise.runtime.zero.update import divides, update
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.wire import BLOCK, CHUNK, SCALE, blocks
-from shardwise.runtime.transport.adding import Target
+from shardwise.runtime.transport.buffers import Target
 
 LARGEST = {8: 127, 4: 7}
 """Bits -> the largest integer; the smallest is minus that."""

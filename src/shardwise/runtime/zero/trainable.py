@@ -14,7 +14,7 @@ from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.engine import Engine
 
 if TYPE_CHECKING:
-    from shardwise.runtime.expert.loads import ExpertLoads
+    from shardwise.runtime.expert.exchange import ExpertLoads
     from shardwise.runtime.offload.activations import OffloadedActivations
     from shardwise.runtime.sync.outer_step import OuterStep
 
@@ -31,7 +31,7 @@ class Trainable(Protocol):
     outer: OuterStep | None
     offloaded: OffloadedActivations | None
     expert_loads: ExpertLoads
-    moment: Callable[[list[WeightGradient]], object]
+    after_compute: Callable[[list[WeightGradient]], object]
     """As of `StageRunner`."""
 
     @property

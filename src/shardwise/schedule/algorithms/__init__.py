@@ -9,7 +9,6 @@ from shardwise.schedule.algorithms import (  # noqa: F401  (they register their 
     all_reduce,
     all_to_all,
     broadcast,
-    gather,
     reduce_scatter,
 )
 from shardwise.schedule.algorithms.registry import Algorithm, algorithm, algorithms, build, collective_name, find

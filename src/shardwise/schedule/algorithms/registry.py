@@ -16,8 +16,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.records import dataclass
-from shardwise.schedule.collectives import COLLECTIVES, ROOTED
-from shardwise.schedule.comm import CommSchedule, Draft
+from shardwise.schedule.comm import COLLECTIVES, ROOTED, CommSchedule, Draft
 
 
 @dataclass(frozen=True)

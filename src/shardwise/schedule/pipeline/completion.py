@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.schedule.pipeline.action import Action, Kind
-from shardwise.schedule.pipeline.bulk import without_collections
+from shardwise.schedule.pipeline.action import Action, Kind, without_collections
 from shardwise.schedule.pipeline.plan import PipelineSchedule, Reduce
 
 Posts = dict[int, list[Action]]

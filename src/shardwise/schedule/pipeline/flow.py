@@ -18,8 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.schedule.pipeline.action import COMPUTE, OURS, Action
-from shardwise.schedule.pipeline.bulk import without_collections
+from shardwise.schedule.pipeline.action import COMPUTE, OURS, Action, without_collections
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 from shardwise.schedule.pipeline.times import Times
 

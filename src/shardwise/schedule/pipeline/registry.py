@@ -14,8 +14,7 @@ from typing import Any, Literal
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.schedule.algorithms.registry import first_paragraph, nearest
-from shardwise.schedule.pipeline.action import Action
-from shardwise.schedule.pipeline.bulk import without_collections
+from shardwise.schedule.pipeline.action import Action, without_collections
 from shardwise.schedule.pipeline.completion import AHEAD, RESIDENT, complete
 from shardwise.schedule.pipeline.plan import PipelineSchedule, loop, vee
 
@@ -100,7 +99,7 @@ def generator(name: str, summary: str = "", **fields: Any) -> Callable[[Callable
 
 def _known() -> dict[str, ScheduleGenerator]:
     """All generators by name: this package's are registered on first use."""
-    from shardwise.schedule.pipeline import inference, training  # noqa: F401
+    from shardwise.schedule.pipeline import training  # noqa: F401
 
     return _KNOWN
 

@@ -49,7 +49,7 @@ class Times:
 
     @classmethod
     def equal(cls, stages: int, forward: float, input: float, weight: float) -> Times:
-        """All stages alike."""
+        """Equal times of all stages."""
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages)
 
     @classmethod

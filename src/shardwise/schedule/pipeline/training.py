@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count
 
 from shardwise.schedule.pipeline.action import Action
-from shardwise.schedule.pipeline.registry import Order, generator
+from shardwise.schedule.pipeline.registry import Order, generator, one_chunk
 
 F, I, W, B = partial(Action, "F"), partial(Action, "I"), partial(Action, "W"), partial(Action, "B")  # noqa: E741
 
@@ -86,7 +86,7 @@ def interleaved(p: int, m: int, v: int, rank: int) -> Order:
 
 @generator("breadth-first", source="Lamy-Poirier 2022", rule=_looped, settles=2, grows=True)
 def breadth_first(p: int, m: int, v: int, rank: int) -> Order:
-    """Each chunk does all micro-batches before the next one; backward likewise."""
+    """Each chunk does all micro-batches before the next one; backward too."""
     stages = range(rank, p * v, p)
     return [F(s, k) for s in stages for k in range(m)] + [B(s, k) for s in reversed(stages) for k in reversed(range(m))]
 
@@ -191,3 +191,22 @@ def _dualpipe_v(do: _Vee, p: int, m: int, rank: int) -> Iterator[Action]:
     for _ in range(p - rank - 1):
         yield from (owed.popleft(), split(0))
     yield from owed
+
+
+def _decode(p: int, m: int, v: int) -> str:
+    return one_chunk(p, m, v) or ("" if m >= p else f"with fewer than p in flight ranks stand still: m of at least {p}")
+
+
+@generator("prefill", source="Agrawal et al. 2023", train=False)
+def prefill(p: int, m: int, v: int, rank: int) -> Order:
+    """Chunks of prompts, one after the other: fill and drain."""
+    return [F(rank, k) for k in range(m)]
+
+
+@generator("decode", source="Pope et al. 2022", rule=_decode, train=False)
+def decode(p: int, m: int, v: int, rank: int, tokens: int = 8) -> Order:
+    """M micro-batches in flight, one token of each in turn; the last stage's token goes back to the first.
+
+    tokens: of each of the m micro-batches; the k-th action is token k // m of micro-batch k % m.
+    """
+    return [F(rank, k) for k in range(m * tokens)]

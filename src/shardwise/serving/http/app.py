@@ -19,12 +19,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardwise.serving.http.answers import Answers, Chats, Completions, dump
-from shardwise.serving.http.bodies import CHAT, COMPLETION, CompletionRequest
+from shardwise.serving.http.bodies import CHAT, COMPLETION, CompletionRequest, description
 from shardwise.serving.http.chat import Chat
 from shardwise.serving.http.connections import OVER_LIMIT
 from shardwise.serving.http.generation import Front, Generation, Prompt
 from shardwise.serving.http.metrics import CONTENT_TYPE
-from shardwise.serving.http.openapi import description
 from shardwise.serving.http.problems import Problem
 from shardwise.serving.http.schema import Schema, checked
 

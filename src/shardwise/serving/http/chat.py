@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.data.ends import token_text
+from shardwise.data.tokenizer import token_text
 from shardwise.errors import UserError
 from shardwise.serving.http.problems import Problem
 

@@ -35,12 +35,16 @@ def checked(schema: Schema, value: Any, where: str = "") -> Any:
     """
     if "anyOf" in schema:
         return _any_of(schema["anyOf"], value, where)
-    if "enum" in schema and not any(_same(value, one) for one in schema["enum"]):
+    if "enum" in schema and not any(
+        (value == one and isinstance(value, bool) == isinstance(one, bool)) for one in schema["enum"]
+    ):
         allowed = ", ".join(json.dumps(one) for one in schema["enum"])
         why = f" ({schema['description']})" if "description" in schema else ""
         raise _wrong(where, f"must be one of {allowed}, not {_shown(value)}{why}")
     types = _types(schema)
-    if types and not any(_is(value, name) for name in types):
+    if types and not any(
+        (isinstance(value, _KINDS[name][0]) and (not isinstance(value, bool) or name == "boolean")) for name in types
+    ):
         kinds = _either([_KINDS[name][1] for name in types])
         raise _Mismatch(400, f"{where or 'the body'} must be {kinds}, not {_shown(value)}", param=where or None)
     if isinstance(value, str):
@@ -59,15 +63,6 @@ def _types(schema: Schema) -> list[str]:
     return [types] if isinstance(types, str) else types
 
 
-def _is(value: Any, name: str) -> bool:
-    # To Python true is an integer, to JSON it is not.
-    return isinstance(value, _KINDS[name][0]) and (not isinstance(value, bool) or name == "boolean")
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
-
-
 def _any_of(choices: list[Schema], value: Any, where: str) -> Any:
     problems = []
     for choice in choices:
@@ -78,7 +73,9 @@ def _any_of(choices: list[Schema], value: Any, where: str) -> Any:
     # The choice that was meant is the one in which most is right: what it says tells more than the others.
     meant = max(problems, key=lambda problem: (*_place(problem), not isinstance(problem, _Mismatch)))
     if meant.param == (where or None) and isinstance(meant, _Mismatch):
-        kinds = _either([_described(choice) for choice in choices])
+        kinds = _either(
+            [(choice.get("title") or _either([_KINDS[name][1] for name in _types(choice)])) for choice in choices]
+        )
         raise _wrong(where, f"must be {kinds}, not {_shown(value)}")
     raise meant
 
@@ -90,10 +87,6 @@ class _Mismatch(Problem):
 def _place(problem: Problem) -> tuple[int, str]:
     where = problem.param or ""
     return len(where), where
-
-
-def _described(schema: Schema) -> str:
-    return schema.get("title") or _either([_KINDS[name][1] for name in _types(schema)])
 
 
 def _check_text(schema: Schema, value: str, where: str) -> None:

@@ -11,9 +11,8 @@ from shardwise.report.units import format_bytes, format_time
 from shardwise.schedule import algorithms, build, find
 from shardwise.schedule.choose import Choice, Pricer, pricer
 from shardwise.schedule.closed_forms import CLOSED_FORMS
-from shardwise.schedule.collectives import COLLECTIVES, wanted
-from shardwise.schedule.comm import CommSchedule
-from shardwise.schedule.provenance import Holding, history
+from shardwise.schedule.comm import COLLECTIVES, CommSchedule, wanted
+from shardwise.schedule.show import Holding, history
 from shardwise.studio.columns import Columns, How, Table, View, command_line
 from shardwise.studio.query import Query
 

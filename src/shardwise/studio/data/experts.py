@@ -16,11 +16,9 @@ from shardwise.model.catalog import resolve
 from shardwise.studio.columns import Columns, Table, View
 from shardwise.studio.data.experts_chapters import chapters
 from shardwise.studio.data.experts_how import explanations
-from shardwise.studio.data.experts_layer import ExpertLayer, ExpertRank
+from shardwise.studio.data.experts_layer import ExpertLayer, ExpertRank, compared, steps
 from shardwise.studio.data.experts_router import LOADS, draw
-from shardwise.studio.data.experts_steps import steps
-from shardwise.studio.data.experts_traffic import compared
-from shardwise.studio.data.models import offered
+from shardwise.studio.data.sizes import offered
 from shardwise.studio.query import Query
 
 MOST_RANKS = 16

@@ -10,8 +10,7 @@ from shardwise.layout import Mesh
 from shardwise.layout.axes import EDP, EP, ETP
 from shardwise.model.parameters import blueprint, count
 from shardwise.report.units import format_bytes, format_count, format_share
-from shardwise.studio.data.experts_layer import ExpertLayer
-from shardwise.studio.data.experts_traffic import example, routed_bytes, summed_bytes
+from shardwise.studio.data.experts_layer import ExpertLayer, example, routed_bytes, summed_bytes
 
 TITLES = (
     "Who has which experts",

@@ -7,9 +7,8 @@ from shardwise.layout.axes import ETP
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_share
 from shardwise.studio.columns import How, command_line
-from shardwise.studio.data.experts_layer import ExpertLayer
+from shardwise.studio.data.experts_layer import ExpertLayer, example, routed_bytes, summed_bytes
 from shardwise.studio.data.experts_router import SKEW
-from shardwise.studio.data.experts_traffic import example, routed_bytes, summed_bytes
 
 _ROUTER = (
     "Scores are drawn: about normal random numbers, the same on every machine. They are routed as the decoder routes: "

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.hashing import GOLDEN, splitmix64
+from shardwise.data.sampler import GOLDEN, splitmix64
 from shardwise.model.config import Experts
 
 Floats = NDArray[np.float64]

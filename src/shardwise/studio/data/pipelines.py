@@ -12,8 +12,7 @@ import numpy as np
 from shardwise.errors import UserError
 from shardwise.report.units import format_share, format_time
 from shardwise.schedule.pipeline import PipelineSchedule, build, find, generators
-from shardwise.schedule.pipeline.action import COMPUTE, Kind
-from shardwise.schedule.pipeline.bulk import without_collections
+from shardwise.schedule.pipeline.action import COMPUTE, Kind, without_collections
 from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape
 from shardwise.schedule.pipeline.memory import Level, Peak, levels, peak
 from shardwise.schedule.pipeline.simulate import Simulated, simulate

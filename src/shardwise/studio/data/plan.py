@@ -11,16 +11,15 @@ from shardwise.layout import Workload
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.planner import plan as search
-from shardwise.planner.alternatives import Alternative
+from shardwise.planner.common import Alternative
 from shardwise.planner.plan import Plan
 from shardwise.predict.fixing import fixed_of
 from shardwise.report import time_parts
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 from shardwise.studio.columns import Columns, How, Table, View, command_line
 from shardwise.studio.data.memory import CLUSTERS
-from shardwise.studio.data.models import SEQ, most_seq, offered, seqs, too_long
 from shardwise.studio.data.opens import opens
-from shardwise.studio.data.sizes import sized, sizes
+from shardwise.studio.data.sizes import SEQ, most_seq, offered, seqs, sized, sizes, too_long
 from shardwise.studio.query import Query
 
 BY = ("throughput", "fastest", "memory", "cost", "pareto")

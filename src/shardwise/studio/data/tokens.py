@@ -27,9 +27,8 @@ from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_count, format_spans, format_time
 from shardwise.studio.columns import Columns, How, Table, View, command_line, exact
 from shardwise.studio.data import tokens_holdings, tokens_layer, tokens_product
-from shardwise.studio.data.models import offered
 from shardwise.studio.data.opens import opens
-from shardwise.studio.data.sizes import other_clusters, sized, sizes
+from shardwise.studio.data.sizes import offered, other_clusters, sized, sizes
 from shardwise.studio.data.tokens_chapters import chapters
 from shardwise.studio.data.tokens_metrics import headline, metrics, step_words, totals
 from shardwise.studio.data.tokens_training import drawn, how_drawn, shares_table, trained_table

@@ -6,10 +6,9 @@ from shardwise.planner.common import PUBLISHED_CHOICES
 from shardwise.validation.scoreboard.blocks import BlockScore, block_scores, read_blocks
 from shardwise.validation.scoreboard.left_out import LARGE, LeftOutScore, left_out_scores, weighted_coverage
 from shardwise.validation.scoreboard.memory import MemoryRow, MemoryScore, memory_scores
-from shardwise.validation.scoreboard.misses import reason
 from shardwise.validation.scoreboard.mixtures import MixtureScore, mixture_scores
 from shardwise.validation.scoreboard.rows import cases, read
-from shardwise.validation.scoreboard.score import MISS, Prediction, Score, predict, scores
+from shardwise.validation.scoreboard.score import MISS, Prediction, Score, predict, reason, scores
 
 PUBLISHED = Path(__file__).parent / "published.json"
 """The project's own small table: a few rows of every source, each with its citation."""

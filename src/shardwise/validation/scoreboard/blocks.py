@@ -19,13 +19,13 @@ from statistics import fmean
 from typing import Any
 
 from shardwise.cluster import Cluster, catalog
-from shardwise.cluster.accelerators import accelerators
+from shardwise.cluster.catalog import accelerators
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint
 from shardwise.predict.time.block import Shape, tally_part
-from shardwise.predict.time.constants import Constants, constants
+from shardwise.predict.time.constants import constants
 from shardwise.predict.time.kernels import Kernels
 from shardwise.predict.time.profiles import engine
 
@@ -105,7 +105,8 @@ def block_scores(cluster: Cluster, rows: Sequence[Mapping[str, Any]]) -> list[Bl
 
     @cache
     def measured(share: float) -> list[MeasuredRow]:
-        kernels = Kernels(_with_ceiling(known, share))
+        peak = known.peak("bfloat16")
+        kernels = Kernels(replace(known, sustained={"bfloat16": share * peak, "float16": share * peak}))
         return [one for row in usable for one in _KINDS[row["what"]](row, kernels)]
 
     models = sorted({one.model for one in measured(CEILINGS[0])})
@@ -116,11 +117,6 @@ def block_scores(cluster: Cluster, rows: Sequence[Mapping[str, Any]]) -> list[Bl
         scored += [one for one in measured(best) if one.model == model]
     kinds = dict.fromkeys(_kind(one) for one in scored)
     return [_score(kind, [one for one in scored if _kind(one) == kind]) for kind in kinds]
-
-
-def _with_ceiling(known: Constants, share: float) -> Constants:
-    peak = known.peak("bfloat16")
-    return replace(known, sustained={"bfloat16": share * peak, "float16": share * peak})
 
 
 def _fitting(one: MeasuredRow) -> float:

@@ -7,12 +7,20 @@ Missing keys are unknown: what is assumed for them is added to `assumed`, a sent
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, lru_cache
+from importlib import resources
 from typing import Any
 
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.config import Experts, LatentAttention
+from shardwise.model.flops import hardware_flops_per_token, training_flops_per_token
+from shardwise.model.parameters import count
+from shardwise.planner.plan import plan
 from shardwise.predict.time.step import StepShape
 
 Row = Mapping[str, Any]
@@ -227,3 +235,126 @@ def model_of(row: Row, assumed: list[str]) -> ModelConfig:
         experts=experts,
         latent_attention=latent,
     )
+
+
+FASTEST = "most performant"
+"""Words in a row's notes that its layout was the fastest of all."""
+
+
+def laid_out(row: Row, model: ModelConfig, cluster: Cluster, engine: str, assumed: list[str]) -> Row:
+    """The row with the fastest layout that the planner knows, in 16 bits, where it states none but says that it was the
+    fastest; any other row as it is. Raises `UserError` where none fits."""
+    if row.get("tp") is not None or FASTEST not in str(row.get("notes", "")):
+        return row
+    layout = _fastest(model, cluster, whole(row, "seq"), whole(row, "gbs"), whole(row, "cp", 1), engine)
+    assumed.append(f"layout not stated but the fastest: {engine}'s fastest as planned")
+    degrees = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "vpp": layout.virtual}
+    return {**row, **degrees, "mbs": layout.micro, "zero_stage": layout.stage, "recompute": layout.recompute}
+
+
+@lru_cache
+def _fastest(model: ModelConfig, cluster: Cluster, seq: int, batch: int, cp: int, engine: str) -> Layout:
+    fixed = {"cp": cp}
+    best = plan(model, cluster, Workload(seq, batch), engine=engine, top=1, fixed=fixed, explain=False).ranked[0].layout
+    if best.tp > cluster.devices_per_node:
+        raise UserError("the layout is not stated, and the fastest as planned splits tensors over nodes, which few do")
+    return best
+
+
+CONTAINER = re.compile(r"(\d\d\.\d\d(?:\.\d\d)?) NeMo Container")
+"""Release of the software in a row's source or notes."""
+
+
+@cache
+def releases() -> dict[str, Any]:
+    """The table of the package: release -> `source` and `runs`."""
+    text = (resources.files("shardwise.validation.scoreboard") / "recipes.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+SCOPES = ("attention", "router", "experts")
+"""What CUDA graphs can hold of a block with experts."""
+
+ENGINES = {"tokens": "megatron-bridge", "rows": "megatron-bridge-alltoall"}
+"""How a recipe has tokens exchanged -> the engine profile."""
+
+
+def recipe_of(row: Row, device: str, narrow: bool) -> tuple[str, Mapping[str, Any]] | None:
+    """(the engine profile, its fields that differ in this run), None where no recipe is known. narrow: whether products
+    take less than 16 bits. What a row states itself counts first. Raises `UserError` for a setting that is none."""
+    if row.get("exchange") is not None:
+        return _settings(row)
+    release = CONTAINER.search(f"{row.get('source')} {row.get('notes')}")
+    if release is None:
+        return None
+    for run in _runs(release[1]):
+        named = str(row.get("model")).startswith(run["model"]) and device.split("-")[0] in run["devices"]
+        if named and run.get("narrow", narrow) == narrow:
+            return _settings(run)
+    return None
+
+
+def _settings(run: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    exchange, captured = run["exchange"], run.get("captured") or []
+    if exchange not in list(ENGINES):
+        raise UserError(f"exchange must be one of {', '.join(ENGINES)}, not {exchange!r}")
+    if not isinstance(captured, list) or not all(scope in SCOPES for scope in captured):
+        raise UserError(f"captured must be a list of {', '.join(SCOPES)}, not {captured!r}")
+    return ENGINES[exchange], {
+        "exchange_overlap": bool(run.get("overlap")),
+        "captured": tuple(captured),
+        "fused_experts": bool(run.get("fused")),
+    }
+
+
+def _runs(release: str) -> Iterator[Mapping[str, Any]]:
+    """Runs of a release, then of those before it, the latest first."""
+    for name, table in sorted(releases().items(), reverse=True):
+        if name <= release:
+            yield from table["runs"]
+
+
+OLD_FORMULA = "old formula"
+"""In the notes of rows whose FLOPs are 8 per parameter and token, all parameters (BLOOM's chronicles, before the page's
+remark "TFLOPs calculation improved")."""
+
+CONVENTIONS: dict[str, Callable[[ModelConfig, int], int]] = {
+    "model FLOPs, causal attention counted half": training_flops_per_token,
+    "model FLOPs, full attention counted": lambda model, seq: training_flops_per_token(model, seq, causal=False),
+    "model FLOPs (6N + attention)": lambda model, seq: training_flops_per_token(model, seq, causal=False),
+    "recompute counted (about 8N per token)": lambda model, seq: hardware_flops_per_token(
+        model, seq, "full", causal=False
+    ),
+}
+"""Start of what tables say of their TFLOP/s -> FLOPs per token. Of the rows that state a time, too, each convention
+gives that time within 1% at the median."""
+
+
+def step_seconds_of(row: Row, model: ModelConfig) -> float:
+    """Measured seconds of a step. Raises `UserError` with the reason where the row does not say."""
+    if (seconds := _stated(row, "iter_time_s")) is not None:
+        return seconds
+    tokens = whole(row, "gbs") * whole(row, "seq") / whole(row, "gpus")
+    if (rate := _stated(row, "tokens_per_s_per_gpu")) is not None:
+        return tokens / rate
+    if (tera := _stated(row, "tflops_per_gpu")) is not None:
+        return tokens * _flops_per_token(row, model) / (tera * 1e12)
+    raise UserError("no measured time of a step, tokens/s or TFLOP/s")
+
+
+def _flops_per_token(row: Row, model: ModelConfig) -> int:
+    if OLD_FORMULA in str(row.get("notes", "")):
+        return 8 * count(model)
+    text = str(row.get("tflops_convention"))
+    for start, flops in CONVENTIONS.items():
+        if text.startswith(start):
+            return flops(model, whole(row, "seq"))
+    raise UserError(f"TFLOP/s by a convention that is not known: {text}")
+
+
+def _stated(row: Row, key: str) -> float | None:
+    """A positive number of the row, None where it says nothing. Raises `UserError`."""
+    value = row.get(key)
+    if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):
+        raise UserError(f"{key} must be a positive number, not {value!r}")
+    return None if value is None else float(value)

@@ -23,17 +23,18 @@ from shardwise.predict.time.serving import ServingLayout
 from shardwise.predict.time.step import StepShape
 from shardwise.validation.scoreboard.bench_settings import bench_settings
 from shardwise.validation.scoreboard.configuration import (
+    ENGINES,
     Row,
     engine_of,
+    laid_out,
     model_of,
+    recipe_of,
     split_of,
+    step_seconds_of,
     weights_of,
     whole,
 )
-from shardwise.validation.scoreboard.conventions import step_seconds_of
 from shardwise.validation.scoreboard.hardware import cluster_of
-from shardwise.validation.scoreboard.layouts import laid_out
-from shardwise.validation.scoreboard.recipes import ENGINES, recipe_of
 
 REQUESTS = {
     (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000, (1000, 2000): 1500,

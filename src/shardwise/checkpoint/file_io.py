@@ -1,4 +1,6 @@
-"""A file written from its start to its end, past the page cache where the file system allows it (`O_DIRECT`).
+"""Reading bytes of an open file: all of them, or a line that says why not.
+
+A file written from its start to its end, past the page cache where the file system allows it (`O_DIRECT`).
 
 Why: a checkpoint is read again by nobody soon. The page cache would take new pages for all of it, copy into them and
 drop what is worth more; on two cores that both train, that was four fifths of what a save took of a rank's time
@@ -10,10 +12,42 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+
+from shardwise.errors import UserError, os_errors
+
+
+class DamagedError(UserError):
+    """Files that are not as they were written: changed, cut short or missing."""
+
+
+@contextmanager
+def opened(path: Path, what: str = "checkpoint is") -> Iterator[BinaryIO]:
+    """A file to read. Raises `UserError` where it cannot be read, `DamagedError` where it is missing: "the `what` not
+    whole"."""
+    with os_errors(f"read {path}"):
+        try:
+            with path.open("rb") as file:
+                yield file
+        except FileNotFoundError:
+            raise DamagedError(f"{path} is missing: the {what} not whole") from None
+
+
+def read_exactly(handle: int, data: memoryview, offset: int, what: str, short: str) -> None:
+    """Fill `data` from `offset` on. Raises `UserError`: "cannot read `what`", and `DamagedError(short)` where the file
+    ends before."""
+    with os_errors(f"read {what}"):
+        while len(data):
+            got = os.preadv(handle, [data], offset)
+            if not got:
+                raise DamagedError(short)
+            data, offset = data[got:], offset + got
+
 
 CHUNK = 4 << 20
 """Bytes written at once: enough that what a call and the disk's answer take does not count."""

@@ -1,1 +1,0 @@
-"""Data parallelism: which sequences a rank trains on."""
