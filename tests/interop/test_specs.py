@@ -41,7 +41,7 @@ def expressions(one: EngineSpec) -> Iterator[tuple[str, set[str]]]:
         if row.write:
             yield row.write, given | LAYOUT | WRITING
     for kind, remarks in one.remarks.items():
-        names = {"comments": LAYOUT | WRITING, "objections": MODEL | {"model", "options"}}.get(kind, READING)
+        names = {"comments": LAYOUT | WRITING, "objections": MODEL | {"model", "options", "catalog"}}.get(kind, READING)
         for remark in remarks:
             known = names | (rows if names is READING else given)
             yield remark.when, known

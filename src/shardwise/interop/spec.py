@@ -22,17 +22,11 @@ from shardwise.layout import Layout
 from shardwise.layout.keys import defaults, goes_with
 from shardwise.layout.optimizers import OPTIMIZERS
 from shardwise.model import ModelConfig
+from shardwise.model.catalog import catalog
 
 _KINDS = {int: "integer", bool: "flag", str: "word"}
-_TYPES: dict[str, Any] = {
-    "integer": 0,
-    "size": 0,
-    "number": 0.0,
-    "flag": False,
-    "switch": False,
-    "given": False,
-    "raw": None,
-}
+_TYPES: dict[str, Any] = {"integer": 0, "size": 0, "number": 0.0, "raw": None}
+_TYPES |= dict.fromkeys(("flag", "switch", "given"), False)
 
 
 _DEGREES = ("tp", "pp", "cp")
@@ -261,7 +255,7 @@ class EngineSpec:
 
     def objection(self, model: ModelConfig) -> str:
         """Why the engine does not support a model; empty where it does."""
-        names = Names(model, **self.functions, model=model, options=self.options)
+        names = Names(model, **self.functions, model=model, options=self.options, catalog=catalog())
         return next((sentence(one.say, names) for one in self.remarks["objections"] if evaluate(one.when, names)), "")
 
     def left_to_code(self, layout: Layout) -> list[str]:

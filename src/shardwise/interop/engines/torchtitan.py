@@ -10,8 +10,6 @@ from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.reading.fields import renamed
 from shardwise.interop.reading.settings import FileReader, Reading
 from shardwise.interop.spec import spec
-from shardwise.model import ModelConfig
-from shardwise.model.catalog import catalog
 
 _POLICY = "activation-checkpoint:"
 """Word of arguments that chooses what is recomputed, since 0.3."""
@@ -77,8 +75,3 @@ def catalog_name(name: str, flavor: str) -> str:
     """The catalog's way of writing a model's name and flavor: llama3 and 70B are llama-3-70b."""
     family = "llama-3" if name == "llama3" else name
     return f"{family}-{flavor.lower()}" if name and flavor else family
-
-
-def of_catalog(model: ModelConfig) -> bool:
-    """Whether this is the catalog's model of its name."""
-    return catalog().get(model.name) == model
