@@ -17,7 +17,7 @@ SOURCES = {
 SHORT_HELPER, SMALL_MODULE = 6, 60
 """Lines."""
 
-SHORT_HELPERS, SMALL_MODULES = 435, 19
+SHORT_HELPERS, SMALL_MODULES = 436, 20
 CIRCLES = {
     ("layout.homes", "layout.transport_buffers", "layout.units"),
     ("model.blueprint", "model.config", "model.counted"),
@@ -28,9 +28,9 @@ CIRCLES = {
 """Modules that import each other, type-checking imports included."""
 
 WORDS = {
-    "found": 779, "told": 62, "asked": 119, "wanted": 182, "alike": 10, "likewise": 2, "thereof": 0, "hear": 2,
-    "heard": 5, "settle": 2, "visit": 2, "lone": 0, "flies": 0, "own": 760, "each": 1626,
-    "turn": 105, "turns": 35, "mend": 1, "figures": 85, "nobody": 36, "whoever": 10, "lies in": 5,
+    "found": 782, "told": 57, "asked": 119, "wanted": 182, "alike": 12, "likewise": 2, "thereof": 0, "hear": 2,
+    "heard": 5, "settle": 2, "visit": 2, "lone": 0, "flies": 0, "own": 776, "each": 1645,
+    "turn": 105, "turns": 35, "mend": 1, "figures": 84, "nobody": 36, "whoever": 10, "lies in": 5,
     "stands in": 3, "goes on": 8, "going on": 1,
 }  # fmt: skip
 """Words of a dialect that PyTorch, Megatron-LM and vLLM do not have -> lines with them."""
