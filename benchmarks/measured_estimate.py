@@ -49,9 +49,9 @@ from shardwise.model.config import Experts
 from shardwise.model.parameters import count
 from shardwise.predict import estimate
 from shardwise.runtime.allocator import retain_freed_memory
+from shardwise.runtime.job.batches import Batches
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import make_comms
-from shardwise.runtime.job.text import Batches
 from shardwise.runtime.pipeline.step import TrainProgram
 
 MODEL = ModelConfig("measured", vocab=2048, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, max_positions=512)

@@ -78,6 +78,7 @@ def _compiled(cls: Any) -> Callable[..., None]:
     exec(f"def __init__({head}):\n  " + "\n  ".join(lines), names)
     init: Callable[..., None] = names["__init__"]
     init.__qualname__ = f"{cls.__qualname__}.__init__"
+    init.__annotations__ = {item.name: item.type for item in dataclasses.fields(cls) if item.init} | {"return": None}
     return init
 
 

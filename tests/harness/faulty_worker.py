@@ -23,8 +23,7 @@ Fault = dict[str, Any]
 def main(fault: Fault, argv: list[str]) -> int:
     from shardwise.ops import llama_halves
     from shardwise.runtime import checkpointing
-    from shardwise.runtime.job import pulse, worker
-    from shardwise.runtime.job import text as batches
+    from shardwise.runtime.job import batches, pulse, worker
     from shardwise.runtime.offload import file
     from shardwise.runtime.zero import engine, optimizer
 

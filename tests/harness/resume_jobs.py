@@ -16,7 +16,7 @@ from shardwise.data import Sampler
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import DP, REPLICA
 from shardwise.runtime.checkpointing import Position, Saver, restore
-from shardwise.runtime.job.text import Batches
+from shardwise.runtime.job.batches import Batches
 from shardwise.runtime.sync.outer_step import Rounds
 from shardwise.runtime.zero.optimizer import learning_rate
 

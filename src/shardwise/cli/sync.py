@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.actions import actions
 from shardwise.cli.output import print_result
-from shardwise.cli.show.sync_table import sync_tables
 from shardwise.layout import Layout
 from shardwise.report.run_directory import RunDirectory
-from shardwise.schedule.pipeline.times import seconds_of
-from shardwise.schedule.stragglers import Stragglers
-from shardwise.schedule.update_record import UpdateRecord
+
+if TYPE_CHECKING:
+    from shardwise.schedule.update_record import UpdateRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def simulate(args: argparse.Namespace) -> int:
     """Print the record of a layout's workers in virtual time."""
+    from shardwise.cli.show.sync_table import sync_tables
     from shardwise.layout.virtual_run import virtual_run
+    from shardwise.schedule.pipeline.times import seconds_of
+    from shardwise.schedule.stragglers import Stragglers
 
     layout = Layout.parse(args.layout)
     stragglers = Stragglers.parse(args.slow, args.seed)
@@ -49,6 +51,7 @@ def simulate(args: argparse.Namespace) -> int:
 
 def show_run(args: argparse.Namespace) -> int:
     """Print what a run has recorded of its workers."""
+    from shardwise.cli.show.sync_table import sync_tables
     from shardwise.layout.recorded_run import recorded_run
 
     recorded = recorded_run(RunDirectory.open(args.run_directory))

@@ -30,11 +30,11 @@ from shardwise.model import ModelConfig
 from shardwise.report.exposure import COMPUTE as COMPUTING
 from shardwise.report.exposure import WAITING
 from shardwise.report.step_report import DTYPE_BYTES
+from shardwise.runtime.job.batches import Batches
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.output import rewrite_line
 from shardwise.runtime.job.rank import leave, main
 from shardwise.runtime.job.setup import axes_of, cuda_device
-from shardwise.runtime.job.text import Batches
 from shardwise.runtime.measure.timeline import TimelineRecorder
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.tensor.lowering import vocabulary_range

@@ -7,11 +7,12 @@ whole columns and says which; no cell is ever cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from shardwise.records import dataclass
 from shardwise.report.terminal import BREAKS, wrap
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 

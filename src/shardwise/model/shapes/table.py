@@ -62,7 +62,8 @@ def family_name(model_type: str, data: Mapping[str, Any]) -> str:
 
 
 def prepared(model_type: str, data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the family's data, from the published fields under `model_type`."""
+    """The fields of the family's data, from the published fields under `model_type`. Raises `UserError` for a kind of
+    layer that is none of the family's."""
     alias = aliases().get(model_type, {})
     names = alias.get("fields", {})
     # A nested field is named with dots; one that is renamed gives way to no other.

@@ -38,6 +38,7 @@ from shardwise.report.step_report import Role, StepReport, merge_roles
 from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver, restore, start_adapters, start_from
 from shardwise.runtime.job import pulse
+from shardwise.runtime.job.batches import Batches
 from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.launch import RANK_FAILED, lost_a_peer, reason
 from shardwise.runtime.job.meeting import meet
@@ -46,7 +47,6 @@ from shardwise.runtime.job.record import RunRecorder
 from shardwise.runtime.job.setup import cuda_device, make_comms, sharing
 from shardwise.runtime.job.slow import InjectedWaiting, TrainingClock
 from shardwise.runtime.job.stop import Stopped, StopRequest
-from shardwise.runtime.job.text import Batches
 from shardwise.runtime.measure.hardware import matmul_rate
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.measure.timeline import TimelineRecorder

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from shardwise.records import dataclass
 from shardwise.schedule.pipeline.action import COMPUTE, OURS, Action, without_collections
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 from shardwise.schedule.pipeline.times import Times

@@ -10,11 +10,11 @@ micro-batches of a step (`TokenGenerator.grows`), each of its loops of forwards 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from shardwise.records import dataclass
 from shardwise.schedule.pipeline.action import COMPUTE, Action
 from shardwise.schedule.pipeline.flow import flow
 from shardwise.schedule.pipeline.plan import PipelineSchedule

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from operator import add
 
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.schedule.pipeline.action import Action
 from shardwise.schedule.pipeline.plan import PipelineSchedule
 
