@@ -22,6 +22,7 @@ Fault = dict[str, Any]
 
 def main(fault: Fault, argv: list[str]) -> int:
     from shardwise.ops import llama_halves
+    from shardwise.report import json_lines
     from shardwise.runtime import checkpointing
     from shardwise.runtime.job import batches, pulse, worker
     from shardwise.runtime.offload import file
@@ -63,6 +64,7 @@ def main(fault: Fault, argv: list[str]) -> int:
         "save": (checkpointing, "write_part"),
         "write of state": (file.OffloadFile, "_write_load"),
         "commit of state": (file.OffloadFile, "commit"),
+        "event": (json_lines.JsonLines, "append"),
     }
     before(*places[fault["where"]], trouble)
     return worker.main(argv)

@@ -45,6 +45,14 @@ def test_a_kill_during_an_update_loses_no_step(
     assert not (done.out / "offload").exists()
 
 
+def test_a_step_whose_loss_was_not_written_is_run_again(runs: Path) -> None:  # noqa: F811
+    """Its state is on disk, as after a disk that was full for the log alone."""
+    fault = {"what": "kill", "rank": 0, "where": "event", "step": 5}
+    done = run(runs, "dp=2,zero=3,precision=fp32,offload=nvme", fault, restarts=1, save_every=0)
+    assert done.result is not None, done.error
+    assert done.result.losses == undisturbed(runs, "dp=2,zero=3,precision=fp32") and resumed(done) == 4
+
+
 def test_a_save_that_a_kill_cut_off_leaves_nothing(runs: Path) -> None:  # noqa: F811
     """The state on disk is newer than the last checkpoint: the step of that save does not come again."""
     fault = {"what": "kill", "rank": 1, "where": "save", "step": 4}

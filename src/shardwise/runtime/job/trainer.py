@@ -264,7 +264,12 @@ class TrainingRun:
         if not (config.restart or inside):
             return None
         after = Checkpoint.open(Path(config.resume)).manifest.step if config.resume else -1
-        return newest_kept(plan, folder, self.rank, self.name, after)
+        until = None
+        if self.rank == 0:
+            # A full disk may have taken a step's state and not its loss: that step is run again.
+            events = (event for _, event in RunDirectory(Path(config.out)).events())
+            until = max((event["step"] for event in events if {"loss", "skipped"} & event.keys()), default=0)
+        return newest_kept(plan, folder, self.rank, self.name, after, until)
 
     def _name_of_run(self) -> str:
         """A hash of what must be the same for state on disk to be this run's."""

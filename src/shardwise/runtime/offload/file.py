@@ -319,9 +319,10 @@ class Kept:
     """What was committed with it: its run, step, samples and updates."""
 
 
-def newest_kept(plan: UnitPlan, folder: Path, rank: int, run: str, after: int) -> Kept | None:
-    """The newest state of `run` that the files of all ranks hold, of a step later than `after`; None where there is
-    none, or state is not on disk as a whole (a fraction of it is elsewhere, or residuals of packed gradients).
+def newest_kept(plan: UnitPlan, folder: Path, rank: int, run: str, after: int, until: int | None = None) -> Kept | None:
+    """The newest state of `run` that the files of all ranks hold, of a step later than `after`, and not later than
+    `until` of any rank; None where there is none, or state is not on disk as a whole (a fraction of it is elsewhere, or
+    residuals of packed gradients).
 
     All ranks of the job call this together. Every step of theirs must have a gradient norm.
     """
@@ -336,7 +337,7 @@ def newest_kept(plan: UnitPlan, folder: Path, rank: int, run: str, after: int) -
             mine = {
                 about["step"]: Kept(slot, about)
                 for slot, about in file.committed().items()
-                if about.get("run") == run and about["step"] > after
+                if about.get("run") == run and after < about["step"] <= (about["step"] if until is None else until)
             }
             file.close()
         except (UserError, KeyError, TypeError, json.JSONDecodeError):
