@@ -75,7 +75,7 @@ def test_a_pretended_stage_knows_another_turns_message() -> None:
     turn: Any = SimpleNamespace(tokens=3)
     sent = [stage.forward(turn, None) for _ in range(300)]
     assert sent[0].shape == (1, 3, MODEL.hidden)
-    stage._turn = 0
+    stage._number = 0
     for x in sent:
         stage.forward(turn, None, x)
     with pytest.raises(RuntimeError, match="that of turn 1 came"):

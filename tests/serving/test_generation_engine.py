@@ -7,6 +7,7 @@ sequences are computed again, some prompts begin alike, and one request is cance
 import copy
 import random
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,20 @@ def model_of(name: str) -> Any:
     return pretrained(family, **changes)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    root = tmp_path_factory.mktemp("models")
+def saved(model: Callable[[str], Any], root: Path) -> Callable[[str], Path]:
+    """Name -> folder with the weights of its model."""
 
     @cache
     def folder(name: str) -> Path:
-        model_of(name).save_pretrained(root / name)
+        model(name).save_pretrained(root / name)
         return root / name
 
     return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return saved(model_of, tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize(("name", "layout", "index"), some_cases(MODELS, LAYOUTS, 10), ids=lambda value: str(value))
@@ -273,6 +278,11 @@ def model_of_routed(name: str) -> Any:
     return pretrained(name, **MODELS_ROUTED[name])
 
 
+@pytest.fixture(scope="module")
+def routed_folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return saved(model_of_routed, tmp_path_factory.mktemp("routed"))
+
+
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS_ROUTED if "ep" in layout or "etp" in layout])
 def test_every_pair_goes_once_to_a_rank_that_has_its_expert(layout: str) -> None:
     """Ranks of a replica divide its pairs, those that share an expert have the same ones, and weights are where the
@@ -307,8 +317,8 @@ def test_every_pair_goes_once_to_a_rank_that_has_its_expert(layout: str) -> None
 @pytest.mark.parametrize(
     ("name", "layout", "index"), some_cases(MODELS_ROUTED, LAYOUTS_ROUTED, 7), ids=lambda value: str(value)
 )
-def test_logits_and_answers_routed(folders: Any, name: str, layout: str, index: int) -> None:
-    folder = folders(name)
+def test_logits_and_answers_routed(routed_folders: Any, name: str, layout: str, index: int) -> None:
+    folder = routed_folders(name)
     job = ServingJob(
         weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4,
         pages=[16, 64][index % 2], chunk=[5, 16][index // 2 % 2], batch=[8, 16][index // 3 % 2], reuse=index % 3 != 0,
@@ -321,8 +331,8 @@ def test_logits_and_answers_routed(folders: Any, name: str, layout: str, index: 
 
 
 @pytest.mark.parametrize("layout", some_of(["dp=2,ep=2", "dp=2,pp=2,ep=2", "dp=2,tp=2,ep=4"], 1, "an idle replica"))
-def test_a_replica_without_requests_serves_the_experts_of_others(folders: Any, layout: str) -> None:
-    folder = folders("deepseek_v3")
+def test_a_replica_without_requests_serves_the_experts_of_others(routed_folders: Any, layout: str) -> None:
+    folder = routed_folders("deepseek_v3")
     job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), page=4, chunk=3)
     asked: dict[int, dict[int, list[Command]]] = {0: {}, 1: {2: [Request(7, (1, 2, 3, 4), Sampling(max_tokens=6))]}}
     ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
@@ -330,9 +340,9 @@ def test_a_replica_without_requests_serves_the_experts_of_others(folders: Any, l
 
 
 @pytest.mark.parametrize(("precision", "quantize"), [("bf16", "none"), ("bf16", "int8"), ("fp32", "int8")])
-def test_narrow_weights(folders: Any, precision: str, quantize: str) -> None:
+def test_narrow_weights(routed_folders: Any, precision: str, quantize: str) -> None:
     """Expected are errors of a rounding: of each weight by at most 1/254 of its row's largest, or of bf16's."""
-    folder = folders("qwen3_moe")
+    folder = routed_folders("qwen3_moe")
     job = ServingJob(
         weights_in(folder)[0], Layout.parse(f"tp=2,ep=2,precision={precision}"), str(folder), page=4, quantize=quantize
     )

@@ -198,6 +198,14 @@ def check_port(port: int) -> None:
         ) from None
 
 
+def _suspended_in_words(ranks: list[int]) -> str:
+    """What the end of a run says of suspended ranks; empty without any."""
+    if not ranks:
+        return ""
+    verb = "is" if len(ranks) == 1 else "are"
+    return f"; {pulse.ranks_in_words(ranks)} {verb} suspended by a signal, such as SIGSTOP"
+
+
 @dataclass
 class _Rank:
     """A local process. last_alive: when it was last seen alive. code: as Popen's returncode, None while it runs."""
@@ -370,14 +378,16 @@ class _Crew:
         return None
 
     def _hung(self, number: int, line: str) -> Ending:
-        # A rank that is suspended in a collective looks like the ranks that wait for it.
-        if suspended := [rank.rank for rank in self.ranks if rank.code is None and rank.suspended]:
-            number = suspended[0]
-            verb = "is" if len(suspended) == 1 else "are"
-            line += f"; {pulse.ranks_in_words(suspended)} {verb} suspended by a signal, such as SIGSTOP"
+        suspended = self._suspended()
+        if suspended:
+            number, line = suspended[0], line + _suspended_in_words(suspended)
         stack = self.ranks[number].stack()
         self.stop()
         return Ending(RANK_FAILED, line + self._others(), stuck=number, stack=stack)
+
+    def _suspended(self) -> list[int]:
+        """Suspended ranks: inside a collective they look like the ranks that wait for them."""
+        return [rank.rank for rank in self.ranks if rank.code is None and rank.suspended]
 
     def _codes(self) -> list[int | None]:
         """Exit codes; None for a running process."""
@@ -411,6 +421,7 @@ class _Crew:
         rank, report = self._cause()
         lost = tuple(item.rank for item in self.ranks if item.code is not None and item.code < 0)
         signs = {item.rank: pulse.signs_in(item.pulse) for item in self.ranks}
+        suspended = _suspended_in_words(self._suspended())
         self.stop()
         if report and report.kind in ("user", "diverged"):
             return Ending(USER_MISTAKE if report.kind == "user" else DIVERGED, report.message)
@@ -423,7 +434,7 @@ class _Crew:
         else:
             words = rank.last_words()
             what = f"rank {rank.rank} {rank.ending}{sign.place}" + (f": {words}" if words else "")
-        return Ending(RANK_FAILED, what + pulse.waiters(signs, rank.rank) + self._others(), lost)
+        return Ending(RANK_FAILED, what + pulse.waiters(signs, rank.rank) + suspended + self._others(), lost)
 
     def _others(self) -> str:
         return {1: "", 2: "; the other rank was stopped"}.get(self.size, f"; the other {self.size - 1} were stopped")
