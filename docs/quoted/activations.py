@@ -70,7 +70,7 @@ def _residual_32k(inputs: Inputs) -> Values:
 
 @shows(
     "act-12x",
-    "validation.megatron_memory.block_activations",
+    "validation.scoreboard.memory.block_activations",
     text="{unfused_gb:.1f} GB unfused ({unfused:.0f} times the residual stream), {flash_gb:.0f} GB with FlashAttention "
     "({flash:.0f} times)",
 )
@@ -92,7 +92,7 @@ def _twelve_times(inputs: Inputs) -> Values:
 
 
 @shows(
-    "act-per-layer", "validation.megatron_memory.block_activations", text="{bytes:,.0f} bytes = {gib:.2f} GiB a layer"
+    "act-per-layer", "validation.scoreboard.memory.block_activations", text="{bytes:,.0f} bytes = {gib:.2f} GiB a layer"
 )
 def _per_layer(inputs: Inputs) -> Values:
     held = block_activations(gpt(inputs["h"], heads=inputs["a"]), inputs["b"], inputs["s"])
@@ -101,7 +101,7 @@ def _per_layer(inputs: Inputs) -> Values:
 
 @shows(
     "act-itemised",
-    "validation.megatron_memory.BLOCK_ITEMS",
+    "validation.scoreboard.memory.BLOCK_ITEMS",
     text="attention {attention}, MLP {mlp} ({items}), two layer norms {layernorm}: {sum} s b h bytes",
 )
 def _itemised(inputs: Inputs) -> Values:
@@ -144,7 +144,7 @@ def _long_sequence(inputs: Inputs) -> Values:
 
 @shows(
     "sp-activation",
-    "validation.megatron_memory.block_activations",
+    "validation.scoreboard.memory.block_activations",
     "predict.traffic.ledger.predict_ledger",
     text="a layer of 175B at t=8: {without_gb:.2f} GB a rank without, {with_gb:.2f} GB with it; in forward both send "
     "{forward_mb:.0f} MB a layer and rank, in backward {backward_mb:.0f} MB without, {backward_sp_mb:.0f} MB with it, "
@@ -182,7 +182,7 @@ def _sent_in_block(model: ModelConfig, layout: str) -> list[float]:
 
 @shows(
     "checkpointing-o1",
-    "validation.megatron_memory.block_activations",
+    "validation.scoreboard.memory.block_activations",
     "predict.memory.activations.saved_items",
     text="recompute=full keeps {per_block_mb:.1f} MB for each of 32 layers of 4096, recompute=input {input_mb:.1f} MB "
     "in all",

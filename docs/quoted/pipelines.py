@@ -39,7 +39,7 @@ def _boundary_8k(inputs: Inputs) -> Values:
 
 @shows(
     "bubble-naive",
-    "schedule.pipeline.bubbles.simulated",
+    "schedule.pipeline.closed_forms.simulated",
     "shardwise pipeline simulate naive --ranks 8 --micro 4 --times F=1,B=1",
     text="{p4:g} at P=4, {p8:g} at P=8 of the time, simulated with 4 micro-batches",
 )
@@ -50,7 +50,7 @@ def _naive_bubble(inputs: Inputs) -> Values:
 
 @shows(
     "bubble-gpipe",
-    "schedule.pipeline.bubbles.least_micro",
+    "schedule.pipeline.closed_forms.least_micro",
     "quoted.pipelines.of_total",
     text="{p4} at P=4 ({share4:.2%}), {p8} at P=8 ({share8:.2%})",
 )

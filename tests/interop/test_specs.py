@@ -21,6 +21,7 @@ MODEL = {name for name in dir(get("gpt2")) if not name.startswith("_")}
 READING = {"value", "meaning", "usual", "raw", "fields", "ranks", "other", "title", "trainer", "preset"}
 WRITING = {
     "word", "words", "usual", "written", "layout", "work", "model", "nodes", "steps", "source", "unnamed", "stored",
+    "stored_cache",
     "version", "engine", "seq", "batch", "optimizer", "isolate_documents", "weights", "cache", "length", "sequences",
     "tokens", "memory",
 }  # fmt: skip

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -14,8 +15,8 @@ PAGE = (DOCS / "published_deployments.md").read_text(encoding="utf-8")
 DATA = json.loads((DOCS / "published_deployments.json").read_text(encoding="utf-8"))
 ROWS = DATA["deployments"]
 NEAR = 1.10
-LOADED, KEPT, SERVED = 0.01, 0.012, 0.20
-"""Errors of weights, of cache bytes per token, and of times, up to which a row needs no reason."""
+LOADED, KEPT, SERVED = 0.01, 0.012, 0.25
+"""Errors of weights and of cache bytes per token up to which a row needs no reason, and the mean error of times."""
 TODAY = (1, 2, 11)
 """Rows that are computed again: a pair of layouts, and two single ones."""
 
@@ -64,6 +65,6 @@ def test_servers_load_the_weights_and_keep_the_cache_that_are_predicted(page):
 
 
 def test_servers_take_the_times_that_the_page_has(page):
-    errors = [page.served(row)[1] for row in DATA["speeds"]]
-    assert sum(error is not None and abs(error) <= SERVED for error in errors) >= len(errors) / 2
+    errors = [abs(error) for row in DATA["speeds"] if (error := page.served(row)[1]) is not None]
+    assert len(errors) >= len(DATA["speeds"]) - 1 and fmean(errors) <= SERVED
     assert all(f"| {' | '.join(page.speed_cells(row))} |" in PAGE for row in DATA["speeds"])

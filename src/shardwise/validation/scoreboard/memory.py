@@ -1,6 +1,6 @@
 """Measured memory of published rows against what the software of the row would hold.
 
-Megatron-DeepSpeed has a formula of its own (`megatron_memory.deepspeed_bytes`); other software is counted from
+Megatron-DeepSpeed has a formula of its own (`deepspeed_bytes`); other software is counted from
 `predict/memory/engines.toml`. Rows that a paper computed are no measurements. A row with `use` "read" was used to read
 that table; errors are judged by the others.
 
