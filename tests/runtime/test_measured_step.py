@@ -102,7 +102,7 @@ def test_a_slow_network_shows_in_the_step_by_its_length(pooled):
                      for name in ("calls", "waited"))  # fmt: skip
     assert calls[0] == calls[1] and sum(calls[0]) > 20
     # A busy machine waits longer, never shorter.
-    assert sum(waited[1]) - sum(waited[0]) > 0.009 * sum(calls[0])
+    assert sum(waited[1]) >= 0.01 * sum(calls[1])
     arithmetic = sum(steps[1].parts.values())
     assert steps[1].seconds > 0.95 * (sum(waited[1]) + arithmetic)
 
