@@ -281,7 +281,12 @@ def _time(plan: Plan) -> FittedTable:
 
     one = plan.winner
     spread = f"80% range {format_time(float(one.range.low))} to {format_time(float(one.range.high))}"
-    columns = (Column("part", left=True), Column("time", "seconds"), Column("share", "share"), Column("", left=True))
+    columns = (
+        Column("part", left=True, wraps=True),
+        Column("time", "seconds"),
+        Column("share", "share"),
+        Column("", left=True),
+    )
     table = FittedTable(columns, title=f"\ntime of one step ({format_time(one.seconds)}, {spread})")
     longest = max(one.parts.values())
     for name, words in time_parts.STEP.items():

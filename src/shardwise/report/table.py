@@ -112,7 +112,7 @@ class FittedTable:
         if self.title:
             yield Text(wrap(self.title, options.max_width), "bold")
         yield table
-        dropped = [column.name for i, column in enumerate(self.columns) if i not in shown]
+        dropped = [column.name for i, column in enumerate(self.columns) if i not in shown and column.name]
         if dropped:
             yield wrap(f"not shown at this width: {', '.join(dropped)} (--json has all)", options.max_width)
 
