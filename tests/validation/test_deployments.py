@@ -15,8 +15,8 @@ PAGE = (DOCS / "published_deployments.md").read_text(encoding="utf-8")
 DATA = json.loads((DOCS / "published_deployments.json").read_text(encoding="utf-8"))
 ROWS = DATA["deployments"]
 NEAR = 1.10
-LOADED, KEPT, SERVED = 0.01, 0.012, 0.25
-"""Errors of weights and of cache bytes per token up to which a row needs no reason, and the mean error of times."""
+LOADED, KEPT, SERVED = 0.01, 0.012, 0.20
+"""Errors of weights and of cache bytes per token up to which a row needs no reason, and of a time that is near."""
 TODAY = (1, 2, 11)
 """Rows that are computed again: a pair of layouts, and two single ones."""
 
@@ -66,5 +66,6 @@ def test_servers_load_the_weights_and_keep_the_cache_that_are_predicted(page):
 
 def test_servers_take_the_times_that_the_page_has(page):
     errors = [abs(error) for row in DATA["speeds"] if (error := page.served(row)[1]) is not None]
-    assert len(errors) >= len(DATA["speeds"]) - 1 and fmean(errors) <= SERVED
+    assert len(errors) >= len(DATA["speeds"]) - 1
+    assert fmean(errors) <= 0.22 and sum(error <= SERVED for error in errors) >= 17
     assert all(f"| {' | '.join(page.speed_cells(row))} |" in PAGE for row in DATA["speeds"])

@@ -3,7 +3,7 @@
 Both go through the tensors one band of elements at a time, so that neither holds more of a model in memory than a band
 and its pieces, whatever the layouts: every byte is read once and written once.
 
-Pieces of every parameter on a rank under a layout: those that it writes, and those that it needs to continue.
+Pieces of every parameter on a rank under a layout: to write, and to read in order to continue.
 
 A rank's flat unit (`layout/units.py`) is cut by ZeRO into equal intervals, padded at the end; inside it lie the local
 parameters end to end, each a box of its global tensor, perhaps with padding rows or columns. What one element is on
@@ -202,7 +202,7 @@ def _write_ranks(source: Checkpoint, folder: Path, entries: dict[int, list[PartE
             closing(_ahead(_bands(source, [t for t in source.tensors if t in pieces])))
         ):
             for rank, piece in pieces[tensor]:
-                # the part of `piece` that lies in a band, an interval of the whole tensor: it is one run of it
+                # the part of `piece` inside a band, an interval of the whole tensor: it is one run of it
                 inside = band.inside(piece.box)
                 first = max(piece.first, inside.first)
                 run = Piece(piece.box, first, max(first, min(piece.last, inside.last)))

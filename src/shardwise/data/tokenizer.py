@@ -5,7 +5,7 @@ Every document ends with the end-of-text token, and no text, whatever it spells,
 The ends of text that a Hugging Face folder names: in generation_config.json, config.json and the tokenizer's files.
 
 Models and tokenizers disagree: a chat model's turn may end by the tokenizer's `eos_token` alone, and its
-generation_config.json may list more. Whoever generates stops at each of them.
+generation_config.json may list more. Generation stops at each of them.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class SharedKey(nn.Module):
 
 class MultiHeadLatentAttention(nn.Module):
     """Queries up(norm(down(x))), or one map of x; keys and values up(norm(down(x))), and one rotated part of the keys
-    that all heads share. Heads of queries and keys are [nope | rope] wide, of which the second part is rotated; those
+    that all heads share. Heads of queries and keys are [nope | rope] wide, and the second part is rotated; those
     of values may be narrower."""
 
     def __init__(self, config: ModelConfig, name: str) -> None:

@@ -14,7 +14,7 @@ SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
 have one for a rank's own span alone; nor breadth-first, which takes as long as interleaved and holds more."""
 
 WORDS = {"schedule": SCHEDULES, "recompute": ("none", "selective", "full")}
-"""Keys of which some choices are searched -> these."""
+"""Keys with some choices that are searched -> these choices."""
 HOMES = tuple(name for name in SEARCHED if "cpu" in KEYS[name].choices)
 """Keys that keep their default where they are not fixed."""
 

@@ -301,7 +301,7 @@ class TokenGenerator:
 
     @torch.inference_mode()
     def idle(self) -> None:
-        """An engine step without tokens: under zero=3 other ranks gather weights, of which this one has a part, and
+        """An engine step without tokens: under zero=3 other ranks gather weights, and this one has a part of them, and
         other replicas have tokens for experts that are here."""
         self.comms.phase = "decode"
         gathers, across = self.plan.layout.stage == 3, experts_across(self.plan.layout) > 1

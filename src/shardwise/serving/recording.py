@@ -169,7 +169,7 @@ def measured(job: ServingJob, folder: Path) -> list[Filled]:
 
 
 def _prompts(notes: Sequence[StepRecord]) -> Iterator[list[StepRecord]]:
-    """One stage's engine steps, prompt by prompt: the last chunk of each is the one of which logits are wanted."""
+    """One stage's engine steps, prompt by prompt: logits are wanted of the last chunk of each."""
     found: list[StepRecord] = []
     for note in notes:
         if note.tokens:

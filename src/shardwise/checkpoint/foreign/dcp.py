@@ -265,7 +265,7 @@ def write_dcp(state: WrittenState, folder: Path) -> None:
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
     try:
         with warnings.catch_warnings():
-            # One process writes all of it, of which torch warns.
+            # One process writes all of it, and torch warns of that.
             warnings.simplefilter("ignore")
             dcp.save(tree, storage_writer=writer, planner=planner, no_dist=True)
     except dcp.CheckpointException as error:

@@ -16,7 +16,7 @@ _OTHERS = (
     "heterogeneous_layers_config_path", "hybrid_layer_pattern", "mamba_num_heads", "mamba_head_dim", "mamba_num_groups",
     "mamba_state_dim", "is_hybrid_model",
 )  # fmt: skip
-"""Flags of models that are not described here, and those that belong to them."""
+"""Flags of models that are not described here, with the flags that belong to them."""
 
 
 _YARN = (4096, 32.0, 1.0)

@@ -114,7 +114,7 @@ def parse_action(text: str) -> Action:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """No garbage collection inside: for loops that make many objects, none of which refer to each other in a circle.
+    """No garbage collection inside: for loops that make many objects without reference cycles.
 
     Afterwards all objects count as old: nothing looks at them before the next full collection.
     """

@@ -164,7 +164,7 @@ def _whole(text: str) -> int:
 
 
 def _sized(stages: int, micro: int) -> None:
-    """Raise `UserError` for numbers of a schedule that nobody could follow action by action."""
+    """Raise `UserError` for numbers of a schedule too long to follow action by action."""
     if stages * micro > MOST_PASSES:
         passes = f"stages x micro-batches are {stages} x {micro} = {stages * micro:,} passes"
         raise UserError(f"{passes}; schedules of up to {MOST_PASSES:,} are read")

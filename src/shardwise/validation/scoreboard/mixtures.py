@@ -61,7 +61,7 @@ def fit_routed(predictions: Sequence[Prediction], sigma: Mapping[str, float]) ->
 
 def fit_served(predictions: Sequence[Prediction], sigma: Mapping[str, float], held: float) -> dict[str, float]:
     """The least uncertainties of serving, in hundredths, with which ranges hold `held` of all rows: "served" for dense
-    models, of which there are too few sources for a mean over these, and with it "served_routed" for the others."""
+    models, with too few sources for a mean over these, and with it "served_routed" for the others."""
     rows = [one for one in predictions if one.case.kind != "train"]
     found: dict[str, float] = {}
     for name, routed in (("served", False), ("served_routed", True)):
