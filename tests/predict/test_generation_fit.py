@@ -21,19 +21,19 @@ from shardwise.model.formats import FORMS, weight_format
 from shardwise.model.lora import Lora
 from shardwise.model.parameters import blueprint, count, parameters
 from shardwise.planner.serving import _RankMemory, _Space, plan_serving
+from shardwise.planner.strategies import Asked, compare
 from shardwise.predict import estimate
 from shardwise.predict.memory.servers import server_bytes
 from shardwise.predict.memory.serving import (
     ServingSetup,
     fit_on_cluster,
     fit_on_host,
-    held_by,
     page_bytes,
     serving_fit,
     stage_bytes,
     weight_bytes,
 )
-from shardwise.predict.serving_layout import plan_of
+from shardwise.predict.serving_layout import check_generation, plan_of
 from shardwise.predict.time import engine
 from shardwise.predict.time.requests import closed_loop
 from shardwise.predict.time.serving import ServingLayout, cache_bytes_per_token
@@ -279,33 +279,44 @@ LAYOUTS = ("llama-3-8b", "llama-3-70b", "qwen3-30b-a3b", "mixtral-8x7b", "gemma-
 
 
 def random_layouts(count: int):
+    """(model, layout, format of weights, type of the cache, sequences of a replica, tokens of a prompt)."""
     chance = random.Random(51)
     while count:
-        name, sizes = chance.choice(LAYOUTS), (chance.choice((1, 2, 4, 8)), chance.choice((1, 2, 3, 4)))
-        settings = chance.choice(("bf16", "fp8")), chance.choice(("auto", "fp8")), chance.randrange(1, 64)
+        name, tp, pp, dp = chance.choice(LAYOUTS), chance.choice((1, 2, 4, 8)), chance.choice((1, 2, 3, 4)), 1
+        settings = chance.choice(("bf16", "fp8")), chance.choice(("auto", "fp8"))
+        ep = 1
+        if get(name).experts and chance.random() < 0.5:
+            dp = chance.choice((1, 2, 4))
+            ep = dp * tp
+        try:
+            layout = Layout(dp=dp, tp=tp, pp=pp, ep=ep)
+            check_generation(layout, get(name))
+        except UserError:
+            continue
         count -= 1
-        yield name, Layout(tp=sizes[0], pp=sizes[1]), *settings, chance.randrange(16, 4000)
+        yield name, layout, *settings, chance.randrange(1, 64), chance.randrange(16, 4000)
 
 
 def test_plan_explanation_and_comparison_count_the_same_bytes():
-    cluster, checked = Cluster.parse("64xH100"), 0
-    for name, layout, weights, kv_cache, batch, length in random_layouts(200):
+    cluster, compared, spread = Cluster.parse("128xH100"), 0, 0
+    for i, (name, layout, weights, kv_cache, batch, length) in enumerate(random_layouts(200)):
+        runtime = ("vllm", "sglang")[i % 2]
         model, work = get(name), Workload(prompt=length, output=16, concurrency=batch)
         space = _Space(model, cluster, work, VLLM, 1e15, kv_cache=kv_cache)
         memory = _RankMemory(space, layout, weights)
         held, stored, workspace, token = memory.row(batch)
         served = ServerSettings(weights, space.cache_of(weights), length + 16, batch, 8192)
-        try:
-            text = write("vllm", WriteRequest(model, layout, served=served, cluster=cluster)).text
-        except LayoutError:
-            continue
-        told = serving(read([text]), model, None)
+        told = serving(
+            read([write(runtime, WriteRequest(model, layout, served=served, cluster=cluster)).text]), model, None
+        )
         assert (told.weights, told.workspace, told.a_token) == (stored, workspace, token), (name, layout)
-        setup = ServingSetup(length + 16, batch, weights=weights, cache_type=space.cache_of(weights), engine=VLLM)
-        each = [held_by(plan_of(model, layout, stage), setup) for stage in range(layout.pp)]
-        assert held == max(one.total for one in each)
-        checked += 1
-    assert checked > 150
+        spread += layout.ep > 1
+        if weights == "bf16" and kv_cache == "auto":
+            asked = Asked(length, 16, batch * layout.dp)
+            (one,) = compare(model, [layout], cluster, asked, "vllm").strategies
+            assert (one.fit.held.all_weights, one.fit.held.total) == (stored, held), (name, layout)
+            compared += 1
+    assert compared > 30 and spread > 20
 
 
 @pytest.mark.parametrize("words", ["int5", "", "fp8-block0x128", "int4-g", "x" * 500, "fp8 ", "int4-g32s", "nf4-block"])
