@@ -246,6 +246,15 @@ HUB = {
     "deepseek-ai/deepseek-coder-6.7b-base": 6_740_512_768,
     "Qwen/Qwen2.5-3B": 3_085_938_688,
     "tiiuae/falcon-7b": 6_921_720_704,
+    "moonshotai/Kimi-K2.5": 1_026_408_209_408,
+    "Qwen/Qwen3.5-397B-A17B": 396_346_350_336,
+    "zai-org/GLM-5": 743_911_199_232,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": 140_630_071_296,
+    "CohereLabs/c4ai-command-r-plus": 103_810_674_688,
+    "EleutherAI/pythia-12b": 11_846_072_320,
+    "allenai/OLMo-2-0325-32B-Instruct": 32_234_279_936,
+    "google/gemma-3-4b-it": 3_880_263_168,
 }
 
 
