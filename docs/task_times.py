@@ -31,8 +31,8 @@ HELP_RUNS = 11
 HEAD = """\
 # Times of the tasks
 
-`python docs/task_times.py` wrote this page on {day}: {cores} cores, Python {python}. It installs a wheel in a fresh
-environment, and runs every command of [I want to ...](tasks.md) there, as it stands.
+`python docs/task_times.py` runs every command of [I want to ...](tasks.md) with a wheel in a fresh environment ({day}, {cores}
+cores, Python {python}).
 
 | | time |
 |---|---|
@@ -41,8 +41,8 @@ environment, and runs every command of [I want to ...](tasks.md) there, as it st
 | `pip install` of the extras `train` and `serve`, with torch for CPUs | {extra} |
 | `shardwise --help`, against a bare interpreter's start | {help} against {bare}: {ratio:.1f} times |
 
-| I want to ... | command | time |
-|---|---|---|
+| I want to ... | time of each command |
+|---|---|
 """
 
 
@@ -88,13 +88,9 @@ class Environment:
         return spent
 
 
-def rows(task: Task, spent: Sequence[float]) -> str:
-    """The task's lines of the table."""
-    lines, question = "", task.question
-    for command, seconds in zip(task.commands, spent, strict=True):
-        lines += f"| {question} | `{shlex.join(command)}` | {format_time(seconds)} |\n"
-        question = "and then"
-    return lines
+def row(task: Task, spent: Sequence[float]) -> str:
+    """The task's line of the table."""
+    return f"| {task.question} | {', '.join(map(format_time, spent))} |\n"
 
 
 def main() -> None:
@@ -121,7 +117,7 @@ def main() -> None:
             first=FIRST, output=format_time(output), extra=format_time(extra), help=format_time(starts["shardwise"]),
             bare=format_time(starts["python"]), ratio=starts["shardwise"] / starts["python"],
         )  # fmt: skip
-        (DOCS / "task_times.md").write_text(text + "".join(rows(task, spent[task.question]) for task in every))
+        (DOCS / "task_times.md").write_text(text + "".join(row(task, spent[task.question]) for task in every))
 
 
 if __name__ == "__main__":
