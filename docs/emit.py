@@ -45,7 +45,7 @@ shardwise plan llama-3-8b --cluster 8xH100 --seq 4096 --batch 64 --emit deepspee
 ```
 
 Random layouts of every engine are read back with every key of the table (a test), [accepted by the engines' own
-parsers](emit_parsers.md), and some were [trained](emit_runs.md). `python docs/emit.py` makes this page from the writers.
+parsers](emit_parsers.md), and some were [trained](emit_runs.md). `python docs/emit.py` makes this page.
 
 What an engine cannot express is an error that names the key and the nearest layout that it can. Defaults that differ
 are explicit: gradient clipping (1.0), the type that gradients are summed in, dropout, padding of the vocabulary, layers

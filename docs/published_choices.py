@@ -33,17 +33,15 @@ NEAR = 1.10
 HEAD = """\
 # Published choices
 
-Layouts that Meta, NVIDIA, DeepSeek and torchtitan chose, beside the layout that `plan --engine` recommends for the same
-model, devices and batch. A search exploits every term that a price leaves out, so a winner far below what experts run
-is first of all a question to the price. `python docs/published_choices.py` makes this page from
+Layouts that Meta, NVIDIA, DeepSeek and torchtitan chose, beside the winner of `plan --engine` for the same model,
+devices and batch. `python docs/published_choices.py` makes this page from
 `src/shardwise/planner/published_choices.json`.
 
 Dense models: {near} of {dense} layouts are within {limit:.0%} of the winner. {fit} of {count} layouts fit by the
 predicted memory; all of them ran.
 
-*Ratio*: price of the published layout over the winner's price. *Memory*: of the fullest device, over what training can
-use; **over** where the prediction says that the layout does not fit. *Measured*: the published step, with the precision
-of that run. Prices are {precisions}.
+*Ratio*: price of the published layout over the winner's. *Memory*: of the fullest device, of what training can use;
+**over**: does not fit by the prediction. *Measured*: the published step and its precision. Prices are {precisions}.
 
 """
 

@@ -39,8 +39,8 @@ LOADED_WITHIN, SERVED_WITHIN = 0.01, 0.2
 HEAD = """\
 # Published deployments
 
-Deployments that the makers of engines and models recommend, beside the one that `plan --serve` ranks first for the same
-model, devices, clients and type of weights. `python docs/published_deployments.py` makes this page from
+Deployments that makers of engines and models recommend, beside the winner of `plan --serve` for the same model,
+devices, clients and type of weights. `python docs/published_deployments.py` makes this page from
 `docs/published_deployments.json`. {near} of {count} are the winner or within {limit:.0%} of its tokens per second.
 
 *Ratio*: the winner's tokens per second over those of the published deployment. Where prefill and decoding have devices
@@ -120,7 +120,7 @@ def _speeds(rows: list[dict[str, Any]]) -> str:
     near = sum(error <= SERVED_WITHIN for error in known)
     head = SPEEDS_HEAD.format(near=near, count=len(rows), limit=SERVED_WITHIN, mean=sum(known) / len(known))
     far = (
-        (row, f"{row['model']}, {row['cluster']}, {row['prompt']:,} tokens")
+        (row, f"{row['model'].partition('/')[2]}, {row['cluster']}")
         for row, error in zip(rows, errors, strict=True)
         if error is None or abs(error) > SERVED_WITHIN
     )
@@ -132,7 +132,8 @@ def _reasons(rows: Iterable[tuple[dict[str, Any], str]]) -> str:
     named: dict[str, list[str]] = {}
     for row, name in rows:
         named.setdefault(row.get("why", UNEXPLAINED), []).append(name)
-    return "\nLarger errors:\n" + "".join(f"- {why.strip('.')}: {'; '.join(names)}\n" for why, names in named.items())
+    reasons = (f"- {why.strip('.')}: {'; '.join(dict.fromkeys(names))}\n" for why, names in named.items())
+    return f"\nLarger errors:\n{''.join(reasons)}"
 
 
 def _sources(rows: list[dict[str, Any]]) -> str:

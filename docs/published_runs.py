@@ -18,16 +18,14 @@ PAGE = Path(__file__).with_name("published_runs.md")
 HEAD = """\
 # Published runs
 
-Step times of large runs, as their authors published them, beside the prediction. No constant is fitted on these rows:
-they are the test of the time model on clusters and software that it has not seen. `shardwise validate --runs` scores
-them, `python docs/published_runs.py` makes this page.
+Published step times of large runs beside the prediction. No constant is fitted on these rows. `shardwise validate
+--runs` scores them, `python docs/published_runs.py` makes this page.
 
 Mean error over {count} runs: {mean:.1f}%. Within 20%: {within} of {count}.
 
-*Best under the engine's features*: the fastest layout that `plan --engine` finds for the same model, devices and batch,
-limited to what that software can run. *Ratio*: predicted time of the published layout over the predicted time of that
-one. *Same recompute*: the ratio where the search must use the published recompute mode, too. For DeepSeek-V3 the
-search keeps the published ep=64.
+*Best under the engine's features*: the fastest layout that `plan --engine` finds for the same model, devices and batch.
+*Ratio*: predicted time of the published layout over that of the best. *Same recompute*: the ratio with the published
+recompute mode. For DeepSeek-V3 the search keeps the published ep=64.
 
 """
 
@@ -38,27 +36,20 @@ HEADINGS = (
 
 REASONS = """
 ## Ratios above 1.25
-Narayanan et al. 2021 and Smith et al. 2022 recompute every block. The search finds that their activations would fit
-without it (`recompute=none`), which saves a quarter of the arithmetic. With the same recompute mode the ratio is in the
-last column. What the page cannot know is how much memory those runs had to spare for fragmentation.
-
-GPT 39.1B is the one case where other degrees win more, with interleaved stages: the published run has one stage per
-rank and micro-batches of 4.
-
-DeepSeek-V3 has a ratio below 1: `plan` has no FP8, in which the published run computes, so its best layout is priced in
-bf16 and holds activations in 16 bits.
+Narayanan et al. 2021 and Smith et al. 2022 recompute every block. By the prediction their activations would fit without
+it (`recompute=none`), which saves a quarter of the arithmetic; how much memory fragmentation took is not known. For GPT
+39.1B other degrees win more: the published run has one stage per rank and micro-batches of 4. DeepSeek-V3 has a ratio
+below 1, since its published run computes in FP8, and the best layout is priced in bf16.
 
 ## Misses
-MT-NLG is predicted 12 to 15% too fast, with gradients added up in fp32. The paper does not say how they are, but all
-software of its kind that computed in bf16 did it so. In 16 bits the rows would be 20 to 23% too fast. The same
-software's BLOOM rows, which constants were fitted on, are 9% too fast.
+MT-NLG is predicted 11 to 15% too fast, with gradients added up in fp32 (in 16 bits 20 to 23%). The same software's
+BLOOM rows, which constants were fitted on, are 9% too fast.
 
-MegaScale's baseline is predicted 7 to 17% too fast. Its network is not stated and is taken as InfiniBand. Of its steps
+MegaScale's baseline is predicted 6 to 17% too fast. Its network is not stated and is taken as InfiniBand. Of its steps
 about 2.4 s do not shrink with the number of devices (the four runs of one batch on 256 to 1,024), of the predicted ones
-1.1 s, gradients between nodes above all. With a quarter of the bandwidth these rows are within 10%; that was the share
-fitted on BLOOM, whose network is Omni-Path, and the runs on Selene, whose InfiniBand is known, do not ask for it.
+1.1 s, mostly gradients between nodes. With a quarter of the bandwidth these rows are within 10%.
 
-Llama 3 is predicted 15 to 18% too fast, Nemotron-4 11 to 12%. Llama 3's software is Meta's own and is priced as
+Llama 3 is predicted 12 to 16% too fast, Nemotron-4 11 to 12%. Llama 3's software is Meta's own and is priced as
 Megatron-Core.
 
 ## Sources and assumptions

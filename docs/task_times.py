@@ -31,8 +31,8 @@ HELP_RUNS = 11
 HEAD = """\
 # Times of the tasks
 
-`python docs/task_times.py` runs every command of [I want to ...](tasks.md) with a wheel in a fresh environment ({day}, {cores}
-cores, Python {python}).
+`python docs/task_times.py` runs every command of [I want to ...](tasks.md) with a wheel in a fresh environment
+({day}, {cores} cores, Python {python}).
 
 | | time |
 |---|---|
