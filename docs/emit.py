@@ -6,6 +6,7 @@ python docs/emit.py   writes docs/emit.md
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -67,7 +68,6 @@ def page() -> str:
         cells = [_cell(writer, field.name) for writer in engines]
         if any(cells):
             table.append(f"| `{field.name}` | {' | '.join(cells)} |")
-    limits = [line for writer in engines for line in _limits(writer)]
     without = ", ".join(f"`{field.name}`" for field in fields(Layout) if not any(_cell(w, field.name) for w in engines))
     return "\n".join(
         [
@@ -78,7 +78,11 @@ def page() -> str:
             f"{without}.",
             "",
             "## Limits of these keys",
-            *limits,
+            *_limits(engines),
+            "",
+            f"{' and '.join(writer.title for writer in engines if writer.serves)} serve, the others train. "
+            f"`--engine-version` chooses one of several versions ({_versions(engines)}).",
+            "",
         ]
     )
 
@@ -110,14 +114,21 @@ def _expressed(writer: EngineSpec, key: str) -> list[str]:
     return [value for value in VALUES[key] if value in kept]
 
 
-def _limits(writer: EngineSpec) -> list[str]:
-    versions = [version for version in writer.versions if version]
-    known = f" Versions: {', '.join(versions)} (`--engine-version`)." if versions else ""
-    lines = [f"### {writer.title}", f"{'Serving.' if writer.serves else 'Training.'}{known}", ""]
-    for limit in writer.limits:
-        experts = " (models with experts)" if limit.experts else ""
-        lines.append(f"- `{limit.key}`{experts}: {limit.why}")
-    return [*lines, ""]
+def _limits(engines: Sequence[EngineSpec]) -> Iterator[str]:
+    """Each limit, with the engines that have it."""
+    having: dict[tuple[str, str], list[str]] = {}
+    for writer in engines:
+        for limit in writer.limits:
+            key = f"`{limit.key}`{' (models with experts)' * limit.experts}"
+            having.setdefault((key, limit.why), []).append(writer.title)
+    for (key, why), titles in sorted(having.items(), key=lambda item: item[0][0]):
+        yield f"- {key}: {why} ({', '.join(titles)})"
+
+
+def _versions(engines: Sequence[EngineSpec]) -> str:
+    """Engines of several versions, with these."""
+    several = {writer.title: ", ".join(filter(None, writer.versions)) for writer in engines}
+    return "; ".join(f"{title}: {versions}" for title, versions in several.items() if versions)
 
 
 if __name__ == "__main__":

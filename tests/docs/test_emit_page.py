@@ -13,5 +13,5 @@ def test_the_page_is_what_its_script_makes():
     text = made["PAGE"].read_text(encoding="utf-8")
     assert text == made["page"](), "make figures"
     for writer in WRITERS.values():
-        assert writer.name == "torchrun" or f"### {writer.title}\n" in text
+        assert writer.name == "torchrun" or f" | {writer.title} |" in text
     assert "| `zero` | `data_parallel_sharding_strategy`: 0, 1, 2, 3 |" in text
