@@ -233,17 +233,21 @@ def share(row: Row) -> str:
 
 
 def rewritten(text: str, found: dict[str, str], name: str) -> str:
-    """The Markdown with every marked table as it is now. Raises `UserError` for a table that no result has."""
+    """The Markdown with every marked table as it is now; tables of one run that follow each other have its source below
+    the last. Raises `UserError` for a table that no result has."""
+    names = [match[2] for match in BLOCK.finditer(text)]
+    if not names:
+        raise UserError(f"{name} has no table between <!-- bench:NAME --> and <!-- /bench -->")
+    if unknown := [table for table in names if table not in found]:
+        raise UserError(f"{name}: no results for the table {unknown[0]}; there are {', '.join(found)}")
+    following = iter([*(found[table] for table in names[1:]), ""])
 
     def block(match: re.Match[str]) -> str:
-        if match[2] not in found:
-            raise UserError(f"{name}: no results for the table {match[2]}; there are {', '.join(found)}")
-        return match[1] + found[match[2]] + match[4]
+        table, _, source = found[match[2]].rpartition("\n\n")
+        shown = f"{table}\n" if next(following).endswith(f"\n\n{source}") else found[match[2]]
+        return match[1] + shown + match[4]
 
-    new, count = BLOCK.subn(block, text)
-    if not count:
-        raise UserError(f"{name} has no table between <!-- bench:NAME --> and <!-- /bench -->")
-    return new
+    return BLOCK.sub(block, text)
 
 
 def main() -> int:

@@ -19,7 +19,6 @@ from harness.rounds import with_rounds
 from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.schedule import Algorithm, CommSchedule, RepeatedRounds, Round, algorithms, build, collective_name, find
-from shardwise.schedule.algorithms import registry
 from shardwise.schedule.algorithms.patterns import two_colours, two_trees
 from shardwise.schedule.sending import lower
 from shardwise.schedule.show import MOST_FRAMED, describe, frames
@@ -60,13 +59,10 @@ def test_frames_tell_what_every_chunk_holds(algorithm):
     assert (sent > 0) and data["bounds"][-1] == schedule.data_elements(20) * len(schedule.regions)
 
 
-def test_the_guide_s_examples_run(monkeypatch):
-    """Its own algorithm is right, and known only while this test runs."""
-    monkeypatch.setattr(registry, "_KNOWN", {name: dict(known) for name, known in registry._KNOWN.items()})
+def test_the_guide_s_example_runs():
     guide = Path(__file__).parents[2] / "docs" / "collectives.md"
-    for example in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
-        exec(example, {})
-    assert all(verify(build("all-gather", "neighbours", p)) == [] for p in (1, 2, 5, 8))
+    (example,) = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+    exec(example, {})
 
 
 def test_frames_of_many_ranks_leave_the_states_out():

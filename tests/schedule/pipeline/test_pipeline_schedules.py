@@ -18,7 +18,7 @@ from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.model.catalog import get
 from shardwise.model.parameters import blueprint
-from shardwise.schedule.pipeline import build, find, generators, parse_action, registry, training
+from shardwise.schedule.pipeline import build, find, generators, parse_action
 from shardwise.schedule.pipeline import closed_forms as bubbles
 from shardwise.schedule.pipeline.action import COMPUTE
 from shardwise.schedule.pipeline.closed_forms import FORMS, PipelineShape, curve, least_micro
@@ -207,13 +207,7 @@ def test_times_are_read():
 
 
 TEXT = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text()
-SCHEDULE, USE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-
-
-def test_the_schedule_that_it_adds_is_right(monkeypatch):
-    monkeypatch.setattr(registry, "_KNOWN", dict(registry._known()))
-    exec(SCHEDULE, {**vars(training)})
-    assert verify(build("one-by-one", 4, 8)) == []
+(USE,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_its_python_runs():

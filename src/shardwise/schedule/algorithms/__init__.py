@@ -1,7 +1,7 @@
 """The algorithms, a file for each family, and the registry that `build` reads.
 
 To add one: write a function of the number of ranks that returns a `Draft`, decorate it with `algorithm`, and run
-`shardwise collective verify` on it. `docs/collectives.md` has an example.
+`shardwise collective verify` on it. `docs/extending.md` has an example.
 """
 
 from shardwise.schedule.algorithms import (  # noqa: F401  (they register their algorithms)
