@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 
 DOCS = Path(__file__).parent
 _SECTION = re.compile(r"^## (.+?)$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-_ROW = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| (.+?) \| (.+) \| .*? \|$", re.MULTILINE)
 _COMMAND = re.compile(r"`(shardwise [^`]+)`")
 _SERVED = re.compile(r"is served on (http://\S+):")
 _LIMIT = 180

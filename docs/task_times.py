@@ -1,4 +1,4 @@
-"""Times of the tasks of docs/tasks.md in a fresh environment, as a new user has it: docs/task_times.md.
+"""Times of the tasks of docs/tasks.md in a fresh environment, as a new user has it: the last column of that page.
 
     python docs/task_times.py
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -28,11 +29,10 @@ WITHOUT_TORCH = "Before I have a cluster", "With another engine", "Serve"
 FIRST = "shardwise plan llama-3-8b --cluster 8xH100"
 HELP_RUNS = 11
 
-HEAD = """\
-# Times of the tasks
-
-`python docs/task_times.py` runs every command of [I want to ...](tasks.md) with a wheel in a fresh environment
-({day}, {cores} cores, Python {python}).
+TIMES = """\
+## Times
+`python docs/task_times.py` runs these commands with a wheel in a fresh environment ({day}, {cores} cores, Python
+{python}).
 
 | | time |
 |---|---|
@@ -40,9 +40,6 @@ HEAD = """\
 | first useful output after that: `{first}` | {output} |
 | `pip install` of the extras `train` and `serve`, with torch for CPUs | {extra} |
 | `shardwise --help`, against a bare interpreter's start | {help} against {bare}: {ratio:.1f} times |
-
-| I want to ... | time of each command |
-|---|---|
 """
 
 
@@ -88,9 +85,12 @@ class Environment:
         return spent
 
 
-def row(task: Task, spent: Sequence[float]) -> str:
-    """The task's line of the table."""
-    return f"| {task.question} | {', '.join(map(format_time, spent))} |\n"
+def timed(page: str, spent: Mapping[str, Sequence[float]], times: str) -> str:
+    """The page with the seconds of each task's commands in the last column, and its section of times."""
+    for question, seconds in spent.items():
+        words = ", ".join(map(format_time, seconds))
+        page = re.sub(rf"^(\| {re.escape(question)} \| .+ \|) .*? \|$", rf"\1 {words} |", page, flags=re.MULTILINE)
+    return page[: page.index("## Times\n")] + times
 
 
 def main() -> None:
@@ -112,12 +112,13 @@ def main() -> None:
         spent = {task.question: environment.task(task, work) for task in light}
         extra = environment.install("[train,serve]")
         spent |= {task.question: environment.task(task, work) for task in every if task not in light}
-        text = HEAD.format(
+        times = TIMES.format(
             day=date.today(), cores=os.cpu_count(), python=platform.python_version(), install=format_time(install),
             first=FIRST, output=format_time(output), extra=format_time(extra), help=format_time(starts["shardwise"]),
             bare=format_time(starts["python"]), ratio=starts["shardwise"] / starts["python"],
         )  # fmt: skip
-        (DOCS / "task_times.md").write_text(text + "".join(row(task, spent[task.question]) for task in every))
+        page = DOCS / "tasks.md"
+        page.write_text(timed(page.read_text(), spent, times))
 
 
 if __name__ == "__main__":
