@@ -17,18 +17,16 @@ PAGE = Path(__file__).with_name("claims.md")
 WIDTH = 118
 
 HEAD = """\
-# Figures that people quote
+# Numbers that people quote
 
-The documents that the project started from state {total} figures about splitting large language models. shardwise
-computes every one of them: {same} come out as they are said, {wrong} do not, and then the reason stands here.
-`python docs/claims.py` (or `make figures`) makes this page; a test computes each figure again, holds it against what
-must come out, and fails where the page is stale.
+Of {total} numbers that people quote about splitting large language models, shardwise computes {same} as they are said
+and corrects {wrong}. `python docs/claims.py` (or `make figures`) makes this page; a test computes each number again.
 
-Functions are named with their module; those of `quoted` are in `docs/quoted/`. GB = 1e9 bytes, GiB = 2^30, MB = 1e6,
-MiB = 2^20. NCCL's measured times stand beside times of the wire alone where these would mislead.
+In brackets are the functions that compute a number; those of `quoted` are in `docs/quoted/`. GB = 1e9 bytes, GiB =
+2^30, MB = 1e6, MiB = 2^20. NCCL's measured times are beside times of the wire alone where these would mislead.
 """
 
-COUNTS = "| | figures | as it is said | corrected |\n|---|---:|---:|---:|"
+COUNTS = "| | numbers | as it is said | corrected |\n|---|---:|---:|---:|"
 
 
 def page() -> str:
@@ -51,12 +49,12 @@ def _counted(title: str, found: list[Shown]) -> str:
 
 def _entry(shown: Shown) -> str:
     claim = shown.claim
+    by = ", ".join(f"`{_whole(name)}`" for name in shown.by)
     lines = [
         ("Said", _plain(claim.says)),
-        ("Computed", _plain(shown.text)),
+        ("Computed", f"{_plain(shown.text)} ({by})"),
         ("Why", _plain(claim.why)),
         ("Note", _plain(claim.note)),
-        ("By", ", ".join(f"`{_whole(name)}`" for name in shown.by)),
     ]
     items = "\n".join(_wrapped(f"{name}: {text}") for name, text in lines if text)
     return f"### {claim.id}{' (corrected)' if claim.verdict == 'correct' else ''}\n{items}"
