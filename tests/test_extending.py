@@ -23,7 +23,7 @@ def blocks(language: str) -> list[str]:
 def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The algorithm and the schedule of the guide, known as long as one test runs."""
     monkeypatch.setattr(algorithms, "_KNOWN", {name: dict(known) for name, known in algorithms._KNOWN.items()})
-    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+    monkeypatch.setattr(registry, "_KNOWN", dict(registry._known()))
     for example in blocks("python"):
         exec(example, {})
 
