@@ -11,7 +11,6 @@ from shardwise.planner.strategies import Asked, compare, usual_layouts
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.serving import ServingSetup, fit_on_cluster
 from shardwise.predict.time import engine
-from shardwise.predict.time.generation import FEW
 from shardwise.predict.time.requests import closed_loop
 
 SMALL, LLAMA = get("llama-3-8b"), get("llama-3-70b")
@@ -27,7 +26,7 @@ def test_every_deployment_is_priced_as_it_would_be_alone():
         alone = found.strategy(one)
         token = alone.token(one.batch * one.layout.dp, ASKED.prompt + ASKED.output / 2).seconds
         read = alone.prompt(ASKED.prompt, ASKED.prompt).seconds
-        if one.batch <= FEW:  # stages' messages aside
+        if one.batch <= 8:  # stages' messages aside
             together = engine(found.engine).most_tokens / ASKED.prompt
             clients = float(one.batch)
             mean = closed_loop(token, read, read / one.layout.pp, clients, clients, ASKED.output, together)

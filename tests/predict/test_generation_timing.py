@@ -14,7 +14,7 @@ from shardwise.model.catalog import get
 from shardwise.planner.strategies import MOST_TOKENS, Asked, compare, crossover, usual_layouts
 from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.time import decode_step, engine, prefill
-from shardwise.predict.time.generation import FEW, DecodeStrategy, pricing_for
+from shardwise.predict.time.generation import DecodeStrategy, pricing_for
 from shardwise.predict.time.network import Collectives
 
 LLAMA, SMALL = get("llama-3-70b"), get("llama-3-8b")
@@ -28,9 +28,9 @@ def strategy(text: str, model=SMALL, cluster: Cluster = NODE) -> DecodeStrategy:
 
 def test_without_gathers_and_stages_it_is_a_decode_step():
     one = strategy("tp=4")
-    step = decode_step(SMALL, one.serving, 4, 500.0, TRT, pricing_for(NODE, True))
+    step = decode_step(SMALL, one.serving, 4, 500.0, TRT, pricing_for(NODE))
     assert one.token(4, 500.0).seconds == pytest.approx(float(step.seconds))
-    whole = prefill(SMALL, one.serving, 1, 1024, TRT, pricing_for(NODE, True))
+    whole = prefill(SMALL, one.serving, 1, 1024, TRT, pricing_for(NODE))
     assert one.prompt(1024, 4096).seconds == pytest.approx(float(whole.seconds))
 
 
@@ -49,7 +49,7 @@ def test_parts_add_up_and_more_to_attend_to_takes_longer(text, sequences, contex
     assert sum(taken.parts.values()) == pytest.approx(taken.seconds)
     assert min(taken.parts.values()) >= 0
     assert one.token(sequences, 2 * context).seconds >= taken.seconds
-    low, high = taken.range(pricing_for(NODE, True)).low, taken.range(pricing_for(NODE, True)).high
+    low, high = taken.range(pricing_for(NODE)).low, taken.range(pricing_for(NODE)).high
     assert low < taken.seconds < high
 
 
@@ -76,7 +76,7 @@ def test_gathers_are_exposed_for_a_token_and_hidden_behind_a_long_prompt():
 
 def test_the_gathers_of_a_token_are_those_of_its_units():
     one = strategy("dp=8,zero=3")
-    price = pricing_for(NODE, True).collectives.seconds
+    price = pricing_for(NODE).collectives.seconds
     each = [float(price("all_gather_into", 2.0 * unit.padded, 8)) for unit in plan_of(SMALL, one.layout).units]
     assert one.token(1, 100).gathers == pytest.approx(sum(each))
 
@@ -106,13 +106,6 @@ def test_a_long_prompt_streams_through_the_stages():
     whole = strategy("").prompt(8192, 512).seconds
     through = strategy("pp=4").prompt(8192, 512)
     assert whole / 4 < through.seconds < whole / 2 and through.parts["bubble"] > 0
-
-
-def test_few_sequences_have_the_gap_of_one():
-    h100, a100 = (pricing_for(Cluster.parse(text), True).constants for text in ("8xH100", "8xA100"))
-    assert h100.value("kernel_gap_s") == a100.value("kernel_gap_s")
-    assert pricing_for(NODE, False).constants.value("kernel_gap_s") >= h100.value("kernel_gap_s")
-    assert strategy("dp=8").token(8 * FEW, 10).seconds < strategy("dp=8").token(8 * FEW + 8, 10).seconds
 
 
 def test_llama_3_70b_on_eight_h100():

@@ -221,4 +221,4 @@ def _decoding(strategy: DecodeStrategy, cache_tokens: int, workload: Workload) -
 def _transfer(cluster: Cluster, nbytes: Num) -> Num:
     """Seconds of a message of each rank to another instance: in another node where there are several."""
     stride = cluster.devices_per_node if cluster.nodes > 1 else 1
-    return pricing_for(cluster, False).collectives.hop(nbytes, stride)
+    return pricing_for(cluster).collectives.hop(nbytes, stride)

@@ -52,7 +52,7 @@ from shardwise.predict.memory.serving import (
 from shardwise.predict.serving_layout import check_generation, check_length, plan_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
-from shardwise.predict.time.generation import FEW, DecodeStrategy, pricing_for
+from shardwise.predict.time.generation import DecodeStrategy, pricing_for
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
 from shardwise.predict.time.ranges import time_range
@@ -214,7 +214,7 @@ class ServingPlan(Answer[Deployment], Printable):
         read = strategy.prompt(work.prompt, CHUNK).parts
         parts = {f"decode {name}": (work.output - 1) * part for name, part in token.items()}
         parts |= {f"prefill {name}": one.batch * part for name, part in read.items()}
-        pricing = pricing_for(self.cluster, one.batch <= FEW)
+        pricing = pricing_for(self.cluster)
         around = time_range(parts, pricing.constants, routed=bool(self.model.experts), served=True)
         return float(np.sqrt(around.high / around.low))
 
@@ -500,7 +500,7 @@ class _Space:
     def types(self) -> list[str]:
         """16 bits, and whatever else the engine has constants for on the device; 8 bits of floating point only where
         the device multiplies them."""
-        pricing = pricing_for(self.cluster, True)
+        pricing = pricing_for(self.cluster)
 
         def known(name: str) -> bool:
             if weight_format(name).dtype == "float8_e4m3fn" and not self.cluster.device.peak("float8_e4m3fn"):
@@ -597,13 +597,8 @@ class _Space:
     def _seconds(self, weights: str, tp: Num, pp: Num, dp: Num, batch: Num) -> tuple[Num, Num, Num]:
         """(token(c), prompt, of it the busiest stage's) of arrays of candidates."""
         serving = ServingLayout(self.words(weights), self.cache_of(weights), tp)
-        few = np.asarray(batch) <= FEW
-        priced = []
-        for kind in np.unique(few).tolist():
-            pricing = pricing_for(self.cluster, kind)
-            priced.append((self._token(serving, pp, dp, batch, pricing), *self._prompt(serving, pp, dp, pricing)))
-        token, read, busy = (np.where(few, each[-1], each[0]) for each in zip(*priced, strict=True))
-        return token, read, busy
+        pricing = pricing_for(self.cluster)
+        return self._token(serving, pp, dp, batch, pricing), *self._prompt(serving, pp, dp, pricing)
 
     def _token(self, serving: ServingLayout, pp: Num, dp: Num, batch: Num, pricing: Pricing) -> Num:
         """Seconds of a token, half-way through the answers: through all stages, or as long as the slowest one takes for

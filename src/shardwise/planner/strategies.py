@@ -26,7 +26,7 @@ from shardwise.predict.serving_layout import (
 )
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.supported import check_size
-from shardwise.predict.time.generation import FEW, DecodeStrategy, DecodeTime, pricing_for
+from shardwise.predict.time.generation import DecodeStrategy, DecodeTime, pricing_for
 from shardwise.predict.time.profiles import ENGINES, EngineProfile
 from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.predict.time.strategy_training import TrainStepTime, trained
@@ -293,7 +293,7 @@ def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Aske
     each = sequences_of(layout, asked.batch)
     strategy = DecodeStrategy(model, layout, engine_of(engine), cluster, "int8" if asked.int8 else None)
     middle = strategy.token(asked.batch, asked.prompt + asked.output / 2)
-    around = middle.range(pricing_for(cluster, each <= FEW), routed=bool(model.experts))
+    around = middle.range(pricing_for(cluster), routed=bool(model.experts))
     other = None if engine in OWN else engine_of(engine)
     caches = [
         fit_on_cluster(

@@ -284,8 +284,6 @@ def _faster(ratio: Ratio) -> str:
 
 
 def _notes(comparison: StrategyComparison) -> Iterator[str]:
-    from shardwise.predict.time.generation import FEW, ONE_SEQUENCE
-
     host = comparison.cluster.device.kind == "cpu"
     gathering = [one for one in comparison.strategies if one.trained.gather]
     for one in gathering if not host else ():
@@ -295,9 +293,4 @@ def _notes(comparison: StrategyComparison) -> Iterator[str]:
         yield "one sequence: under zero=3 all ranks compute it, and gather for it what they would for one each"
     if host:
         yield "on CPUs nothing hides a gather; what Python takes between operations is not in a token's time"
-    elif min(one.sequences for one in comparison.strategies) <= FEW:
-        yield (
-            f"up to {FEW} sequences a rank, the gap between kernels is that of decoding one sequence on {ONE_SEQUENCE} "
-            "(docs/generation.md)"
-        )
     yield "the training step is priced whether or not it fits: `shardwise estimate` says that"

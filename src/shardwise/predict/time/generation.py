@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.cluster import Cluster
-from shardwise.cluster.catalog import lookup
 from shardwise.codec import Json
 from shardwise.layout import Layout, UnitPlan
 from shardwise.layout.axes import EDP
@@ -31,15 +30,8 @@ from shardwise.predict.time.ranges import Range, time_range
 from shardwise.predict.time.serving import PassSeconds, ServingLayout, decode_pass, prefill_pass
 from shardwise.predict.traffic.serving import steady_gathers
 
-FEW = 8
-"""Sequences of one pass up to which kernels follow each other as when one sequence is decoded."""
-
 SHORT = 2048
 """Tokens of the prompts that fill one pass (`DecodeStrategy.one_pass`)."""
-
-ONE_SEQUENCE = "A100"
-"""The device whose gap between kernels was fitted on decoding one sequence (gpt-fast). Other families' were fitted on
-full deployments alone, where it also stands for what a large batch costs beside its kernels."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +68,9 @@ Coming = tuple[str, float, bool]
 
 
 @lru_cache(maxsize=16)
-def pricing_for(cluster: Cluster, few: bool) -> Pricing:
-    """Pricing of passes of a few sequences (`FEW`), or of many. Raises `UserError` for a device without constants."""
-    known = constants(cluster.device)
-    if few:
-        gap = constants(lookup(ONE_SEQUENCE).device).value("kernel_gap_s")
-        known = known.with_values(kernel_gap_s=min(gap, known.value("kernel_gap_s")))
-    return Pricing(cluster, known)
+def pricing_for(cluster: Cluster) -> Pricing:
+    """Pricing of passes. Raises `UserError` for a device without constants."""
+    return Pricing(cluster, constants(cluster.device))
 
 
 @dataclass(frozen=True)
@@ -134,7 +122,7 @@ class DecodeStrategy:
         """One pass of `token`, for one context or an array of them: its seconds, what priced them, and the sequences of
         which it makes one token each."""
         each = sequences_of(self.layout, sequences)
-        pricing, group = pricing_for(self.cluster, each <= FEW), -(-each // self.layout.pp)
+        pricing, group = pricing_for(self.cluster), -(-each // self.layout.pp)
         rows = rows_here(self.layout, group)
         through = decode_pass(self.model, self.serving, rows, context, self.engine, pricing)
         if self.layout.cp > 1:  # all rows attend to the keys of each rank
@@ -145,7 +133,7 @@ class DecodeStrategy:
     def prompt(self, tokens: int, chunk: int, sequences: int = 1) -> DecodeTime:
         """Seconds to read a prompt of `tokens` tokens in chunks on each of `sequences`, up to its first new token."""
         each = sequences_of(self.layout, sequences)
-        pricing = pricing_for(self.cluster, each <= FEW)
+        pricing = pricing_for(self.cluster)
         pieces = -(-tokens // min(chunk, tokens))
         through = self._chunk(tokens, pieces, each, pricing)
         if self.layout.stage == 3:
@@ -156,7 +144,7 @@ class DecodeStrategy:
 
     def one_pass(self, tokens: float) -> DecodeTime:
         """Seconds of a single pass of `tokens` tokens of prompts on each data rank, all of them `SHORT` tokens long."""
-        pricing = pricing_for(self.cluster, tokens <= FEW)
+        pricing = pricing_for(self.cluster)
         prompts, each = max(1.0, tokens / SHORT), min(tokens, SHORT)
         through = self._chunk(each, 1, prompts, pricing)
         return self._gathering(through, pricing) if self.layout.stage == 3 else self._filled(through, pricing, 0, 1)
