@@ -339,7 +339,7 @@ def test_llama_factory(reading):
     assert found.model == "Qwen/Qwen3-30B-A3B" and not found.unsettled
     trainer = "stage: sft\nfinetuning_type: full\nper_device_train_batch_size: 2\nbf16: true\ncutoff_len: 2048\n"
     found = reading("sft.yaml", trainer + "deepspeed: ds.json\n", 8, {"ds.json": DS_AUTO})
-    assert (str(found.layout), found.seq, found.batch) == ("dp=8,zero=3,micro=2", 2048, 16)
+    assert (str(found.layout), found.seq, found.batch) == ("dp=8,zero=3,micro=2,recompute=full", 2048, 16)
     assert "LLaMA-Factory" in found.engine
     found = reading("run.sh", "FORCE_TORCHRUN=1 llamafactory-cli train mca.yaml\n", 8)
     assert found.layout.pp == 4

@@ -244,7 +244,7 @@ class EngineSpec:
         """An option's name, of another name of it."""
         if not self.flags:
             return flag
-        key = flag.replace("-", "_")
+        key = flag.replace("-", "_").partition(".")[0]
         return next((one for short, one in self.short.items() if short.lstrip("-").replace("-", "_") == key), key)
 
     def known(self, table: str = "top") -> Known:

@@ -15,6 +15,8 @@ from shardwise.interop.spec import spec
 
 _TABLES = ("distributed_config", "training_arguments")
 _NODE = 8
+DIALECTS = ("axolotl", "llamafactory", "trl")
+"""Engines whose files are the Trainer's arguments, with defaults of their own."""
 _ADAPTERS = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type")
 
 
@@ -32,7 +34,9 @@ def trainer(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """The Trainer's arguments in a dialect's file, by transformers' names."""
     one = spec(engine)
     table = renamed({key: value for key, value in data.items() if key not in one.dropped}, one.renamed)
-    usual = {} if table.get("fp16") else one.defaults
+    if table.pop("disable_gradient_checkpointing", False) is True:
+        table["gradient_checkpointing"] = False
+    usual = {key: value for key, value in one.defaults.items() if key != "bf16" or not table.get("fp16")}
     return table | {key: value for key, value in usual.items() if table.get(key, "auto") == "auto"}
 
 
@@ -43,15 +47,20 @@ def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
         word = arguments.word(key).lower()
         if word not in ("", "false", "no", "full"):
             arguments.say("unpriced", f"{key}: {word}: weights are frozen or narrow: see plan --lora")
-    if names["deepspeed"]:
+    if names["deepspeed"] is True:
+        fields.say("doubts", "--deepspeed names no file: its stage is the program's: counted as plain data parallel")
+    elif names["deepspeed"]:
         if names["fsdp"] or names["fsdp_config"]:
             raise UserError("deepspeed and fsdp are both given; the trainer takes one of them")
         named = names["deepspeed"]
         file = named if isinstance(named, Mapping) else names["other"](str(named))
         said = {key: names[key] for key in ("bf16", "fp16", "micro", "steps", "clip")}
-        inner = read_as(spec("deepspeed"), deepspeed.filled(file, **said), names["ranks"])
-        if names["recompute"] == "full":
-            inner = replace(inner, layout=replace(inner.layout, recompute="full"))
+        cut = {"sequence_parallel_size": names["cp"]} if names["cp"] > 1 else {}
+        inner = read_as(spec("deepspeed"), deepspeed.filled(file, **said) | cut, names["ranks"])
+        # Sequences that the trainer cuts pass around a ring; Ulysses is DeepSpeed's own.
+        kind = "ring" if cut else inner.layout.cpkind
+        kept = {key: names[key] for key in ("recompute", "offload_activations") if key in names}
+        inner = replace(inner, layout=replace(inner.layout, cpkind=kind, **kept))
         return {"inner": inner, "title": f"{names['title']} with DeepSpeed"}
     return {}
 

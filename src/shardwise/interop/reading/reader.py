@@ -71,9 +71,7 @@ def _engine(source: ConfigInput) -> str:
     if "launch" in head and any(word.endswith("accelerate") for word in head):
         return engine if engine in ("megatron", "torchtitan", *unread()) else "accelerate"
     flags = parse(source.words[place:], {}, frozenset()).flags
-    starts = any(word.rpartition("/")[2] in ("torchrun", "deepspeed") for word in head) or any(
-        word in ("torch.distributed.run", "torch.distributed.launch") for word in head
-    )
+    starts = any(word.rpartition("/")[2] in ("torchrun", "deepspeed") for word in head)
     return engine or engine_of(names(flags)) or ("torchrun" if starts else "")
 
 
@@ -96,9 +94,10 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
             if not (named or head):
                 raise UserError("accelerate is read from its configuration file, or from accelerate launch's flags")
             settings = accelerate.merged(source.file(named) if isinstance(named, str) else {}, head)
-            program = program_of(source.words)[0]
-            dialect = program if program in ("axolotl", "llamafactory") else "transformers"
-            trainer = transformers.trainer(_table("transformers", source, words), dialect)
+            arguments = _table("transformers", source, words)
+            dialects = (program_of(source.words)[0], engine_of(names(arguments)))
+            dialect = next((one for one in dialects if one in transformers.DIALECTS), "transformers")
+            trainer = transformers.trainer(arguments, dialect)
             reading = accelerate.read(settings, ranks, source.file, trainer=trainer)
             default = "accelerate's own file of that machine fills in what this does not say"
             return reading if named else replace(reading, unsettled=(*reading.unsettled, default))
@@ -111,10 +110,13 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
     own = spec(engine).functions.get("read")
     ranks_of = ranks or launched
     reading = own(data, ranks_of, source.file, engine) if own else read_as(spec(engine), data, ranks_of)
+    doubts = []
     if launched and ranks and launched != ranks:
-        said = f"the command starts {launched} processes, but {ranks} are given: {ranks} are counted"
-        reading = replace(reading, unsettled=(*reading.unsettled, said))
-    return reading
+        doubts.append(f"the command starts {launched} processes, but {ranks} are given: {ranks} are counted")
+    if own is transformers.read and source.words is None and reading.layout.dp == reading.layout.ranks > 1:
+        if not reading.layout.zero and not source.engine:
+            doubts.append("what starts it may shard it (accelerate launch does): counted as plain data parallel")
+    return replace(reading, unsettled=(*reading.unsettled, *doubts))
 
 
 def _table(engine: str, source: ConfigInput, words: Sequence[str]) -> dict[str, Any]:

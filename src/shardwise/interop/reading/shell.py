@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ _DECLARES = ("export", "local", "declare", "readonly", "typeset")
 _OPENS = ("if", "case", "for", "while", "until", "select")
 _CLOSES = ("fi", "esac", "done")
 _KEYWORDS = ("then", "do", "else", "elif", "{", "}", "!", "time", "exec", "eval", "nohup", "env", "sudo")
+_COMPARES: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
+}  # fmt: skip
 _SHELLS = 4
 """Shells inside shells that are followed."""
 _PRINTS = frozenset(["echo", "printf", ":", "pip", "grep", "pkill", "pgrep", "tee", "ssh-keygen"])
@@ -62,7 +66,7 @@ def _run(shell: _Shell, text: str, sourced: Callable[[str], str]) -> Iterator[Co
         # [ -n "$X" ] && TP=8 is a branch, too.
         branch = before[0] in ("[", "[[", "test") and before[-1] in ("&&", "||")
         shell.depth += branch
-        command = shell.run(words)
+        command = shell.run(words, end)
         if command and command.words[0] in ("source", ".") and len(command.words) > 1:
             name = command.words[1]
             inner = "" if name in shell.sourced else sourced(name)
@@ -111,6 +115,18 @@ def _statements(text: str) -> Iterator[tuple[list[str], str]]:
     yield words, ""
 
 
+@dataclass
+class _Block:
+    """if, case or a loop."""
+
+    holds: bool | None = None
+    """Whether its statements run; None where nothing here decides that."""
+    done: bool = False
+    """An earlier branch of it has run."""
+    open: bool = False
+    """An earlier branch of it may have run."""
+
+
 class _Shell:
     """Variables while a script is read from its start to its end."""
 
@@ -119,6 +135,8 @@ class _Shell:
         self.branches: dict[str, list[list[str]]] = {}
         self.sourced: set[str] = set()
         self.depth = 0
+        """Conditions around that nothing here decides."""
+        self.blocks: list[_Block] = []
         self.open: list[str] = []
         self.said: dict[str, list[str]] = {}
 
@@ -126,18 +144,20 @@ class _Shell:
         """Name -> value as one text."""
         return {name: " ".join(value) for name, value in self.values.items()}
 
-    def run(self, raw: Sequence[str]) -> Command | None:
-        """One statement: its assignments are made; its command is returned, None without one."""
+    def run(self, raw: Sequence[str], end: str) -> Command | None:
+        """One statement: its assignments are made; its command is returned, None without one. end: what follows it."""
         raw = list(raw)
         while raw and (raw[0] in _KEYWORDS or raw[0] in _OPENS or raw[0] in _CLOSES):
             word = raw.pop(0)
-            self.depth += (word in _OPENS) - (word in _CLOSES)
+            self._enter(word, raw, end)
             if word in ("for", "select") and raw[1:2] == ["in"]:
                 for value in raw[2:]:
                     self._assign(raw[0], [value], "")
                 return None
             if word in ("if", "elif", "while", "until", "case", "for"):
                 return None
+        if any(block.holds is False for block in self.blocks):
+            return None
         while raw and (raw[0] in _DECLARES or _ASSIGNMENT.fullmatch(raw[0])):
             if raw[0] in _DECLARES:
                 raw = [word for word in raw[1:] if not word.startswith("-")]
@@ -154,6 +174,40 @@ class _Shell:
         if not words or words[0] in _PRINTS:
             return None
         return Command(words, self.texts(), list(dict.fromkeys(self.open)))
+
+    def _enter(self, word: str, raw: Sequence[str], end: str) -> None:
+        """Begin, change or end a block: of several conditions, and of those that are no plain test, none is decided."""
+        if word in _OPENS:
+            self.blocks.append(_Block())
+        block = self.blocks[-1] if self.blocks else _Block()
+        if word in ("if", "elif", "else"):
+            block.done = block.done or block.holds is True
+            block.open = block.open or (word != "if" and block.holds is None)
+            test = True if word == "else" else None if end in ("&&", "||") else self._test(raw)
+            block.holds = False if block.done else None if block.open else test
+        if word in _CLOSES and self.blocks:
+            self.blocks.pop()
+        self.depth = sum(one.holds is None for one in self.blocks)
+
+    def _test(self, raw: Sequence[str]) -> bool | None:
+        """Whether [ A = B ] and its like hold; None for other conditions, and where nothing here sets a variable."""
+        self.open = []
+        words = [" ".join(self._expand(word)) for word in raw]
+        undecided = self.open or words[:1] not in (["["], ["[["], ["test"]) or any(set("$`*?") & set(w) for w in words)
+        self.open = []
+        if undecided:
+            return None
+        words = [word for word in words[1:] if word not in ("]", "]]")]
+        if len(words) == 2 and words[0] in ("-n", "-z"):
+            return (words[0] == "-n") == bool(words[1])
+        if len(words) != 3:
+            return None
+        left, sign, right = words
+        if sign in ("=", "==", "!="):
+            return (left == right) == (sign != "!=")
+        if sign in _COMPARES and left.isdigit() and right.isdigit():
+            return _COMPARES[sign](int(left), int(right))
+        return None
 
     def _assign(self, name: str, value: list[str], plus: str) -> None:
         said = self.said.get(name, []) * bool(plus)

@@ -28,6 +28,14 @@ _HJSON = (
 """What DeepSpeed's reader (hjson) allows beside JSON, outside texts -> JSON."""
 
 
+_LAUNCHERS = {
+    "torch.distributed.run": ("torchrun",),
+    "torch.distributed.launch": ("torchrun",),
+    "accelerate.commands.launch": ("accelerate", "launch"),
+}
+"""Module that starts programs -> its command."""
+
+
 @dataclass(frozen=True)
 class ConfigInput:
     """One input. table: keys and values; a command has its `words` in their place."""
@@ -44,7 +52,9 @@ class ConfigInput:
 
     def file(self, name: str) -> Mapping[str, Any]:
         """Table of a file that this names. Raises `UserError` where it cannot be read."""
-        return table_of(self.folder / name)
+        # Such a path is the user's folder's, which is often above the file's.
+        folders = (self.folder, *self.folder.absolute().parents)
+        return table_of(next((one / name for one in folders if _is_file(one / name)), self.folder / name))
 
 
 def sources(config: Sequence[str]) -> list[ConfigInput]:
@@ -53,7 +63,7 @@ def sources(config: Sequence[str]) -> list[ConfigInput]:
         raise UserError("nothing to explain: give a configuration file, or an engine's arguments")
     path = Path(config[0])
     if len(config) > 1:
-        return [ConfigInput(words=tuple(config))]
+        return [ConfigInput(words=_by_program(config))]
     if " " in config[0] and not _is_file(path):
         return _started(commands(config[0]), Path())
     if path.suffix in _TABLES:
@@ -75,16 +85,29 @@ def table_of(path: Path) -> Mapping[str, Any]:
 
 def _started(found: Sequence[Command], folder: Path, *more: str) -> list[ConfigInput]:
     return [
-        ConfigInput(words=tuple(one.words), folder=folder, variables=one.variables, open=(*one.open, *more))
+        ConfigInput(words=_by_program(one.words), folder=folder, variables=one.variables, open=(*one.open, *more))
         for one in found
     ]
+
+
+def _by_program(words: Sequence[str]) -> tuple[str, ...]:
+    """Words with a launcher's program in place of its module (python -m torch.distributed.run)."""
+    result: list[str] = []
+    for word in words:
+        if result[-1:] == ["-m"] and word in _LAUNCHERS:
+            result[-1:] = _LAUNCHERS[word]
+        else:
+            result.append(word)
+    return tuple(result)
 
 
 def _sourced(folder: Path, name: str) -> str:
     """Text of a file that a script in `folder` sources; empty where it is not there. A folder in a variable that
     nothing sets, such as $(dirname $0), is taken to be the script's."""
-    path = folder / (name.rpartition("/")[2] if name.startswith(("$", "`")) else name)
-    return _text(path) if _is_file(path) else ""
+    parts = name.split("/")
+    first = 1 if name.startswith(("$", "`")) else 0
+    paths = [folder / "/".join(parts[start:]) for start in range(first, len(parts) if first else 1)]
+    return next((_text(path) for path in paths if _is_file(path)), "")
 
 
 def _is_file(path: Path) -> bool:
@@ -154,17 +177,31 @@ def _contained(node: Any, folder: Path, replicas: int = 1, depth: int = 0) -> It
         for one in node:
             yield from _contained(one, folder, replicas, depth + 1)
         return
-    replicas = next((node[key] for key in ("replicas", "num_replicas") if isinstance(node.get(key), int)), replicas)
+    replicas = next((node[key] for key in ("replicas", "num_replicas", "replicaCount") if isinstance(node.get(key), int)), replicas)
     more = (f"{replicas} replicas of it are started; this is one",) if replicas > 1 else ()
-    if isinstance(node.get("engine_kwargs"), Mapping):
-        yield ConfigInput(node["engine_kwargs"], folder=folder, engine="vllm", open=more)
+    if isinstance(node.get("engine_kwargs"), Mapping) or isinstance(node.get("model_loading_config"), Mapping):
+        model = node.get("model_loading_config") or {}
+        named = {"model": model.get("model_source", model.get("model_id"))} if isinstance(model, Mapping) else {}
+        yield ConfigInput(named | (node.get("engine_kwargs") or {}), folder=folder, engine="vllm", open=more)
+    elif isinstance(node.get("vllmConfig"), Mapping):
+        yield ConfigInput(words=_chart_words(node), folder=folder, open=more)
     elif isinstance(node.get("image"), str) and any(key in node for key in ("command", "args", "entrypoint")):
         parts = [node.get(key) or [] for key in ("entrypoint", "command", "args")]
         text = " ".join(part if isinstance(part, str) else shlex.join(map(str, part)) for part in parts)
+        # Replicas of one server's nodes are no servers of their own.
+        more = () if "--nnodes" in text else more
         yield from _started(commands(f"{shlex.quote(node['image'])} {text}"), folder, *more)
     else:
         for one in node.values():
             yield from _contained(one, folder, replicas, depth + 1)
+
+
+def _chart_words(node: Mapping[str, Any]) -> tuple[str, ...]:
+    """Command of a model in the values of vLLM's Helm chart: tensorParallelSize: 4 is --tensor-parallel-size 4."""
+    flags = {re.sub("([A-Z])", r"-\1", key).lower(): value for key, value in node["vllmConfig"].items()}
+    more = flags.pop("extra-args", None) or []
+    given = [[f"--{key}"] + [str(value)] * (value is not True) for key, value in flags.items() if value is not False]
+    return ("vllm", "serve", str(node.get("modelURL", "")), *(word for one in given for word in one), *map(str, more))
 
 
 def _called(text: str, path: Path) -> list[ConfigInput]:
@@ -190,8 +227,11 @@ def _called(text: str, path: Path) -> list[ConfigInput]:
         parts = ast.unparse(call.func).split(".")
         if (engine := packages.get(modules.get(parts[0], ""))) and parts[-1] in calls:
             table = {one.arg: _constant(one.value, values) for one in call.keywords if one.arg}
-            if call.args and engine != "transformers":
+            if call.args and engines()[engine].serves:
                 table["model"] = _constant(call.args[0], values)
+            if parts[-1] == "LLMConfig":
+                found += _contained(table, path.parent)
+                continue
             spread = ("a dictionary of arguments (**) is not read",) * any(one.arg is None for one in call.keywords)
             found.append(ConfigInput(table, folder=path.parent, engine=engine, open=spread))
     if not found:
