@@ -180,7 +180,7 @@ def test_torchtitan_follows_its_file(reading, name, script):
     found = reading(name, script, 8 if name == "a.toml" else None, {"tp8.toml": TP8})
     assert (found.engine, str(found.layout)) == ("torchtitan", "tp=8,sp,recompute=full")
     assert (found.seq, found.batch, found.model) == (2048, 1, "qwen3-32b")
-    assert "8 bytes per parameter" in found.unpriced
+    assert found.narrow_state and not found.unpriced
 
 
 def test_flags_come_before_the_file(reading):

@@ -53,7 +53,8 @@ def nearest_multiples(number: int, of: int) -> str:
 
 
 BUILTINS: dict[str, Any] = {
-    **{one.__name__: one for one in (bool, dict, int, isinstance, len, list, max, min, str, schedule_chunks, nearest_multiples)},
+    **{one.__name__: one for one in (bool, dict, int, isinstance, len, list, max, min, str)},
+    **{one.__name__: one for one in (schedule_chunks, nearest_multiples)},
     "quote": shlex.quote,
     "newline": "\n",
 }

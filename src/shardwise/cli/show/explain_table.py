@@ -15,8 +15,13 @@ from shardwise.report import StepReport
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes
 
-PROFILES = {"Megatron-LM": "megatron-bridge"}
-"""Engine whose configuration is read -> the profile that stands for it in `predict.time`."""
+PROFILES = {
+    ("Megatron-LM", "bf16"): "megatron-bridge",
+    ("Megatron-LM", "fp32"): "megatron-core",
+    ("torchtitan", "bf16"): "torchtitan",
+    ("torchtitan", "fp32"): "torchtitan",
+}
+"""(Engine whose configuration is read, type of its gradients) -> the profile that stands for it in `predict.time`."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,8 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
     workload = Workload(seq=reading.seq, batch=reading.batch, optimizer=reading.optimizer or DEFAULT)
     check(reading.layout, model, workload, cluster.devices if cluster else None)
     try:
-        engine = PROFILES.get(reading.engine)
-        settings = EngineSettings(modules=reading.recomputed)
+        engine = PROFILES.get((reading.engine, reading.layout.grads))
+        settings = EngineSettings(modules=reading.recomputed, narrow_state=reading.narrow_state)
         report = estimate(model, reading.layout, workload, cluster, engine=engine, settings=settings)
         parts = report.timing["parts"] if report.timing else {}
         slow = tensor_warning(cluster, reading.layout.tp, parts, "the step") if cluster else None

@@ -30,6 +30,11 @@ def read(data: Mapping[str, Any], ranks: int | None, other: FileReader, engine: 
     return read_as(spec(engine), data, ranks, other=other, title=spec(engine).title)
 
 
+def titles() -> tuple[str, ...]:
+    """Titles of the Trainer and its dialects, without DeepSpeed's file or Megatron-Core."""
+    return tuple(spec(name).title for name in ("transformers", *DIALECTS))
+
+
 def trainer(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """The Trainer's arguments in a dialect's file, by transformers' names."""
     one = spec(engine)

@@ -15,7 +15,7 @@ from shardwise.interop.spec import EngineOption, EngineSpec
 from shardwise.interop.writing.canonical import DEFAULTS
 from shardwise.layout import Layout
 
-_SAID = ("seq", "batch", "optimizer", "model", "described", "recomputed")
+_SAID = ("seq", "batch", "optimizer", "model", "described", "recomputed", "narrow_state")
 
 
 def read_as(spec: EngineSpec, data: Mapping[str, Any], ranks: int | None, **context: Any) -> Reading:

@@ -61,6 +61,8 @@ class Reading:
     """Doubts about the layout, with what would settle them."""
     unpriced: str = ""
     """Why memory and time of a step cannot be counted; empty where they can."""
+    narrow_state: bool = False
+    """Weights, gradients and moments are kept in 16 bits, without master weights."""
     recomputed: tuple[str, ...] = ()
     """Modules that backward computes again, by Megatron-LM's names."""
 

@@ -28,8 +28,8 @@ _OPENS = ("if", "case", "for", "while", "until", "select")
 _CLOSES = ("fi", "esac", "done")
 _KEYWORDS = ("then", "do", "else", "elif", "{", "}", "!", "time", "exec", "eval", "nohup", "env", "sudo")
 _COMPARES: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
-}  # fmt: skip
+    f"-{one.__name__}": one for one in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+}
 _SHELLS = 4
 """Shells inside shells that are followed."""
 _PRINTS = frozenset(["echo", "printf", ":", "pip", "grep", "pkill", "pgrep", "tee", "ssh-keygen"])

@@ -19,6 +19,7 @@ from shardwise.interop.reading.recognized import engines
 from shardwise.interop.reading.shell import Command, commands
 
 _TABLES = (".json", ".toml", ".yaml", ".yml")
+_REPLICAS = ("replicas", "num_replicas", "replicaCount")
 _HJSON = (
     (r"(?:#|//)[^\n]*|/\*.*?\*/", ""),
     (r"([A-Za-z_]\w*)(?=\s*:)", r'"\2"'),
@@ -177,7 +178,7 @@ def _contained(node: Any, folder: Path, replicas: int = 1, depth: int = 0) -> It
         for one in node:
             yield from _contained(one, folder, replicas, depth + 1)
         return
-    replicas = next((node[key] for key in ("replicas", "num_replicas", "replicaCount") if isinstance(node.get(key), int)), replicas)
+    replicas = next((node[key] for key in _REPLICAS if isinstance(node.get(key), int)), replicas)
     more = (f"{replicas} replicas of it are started; this is one",) if replicas > 1 else ()
     if isinstance(node.get("engine_kwargs"), Mapping) or isinstance(node.get("model_loading_config"), Mapping):
         model = node.get("model_loading_config") or {}
@@ -222,7 +223,7 @@ def _called(text: str, path: Path) -> list[ConfigInput]:
         elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             values[name] = None if name in values else node.value
-    found = []
+    found: list[ConfigInput] = []
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         parts = ast.unparse(call.func).split(".")
         if (engine := packages.get(modules.get(parts[0], ""))) and parts[-1] in calls:

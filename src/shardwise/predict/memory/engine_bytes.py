@@ -350,7 +350,7 @@ def engine_ranks(
     memory: EngineMemory, plan: UnitPlan, places: Sequence[int], settings: EngineSettings = USUAL
 ) -> list[RankBytes]:
     """Bytes of the ranks at some places of a pipeline. plan: of any rank."""
-    model, layout = plan.model, plan.layout
+    model, layout, memory = plan.model, plan.layout, settings.stored(memory)
     if plan.uneven:
         plan = plan.as_micro_batch(0)
     micro, layers = micro_batch(memory, plan, settings), stages(model, layout).layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwise.errors import UserError, did_you_mean
 from shardwise.layout import Layout
 from shardwise.layout.optimizers import ELSEWHERE, OPTIMIZERS, check_own
@@ -24,6 +26,8 @@ class EngineSettings:
     """Modules that backward computes again (Megatron's --recompute-modules)."""
     layers: int = 0
     """Blocks of each chunk that backward computes again, the first ones (--recompute-num-layers with block)."""
+    narrow_state: bool = False
+    """Weights, gradients and moments are stored in 16 bits, without master weights."""
 
     @property
     def narrow(self) -> bool:
@@ -34,6 +38,11 @@ class EngineSettings:
     def dtype(self) -> str | None:
         """torch's name of the products' type; None for the layout's."""
         return NARROW.get(self.precision)
+
+    def stored(self, memory: EngineMemory) -> EngineMemory:
+        """An engine's memory with the bytes of a parameter's state under these settings."""
+        wide = {"weight_bytes": 2.0, "gradient_bytes": 2.0, "moment_bytes": 2.0, "master_bytes": 0.0}
+        return replace(memory, **wide) if self.narrow_state else memory
 
     def recomputed(self, blocks: int, chunks: int) -> float:
         """Share of a model's blocks that are recomputed. chunks: of the whole pipeline."""
@@ -71,6 +80,8 @@ class EngineSettings:
     def _first(self) -> str:
         if self.precision:
             return f"precision={self.precision}"
+        if self.narrow_state:
+            return "states in 16 bits"
         return f"recompute-modules={'+'.join(self.modules)}" if self.modules else f"recompute-layers={self.layers}"
 
 
