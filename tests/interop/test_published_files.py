@@ -1,4 +1,4 @@
-"""Files that people publish (`data/published.toml`): each gives the layout that was worked out from its engine's words."""
+"""Files that people publish (`data/published.toml`): each has the layout that its engine's words give."""
 
 import tomllib
 from pathlib import Path

@@ -148,7 +148,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     """Room for the cache. Raises `UserError` where the heads cannot be split so, and where the weights alone do not
     fit."""
     from shardwise.layout.context import PAGE
-    from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, usual_sequences
+    from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, usual_sequences, usual_tokens
     from shardwise.predict.memory.serving import ServingSetup, stage_bytes
     from shardwise.predict.time.profiles import engine
     from shardwise.predict.traffic.slow_links import tensor_warning
@@ -158,10 +158,10 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     check(replace(layout, ep=1), model)
     length = served.length or model.max_positions
     cache = served.cache or (model.counted.cache_type if model.counted else "") or "bfloat16"
-    memory = cluster.memory_per_device if cluster else None
-    sequences = served.sequences or usual_sequences(profile, memory)
+    device = cluster.device if cluster else None
+    sequences = served.sequences or usual_sequences(profile, device)
     setup = ServingSetup(length, sequences, weights=served.weights, cache_type=cache, engine=profile)
-    tokens = served.tokens or profile.most_tokens
+    tokens = served.tokens or usual_tokens(profile, device)
     stages = [
         (one, engine_workspace(model, layout, one.head, profile, tokens, sequences))
         for one in stage_bytes(model, layout, setup)

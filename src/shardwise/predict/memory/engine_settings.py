@@ -41,8 +41,9 @@ class EngineSettings:
 
     def stored(self, memory: EngineMemory) -> EngineMemory:
         """An engine's memory with the bytes of a parameter's state under these settings."""
-        wide = {"weight_bytes": 2.0, "gradient_bytes": 2.0, "moment_bytes": 2.0, "master_bytes": 0.0}
-        return replace(memory, **wide) if self.narrow_state else memory
+        if not self.narrow_state:
+            return memory
+        return replace(memory, weight_bytes=2.0, gradient_bytes=2.0, moment_bytes=2.0, master_bytes=0.0)
 
     def recomputed(self, blocks: int, chunks: int) -> float:
         """Share of a model's blocks that are recomputed. chunks: of the whole pipeline."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, Device
 from shardwise.layout import Layout
 from shardwise.layout.placement import cache_shape, width_held
 from shardwise.model import ModelConfig
@@ -15,7 +15,8 @@ sorted logits, their indexes in 64 bits, and the sort's own indexes and second c
 v1/sample/ops/topk_topp_sampler.py). Peaks that servers print, with 256 sequences: 38.6 of Qwen3-8B, 39 to 41 of
 Llama-3-8B."""
 LARGE_MEMORY = 70 * 2**30
-"""Bytes of a device from which on `large_sequences` holds (vllm-project/vllm 0.11, engine/arg_utils.py)."""
+"""Bytes of a device from which on `large_sequences` and `most_tokens` hold, but for the A100 (vllm-project/vllm 0.11,
+engine/arg_utils.py)."""
 
 
 def engine_workspace(
@@ -50,10 +51,19 @@ def widest_pass(model: ModelConfig, layout: Layout, head: bool, tokens: int, seq
     return max(block, chosen)
 
 
-def usual_sequences(engine: EngineProfile, memory: float | None) -> int:
+def usual_sequences(engine: EngineProfile, device: Device | None) -> int:
     """The default for the most sequences of one pass."""
-    large = engine.large_sequences and memory is not None and memory >= LARGE_MEMORY
-    return engine.large_sequences if large else engine.most_sequences
+    return engine.large_sequences if engine.large_sequences and _is_large(device) else engine.most_sequences
+
+
+def usual_tokens(engine: EngineProfile, device: Device | None) -> int:
+    """A server's default for the most tokens of one pass."""
+    small = engine.small_tokens and device is not None and not _is_large(device)
+    return engine.small_tokens if small else engine.most_tokens
+
+
+def _is_large(device: Device | None) -> bool:
+    return device is not None and (device.memory_bytes or 0) >= LARGE_MEMORY and "A100" not in device.name
 
 
 def engine_room(cluster: Cluster, engine: EngineProfile, share: float | None = None) -> float | None:

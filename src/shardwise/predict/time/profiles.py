@@ -166,9 +166,11 @@ class EngineProfile:
     most_sequences: int = 256
     """Serving: limit of one iteration."""
     large_sequences: int = 0
-    """Serving: the same on devices of 70 GiB and more; 0: no other."""
+    """Serving: the same on devices of 70 GiB and more, but for the A100; 0: no other."""
     most_tokens: int = 8192
     """Serving: limit of one iteration."""
+    small_tokens: int = 0
+    """Serving: the same of a server on devices below 70 GiB, and on the A100; 0: no other."""
     graph_sizes: tuple[int, ...] = ()
     """Serving: numbers of sequences for which decoding was captured as graphs; others are padded to the next one."""
     request_s: float = 0.0

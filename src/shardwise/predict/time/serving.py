@@ -219,7 +219,7 @@ def capacity(model: ModelConfig, serving: ServingLayout, length: int, engine: En
     even one does."""
     memory = pricing.cluster.device.memory_bytes
     assert memory
-    layout, most = Layout(tp=int(serving.tp), pp=int(serving.pp)), usual_sequences(engine, memory)
+    layout, most = Layout(tp=int(serving.tp), pp=int(serving.pp)), usual_sequences(engine, pricing.cluster.device)
     fitting = most
     for one in _stages(model, serving, length, engine):
         taken = one.weights + engine_workspace(model, layout, one.head, engine, engine.most_tokens, most)
