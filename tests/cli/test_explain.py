@@ -168,3 +168,69 @@ def test_what_binds_offloading_is_said_without_a_profile_of_the_engine(command, 
     words = " ".join(out.split())
     assert code == 0 and "as shardwise would run it, offloading: the host's cores bind, busy for" in words
     assert "no time of a step" in words
+
+
+SERVED = "vllm serve meta-llama/Llama-3.3-70B-Instruct -tp 8 --max-model-len 8192"
+
+
+@pytest.fixture
+def outlook(command):
+    def of(words, cluster="8xH100", *more):
+        code, out, err = command("explain", words, "--cluster", cluster, "--json", *more)
+        assert code == 0, err
+        return json.loads(out)["outlook"]
+
+    return of
+
+
+def test_flags_of_a_server_change_its_numbers(outlook):
+    usual = outlook(SERVED)
+    offloaded = outlook(f"{SERVED} --cpu-offload-gb 10")
+    assert usual["weight_bytes_per_gpu"] - offloaded["weight_bytes_per_gpu"] == 10 * 2**30
+    assert offloaded["cache_bytes_per_gpu"] - usual["cache_bytes_per_gpu"] == 10 * 2**30
+    assert outlook(f"{SERVED} --kv-cache-memory-bytes 10G")["cache_tokens"] == 10 * 2**30 / (2 * 80 * 128 * 2)
+    assert outlook(f"{SERVED} --num-gpu-blocks-override 1000")["cache_tokens"] == 16_000
+    assert outlook(f"{SERVED} --num-gpu-blocks-override 1000 --block-size 32")["cache_tokens"] == 32_000
+    sglang = "python -m sglang.launch_server --model-path meta-llama/Llama-3.1-8B"
+    assert outlook(f"{sglang} --max-total-tokens 5000")["cache_tokens"] == 5000
+
+
+def test_contexts_cut_over_ranks_hold_more_tokens(command, outlook):
+    latent = "vllm serve deepseek-ai/DeepSeek-R1 -tp 8 --max-model-len 8192"
+    whole, cut = (outlook(f"{latent} -dcp {n}", "8xH200") for n in (1, 8))
+    assert cut["cache_bytes_per_token_per_gpu"] == whole["cache_bytes_per_token_per_gpu"] / 8
+    found = outlook(f"{SERVED} --prefill-context-parallel-size 2", "16xH100")
+    assert found["cache_bytes_per_token_per_gpu"] == outlook(SERVED)["cache_bytes_per_token_per_gpu"] / 2
+    code, _, err = command("explain", f"{SERVED} -dcp 2", "--cluster", "8xH100")
+    assert code == 2 and "has 8 heads" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("vllm serve meta-llama/Llama-3.1-8B", "--max-model-len 32977"),
+        (
+            "python -m sglang.launch_server --model-path meta-llama/Llama-3.1-8B --context-length 131072",
+            "--context-length",
+        ),
+    ],
+)
+def test_a_sequence_that_does_not_fit_is_an_error_with_the_flag(command, words, flag):
+    code, _, err = command("explain", words, "--cluster", "1xL4")
+    assert code == 2 and f"less than one sequence of 131,072: give {flag}" in err
+
+
+def test_a_folder_has_its_own_configuration(outlook, tmp_path):
+    sizes = {"vocab_size": 1000, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes |= {"model_type": "llama", "intermediate_size": 1024, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_key_value_heads": 8, "hidden_act": "silu"}))
+    assert outlook(f"vllm serve {tmp_path}", "1xL4")["cache_bytes_per_token_per_gpu"] == 2 * 4 * 512 * 2
+
+
+def test_tensorrt_llm_shares_what_weights_leave(outlook, tmp_path):
+    pytest.importorskip("yaml")
+    table = {"max_num_tokens": 2048, "max_batch_size": 8, "kv_cache_config": {"free_gpu_memory_fraction": 0.5}}
+    (tmp_path / "x.yaml").write_text(json.dumps(table))
+    found = outlook(str(tmp_path / "x.yaml"), "1xH100", "--model", "llama-3-8b")
+    free = 81089 * 2**20 - found["weight_bytes_per_gpu"] - found["workspace_bytes_per_gpu"]
+    assert found["cache_bytes_per_gpu"] == pytest.approx(free / 2)

@@ -1,4 +1,4 @@
-"""Start-up logs that people publish (`server_logs.toml`): `explain` gives their weights, and their room for the cache."""
+"""Start-up logs that people publish (`server_logs.toml`): `explain` gives their weights and room for the cache."""
 
 import json
 import tomllib

@@ -8,14 +8,16 @@ import pytest
 from shardwise.errors import UserError
 from shardwise.interop import read
 
-ROWS = tomllib.loads((Path(__file__).parent / "data" / "published.toml").read_text(encoding="utf-8"))["published"]
+DATA = Path(__file__).parent / "data"
+ROWS, INPUTS = (
+    tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8"))[table]
+    for name, table in (("published", "published"), ("inputs", "input"))
+)
 
 
-def ids(row):
-    return f"{row['engine']} {row['url'].rpartition('/')[2]}"
-
-
-@pytest.mark.parametrize("row", ROWS, ids=ids)
+@pytest.mark.parametrize(
+    "row", ROWS + INPUTS, ids=lambda row: f"{row['engine']} {row.get('url', '').rpartition('/')[2]}"
+)
 def test_the_layout_of_a_published_file(tmp_path, row):
     name = row.get("name", "")
     for other, text in {name or "unnamed": row["text"], **row.get("files", {})}.items():
@@ -33,6 +35,7 @@ def test_the_layout_of_a_published_file(tmp_path, row):
     told = {key: getattr(found, key) for key in ("seq", "batch", "model") if key in row}
     assert told == {key: row[key] for key in told}
     assert any(row["doubt"] in one for one in found.unsettled) if "doubt" in row else not found.unsettled
+    assert not (row.get("known") and found.unknown)
     assert "memory" not in row or (found.served and found.served.memory == row["memory"])
     assert "fact" not in row or any(row["fact"] in one for one in found.facts)
 

@@ -43,14 +43,16 @@ def test_keys_that_nobody_takes_are_harmless_or_unknown():
     )
     fields.integer("taken")
     fields.table("in")
-    assert fields.left() == (("lr", "lr_decay"), ("takn (did you mean taken?)", "in.x"), ())
+    assert fields.left() == (
+        ("lr", "lr_decay"), ("takn (did you mean taken?)", "in.x"), (), ("takn (did you mean taken?)",),
+    )  # fmt: skip
 
 
 def test_keys_named_like_the_layout_change_something():
     known = Known(frozenset({"bucket_size"}), ("moe_", "zero_init"))
     keys = {"bucket_size": 1, "moe_x": 1, "moe_parallel": 1, "zero_init_flag": 1}
     fields = ConfigFields(keys, known)
-    assert fields.left() == (("moe_x",), ("moe_parallel",), ("bucket_size", "zero_init_flag"))
+    assert fields.left() == (("moe_x",), ("moe_parallel",), ("bucket_size", "zero_init_flag"), ("moe_parallel",))
     found = fields.reading("x", Layout())
     assert found.unsettled == ("moe_parallel is not known here and may change this",)
     assert any("bucket_size, zero_init_flag" in fact for fact in found.facts)

@@ -193,12 +193,6 @@ def test_flags_come_before_the_file(reading):
         reading("a.sh", script.replace("t.toml", "none.toml"))
 
 
-def test_the_same_server_on_several_nodes_is_one(reading):
-    serve = "python3 -m sglang.launch_server --model-path x --tp 16 --nnodes 2 --node-rank {}\n"
-    found = reading("two.sh", serve.format(0) + serve.format(1))
-    assert str(found.layout) == "tp=16" and not found.unsettled
-
-
 def test_a_program_with_deepspeed_s_own_flags(reading):
     file = {"ds.json": DS_AUTO.replace('"enabled": "auto"', '"enabled": true', 1)}
     for flags in ("--deepspeed --deepspeed_config ds.json --lr 1", "--deepspeed ds.json"):
@@ -222,25 +216,6 @@ def test_torchtitan_of_0_1(reading):
     )
 
 
-SERVERS = [
-    ("sglang", "python -m sglang.launch_server --model-path x/y --tp 8 --dp 8 --enable-dp-attention", "dp=8,ep=8"),
-    ("sglang", "sglang serve --model x/y --tp-size 16 --dp-size 4 --enable-dp-attention --ep 16", "dp=4,tp=4,ep=16"),
-    ("sglang", "docker run -p 3:3 lmsysorg/sglang:v0.5 python3 -m sglang.launch_server --tp 2 --model x", "tp=2"),
-    ("vLLM", "vllm serve x/y --data-parallel-size 8 --enable-expert-parallel --quantization fp8", "dp=8,ep=8"),
-    ("vLLM", "docker run --gpus all --ipc=host -v a:b vllm/vllm-openai:latest --model x/y -tp 4", "tp=4"),
-    ("vLLM", "nohup python3 -m vllm.entrypoints.openai.api_server --model x/y -tp 2 -pp 2 > log 2>&1 &", "tp=2,pp=2"),
-    ("vLLM", "CUDA_VISIBLE_DEVICES=0,1 bash -lc 'vllm serve x/y --tensor_parallel_size 2'", "tp=2"),
-    ("TensorRT-LLM", "trtllm-serve x/y --tp_size 8 --ep_size 8 --max_batch_size 64", "tp=8,ep=8"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("engine", "text", "layout"), SERVERS)
-def test_servers(engine, text, layout):
-    found = read([text])
-    assert (found.engine.lower(), str(found.layout)) == (engine.lower(), layout)
-    assert found.model in ("x/y", "x") and not found.unknown
-
-
 def test_several_servers_are_said(reading):
     serve = "vllm serve x --tensor-parallel-size {} --port {} &\n"
     found = reading("two.sh", serve.format(4, 8100) + serve.format(8, 8200))
@@ -251,20 +226,6 @@ def test_several_servers_are_said(reading):
     with pytest.raises(UserError, match="a variable that nothing here sets"):
         reading("loop.sh", loop + serve.format(8, 1))
     assert any("which is not read" in one for one in reading("loop.sh", serve.format(8, 1) + loop).unsettled)
-
-
-PYTHON = [
-    ('from vllm import LLM\nllm = LLM(model="m/x", tensor_parallel_size=4, max_model_len=8192)\n', "vLLM", "tp=4"),
-    ('import vllm\nTP = 2\nargs = vllm.EngineArgs("m/x", tensor_parallel_size=TP)\n', "vLLM", "tp=2"),
-    ("import sglang as sgl\ne = sgl.Engine(model_path='m/x', tp_size=8, dp_size=2)\n", "SGLang", "dp=2,tp=8"),
-    ("from tensorrt_llm import LLM\nLLM(model='m/x', tensor_parallel_size=2)\n", "TensorRT-LLM", "tp=2"),
-]
-
-
-@pytest.mark.parametrize(("text", "engine", "layout"), PYTHON)
-def test_calls_in_python(reading, text, engine, layout):
-    found = reading("serve.py", text)
-    assert (found.engine, str(found.layout), found.model) == (engine, layout, "m/x")
 
 
 def test_python_that_says_no_number(reading):
@@ -503,27 +464,3 @@ def test_containers(reading):
     assert (found.engine, str(found.layout)) == ("SGLang", "tp=2")
     ray = "applications:\n- args:\n    llm_configs:\n    - engine_kwargs: {tensor_parallel_size: 8}\n"
     assert str(reading("serve.yaml", ray).layout) == "tp=8"
-
-
-def test_keys_that_an_engine_has_beside_its_layout_are_evidence(reading):
-    found = reading("x.yaml", "model: x/y\ntensor-parallel-size: 4\nport: 6379\nuvicorn-log-level: info\n")
-    assert (found.engine, str(found.layout)) == ("vLLM", "tp=4")
-    found = reading("x.sh", "docker run --gpus all vllm/vllm-openai:v0.11 x/y --tensor-parallel-size 2\n")
-    assert (found.engine, str(found.layout), found.model) == ("vLLM", "tp=2", "x/y")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "line"),
-    [
-        ("x.yaml", "actor_rollout_ref: {actor: {strategy: fsdp}}\n", "verl's configuration, which is not read"),
-        ("x.sh", "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.tensor_model_parallel_size=4\n", "verl's"),
-        ("x.yaml", "trainer: {num_nodes: 2, devices: 8}\nmodel: {tensor_model_parallel_size: 8}\n", "NeMo's"),
-        ("x.yaml", "tensor_parallel_size: 4\n", "no engine is recognized"),
-        ("x.json", '{"hidden_size": 64, "num_hidden_layers": 2}', "no engine is recognized"),
-        ("x.sh", "python train.py --tensor-parallel-size 4\n", "no engine is recognized"),
-        ("x.toml", "[tool]\nname = 1\n", "no engine is recognized"),
-    ],
-)
-def test_what_is_not_known_is_said(reading, name, text, line):
-    with pytest.raises(UserError, match=line):
-        reading(name, text, 8)

@@ -8,6 +8,8 @@ from shardwise.cluster import Cluster
 from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.interop import Reading
+from shardwise.interop.reading.arguments import dashed
+from shardwise.interop.spec import specs
 from shardwise.layout import Workload, check
 from shardwise.layout.optimizers import DEFAULT
 from shardwise.model import ModelConfig
@@ -145,17 +147,23 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
 
 
 def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> CacheRoom:
-    """Room for the cache. Raises `UserError` where the heads cannot be split so, and where the weights alone do not
-    fit."""
+    """Room for the cache. Raises `UserError` where the heads cannot be split so, and where the weights, or one sequence
+    of the greatest length, do not fit."""
     from shardwise.layout.context import PAGE
-    from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, usual_sequences, usual_tokens
+    from shardwise.predict.memory.engine_workspace import engine_workspace, usual_sequences, usual_tokens
     from shardwise.predict.memory.serving import ServingSetup, stage_bytes
     from shardwise.predict.time.profiles import engine
     from shardwise.predict.traffic.slow_links import tensor_warning
 
     assert reading.served
-    served, layout, profile = reading.served, reading.layout, engine(SERVED_AS)
-    check(replace(layout, ep=1), model)
+    served, layout, profile = reading.served, reading.layout, engine(SERVED_AS.get(reading.engine, "vllm"))
+    check(replace(layout, ep=1, cp=1), model)
+    heads = 1 if model.latent_attention else model.kv_heads
+    if served.cache_cut > 1 and layout.tp % (heads * served.cache_cut):
+        raise UserError(
+            f"the cache of {model.name} has {heads} heads, which {layout.tp} tensor-parallel ranks do not all repeat "
+            f"{served.cache_cut} times: its tokens cannot be cut over so many of them"
+        )
     length = served.length or model.max_positions
     cache = served.cache or (model.counted.cache_type if model.counted else "") or "bfloat16"
     device = cluster.device if cluster else None
@@ -163,28 +171,46 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     setup = ServingSetup(length, sequences, weights=served.weights, cache_type=cache, engine=profile)
     tokens = served.tokens or usual_tokens(profile, device)
     stages = [
-        (one, engine_workspace(model, layout, one.head, profile, tokens, sequences))
+        (
+            max(0, int(one.weights - served.cpu_bytes)),
+            engine_workspace(model, layout, one.head, profile, tokens, sequences),
+            one.page / PAGE / served.cache_cut,
+        )
         for one in stage_bytes(model, layout, setup)
     ]
-    fullest, workspace = max(stages, key=lambda row: row[0].weights + row[1] + setup.pages * row[0].page)
-    told = model, int(fullest.weights), fullest.page / PAGE, workspace, profile.graph_bytes
-    room = engine_room(cluster, profile, served.memory) if cluster else None
-    if room is None:
+    weights, workspace, a_token = max(stages, key=lambda row: row[0] + row[1] + setup.pages * PAGE * row[2])
+    told = model, weights, a_token, workspace, profile.graph_bytes
+    memory = device.memory_bytes if device else None
+    if memory is None:
         return CacheRoom(*told, None, None, length, served.sequences, cache)
-    fits = min((room - one.weights - extra) / one.page * PAGE for one, extra in stages if one.page)
-    if fits <= 1:
+
+    def left(taken: int) -> float:
+        if served.cache_bytes:
+            return served.cache_bytes if taken + served.cache_bytes <= memory else 0.0
+        return memory * served.memory - taken if profile.cache_of_all else (memory - taken) * served.memory
+
+    fits = int(min(left(row[0] + row[1]) / row[2] for row in stages if row[2]))
+    if fits < 1:
         raise UserError(
-            f"{model.name} does not fit: {format_bytes(fullest.weights)} of weights and {format_bytes(workspace)} of "
-            f"workspace on each GPU, of which {format_bytes(room)} may be used; split it over more GPUs, or store it "
-            "in fewer bits"
+            f"{model.name} does not fit: {format_bytes(weights)} of weights and {format_bytes(workspace)} of workspace "
+            f"on each GPU, of which {format_bytes(memory * served.memory)} may be used; split it over more GPUs, or "
+            "store it in fewer bits"
         )
-    left = room - fullest.weights - workspace
+    fits = min(fits, served.cache_tokens or fits)
+    if fits < length and (served.length or reading.engine == "vLLM"):
+        one = next(spec for spec in specs().values() if spec.title == reading.engine)
+        flag = dashed(one.options["length"].option) if one.flags else one.options["length"].option
+        raise UserError(
+            f"{model.name}: the cache has room for {fits:,} tokens, less than one sequence of {length:,}: give {flag} "
+            f"{fits}, or less, or split it over more GPUs"
+        )
+    room = a_token * fits if served.cache_tokens else left(weights + workspace)
     slow = tensor_warning(cluster, layout.tp, {}, "") if cluster else None
-    return CacheRoom(*told, left, int(fits), length, served.sequences, cache, slow or "")
+    return CacheRoom(*told, room, fits, min(length, fits), served.sequences, cache, slow or "")
 
 
-SERVED_AS = "vllm"
-"""Profile of the servers whose commands are read; SGLang's is not known apart."""
+SERVED_AS = {"TensorRT-LLM": "tensorrt-llm"}
+"""Engine whose commands are read -> profile of its memory, vLLM's unless it is here: SGLang's is not known apart."""
 
 
 def _moved(report: StepReport) -> list[str]:

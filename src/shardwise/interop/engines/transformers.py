@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from shardwise.errors import UserError
@@ -16,7 +17,7 @@ from shardwise.interop.spec import spec
 _TABLES = ("distributed_config", "training_arguments")
 _NODE = 8
 DIALECTS = ("axolotl", "llamafactory", "trl")
-"""Engines whose files are the Trainer's arguments, with defaults of their own."""
+"""Engines whose files are the Trainer's arguments with other defaults."""
 _ADAPTERS = ("use_peft", "load_in_4bit", "load_in_8bit", "adapter", "finetuning_type")
 
 
@@ -30,14 +31,12 @@ def read(data: Mapping[str, Any], ranks: int | None, other: FileReader, engine: 
     return read_as(spec(engine), data, ranks, other=other, title=spec(engine).title)
 
 
-def titles() -> tuple[str, ...]:
-    """Titles of the Trainer and its dialects, without DeepSpeed's file or Megatron-Core."""
-    return tuple(spec(name).title for name in ("transformers", *DIALECTS))
-
-
 def trainer(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """The Trainer's arguments in a dialect's file, by transformers' names."""
+    """The Trainer's arguments in a dialect's file, by transformers' names. Raises `UserError` for a mistyped one."""
     one = spec(engine)
+    for key in data:
+        if key not in one.renamed and (near := get_close_matches(key, one.renamed, n=1, cutoff=0.85)):
+            raise UserError(f"{key} is not known; did you mean {near[0]}?")
     table = renamed({key: value for key, value in data.items() if key not in one.dropped}, one.renamed)
     if table.pop("disable_gradient_checkpointing", False) is True:
         table["gradient_checkpointing"] = False
@@ -62,7 +61,7 @@ def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
         said = {key: names[key] for key in ("bf16", "fp16", "micro", "steps", "clip")}
         cut = {"sequence_parallel_size": names["cp"]} if names["cp"] > 1 else {}
         inner = read_as(spec("deepspeed"), deepspeed.filled(file, **said) | cut, names["ranks"])
-        # Sequences that the trainer cuts pass around a ring; Ulysses is DeepSpeed's own.
+        # Sequences that the trainer cuts pass around a ring; Ulysses is DeepSpeed's.
         kind = "ring" if cut else inner.layout.cpkind
         kept = {key: names[key] for key in ("recompute", "offload_activations") if key in names}
         inner = replace(inner, layout=replace(inner.layout, cpkind=kind, **kept))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from shardwise.layout import Layout
 NOTHING = ("", "auto")
 """Words that say nothing: Hugging Face's trainer fills in what is "auto"."""
 
-_LAYOUT = re.compile("parallel|degree|size|shard|stage|fsdp|zero")
+_LAYOUT = re.compile("parallel|degree|size|shard|stage|fsdp|zero", re.IGNORECASE)
 """Parts of names that say how a model is split, or how large something is."""
 
 
@@ -26,6 +26,8 @@ class Known(NamedTuple):
     prefixes: tuple[str, ...] = ()
 
 
+_SCALES = {letter: base**place for base, letters in ((1000, "kmgt"), (1024, "KMGT"))
+           for place, letter in enumerate(letters, 1)}  # fmt: skip
 NO_KEYS = Known()
 KINDS = ("facts", "notes", "doubts", "unpriced")
 """Kinds of sentences about a configuration: see `ConfigFields.say`."""
@@ -100,9 +102,9 @@ class ConfigFields:
         return value
 
     def size(self, key: str, default: int = 0) -> int:
-        """A number of tokens, which vLLM also takes as 32k (1,000s) or 32K (1,024s). Raises as `integer`."""
+        """A number of tokens or bytes, which vLLM also takes as 32k (1,000s) or 32K (1,024s). Raises as `integer`."""
         text = self.word(key)
-        scale = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}.get(text[-1:])
+        scale = _SCALES.get(text[-1:])
         if scale and text[:-1].replace(".", "", 1).isdigit():
             return round(float(text[:-1]) * scale)
         return self.integer(key, default)
@@ -164,10 +166,9 @@ class ConfigFields:
 
     def reading(self, engine: str, layout: Layout, **said: Any) -> Reading:
         """The configuration as a whole, when all keys have been taken. said: further fields of `Reading`."""
-        ignored, unknown, sizes = self.left()
+        ignored, unknown, sizes, doubts = self.left()
         if sizes:
             self.say("facts", f"not counted, though named like sizes: {', '.join(sizes)}")
-        doubts = [key for key in unknown if _LAYOUT.search(key.partition(" ")[0].rpartition(".")[2])]
         facts, notes, unsettled, unpriced = (tuple(self.said[kind]) for kind in KINDS)
         unsettled += (*unpriced, *(f"{key} is not known here and may change this" for key in doubts))
         return Reading(
@@ -184,9 +185,10 @@ class ConfigFields:
         lists: dict[str, Any] = {key: (*getattr(outer, key), *getattr(inner, key)) for key in keys}
         return replace(outer, **lists, unpriced=outer.unpriced or inner.unpriced)
 
-    def left(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """(ignored, unknown, known but named like sizes) keys of this table and of those in it."""
-        ignored, unknown, sizes = [], [], []
+    def left(self) -> tuple[tuple[str, ...], ...]:
+        """(ignored, unknown, known but named like sizes, unknown and perhaps of the layout) keys of this table and of
+        those in it."""
+        ignored, unknown, sizes, doubts = [], [], [], []
         for key, value in self._table.items():
             if key in self._taken:
                 continue
@@ -196,14 +198,19 @@ class ConfigFields:
                 sizes.append(self.name(key))
             elif not telling and (begun or key in self._harmless.keys):
                 ignored.append(self.name(key))
-                inside = value if isinstance(value, Mapping) else {}
-                unknown += [f"{self.name(key)}.{one}" for one in inside if re.search("parallel|degree", str(one))]
+                for one in _telling(value):
+                    split = re.search("parallel|degree", one, re.IGNORECASE)
+                    for goal in (unknown, doubts) if split else (sizes,):
+                        goal.append(f"{self.name(key)}.{one}")
             else:
                 unknown.append(f"{self.name(key)}{self._nearest(key)}")
+                # A name that is almost an option's is a mistyped one.
+                if telling or difflib.get_close_matches(key, self._taken, n=1, cutoff=0.85):
+                    doubts.append(unknown[-1])
         for inner in self._inner:
-            for mine, more in zip((ignored, unknown, sizes), inner.left(), strict=True):
+            for mine, more in zip((ignored, unknown, sizes, doubts), inner.left(), strict=True):
                 mine += more
-        return tuple(ignored), tuple(unknown), tuple(sizes)
+        return tuple(ignored), tuple(unknown), tuple(sizes), tuple(doubts)
 
     def _nearest(self, key: str) -> str:
         near = difflib.get_close_matches(key, self._taken | self._harmless.keys, n=1, cutoff=0.75)
@@ -223,6 +230,14 @@ def renamed(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]
             if isinstance(goal, dict):
                 goal.setdefault(key, value)
     return result
+
+
+def _telling(value: Any, depth: int = 8) -> Iterator[str]:
+    """Dotted keys inside a value that say how a model is split, or how large something is."""
+    for key, inner in value.items() if isinstance(value, Mapping) and depth else ():
+        if _LAYOUT.search(str(key)):
+            yield str(key)
+        yield from (f"{key}.{one}" for one in _telling(inner, depth - 1))
 
 
 def _told(value: Any) -> str:

@@ -28,6 +28,14 @@ class ServerSettings:
     sequences: int | None = None
     tokens: int | None = None
     memory: float = 0.9
+    cpu_bytes: float = 0.0
+    """Bytes of a GPU's weights that stay in the host's memory."""
+    cache_bytes: int | None = None
+    """Bytes of a GPU's cache, in place of a share of its memory."""
+    cache_tokens: int | None = None
+    """The most tokens of the cache."""
+    cache_cut: int = 1
+    """Tensor-parallel ranks over which the tokens of a sequence's cache are cut."""
 
 
 SERVED = tuple(one.name for one in fields(ServerSettings))

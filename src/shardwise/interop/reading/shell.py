@@ -65,7 +65,7 @@ def _run(shell: _Shell, text: str, sourced: Callable[[str], str]) -> Iterator[Co
     for words, end in _statements(_HEREDOC.sub(lambda match: match[3], text.replace("\r\n", "\n"))):
         # [ -n "$X" ] && TP=8 is a branch, too.
         branch = before[0] in ("[", "[[", "test") and before[-1] in ("&&", "||")
-        shell.depth += branch
+        shell.tested = branch
         command = shell.run(words, end)
         if command and command.words[0] in ("source", ".") and len(command.words) > 1:
             name = command.words[1]
@@ -74,7 +74,6 @@ def _run(shell: _Shell, text: str, sourced: Callable[[str], str]) -> Iterator[Co
             yield from _run(shell, inner, sourced)
         elif command:
             yield command
-        shell.depth -= branch
         before = [*words[:1], end] if words else before
 
 
@@ -134,8 +133,8 @@ class _Shell:
         self.values: dict[str, list[str]] = {}
         self.branches: dict[str, list[list[str]]] = {}
         self.sourced: set[str] = set()
-        self.depth = 0
-        """Conditions around that nothing here decides."""
+        self.tested = False
+        """A test that nothing here decides is before the statement."""
         self.blocks: list[_Block] = []
         self.open: list[str] = []
         self.said: dict[str, list[str]] = {}
@@ -187,7 +186,6 @@ class _Shell:
             block.holds = False if block.done else None if block.open else test
         if word in _CLOSES and self.blocks:
             self.blocks.pop()
-        self.depth = sum(one.holds is None for one in self.blocks)
 
     def _test(self, raw: Sequence[str]) -> bool | None:
         """Whether [ A = B ] and its like hold; None for other conditions, and where nothing here sets a variable."""
@@ -214,7 +212,7 @@ class _Shell:
         self.said[name] = [*said, *self.open]
         if plus:
             value = [*self.values.get(name, []), *value]
-        if self.depth > 0:
+        if self.tested or any(block.holds is None for block in self.blocks):
             self.branches.setdefault(name, []).append(value)
         else:
             self.values[name] = value

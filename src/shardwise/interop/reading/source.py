@@ -189,7 +189,7 @@ def _contained(node: Any, folder: Path, replicas: int = 1, depth: int = 0) -> It
     elif isinstance(node.get("image"), str) and any(key in node for key in ("command", "args", "entrypoint")):
         parts = [node.get(key) or [] for key in ("entrypoint", "command", "args")]
         text = " ".join(part if isinstance(part, str) else shlex.join(map(str, part)) for part in parts)
-        # Replicas of one server's nodes are no servers of their own.
+        # Replicas that are one server's nodes are no servers.
         more = () if "--nnodes" in text else more
         yield from _started(commands(f"{shlex.quote(node['image'])} {text}"), folder, *more)
     else:
@@ -223,7 +223,7 @@ def _called(text: str, path: Path) -> list[ConfigInput]:
         elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             values[name] = None if name in values else node.value
-    found: list[ConfigInput] = []
+    inputs: list[ConfigInput] = []
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         parts = ast.unparse(call.func).split(".")
         if (engine := packages.get(modules.get(parts[0], ""))) and parts[-1] in calls:
@@ -231,13 +231,13 @@ def _called(text: str, path: Path) -> list[ConfigInput]:
             if call.args and engines()[engine].serves:
                 table["model"] = _constant(call.args[0], values)
             if parts[-1] == "LLMConfig":
-                found += _contained(table, path.parent)
+                inputs += _contained(table, path.parent)
                 continue
             spread = ("a dictionary of arguments (**) is not read",) * any(one.arg is None for one in call.keywords)
-            found.append(ConfigInput(table, folder=path.parent, engine=engine, open=spread))
-    if not found:
+            inputs.append(ConfigInput(table, folder=path.parent, engine=engine, open=spread))
+    if not inputs:
         raise UserError(f"{path} is a Python program without a call that is known here: {', '.join(calls)}")
-    return found
+    return inputs
 
 
 def _constant(node: ast.expr, values: Mapping[str, ast.expr | None]) -> Any:

@@ -66,7 +66,7 @@ def _is_large(device: Device | None) -> bool:
     return device is not None and (device.memory_bytes or 0) >= LARGE_MEMORY and "A100" not in device.name
 
 
-def engine_room(cluster: Cluster, engine: EngineProfile, share: float | None = None) -> float | None:
+def engine_room(cluster: Cluster, engine: EngineProfile) -> float | None:
     """Bytes of a device that an engine fills; None where its memory is not known."""
     memory = cluster.memory_per_device
-    return None if memory is None else memory * (engine.cache_share if share is None else share)
+    return None if memory is None else memory * engine.cache_share
