@@ -188,7 +188,8 @@ class ConfigFields:
     def left(self) -> tuple[tuple[str, ...], ...]:
         """(ignored, unknown, known but named like sizes, unknown and perhaps of the layout) keys of this table and of
         those in it."""
-        ignored, unknown, sizes, doubts = [], [], [], []
+        lists: tuple[list[str], ...] = ([], [], [], [])
+        ignored, unknown, sizes, doubts = lists
         for key, value in self._table.items():
             if key in self._taken:
                 continue
@@ -208,9 +209,9 @@ class ConfigFields:
                 if telling or difflib.get_close_matches(key, self._taken, n=1, cutoff=0.85):
                     doubts.append(unknown[-1])
         for inner in self._inner:
-            for mine, more in zip((ignored, unknown, sizes, doubts), inner.left(), strict=True):
+            for mine, more in zip(lists, inner.left(), strict=True):
                 mine += more
-        return tuple(ignored), tuple(unknown), tuple(sizes), tuple(doubts)
+        return tuple(map(tuple, lists))
 
     def _nearest(self, key: str) -> str:
         near = difflib.get_close_matches(key, self._taken | self._harmless.keys, n=1, cutoff=0.75)
