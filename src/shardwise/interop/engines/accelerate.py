@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.engines import deepspeed
+from shardwise.interop.engines import deepspeed, transformers
 from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.settings import FileReader, Reading
@@ -37,8 +37,11 @@ def read(
         micro, batch = micro_given, micro_given * fields.integer("gradient_accumulation_steps", 1) * reading.layout.dp
     recompute = "full" if fields.flag("gradient_checkpointing") else reading.layout.recompute
     seq = fields.integer("max_length") or fields.integer("max_seq_length") or None
-    layout = replace(reading.layout, micro=micro, recompute=recompute)
-    return replace(reading, layout=layout, seq=seq, batch=batch, model=fields.word("model_name_or_path") or None)
+    layout, frozen = replace(reading.layout, micro=micro, recompute=recompute), transformers.adapters(fields)
+    return replace(
+        reading, layout=layout, seq=seq, batch=batch, model=fields.word("model_name_or_path") or None,
+        unpriced="; ".join(filter(None, [reading.unpriced, *frozen])), unsettled=(*reading.unsettled, *frozen),
+    )  # fmt: skip
 
 
 def merged(data: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,11 +46,8 @@ def trainer(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
 
 def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
     """Degrees, batch and adapters, or the reading of DeepSpeed's file. Raises `UserError` as `read`."""
-    arguments = fields.within(_TABLES[1], spec("transformers").known)
-    for key in _ADAPTERS:
-        word = arguments.word(key).lower()
-        if word not in ("", "false", "no", "full"):
-            arguments.say("unpriced", f"{key}: {word}: weights are frozen or narrow: see plan --lora")
+    for sentence in adapters(fields.within(_TABLES[1], spec("transformers").known)):
+        fields.say("unpriced", sentence)
     if names["deepspeed"] is True:
         fields.say("doubts", "--deepspeed names no file: its stage is the program's: counted as plain data parallel")
     elif names["deepspeed"]:
@@ -67,6 +64,13 @@ def derive(names: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
         inner = replace(inner, layout=replace(inner.layout, cpkind=kind, **kept))
         return {"inner": inner, "title": f"{names['title']} with DeepSpeed"}
     return {}
+
+
+def adapters(arguments: ConfigFields) -> list[str]:
+    """Why a trainer's memory is not that of whole training, a sentence each."""
+    words = {key: arguments.word(key).lower() for key in _ADAPTERS}
+    said = {key: word for key, word in words.items() if word not in ("", "false", "no", "full")}
+    return [f"{key}: {word}: weights are frozen or narrow: see plan --lora" for key, word in said.items()]
 
 
 def keys_of_fsdp(text: str, named: Any, ranks: int | None, other: FileReader, fields: ConfigFields) -> dict[str, Any]:

@@ -113,9 +113,14 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
     doubts = []
     if launched and ranks and launched != ranks:
         doubts.append(f"the command starts {launched} processes, but {ranks} are given: {ranks} are counted")
-    titles = [spec(name).title for name in ("transformers", *transformers.DIALECTS)]
-    alone = source.words is None and not source.engine and reading.engine in titles
-    if alone and reading.layout.dp == reading.layout.ranks > 1 and not reading.layout.zero:
+    titles = [spec(name).title for name in ("transformers", "llamafactory", "trl")]
+    if (
+        not launched
+        and not source.engine
+        and reading.engine in titles
+        and reading.layout.dp == reading.layout.ranks > 1
+        and not reading.layout.zero
+    ):
         doubts.append("what starts it may shard it (accelerate launch does): counted as plain data parallel")
     return replace(reading, unsettled=(*reading.unsettled, *doubts))
 
