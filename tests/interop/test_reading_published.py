@@ -65,60 +65,6 @@ def run(flags, launcher="torchrun --nproc_per_node 8"):
     return f"{launcher} pretrain_gpt.py --micro-batch-size 1 {SIZES} --bf16 {flags}\n"
 
 
-@pytest.mark.parametrize(
-    ("script", "layout", "doubt"),
-    [
-        # Comments set nothing.
-        (f"TP_SIZE=1\n{run('--tensor-model-parallel-size $TP_SIZE')}# with TP_SIZE=2 add x\n", "dp=8,grads=fp32", ""),
-        (f"#TP=2\nexport TP=4 # TP=8\n{run('--tensor-model-parallel-size ${TP}')}", "dp=2,tp=4,grads=fp32", ""),
-        (f": '\nT=2\n'\nT=\"1\"\n{run('--tensor-model-parallel-size=$T')}T=4\n", "dp=8,grads=fp32", ""),
-        (
-            f"cat <<EOF > x\nP=4\n--it's\nEOF\nP=2\n{run('--pipeline-model-parallel-size $P')}",
-            "dp=4,pp=2,grads=fp32",
-            "",
-        ),
-        # Branches are doubts.
-        (
-            f'TP=2\nif [ "$MODE" = "moe" ]; then\n  TP=8\nfi\n{run("--tensor-model-parallel-size $TP")}',
-            "dp=4,tp=2,grads=fp32",
-            "a branch sets TP to 8",
-        ),
-        (
-            f'P=2\n[ -n "$M" ] && P=4\nA=(--pipeline-model-parallel-size $P)\n{run("${A[@]}")}',
-            "dp=4,pp=2,grads=fp32",
-            "a branch sets P to 4",
-        ),
-        (
-            f'A="--bf16"\nif test $Z; then A+=" --use-distributed-optimizer"; fi\n{run("$A")}',
-            "dp=8,grads=fp32",
-            "--use-distributed-optimizer",
-        ),
-        (
-            f"if true; then\nS=(--use-distributed-optimizer)\nfi\n{run('${S[@]}')}",
-            "dp=8,zero=1,grads=fp32",
-            "which is taken to run",
-        ),
-        # Sums, defaults, and variables of variables.
-        (f"W=8\nP=$((W/4))\n{run('--pipeline-model-parallel-size $P')}", "dp=4,pp=2,grads=fp32", ""),
-        (
-            f"W=8;T=2\nP=$(( ${{W}} / $T / 2 ))\n{run('--pipeline-model-parallel-size ${P}')}",
-            "dp=4,pp=2,grads=fp32",
-            "",
-        ),
-        (f'T=${{T:-"2"}}\nA="--tensor-model-parallel-size $T"\n{run("$A")}', "dp=4,tp=2,grads=fp32", ""),
-        # Launchers.
-        (run("--tensor-model-parallel-size 2", "srun -N 2 --ntasks-per-node 8 python"), "dp=8,tp=2,grads=fp32", ""),
-        (f'C="{run("").strip()}"\necho $C\neval $C\n', "dp=8,grads=fp32", ""),
-        (f'srun -N 2 bash -c "cd x && {run("").strip()}" 2>&1 | tee log\n', "dp=8,grads=fp32", ""),
-        (run("", "python -m torch.distributed.run --nnodes 2 --nproc-per-node=4"), "dp=8,grads=fp32", ""),
-    ],
-)
-def test_megatron_scripts(reading, script, layout, doubt):
-    found = reading("train.sh", script)
-    assert (found.engine, str(found.layout)) == ("Megatron-LM", layout)
-    assert any(doubt in one for one in found.unsettled) if doubt else not found.unsettled
-
-
 def test_values_by_branch_are_no_value(reading):
     script = "case $S in\n 7B) T=2 ;;\n 70B) T=8 ;;\nesac\n" + run("--tensor-model-parallel-size $T")
     with pytest.raises(UserError, match="a variable that nothing here sets"):
@@ -434,33 +380,3 @@ def test_deepspeed_files_as_hjson(reading):
     text = '{"train_batch_size": 64, /* a\n b */ "zero_optimization": {"stage": 1},\n "url": "http://x#y",}'
     found = reading("ds.json", text, 8)
     assert str(found.layout) == "dp=8,zero=1,micro=8,precision=fp32" and found.unknown == ("url",)
-
-
-KUBERNETES = """
-kind: Deployment
-spec:
-  replicas: {}
-  template:
-    spec:
-      containers:
-      - image: vllm/vllm-openai:v0.9
-        command: {}
-        args: {}
-"""
-
-
-def test_containers(reading):
-    found = reading("k8s.yaml", KUBERNETES.format(1, '["/bin/sh", "-c"]', '["vllm serve x/y -tp 4 --port 8000"]'))
-    assert (str(found.layout), found.model, found.unsettled) == ("tp=4", "x/y", ())
-    found = reading("k8s.yaml", "kind: Service\n---\n" + KUBERNETES.format(3, "[]", '["--model", "x/y", "-tp", "2"]'))
-    assert str(found.layout) == "tp=2" and any("3 replicas" in one for one in found.unsettled)
-    script = '["sh", "-c", "bash /x/multi-node.sh leader --n=2; vllm serve x/y -tp 8 -pp 2"]'
-    found = reading("k8s.yaml", KUBERNETES.format(1, script, "[]"))
-    assert (str(found.layout), found.unsettled) == ("tp=8,pp=2", ())
-    compose = (
-        "services:\n  llm:\n    image: lmsysorg/sglang\n    command: python3 -m sglang.launch_server --model x --tp 2\n"
-    )
-    found = reading("compose.yaml", compose)
-    assert (found.engine, str(found.layout)) == ("SGLang", "tp=2")
-    ray = "applications:\n- args:\n    llm_configs:\n    - engine_kwargs: {tensor_parallel_size: 8}\n"
-    assert str(reading("serve.yaml", ray).layout) == "tp=8"

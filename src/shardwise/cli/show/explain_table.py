@@ -17,13 +17,8 @@ from shardwise.report import StepReport
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes
 
-PROFILES = {
-    ("Megatron-LM", "bf16"): "megatron-bridge",
-    ("Megatron-LM", "fp32"): "megatron-core",
-    ("torchtitan", "bf16"): "torchtitan",
-    ("torchtitan", "fp32"): "torchtitan",
-}
-"""(Engine whose configuration is read, type of its gradients) -> the profile that stands for it in `predict.time`."""
+PROFILES = {"Megatron-LM": ("megatron-core", "megatron-bridge"), "torchtitan": ("torchtitan", "torchtitan")}
+"""Engine whose configuration is read -> profiles that stand for it in `predict.time`: of fp32 and of bf16 gradients."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
     workload = Workload(seq=reading.seq, batch=reading.batch, optimizer=reading.optimizer or DEFAULT)
     check(reading.layout, model, workload, cluster.devices if cluster else None)
     try:
-        engine = PROFILES.get((reading.engine, reading.layout.grads))
+        engine = PROFILES.get(reading.engine, (None, None))[reading.layout.grads == "bf16"]
         settings = EngineSettings(modules=reading.recomputed, narrow_state=reading.narrow_state)
         report = estimate(model, reading.layout, workload, cluster, engine=engine, settings=settings)
         parts = report.timing["parts"] if report.timing else {}
@@ -161,8 +156,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     heads = 1 if model.latent_attention else model.kv_heads
     if served.cache_cut > 1 and layout.tp % (heads * served.cache_cut):
         raise UserError(
-            f"the cache of {model.name} has {heads} heads, which {layout.tp} tensor-parallel ranks do not all repeat "
-            f"{served.cache_cut} times: its tokens cannot be cut over so many of them"
+            f"its cache has {heads} heads, of which tp={layout.tp} has no {served.cache_cut} copies to cut by tokens"
         )
     length = served.length or model.max_positions
     cache = served.cache or (model.counted.cache_type if model.counted else "") or "bfloat16"
@@ -180,8 +174,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     ]
     weights, workspace, a_token = max(stages, key=lambda row: row[0] + row[1] + setup.pages * PAGE * row[2])
     told = model, weights, a_token, workspace, profile.graph_bytes
-    memory = device.memory_bytes if device else None
-    if memory is None:
+    if (memory := device.memory_bytes if device else None) is None:
         return CacheRoom(*told, None, None, length, served.sequences, cache)
 
     def left(taken: int) -> float:

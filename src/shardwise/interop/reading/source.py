@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwise.data.extras import require
 from shardwise.errors import UserError
+from shardwise.interop.reading.arguments import parse
 from shardwise.interop.reading.recognized import engines
 from shardwise.interop.reading.shell import Command, commands
 
@@ -184,8 +185,11 @@ def _contained(node: Any, folder: Path, replicas: int = 1, depth: int = 0) -> It
         model = node.get("model_loading_config") or {}
         named = {"model": model.get("model_source", model.get("model_id"))} if isinstance(model, Mapping) else {}
         yield ConfigInput(named | (node.get("engine_kwargs") or {}), folder=folder, engine="vllm", open=more)
-    elif isinstance(node.get("vllmConfig"), Mapping):
-        yield ConfigInput(words=_chart_words(node), folder=folder, open=more)
+    elif isinstance(chart := node.get("vllmConfig"), Mapping):
+        # vLLM's Helm chart: tensorParallelSize is --tensor-parallel-size.
+        table = {re.sub("([A-Z])", r"_\1", str(key)).lower(): value for key, value in chart.items()}
+        flags = parse([str(word) for word in table.pop("extra_args", None) or []], {}, frozenset()).flags
+        yield ConfigInput({"model": node.get("modelURL")} | table | flags, folder=folder, engine="vllm", open=more)
     elif isinstance(node.get("image"), str) and any(key in node for key in ("command", "args", "entrypoint")):
         parts = [node.get(key) or [] for key in ("entrypoint", "command", "args")]
         text = " ".join(part if isinstance(part, str) else shlex.join(map(str, part)) for part in parts)
@@ -195,14 +199,6 @@ def _contained(node: Any, folder: Path, replicas: int = 1, depth: int = 0) -> It
     else:
         for one in node.values():
             yield from _contained(one, folder, replicas, depth + 1)
-
-
-def _chart_words(node: Mapping[str, Any]) -> tuple[str, ...]:
-    """Command of a model in the values of vLLM's Helm chart: tensorParallelSize: 4 is --tensor-parallel-size 4."""
-    flags = {re.sub("([A-Z])", r"-\1", key).lower(): value for key, value in node["vllmConfig"].items()}
-    more = flags.pop("extra-args", None) or []
-    given = [[f"--{key}"] + [str(value)] * (value is not True) for key, value in flags.items() if value is not False]
-    return ("vllm", "serve", str(node.get("modelURL", "")), *(word for one in given for word in one), *map(str, more))
 
 
 def _called(text: str, path: Path) -> list[ConfigInput]:
