@@ -61,7 +61,6 @@ class TrainResult(Printable):
     summary: dict[str, Any]
 
     def conclusion(self) -> str:
-        """The run in one sentence."""
         said = self.summary.get  # older runs wrote less
         layout = f" as {said('layout')}" if said("layout") else ""
         losses = f"loss {_loss(said('loss'))}, {_loss(said('validation_loss'))} on held-out text"

@@ -87,7 +87,6 @@ class ResumedRun:
 
     @property
     def failures(self) -> list[str]:
-        """Unmet expectations."""
         if abs(self.resumed - self.before) < SAME_LOSS:
             return []
         return [f"the checkpoint has validation loss {self.before:.4f}, but {self.resumed:.4f} under {self.layout}"]

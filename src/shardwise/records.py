@@ -83,7 +83,6 @@ def _compiled(cls: Any) -> Callable[..., None]:
 
 
 def _methods(cls: Any, frozen: bool, eq: bool, repr: bool) -> dict[str, Any]:
-    """Methods by name, but for the hash."""
     methods: dict[str, Any] = {"__init__": _Constructor(cls)}
     if repr:
         methods["__repr__"] = _representing(cls)

@@ -126,7 +126,6 @@ class DirectFile:
         self._filled = rest
 
     def _go_round(self) -> None:
-        """From here on through the page cache."""
         self._mode(0)
         self._straight = False
 

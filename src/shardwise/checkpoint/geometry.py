@@ -33,7 +33,6 @@ class Piece:
 
     @classmethod
     def whole(cls, box: Box) -> Piece:
-        """All of a box."""
         return cls(box, 0, volume(box))
 
     @property
@@ -87,7 +86,6 @@ def volume(box: Box) -> int:
 
 
 def full(shape: tuple[int, ...]) -> Box:
-    """The box that is the whole tensor."""
     return tuple((0, n) for n in shape)
 
 
@@ -99,7 +97,6 @@ def matrix(box: Box) -> Rectangle:
 
 
 def _before(outer: Box, position: int, inner: Box) -> int:
-    """Number of elements of `inner` before `position` of `outer`."""
     top, _, left, right = matrix(outer)
     if left == right:
         return 0

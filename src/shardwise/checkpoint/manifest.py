@@ -181,7 +181,6 @@ class Manifest:
                 raise UserError(f"the pieces of {reprlib.repr(name)} do not hold each of its elements once")
 
     def to_bytes(self) -> bytes:
-        """The file's contents."""
         head = {"format": FORMAT, **{name: getattr(self, name) for name in _NUMBERS}}
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         tensors = (

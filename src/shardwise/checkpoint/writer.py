@@ -128,7 +128,6 @@ class PartWriter:
         return PartRecord(part, specs, tuple(sorted(self._nonfinite)))
 
     def abandon(self) -> None:
-        """Remove the file."""
         with suppress(OSError):
             self._file.close()
         with suppress(OSError):
@@ -258,5 +257,4 @@ def safetensors_header(metadata: dict[str, str], tensors: Sequence[tuple[str, Te
 
 
 def _plainly(path: Path) -> AbstractContextManager[None]:
-    """The operating system's errors as one line."""
     return os_errors(f"write checkpoint {path}", "; earlier checkpoints are untouched")

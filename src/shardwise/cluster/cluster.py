@@ -88,7 +88,6 @@ class Cluster:
         return link.bandwidth is not None and link.bandwidth <= MOST_OVER_PCIE
 
     def link(self, rank: int, other: int) -> Link:
-        """The link between two ranks."""
         per_node = self.devices_per_node
         if rank // per_node != other // per_node:
             return self.inter
@@ -372,7 +371,6 @@ def _table(data: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _number(table: dict[str, Any], prefix: str, field: str) -> float | None:
-    """A number of a TOML table, None where it is not given."""
     value = table.get(field)
     # bool is an int to Python; nan and inf are numbers to TOML.
     if value is not None and (type(value) not in (int, float) or not abs(value) < float("inf")):

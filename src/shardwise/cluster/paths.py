@@ -65,7 +65,6 @@ class NodePaths:
         return len(self.names)
 
     def pair(self, one: int, other: int) -> Link:
-        """The link of two devices."""
         return dict(self.links)[self.names[one][other]]
 
     def counts(self) -> Counter[str]:
@@ -85,7 +84,6 @@ class NodePaths:
         return slowest(self.group(members, use) for members in found if len(members) > 1)
 
     def apart(self, stride: int) -> Link:
-        """The link of the slowest pair of devices that are `stride` apart."""
         return slowest(self.pair(first, first + stride) for first in range(self.devices - stride))
 
 

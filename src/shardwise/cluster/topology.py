@@ -62,7 +62,6 @@ class Topology:
         return replace(self, gpus=tuple(self._arranged(list(self.gpus), ["NVLink", *PATHS])))
 
     def _arranged(self, gpus: list[str], levels: list[str]) -> list[str]:
-        """GPUs with each group of the nearest levels together, larger groups first."""
         if len(levels) == 1 or len(gpus) < 2:
             return gpus
         near, left, groups = set(levels[:-1]), list(gpus), []
@@ -80,7 +79,6 @@ class Topology:
         return path if path in PATHS else "NVLink"
 
     def switched_nics(self) -> tuple[str, ...]:
-        """NICs that share a PCIe switch with some GPU."""
         return tuple(nic for nic in self.nics if any(self.paths[gpu, nic] in NEAR for gpu in self.gpus))
 
     def near_nics(self) -> tuple[str, ...]:
@@ -129,7 +127,6 @@ def _head(line: str) -> list[str]:
 
 
 def _path(cell: str) -> str:
-    """The path that a cell of the table names, empty where it is none."""
     known = cell == "X" or cell in PATHS or _NVLINK.fullmatch(cell)
     return cell if known else _OLDER.get(cell, "")
 
@@ -249,7 +246,6 @@ def _intra(topology: Topology, gpus: tuple[str, ...], entry: Accelerator) -> Lin
 
 
 def _pcie(topology: Topology, gpus: tuple[str, ...], entry: Accelerator) -> Link:
-    """The farthest path's link, at most as fast as the slot."""
     assert entry.ports
     found = {topology.paths[a, b] for a in gpus for b in gpus if a != b}
     farthest = max(found & PATHS.keys(), key=list(PATHS).index)

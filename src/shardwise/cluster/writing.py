@@ -47,7 +47,6 @@ def _pairs(paths: NodePaths, usual: Accelerator | None) -> list[str]:
 
 
 def _usual(device: Device) -> Accelerator | None:
-    """The catalog's entry of a device that is in it."""
     known = {name.lower() for name in catalog.names()}
     entry = catalog.lookup(device.name) if device.name.lower() in known else None
     return entry if entry and entry.device == device else None
@@ -71,7 +70,6 @@ def _device(device: Device) -> list[str]:
 
 
 def _tables(name: str, table: Mapping[str, Any]) -> list[str]:
-    """A table of numbers, texts, lists and further tables."""
     plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     lines = ["", f"[{name}]", *(f"{_key(key)} = {_value(value)}" for key, value in plain.items())]
     for key, value in table.items():

@@ -297,7 +297,6 @@ class _Preparation:
         return tokenizer
 
     def _pieces(self) -> Iterator[tuple[int, str, bool]]:
-        """Document index, piece, and whether the piece is the document's last."""
         self.text_bytes = reported = 0
         self.skipped.clear()
         for index, text in enumerate(_limited(self.source, self.max_bytes, self.skipped)):

@@ -146,7 +146,6 @@ def end_of_text(tokenizer: Tokenizer, name: str = "the tokenizer", folder: Path 
 
 
 def named_end(tokenizer: Tokenizer) -> int | None:
-    """The id of the first of `KNOWN_ENDS` that a tokenizer has."""
     return next((number for name in KNOWN_ENDS if (number := tokenizer.token_to_id(name)) is not None), None)
 
 

@@ -85,7 +85,6 @@ class Rope(nn.Module):
         return angles.cos().to(dtype).unsqueeze(2), angles.sin().to(dtype).unsqueeze(2)
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], first: int = 0) -> Tensor:
-        """x with the numbers from `first` on rotated."""
         if torch.compiler.is_compiling():
             return _rotated(x, *tables, first)
         out: Tensor = _Rotate.apply(x, *tables, first)  # type: ignore[no-untyped-call]

@@ -59,7 +59,6 @@ class Head(nn.Module):
         return soft_cap(logits, self.softcap) if self.softcap else logits
 
     def uncapped(self, x: Tensor) -> Tensor:
-        """Logits before their soft cap."""
         return self.out(self.norm(x))
 
 

@@ -109,7 +109,6 @@ class Linears(nn.Module):
 
     @property
     def maps(self) -> list[Linear]:
-        """The maps in order."""
         return list(self.children())  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -172,7 +171,6 @@ def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def norm_scale(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
-    """Factors that a norm multiplies by."""
     return weight.to(dtype) + 1 if zero_centered else weight.to(dtype)
 
 

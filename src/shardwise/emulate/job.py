@@ -81,7 +81,6 @@ class MeasuredCase:
 
     @property
     def median(self) -> Simulated:
-        """The step in the middle, the lower one of two."""
         middle = statistics.median_low(step.makespan for step in self.steps)
         return next(step for step in self.steps if step.makespan == middle)
 

@@ -175,7 +175,6 @@ class SharePlan:
 
     @property
     def on_host(self) -> int:
-        """Ranks of the real run on one host."""
         return min(self.layout.ranks, self.cluster.devices_per_node)
 
     @property
@@ -213,7 +212,6 @@ class SharePlan:
         )  # fmt: skip
 
     def _seconds(self, shares: Mapping[int, Share]) -> tuple[float, ...]:
-        """Seconds of each measured step."""
         repeats = range(min(len(share.steps) for share in shares.values()))
         if self.layout.pp == 1:
             return tuple(meeting([share.steps[i] for share in shares.values()]) for i in repeats)

@@ -58,7 +58,6 @@ class ActionLog:
         """No-op: nothing is offloaded here."""
 
     def begin(self, what: str) -> ActionTime:
-        """The next action."""
         self.moments.append(ActionTime(self, what))
         return self.moments[-1]
 
@@ -87,7 +86,6 @@ class ActionLog:
 
 
 def _what(leaf: Action) -> str:
-    """Name of an action in a record."""
     if leaf.kind in ("SEND_F", "SEND_B", "RECV_F", "RECV_B"):
         return leaf.kind[:4].lower()
     if leaf.kind in ("F", "I", "W", "B"):

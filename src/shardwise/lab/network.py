@@ -63,7 +63,6 @@ class LabNetwork(NamedTuple):
     """Whether the relay carries the frames."""
 
     def traffic(self) -> list[PortBytes]:
-        """Bytes so far, host by host."""
         counts = []
         for host in self.hosts:
             (shown,) = json.loads(_run("ip", "-n", host.name, "-j", "-s", "link", "show", "dev", INTERFACE))
@@ -135,7 +134,6 @@ def check_relay(links: list[LabLink]) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the namespaces of labs that were killed."""
     for path in _NAMESPACES.glob(f"{_PREFIX}-*"):
         match = _NAME.fullmatch(path.name)
         if match and _started(int(match[1])) != int(match[2]):
@@ -164,7 +162,6 @@ def _host(name: str, node: int) -> LaunchHost:
 
 
 def _port(node: int) -> str:
-    """Name of the switch's interface to a host."""
     return f"port{node}"
 
 
@@ -196,7 +193,6 @@ def _bridge(switch: str, hosts: int) -> None:
 
 
 def _has_netem(switch: str) -> bool:
-    """Whether the kernel delays frames itself."""
     added = ("tc", "-n", switch, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
     if subprocess.run(added, capture_output=True, check=False).returncode:
         return False

@@ -46,7 +46,6 @@ class Carried(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Pieces of the tensor, one for each rank: an all-reduce has one."""
         return 1 if self.schedule.collective == "all-reduce" else self.schedule.ranks
 
     @property
@@ -80,7 +79,6 @@ class Schedules:
 
     @cached_property
     def named(self) -> bool:
-        """Whether the layout names an algorithm at all."""
         return self.mesh.layout.algorithm != "auto"
 
     def of(self, op: str, axes: Axes) -> CommSchedule | None:

@@ -39,7 +39,6 @@ class SequenceCut:
 
     @classmethod
     def of(cls, layout: Layout, seq: int) -> SequenceCut:
-        """The cut of a layout's sequences."""
         return cls(seq, layout.cp, not layout.ulysses, layout.tp if layout.sp else 1)
 
     @property

@@ -69,7 +69,6 @@ class RoutedRows:
 
 
 def expert_places(layout: Layout) -> int:
-    """Tensor-parallel ranks that have different experts."""
     return 1 if layout.expert_tp > 1 else gcd(layout.ep, layout.tp)
 
 
@@ -79,7 +78,6 @@ def experts_across(layout: Layout) -> int:
 
 
 def across_axes(layout: Layout) -> Axes:
-    """Axes of those ranks."""
     return EP if expert_places(layout) == 1 else EP_ACROSS
 
 

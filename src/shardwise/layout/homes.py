@@ -90,7 +90,6 @@ class StateFile:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
         return sum(self.arrays * region.stride for region in self.regions.values())
 
     @cached_property
@@ -123,7 +122,6 @@ class StateFile:
         return SLOTS * PAGE + slot * self.slot_bytes + region.start + state * region.stride
 
     def loads(self) -> Iterable[Load]:
-        """All loads of an update, in order."""
         for name, elements in self.units:
             for start in range(0, elements, LOAD):
                 yield Load(name, start, min(start + LOAD, elements))

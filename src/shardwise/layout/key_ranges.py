@@ -39,7 +39,6 @@ def elements(segments: tuple[Segment, ...]) -> int:
 
 
 def server_rank(plan: UnitPlan, server: int) -> int:
-    """Rank in whose process a server is."""
     return server + (plan.layout.training_ranks if plan.layout.parameter_servers.own else 0)
 
 

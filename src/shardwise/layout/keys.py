@@ -41,7 +41,6 @@ class Group(NamedTuple):
     """The sizes among the group's divisors, ascending; all of its ranks, in one part, is what 0 means, too."""
 
     def sizes(self, whole: int) -> list[int]:
-        """The valid sizes of parts."""
         return divisors(whole)[self.valid]
 
 
@@ -262,7 +261,6 @@ def _staged(zero: int, why: str, *more: Rule) -> dict[str, Any]:
 
 
 def _sharding(zero: int, why: str, *more: Rule) -> dict[str, Any]:
-    """Fields of a key that says how these stages shard."""
     return _staged(zero, why, *more) | {"of": ("zero",), "matters": lambda x: x.stage > 0}
 
 
@@ -540,7 +538,6 @@ def goes_with(name: str) -> tuple[str, ...]:
 
 
 def defaults(*names: str) -> dict[str, Any]:
-    """Key -> default of these keys."""
     return {name: KEYS[name].default for name in names}
 
 
@@ -594,7 +591,6 @@ _ELSEWHERE = {
 
 
 def _meant(word: str, known: Collection[str]) -> str:
-    """A hint for a word whose key is unknown."""
     name, _, value = word.partition("=")
     if name in _ELSEWHERE:
         return f"did you mean {_ELSEWHERE[name].replace('N', value or 'N')}?"
@@ -604,5 +600,4 @@ def _meant(word: str, known: Collection[str]) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    """Ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]

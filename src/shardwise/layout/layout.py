@@ -57,7 +57,6 @@ class Layout(Keys):
 
     @property
     def ranks(self) -> int:
-        """All ranks: training ranks, and servers with ranks of their own."""
         return self.training_ranks + (self.parameter_servers.count if self.parameter_servers.own else 0)
 
     @property
@@ -72,7 +71,6 @@ class Layout(Keys):
 
     @property
     def served(self) -> bool:
-        """Whether replicas agree through parameter servers."""
         return self.sync in SERVED
 
     @property
@@ -161,7 +159,6 @@ class Layout(Keys):
 
     @property
     def params_on_disk(self) -> bool:
-        """Whether gathers read parameters from disk."""
         return self.offload_params == "nvme"
 
     @property
@@ -180,7 +177,6 @@ class Layout(Keys):
         return {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}[self.precision]
 
     def __str__(self) -> str:
-        """Canonical text; the empty layout is `dp=1`."""
         return ",".join(key.text(value) for key, value in changed(self).items()) or "dp=1"
 
     @classmethod

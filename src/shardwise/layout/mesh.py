@@ -131,7 +131,6 @@ class Mesh:
         return tuple(members)
 
     def stage(self, place: int) -> tuple[int, ...]:
-        """All ranks at one place of the pipeline, sorted."""
         return tuple(sorted(self.group(REPLICA + STAGE, self.rank(pp=place))))
 
     def name(self, axes: Axes) -> str:
@@ -156,7 +155,6 @@ class Mesh:
         return joint
 
     def _moved(self, rank: int, part: _Part, place: int) -> int:
-        """The rank at another place of a part, and otherwise where `rank` is."""
         joint = before = self._joint(part.of, rank)
         joint += (place - joint // part.stride % part.size) * part.stride
         for axis in reversed(part.of):

@@ -50,7 +50,6 @@ def keeps_base(plan: UnitPlan) -> bool:
 
 
 def keeps_momentum(plan: UnitPlan) -> bool:
-    """Whether a rank keeps the outer optimizer's momentum."""
     return plan.layout.local_sgd and plan.layout.outer == "nesterov"
 
 
@@ -93,7 +92,6 @@ def _bits(plan: UnitPlan) -> int:
 
 
 def _cut(unit: Unit, place: int, pieces: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Runs of each piece of one shard rank's interval."""
     each = -(-unit.shard_numel // pieces)
     cuts = []
     for first in range(0, each * pieces, each):

@@ -102,7 +102,6 @@ def training(layout: Layout, tied: bool, micro_batches: int, early: bool) -> Pip
 def _training(
     schedule: str, pp: int, micro_batches: int, virtual: int, zero: int, tied: bool, early: bool
 ) -> PipelineSchedule:
-    """The schedule that layouts share which differ in nothing that it depends on."""
     from shardwise.schedule.pipeline import build
 
     return build(schedule, pp, micro_batches, virtual, zero=zero, tied=tied, early=early)

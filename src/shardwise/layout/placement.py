@@ -69,7 +69,6 @@ class Placed:
 
     @property
     def view(self) -> tuple[int, ...]:
-        """Local shape in its module."""
         return self.module_shape or self.shape
 
 
@@ -119,7 +118,6 @@ def _place_experts(parameter: Parameter, layout: Layout, tp_rank: int, ep_rank: 
 
 
 def _stacked(parameter: Parameter, shape: tuple[int, int], ep: int) -> tuple[int, ...]:
-    """Local shape of stacked experts in their module."""
     if len(parameter.module_shape) != 3:
         return ()
     experts = width_held(parameter.heads, ep)

@@ -27,7 +27,6 @@ class RecordedRun:
     """Messages of the whole run; none without a step report, which `train --report` writes."""
 
     def to_json(self) -> dict[str, Any]:
-        """Counts of each server, and the messages."""
         servers = [{"server": server, **record.summary()} for server, record in enumerate(self.records)]
         return {"servers": servers, "traffic": [one._asdict() for one in self.traffic]}
 

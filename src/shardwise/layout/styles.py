@@ -70,7 +70,6 @@ def style_of(name: str, pattern: str) -> MapStyle:
 
 
 def path_of(pattern: str) -> re.Pattern[str]:
-    """The paths that a pattern of a plan matches."""
     return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
 
 

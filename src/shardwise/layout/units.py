@@ -233,7 +233,6 @@ class UnitPlan:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The groups of its ranks."""
         return Mesh.of(self.layout, self.subject)
 
     @property
@@ -244,7 +243,6 @@ class UnitPlan:
 
     @property
     def cuda(self) -> bool:
-        """Whether its ranks compute on CUDA devices."""
         return self.backend in ("nccl", "staged")
 
     @property
@@ -283,11 +281,9 @@ class UnitPlan:
         return [part for held in self.stages.values() for part in held]
 
     def kind(self, part: str) -> PartKind:
-        """The kind of a part of the model."""
         return self.blueprint.kind(part)
 
     def of_kind(self, kind: PartKind) -> list[str]:
-        """Its parts of a kind."""
         return [part for part in self.parts if self.kind(part) == kind]
 
     @cached_property
@@ -305,7 +301,6 @@ class UnitPlan:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Actions of this pipeline rank in one step."""
         assert self.schedule is not None
         return self.schedule.actions[self.pp_rank]
 
@@ -322,7 +317,6 @@ class UnitPlan:
         return tuple(unit for part in self.parts for unit in self._units_in(part))
 
     def _units_in(self, part: str) -> list[Unit]:
-        """The units of the parameters that a part holds, or has a copy of."""
         found = []
         placed = self._placed_in(part)
         shared = self.blueprint.shared
@@ -379,8 +373,6 @@ class UnitPlan:
         return replace(unit, reduce=(), frozen=True, dtype=dtype)
 
     def _ordered(self, placed: list[Placed]) -> tuple[Placed, ...]:
-        """Parameters in flat order."""
-
         def order(p: Placed) -> tuple[int, int, bool]:
             replicated_alone = p.replicas == self.layout.tp > 1 and not p.sum_over
             return (3 if replicated_alone else ((), KV, TP).index(p.sum_over), p.replicas, not p.parameter.decay)
@@ -416,7 +408,6 @@ class UnitPlan:
 
     @cached_property
     def routes(self) -> bool:
-        """Whether the model has experts."""
         return self.blueprint.routes
 
     def routes_in(self, part: str) -> bool:
@@ -498,7 +489,6 @@ class UnitPlan:
         return [self.by_name[name] for name in names if name in self.by_name]
 
     def trained_units(self, part: str) -> list[Unit]:
-        """Those of them that have gradients."""
         return [unit for unit in self.units_of(part) if not unit.frozen]
 
     @cached_property
@@ -529,7 +519,6 @@ class UnitPlan:
 
     @cached_property
     def sequence(self) -> SequenceCut:
-        """Cut of its sequences over context-parallel ranks."""
         return SequenceCut.of(self.layout, self.workload.seq)
 
     @cached_property
@@ -590,7 +579,6 @@ class UnitPlan:
 
     @property
     def fuses_blocks(self) -> bool:
-        """Whether its blocks have a fused form."""
         return self.fused is not None
 
     @property
@@ -619,12 +607,10 @@ class UnitPlan:
         )
 
     def blocks(self, stage: int) -> list[str]:
-        """The blocks of one of its stages."""
         return [part for part in self.stages[stage] if self.kind(part) == "block"]
 
     @cached_property
     def first_blocks(self) -> list[str]:
-        """The first block of each of its stages, where it has any."""
         return [blocks[0] for stage in self.stages if (blocks := self.blocks(stage))]
 
     @property
@@ -687,12 +673,10 @@ class UnitPlan:
 
     @cached_property
     def slot_dtypes(self) -> dict[str, str]:
-        """dtype of each slot."""
         return {unit.slot: self.dtype_gathered(unit) for unit in self.units}
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all slots."""
         return sum(elements * DTYPE_BYTES[self.slot_dtypes[slot]] for slot, elements in self.slots.items())
 
     @cached_property
@@ -706,7 +690,6 @@ class UnitPlan:
 
     @cached_property
     def transport_buffers(self) -> TransportBuffers:
-        """The buffers that the transport needs to reduce gradients."""
         return transport_buffers(self)
 
     def uses(self, passes: int = 1) -> list[Use]:
@@ -813,12 +796,10 @@ class UnitPlan:
 
 
 def experts_of(part: str) -> str:
-    """Name of the unit of a part's experts."""
     return f"{part}.experts"
 
 
 def frozen_of(name: str) -> str:
-    """Name of the unit of what is frozen, beside the unit of this name."""
     return f"{name}.frozen"
 
 
@@ -842,7 +823,6 @@ class StepGathers:
         self._plan, self._seen = plan, set[str]()
 
     def next(self, unit: Unit) -> Gather:
-        """The next gather of a unit."""
         again = unit.name in self._seen
         self._seen.add(unit.name)
         return self._plan.gather(unit, again)

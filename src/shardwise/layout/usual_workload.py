@@ -60,5 +60,4 @@ def odd_part(number: int) -> int:
 
 
 def _power(number: int) -> int:
-    """The largest power of two up to a number, and 1."""
     return 1 << max(0, number.bit_length() - 1)

@@ -25,7 +25,6 @@ WIRE_DTYPE = "uint8"
 
 
 def blocks(elements: int) -> int:
-    """Scales of so many elements."""
     return -(-elements // BLOCK)
 
 

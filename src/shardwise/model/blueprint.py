@@ -90,7 +90,6 @@ class ForeignSlice:
                     yield group * self.run + row + a, at + there + a * step, b - a, step
 
     def at(self, number: int) -> ForeignSlice:
-        """The slice of the part with this number."""
         return self._under(self.tensor.replace("{}", str(number)), self.tensors)
 
     def _under(self, name: str, tensors: int) -> ForeignSlice:
@@ -143,7 +142,6 @@ class Parameter:
         return math.prod(self.shape)
 
     def at(self, part: str, number: int) -> Parameter:
-        """The parameter of one part."""
         foreign = self.foreign.at(number) if self.foreign else None
         name = f"{part}.{self.name}"
         return Parameter(
@@ -177,7 +175,6 @@ class Part:
 
     @property
     def names(self) -> list[str]:
-        """Names of the single parts."""
         return [self.name] if self.first is None else [f"{self.name}.{self.first + i}" for i in range(self.count)]
 
     @property
@@ -195,12 +192,10 @@ class Part:
 
     @property
     def routes(self) -> bool:
-        """Whether it has experts."""
         return any(p.cut == "expert" for p in self.parameters)
 
     @property
     def without_experts(self) -> Part:
-        """Its parameters and operations without those of experts."""
         kept = tuple(p for p in self.parameters if p.cut != "expert")
         return replace(
             self, parameters=kept, operations=tuple(o for o in self.operations if getattr(o, "rows", "") != "routed")
@@ -239,19 +234,15 @@ class Blueprint(Json):
 
     @property
     def names(self) -> list[str]:
-        """Names of all single parts, in order."""
         return list(self._by_name)
 
     def part(self, name: str) -> Part:
-        """The part that a single part's name belongs to."""
         return self._by_name[name]
 
     def kind(self, name: str) -> PartKind:
-        """The kind of a single part."""
         return self._by_name[name].kind
 
     def of_kind(self, kind: PartKind) -> list[Part]:
-        """The parts of a kind."""
         return [part for part in self.parts if part.kind == kind]
 
     @cached_property
@@ -265,7 +256,6 @@ class Blueprint(Json):
         return list(found.values())
 
     def parameters_of(self, name: str) -> Sequence[Parameter]:
-        """The parameters of a single part."""
         return self._parameters[name]
 
     @cached_property
@@ -282,7 +272,6 @@ class Blueprint(Json):
 
     @cached_property
     def layers(self) -> int:
-        """Its blocks, or one that is empty."""
         return max(1, sum(part.count for part in self.of_kind("block")))
 
     @property
@@ -312,12 +301,10 @@ class Blueprint(Json):
 
     @cached_property
     def freezes(self) -> bool:
-        """Whether some of its parameters are frozen."""
         return any(p.frozen for part in self.parts for p in part.parameters)
 
     @cached_property
     def routes(self) -> bool:
-        """Whether it has experts."""
         return any(p.cut == "expert" for part in self.parts for p in part.parameters)
 
     @cached_property
@@ -377,7 +364,6 @@ class Blueprint(Json):
 
     @cached_property
     def sharing(self) -> frozenset[str]:
-        """Names of the parts that hold or read a shared parameter."""
         if not self.shared:
             return frozenset()
         readers = {name for part in self.parts if part.reads for name in part.names}

@@ -50,7 +50,6 @@ def change(model: ModelConfig, text: str) -> ModelConfig:
 
 
 def _part(model: ModelConfig, word: str, name: str) -> Any:
-    """The part of a model, such as its experts, that has fields."""
     _known(word, name, model, "a model")
     part = getattr(model, name)
     if not is_dataclass(part):
@@ -66,7 +65,6 @@ def _known(word: str, field: str, owner: Any, where: str) -> None:
 
 
 def _fields(owner: Any) -> dict[str, Any]:
-    """Name -> type of every field."""
     of: Any = type(owner)
     return kinds(of)
 

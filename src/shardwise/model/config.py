@@ -307,7 +307,6 @@ class ModelConfig(Json):
 
     @property
     def narrow_values(self) -> bool:
-        """Whether values are narrower than keys."""
         return self.value_dim < self.head_dim
 
     @property

@@ -69,7 +69,6 @@ class Counted:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Window of the attention of each layer's operations."""
         each = [(p.count, next((o.window for o in p.operations if isinstance(o, AttentionCore)), 0)) for p in self.parts
                 if p.kind == "block"]  # fmt: skip
         return tuple(window for count, window in each for _ in range(count))

@@ -14,7 +14,6 @@ OFFLINE = "HF_HUB_OFFLINE"
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text has the form owner/name."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text) is not None
 
 
@@ -52,7 +51,6 @@ def cached(text: str) -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Where files about models are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardwise")
 
 
@@ -68,5 +66,4 @@ def endpoint() -> str:
 
 
 def offline() -> bool:
-    """Whether connections are forbidden."""
     return os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE")

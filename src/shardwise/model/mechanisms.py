@@ -109,7 +109,6 @@ def attention(c: ModelConfig, window: int) -> Pieces:
 
 
 def _heads(c: ModelConfig) -> tuple[Width, ...]:
-    """Widths of queries, keys and values."""
     kv = Width(c.kv_width, cut=True, least=c.head_dim)
     return Width(c.q_width, cut=True), kv, kv
 

@@ -72,7 +72,6 @@ class LinearOp:
         return self.adapter_elements + (0 if self.frozen else self.elements)
 
     def flops_per_token(self, seq: int, causal: bool = True) -> int:
-        """Forward FLOPs for one token."""
         return 2 * (self.elements + self.adapter_elements)
 
 

@@ -54,7 +54,6 @@ class Precision:
 
 
 def _plain(name: str) -> str:
-    """A module's name as in the language model alone."""
     return re.sub(r"^(model\.language_model|language_model\.model|language_model)\.", "model.", name)
 
 

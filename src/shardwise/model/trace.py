@@ -123,11 +123,9 @@ class Trace:
 
     @property
     def degrees(self) -> list[int]:
-        """Tensor-parallel degrees that were traced."""
         return sorted({tp for tp, *_ in self._steps})
 
     def has(self, tp: int, precision: str, recompute: str) -> bool:
-        """Whether a step of these was traced."""
         return (tp, precision, recompute) in self._steps
 
     def step(self, tp: int, precision: str, recompute: str) -> TracedStep:

@@ -76,12 +76,10 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def _sequences(*tensors: Tensor) -> Iterator[Sequence]:
-    """One sequence after the other, heads first."""
     return zip(*(x.transpose(1, 2).unbind() for x in tensors), strict=True)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A contiguous copy in fp32, or in fp64 where x is."""
     return x.to(torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format, copy=True)
 
 

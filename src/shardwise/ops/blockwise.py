@@ -229,7 +229,6 @@ class ScoreRule(NamedTuple):
         return cls(core.scale, core.softcap or 0.0, core.window)
 
     def cap(self, scores: Tensor) -> Tensor:
-        """The capped scores, in place."""
         return scores.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else scores
 
     def seen(self, queries: Tensor, keys: Tensor) -> Tensor:

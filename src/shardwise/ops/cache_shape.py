@@ -24,5 +24,4 @@ class CacheShape(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """All numbers of a token."""
         return self.rows * self.width

@@ -87,5 +87,4 @@ class OpContext:
     """Communication between the tokens here and their experts; None where all experts are here."""
 
     def around(self, child: str = "") -> Around:
-        """Communication around the map of this module, or of a child by its name."""
         return self.arounds.get(".".join(filter(None, (self.name, child, "weight"))), Around())

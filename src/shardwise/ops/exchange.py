@@ -48,12 +48,10 @@ class TokenExchange:
         return rows.view_as(like)
 
     def leave_backward(self, grad: Tensor) -> Tensor:
-        """The gradient of the rows."""
         return grad.flatten(0, 1)
 
     @property
     def padded(self) -> bool:
-        """Whether some of the rows are padding."""
         return False
 
     def kept(self, order: Tensor, takes: Tensor) -> Tensor:
@@ -90,5 +88,4 @@ class TokenExchange:
         return rows
 
     def to_tokens(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """The way back."""
         return rows

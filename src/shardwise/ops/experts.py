@@ -143,7 +143,6 @@ class RoutedForm:
         return auxiliary_loss(routing, of_tokens, size, e, real) * (exchange.auxiliary / exchange.seq)
 
     def note(self, loads: Tensor, dropped: Tensor | int, loss: Tensor | float) -> None:
-        """Add what one micro-batch has chosen."""
         if self.loads is None:
             self.loads = torch.zeros(self.e.count + 2, dtype=torch.float64, device=loads.device)
         self.loads[:-2] += loads
@@ -280,7 +279,6 @@ def _add_products(slot: GradSlot, left: Tensor, right: Tensor, ends: Sequence[in
 
 
 def routed_parts(mixture: Mixture) -> Iterable[nn.Module]:
-    """Modules of a mixture that its form computes itself."""
     return mixture.router, mixture.experts
 
 

@@ -265,7 +265,6 @@ def _rotation(rope: Rope, width: int, kv: int) -> Forward:
 
 
 def gated_mlp(module: GatedMLP, at: OpContext) -> Product:
-    """down(act(gate(x)) * up(x))."""
     return gated(side_by_side(module.gate_up), module.down.forward, module.activation)
 
 

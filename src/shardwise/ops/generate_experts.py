@@ -102,7 +102,6 @@ def mixture(module: Mixture, at: GenerationContext) -> ServedExperts:
 
 
 def _products(weights: ExpertWeights, at: GenerationContext) -> list[Product]:
-    """down(act(gate(x)) * up(x)) of each expert here."""
     names = "gate", "up", "down"
     gate, up, down = (matrix.detach() for matrix in weights.matrices())
     outputs_first = _turned if at.lasting and not at.keep.copies else lambda stack: stack.transpose(1, 2)

@@ -43,7 +43,6 @@ class GradSlot:
         self.empty, self.arrived = False, True
 
     def add(self, gradient: Tensor) -> None:
-        """Add a gradient of the view's shape."""
         if self.empty:
             self.view.copy_(gradient)
         else:
@@ -51,7 +50,6 @@ class GradSlot:
         self.empty, self.arrived = False, True
 
     def add_nothing(self) -> None:
-        """Make sure that something is there."""
         if self.empty:
             self.view.zero_()
         self.empty, self.arrived = False, True

@@ -87,12 +87,10 @@ class _Maps:
 
     @property
     def adapted(self) -> list[Adapted]:
-        """The maps with adapters."""
         return [module for module in self.modules if isinstance(module, Adapted)]
 
     @property
     def trains(self) -> bool:
-        """Whether gradients of weights are computed."""
         return any(module.weight.requires_grad or isinstance(module, Adapted) for module in self.modules)
 
     def matrix(self, weight: Tensor) -> Tensor:
@@ -127,7 +125,6 @@ class _Maps:
 
 
 def _scales(module: Map) -> Tensor | None:
-    """Scales of a weight in 8 bits."""
     return getattr(module, "weight_scale", None)
 
 
@@ -230,7 +227,6 @@ class _SharedKey(torch.autograd.Function):
 
 
 def linears(module: Linears, at: OpContext) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Several maps of one input."""
     return _Maps(module.maps, [at.around(name) for name, _ in module.named_children()], at)
 
 
@@ -351,5 +347,4 @@ class RowParallel:
 
 
 def uncapped_head(head: Head, at: OpContext) -> Callable[[Tensor, Batch], Tensor] | None:
-    """Logits before their soft cap."""
     return (lambda x, batch: head.uncapped(x)) if head.softcap else None

@@ -78,7 +78,6 @@ class BlockHalves:
         return y.chunk(2, 1)
 
     def project_down(self, product: Tensor, residual: Tensor) -> Tensor:
-        """The block's output."""
         return self.down.forward(product, residual)
 
 

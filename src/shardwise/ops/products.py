@@ -89,7 +89,6 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales of rows whose largest magnitudes are `largest`."""
     return (largest.float() / 127).clamp_(min=torch.finfo(torch.float32).tiny).to(dtype)
 
 

@@ -106,7 +106,6 @@ class Lanes:
 
 
 def _larger(a: Any, b: Any) -> Any:
-    """The larger number in each lane."""
     if not (isinstance(a, Lanes) or isinstance(b, Lanes)):
         return max(a, b)
     return Lanes(np.maximum(*(each.values if isinstance(each, Lanes) else each for each in (a, b))))
@@ -145,7 +144,6 @@ def by_path(formula: Callable[..., Sequence[Any]], columns: Sequence[Any]) -> li
 
 
 def _lanes(values: Any) -> Any:
-    """Lanes, or the plain integer that all of them are."""
     first = int(values[0])
     return first if (values == first).all() else Lanes(values)
 
@@ -269,7 +267,6 @@ class MemoryBound:
         return reduce(np.minimum, (self._of_blocks(model, rows) for model in self._one_block))
 
     def _of_blocks(self, model: ModelConfig, rows: list[tuple[int, int, BatchChoice]]) -> Num:
-        """The same of one sort of blocks."""
         groups: dict[Any, tuple[UnitPlan, list[int]]] = {}
         plan_of = cache(partial(self._alone, model))
         for at, (tp, ep, row) in enumerate(rows):
@@ -288,7 +285,6 @@ class MemoryBound:
 
     @cached_property
     def _one_block(self) -> list[ModelConfig]:
-        """Models of one block for each sort of blocks that the model has."""
         one, e = partial(self.model.replace, layers=1), self.model.experts
         mixed = [one(experts=replace(e, dense_layers=0))] if e and e.dense_layers < self.model.layers else []
         return mixed + ([one(experts=None)] if not e or e.dense_layers else [])
@@ -339,7 +335,6 @@ class MemoryBound:
 
 
 def _backward(plan: UnitPlan, s: Sizes, part: str, apart: bool) -> Num:
-    """Transients of a block's backward pass."""
     block = block_tensors(plan, s, part, apart)
     block.live = LiveLanes()
     return block.backward(False)

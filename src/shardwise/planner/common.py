@@ -156,7 +156,6 @@ def having(blocks: Iterable[Block], key: str, value: Any) -> list[Block]:
 
 
 def _values(block: Block, key: str) -> tuple[int, list[Any]]:
-    """The axis of a block along which a key changes, and its values there."""
     frame = block.frame
     if key in ("tp", "pp", "ep"):
         return 0, [getattr(frame, key)] * len(frame.rows)
@@ -168,7 +167,6 @@ def _values(block: Block, key: str) -> tuple[int, list[Any]]:
 
 
 def _legal(block: Block, key: str) -> set[Any]:
-    """The values of a key that candidates of a block have."""
     axis, values = _values(block, key)
     there = np.isfinite(block.nbytes).any(axis=tuple({0, 1, 2} - {axis}))
     return {value for value, legal in zip(values, there.tolist(), strict=True) if legal}

@@ -68,7 +68,6 @@ class DeviceNeed:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """DevicePrice of all devices for one hour, in US dollars."""
         return None if self.price is None else self.price.usd * self.cluster.devices
 
     @property
@@ -202,7 +201,6 @@ class _TrainingSizes:
         return 1 << max(0, ceil(log2(state / usable_bytes(cluster_of_size(kind, 1)))))
 
     def fastest(self, cluster: Cluster) -> FastestLayout | None:
-        """The fastest candidate that fits; None where none does."""
         usable = room_of(cluster, self.space.engine.name, bool(self.model.experts)).safe
         fitting = [block for block in self.blocks(cluster.devices) if (block.nbytes <= usable).any()]
         if not fitting:

@@ -210,7 +210,6 @@ def cache_bytes(model: ModelConfig, tokens: int, cache: str = "bfloat16") -> int
 
 
 def _decoding(strategy: DecodeStrategy, cache_tokens: int, workload: Workload) -> Iterator[_Decoding]:
-    """Batches that an instance's cache has room for."""
     length = ceil((workload.prompt + workload.output) / PAGE) * PAGE
     most = min(cache_tokens // length, strategy.engine.most_sequences, workload.concurrency)
     for batch in powers(most):

@@ -93,7 +93,6 @@ class ExactMemory:
         return held if host is None or self.node(layout).host <= host else inf
 
     def _node(self, layout: Layout) -> NodeBytes:
-        """Bytes off the devices of the fullest node."""
         return node_bytes(self.model, layout, self.workload, self.cluster)
 
     def _followed(self, layout: Layout, usable: float) -> FullestRank:
@@ -110,7 +109,6 @@ class ExactMemory:
         return fullest
 
     def _under_engine(self, layout: Layout) -> FullestRank:
-        """The fullest rank under the engine's software."""
         memory = engine_memory(self.engine)
         assert memory
         plan = rank_plan(self.model, layout, self.workload, 0, self.backend)
@@ -121,7 +119,6 @@ class ExactMemory:
 
 
 def rank_plan(model: Model, layout: Layout, workload: Workload, place: int, backend: Backend) -> UnitPlan:
-    """The plan of a rank at one place of the pipeline."""
     return unit_plan(model, layout, workload, rank=Mesh.of(layout, model).rank(pp=place), backend=backend)
 
 
@@ -155,7 +152,6 @@ class EngineBound:
         return np.ceil(most)
 
     def _sorts(self, frame: LayoutColumns, place: int) -> Iterator[tuple[list[RankNumbers], list[int]]]:
-        """Orders under which a rank has equal parameters, with its chunks under each."""
         sorts: dict[Any, list[int]] = {}
         numbers = []
         for index, order in enumerate(frame.orders):
@@ -167,7 +163,6 @@ class EngineBound:
     def _rank(
         self, frame: LayoutColumns, place: int, numbers: list[RankNumbers], orders: list[int], micro: MicroBatchNumbers
     ) -> EngineRank:
-        """The rank at one place under orders that give it equal parameters."""
         flying = [
             [in_flight(frame.orders[order].schedule, frame.pp, count, frame.orders[order].virtual, place)
              for order in orders]

@@ -268,7 +268,6 @@ def _fastest(space: Space, usable: float, bound: Bound | None) -> Priced | None:
 
 
 def _sizes(space: Space, most: int, halves: bool = False) -> Iterator[Space]:
-    """The space on 1, 2, 4, ... nodes up to `most`, and on `most`; with `halves` on 3, 6, 12, ... as well."""
     powers = [1 << k for k in range(most.bit_length())]
     counts = {*powers, *(3 * n // 2 for n in powers[1:] if halves), *([] if halves else [most])}
     for nodes in sorted(n for n in counts if n <= most):

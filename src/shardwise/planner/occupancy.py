@@ -103,7 +103,6 @@ def _moments(order: list[Action], last: int, more: int) -> dict[tuple[int, int],
 
 
 def _next_kind(order: list[Action], index: int, last: int) -> int:
-    """Kind of the next other stage after an action; -1 where there is none."""
     stages = (action.stage for action in order[index:])
     following = next((stage for stage in stages if stage != order[index].stage), None)
     if following is None:

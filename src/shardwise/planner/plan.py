@@ -91,12 +91,10 @@ class Plan(Answer[Priced], Printable):
         return plan_tables(self)
 
     def conclusion(self) -> str:
-        """The best layout in one sentence."""
         return plan_conclusion(self)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Assumptions behind the numbers, a sentence each."""
         narrow = self.settings.precision
         products = (f"products in {narrow}, as {self.engine} has them",) if narrow else ()
         experts, muon = EXPERTS if self.model.experts else (), (MUON,) if self.workload.optimizer == "muon" else ()

@@ -118,14 +118,12 @@ def price_all(
 
 
 def _notes(layout: Layout, pricing: Pricing) -> tuple[str, ...]:
-    """Assumptions about the host that this layout's time depends on."""
     if layout.offload_home == "none":
         return ()
     return pricing.host.notes(layout.uses_disk)
 
 
 def _each(things: Sequence[T], key: Callable[[T], Any], answer: Callable[[list[T]], list[Any]]) -> list[Any]:
-    """An answer for each thing; things with equal keys are answered in one call."""
     groups: dict[Any, list[int]] = {}
     for place, thing in enumerate(things):
         groups.setdefault(key(thing), []).append(place)
@@ -139,7 +137,6 @@ def _parts(
     model: Model, workload: Workload, pricing: Pricing, settings: EngineSettings,
     chosen: list[tuple[Layout, EngineProfile]],
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Seconds by part of layouts with one schedule and one engine. settings: of the engine, beside them."""
     if settings.layers:
         whole = replace(settings, layers=0)
         full = [(replace(layout, recompute="full"), engine) for layout, engine in chosen]
@@ -159,7 +156,6 @@ _COLUMNS = ("micro_batches", "tp", "pp", "dp", "ep", "virtual", *BatchChoice._fi
 
 
 def _choice(kind: Any, layout: Layout, **effective: Any) -> Any:
-    """A choice of the search that a layout makes."""
     return kind(**{name: getattr(layout, name) for name in kind._fields} | effective)
 
 

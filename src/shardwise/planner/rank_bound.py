@@ -112,7 +112,6 @@ class MicroBatchBytes(NamedTuple):
 
 @cache
 def _early(recompute: str) -> bool:
-    """Whether a rank sends gradients of inputs before it computes those of weights."""
     return releases_early(Layout(recompute=recompute))
 
 
@@ -181,7 +180,6 @@ class RankBound:
         return lasting + self.micro.inputs * self.counts + self._slots() + self._most()
 
     def _frozen_bytes(self) -> Num:
-        """Bytes of frozen weights: whole, or at stage 3 an interval of them."""
         total: Num = 0
         for name, unit in self.frozen.items():
             width = DTYPE_BYTES[unit.dtype] if unit.dtype else WEIGHT
@@ -205,7 +203,6 @@ class RankBound:
 
     @cached_property
     def _elements(self) -> tuple[Num, Num]:
-        """Elements of all units of this rank, whole and in shards."""
         edges = [sum(size for name, size in sizes.items() if name != "blocks.0") for sizes in (self.padded, self.shard)]
         return edges[0] + self.layers * self.mean[0], edges[1] + self.layers * self.mean[1]
 
@@ -350,7 +347,6 @@ NONE = [[-1] * 2 + [0] * 12]
 
 @lru_cache(maxsize=4096)
 def _numbers(schedule: str, p: int, m: int, v: int, place: int) -> list[list[int]]:
-    """The moments of a rank, each as its numbers one after the other."""
     return [[*each[:2], *each.saved, *each.kept, *each.accumulated] for each in moments(schedule, p, m, v, place)]
 
 

@@ -63,7 +63,6 @@ SWITCHES = ("tensor_overlap", "grad_overlap", "gather_overlap", "pipeline_overla
 
 @lru_cache
 def variants(engine: EngineProfile) -> tuple[EngineProfile, ...]:
-    """The engine with every combination of the switches, all on first."""
     return tuple(
         replace(engine, **dict[str, Any](zip(SWITCHES, chosen, strict=True)))
         for chosen in product((True, False), repeat=len(SWITCHES))
@@ -113,7 +112,6 @@ class Block:
         return replace(self, nbytes=np.where(keep, self.nbytes, np.inf), seconds=seconds)
 
     def place(self, at: int) -> CandidateIndex:
-        """The candidate with this index in the flat arrays."""
         row, sharding, order = (int(n) for n in np.unravel_index(at, self.frame.shape))
         return CandidateIndex(self.frame, self.engine, row, sharding, order)
 
@@ -217,7 +215,6 @@ def blocks(
 
 
 def exact_memory(space: Space, refuses: Refuses | None = None) -> ExactMemory:
-    """Memory of a space's layouts under its engine."""
     return ExactMemory(space.model, space.workload, space.cluster, refuses, space.engine.name, space.settings)
 
 

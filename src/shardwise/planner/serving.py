@@ -168,7 +168,6 @@ class ServingPlan(Answer[Deployment], Printable):
         return serving_tables(self)
 
     def conclusion(self) -> str:
-        """The best deployment in one sentence."""
         from shardwise.planner.serving_tables import serving_conclusion
 
         return serving_conclusion(self)
@@ -239,7 +238,6 @@ class ServingPlan(Answer[Deployment], Printable):
         return self.space.engine.cache_share
 
     def strategy(self, one: Deployment) -> DecodeStrategy:
-        """The decode strategy that prices a deployment."""
         assert self.space
         return self.space.strategy(one.layout, one.weights)
 
@@ -440,7 +438,6 @@ class _RankMemory:
             self.stages = set(stage_bytes(space.model, layout, space.setup(weights, 1)))
 
     def workspace(self, batch: int, head: bool) -> float:
-        """Bytes beside weights and cache. head: whether the rank has the output head."""
         served = self.space.setup(self.weights, batch)
         if served.engine is None:
             return passing_bytes(self.plan, served, head)
@@ -525,7 +522,6 @@ class _Space:
         return found
 
     def words(self, weights: str) -> str:
-        """The format of a type of weights, as the engine stores it."""
         return self.engine.int4 if weights == "int4" else weights
 
     def cache_of(self, weights: str) -> str:
@@ -538,11 +534,9 @@ class _Space:
         return "float8_e4m3fn" if narrow else "bfloat16"
 
     def lossy(self, weights: str) -> bool:
-        """Whether weights of a type have fewer bits than the model's own."""
         return weight_format(weights).lossy and not (self.model.counted and self.model.counted.stored)
 
     def setup(self, weights: str, batch: int) -> ServingSetup:
-        """Settings of a server with as many whole sequences at a time."""
         return ServingSetup(
             self.length, batch, cpu=self.cpu, weights=self.words(weights), cache_type=self.cache_of(weights),
             engine=None if self.own else self.engine,
@@ -671,7 +665,6 @@ class _Space:
                         yield from self._deployed(Layout(dp=dp, tp=tp, pp=pp, ep=ep), weights)
 
     def _deployed(self, layout: Layout, weights: str) -> Iterator[Deployment]:
-        """A layout for the clients that there are, where it fits."""
         memory, dp = _RankMemory(self, layout, weights), layout.dp
         pages, most = memory.capacity()
         self.considered += 1
@@ -708,7 +701,6 @@ class _Space:
         return ranks, crossover(*(DecodeStrategy(self.model, each, self.engine, self.cluster) for each in pair))
 
     def nothing(self) -> UserError:
-        """One line: what is missing."""
         held, where = self.least
         missing = format_bytes(held - self.room)
         return UserError(

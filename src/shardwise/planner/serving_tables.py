@@ -111,14 +111,12 @@ def _table(plan: ServingPlan, deployments: Sequence[Deployment]) -> FittedTable:
 
 
 def _spread(deployments: Sequence[Deployment], most: int) -> list[Deployment]:
-    """At most so many of them, the first and the last included."""
     if len(deployments) <= most:
         return list(deployments)
     return [deployments[round(i * (len(deployments) - 1) / (most - 1))] for i in range(most)]
 
 
 def _spread_experts(plan: ServingPlan) -> Iterator[str]:
-    """How the best deployment spreads experts, and which deployments shown the runtime here rejects."""
     best = plan.winner
     if spread := plan.spread(best):
         replicas = experts_across(best.layout)

@@ -118,13 +118,11 @@ def why_no_layout(space: Space) -> UserError:
 
 
 def _freed(space: Space) -> Iterator[tuple[str, Space]]:
-    """Each fixed key, and the space in which it is free."""
     for key in space.fixed:
         yield key, replace(space, fixed={k: v for k, v in space.fixed.items() if k != key})
 
 
 def _other_values(key: str, frames: Iterable[LayoutColumns]) -> str:
-    """Possible values of a degree that has frames of its own."""
     if key not in ("tp", "pp", "ep"):
         return f"leave {key} free"
     values = sorted({getattr(frame, key) for frame in frames})

@@ -110,7 +110,6 @@ class LayoutColumns:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Micro-batches of each data-parallel rank, for each row."""
         return tuple(self.batch * row.cp // (self.data * row.micro) for row in self.rows)
 
     @cached_property
@@ -212,7 +211,6 @@ class Space:
 
     @property
     def attention(self) -> str:
-        """Explicit attention where the engine has no other, or the model drops attention probabilities."""
         explicit = self.engine.attention == "scores" or self.model.attention_dropout
         return "math" if explicit else "sdpa"
 
@@ -223,7 +221,6 @@ class Space:
 
     @cached_property
     def frames(self) -> tuple[LayoutColumns, ...]:
-        """The frames that have candidates."""
         return tuple(frame for frame in self._frames() if frame.size)
 
     @cached_property

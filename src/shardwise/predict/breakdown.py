@@ -93,7 +93,6 @@ class Breakdown(Json):
 
     @property
     def own(self) -> StageStates:
-        """States of the layout itself."""
         return next(states for states in self.states if states.stage == self.stage)
 
 
@@ -136,7 +135,6 @@ def _states(plan: UnitPlan, role: Role) -> StageStates:
 
 
 def _sent(plan: UnitPlan) -> Fraction:
-    """Bytes that a rank sends on rings for its units: rows over the axes of their gathers and reductions."""
     names = {
         unit.name: {plan.mesh.name(axes) for axes in (unit.shard, unit.again, *(hop.axes for hop in unit.reduce))}
         for unit in plan.units

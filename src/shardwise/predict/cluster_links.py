@@ -57,13 +57,11 @@ def with_links(data: dict[str, Any], cluster: Cluster | None) -> dict[str, Any]:
 
 
 def link_lines(cluster: Cluster | None) -> Iterator[str]:
-    """`links_line`, none where there is nothing to say."""
     if cluster is not None and (line := links_line(cluster)):
         yield line
 
 
 def _assumed(cluster: Cluster) -> tuple[bool, bool]:
-    """Whether the links inside a node and between nodes are the device's usual ones."""
     if not catalog.knows(cluster.device.name):
         return False, False
     usual = catalog.lookup(cluster.device.name)
@@ -80,7 +78,6 @@ def _rack(cluster: Cluster) -> str:
 
 
 def _by_pair(paths: NodePaths) -> list[tuple[Link, int]]:
-    """Links of pairs, each with how many have it, the fastest first."""
     links, counts = dict(paths.links), paths.counts()
     return sorted(((links[name], count) for name, count in counts.items()), key=lambda one: -(one[0].bandwidth or 0.0))
 

@@ -35,12 +35,10 @@ class ContextBalance(Json):
 
     @property
     def plain_largest(self) -> float:
-        """`largest` of a plain cut."""
         return largest_over_mean(self.plain_flops)
 
 
 def largest_over_mean(work: tuple[int, ...]) -> float:
-    """The largest number over the mean."""
     return max(work) * len(work) / sum(work)
 
 

@@ -103,13 +103,11 @@ def _counted(engine: str | None, model: Model, layout: Layout) -> str:
 
 
 def _schedule_notes(layout: Layout, roles: Sequence[Role]) -> list[str]:
-    """Collectives that the layout's algorithm has no schedule for."""
     unscheduled = as_under_auto(roles)
     return [f"algorithm={layout.algorithm} has no schedule for {unscheduled}: as under auto"] if unscheduled else []
 
 
 def _balance(model: Model, layout: Layout, workload: Workload) -> dict[str, Any] | None:
-    """The balance of attention over context-parallel ranks."""
     if layout.cp == 1 or not isinstance(model, ModelConfig):
         return None
     from shardwise.predict.context_balance import context_balance
@@ -121,7 +119,6 @@ def _timed(
     model: Model, layout: Layout, workload: Workload, cluster: Cluster | None, engine: str | None,
     slow: Stragglers | None, emulated: float | None, settings: EngineSettings,
 ) -> tuple[StepTiming | None, str]:  # fmt: skip
-    """As `try_step_seconds`, with an engine's settings."""
     if cluster is not None and settings.modules:
         return None, "no time of a step: that of recomputed modules is not modelled"
     timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated, settings.dtype)
@@ -200,7 +197,6 @@ def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cl
 def _role(
     model: Model, layout: Layout, workload: Workload, backend: Backend, place: int, counted: Callable[[UnitPlan], Bytes]
 ) -> Role:
-    """The ranks at one place of the pipeline. counted: bytes of a rank."""
     mesh = Mesh.of(layout, model)
     plan = unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=backend)
     ranks = mesh.stage(place)
@@ -230,7 +226,6 @@ def _served(model: Model, layout: Layout, workload: Workload, backend: Backend) 
 
 
 def _of_record(model: Model, layout: Layout, workload: Workload, backend: Backend, recorded: Role) -> Role:
-    """The ranks of a measured role, with the rows that their experts have exchanged."""
     rank = recorded.ranks[0]
     plan = unit_plan(model, layout, workload, rank=rank, backend=backend)
     plan = replace(plan, routed=RoutedRows.of(recorded.routed or {}))
@@ -251,7 +246,6 @@ def _optimizer_note(layout: Layout, workload: Workload) -> list[str]:
 
 
 def _notes(model: Model, layout: Layout, backend: Backend) -> list[str]:
-    """Assumptions and omissions, a sentence each."""
     notes = []
     if backend in ("nccl", "staged"):
         forms = "the forms for CUDA, which were measured on one H100" if isinstance(model, ModelConfig) else "CPUs"

@@ -40,7 +40,6 @@ def check_fixed(fixed: Mapping[str, Any]) -> None:
 
 
 def words_of(fixed: Mapping[str, Any]) -> str:
-    """The keys and values as text."""
     return ",".join(key if value is True else f"{key}={value}" for key, value in fixed.items())
 
 

@@ -126,7 +126,6 @@ def _check(model: Model, layout: Layout, workload: Workload) -> None:
 
 
 def _rounds(layout: Layout, step: float, outer: float) -> str:
-    """What the time of a step is the mean of, in a sentence."""
     return (
         f"sync=local: {format_time(step)} for a step and {format_time(outer)} for an outer step, one in "
         f"{layout.every}; the time is the mean of a round"

@@ -139,7 +139,6 @@ class ReportComparison(Printable):
 
     @property
     def equal_ledger(self) -> bool:
-        """Every row of every rank has the same count on both sides."""
         return self.same_ranks and all(row.equal for row in self.rows)
 
     @property
@@ -176,7 +175,6 @@ class ReportComparison(Printable):
         return iter([comparison_tables(self)])
 
     def conclusion(self) -> str:
-        """The comparison in one sentence."""
         from shardwise.report.predictions import are_predictions, prediction_conclusion
         from shardwise.report.tables import verdict
 

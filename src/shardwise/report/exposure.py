@@ -142,7 +142,6 @@ class Exposure:
         return self.step - self.compute - self.exposed
 
     def share(self, part: int) -> float:
-        """`part` as a fraction of the step."""
         return part / self.step if self.step else 0.0
 
     def sentence(self, rank: int) -> str:

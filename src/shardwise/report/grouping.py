@@ -49,7 +49,6 @@ def _group(rows: list[Row], units: list[str]) -> RowGroup[Row]:
 
 
 def group_ledger(rows: Iterable[LedgerRow]) -> tuple[RowGroup[LedgerRow], ...]:
-    """A ledger with identical blocks joined."""
     return group_units(
         rows, lambda row: row.unit, lambda row: (row.phase, row.op, row.axes, row.dtype, row.elements, row.count)
     )

@@ -49,7 +49,6 @@ class JsonLines:
                 yield after, self._item(line, after)
 
     def close(self) -> None:
-        """Close the file, if `append` has opened it."""
         if self._file is not None:
             # What cannot be written now could not be written before: `append` said so.
             with contextlib.suppress(OSError):

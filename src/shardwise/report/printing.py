@@ -38,7 +38,6 @@ class Printable:
         return as_text(self.tables(), shutil.get_terminal_size((_WIDTH, 1)).columns)
 
     def _repr_html_(self) -> str:
-        """HTML for a notebook's cell."""
         return as_html(self.tables())
 
 

@@ -32,7 +32,6 @@ class DeviceRoom:
         return "fits" if peak <= self.safe else "at risk" if peak <= self.usable else "does not fit"
 
     def verdict(self, peak: float) -> str:
-        """The state with the size that it is about."""
         size = format_bytes(self.usable)
         return f"at risk in {size}" if self.state(peak) == "at risk" else f"{self.state(peak)} {size}"
 
@@ -46,5 +45,4 @@ class DeviceRoom:
         )
 
     def to_json(self, peak: float) -> dict[str, Any]:
-        """Plain data, with the state of a peak."""
         return asdict(self) | {"safe": self.safe, "state": self.state(peak)}

@@ -113,7 +113,6 @@ class RunDirectory:
             self._write(self.run | fields)
 
     def report(self, name: str) -> Path:
-        """File of the report of this name ("predicted", "measured")."""
         return self.reports / f"{name}.json"
 
     @property
@@ -152,7 +151,6 @@ class RunDirectory:
         return self._events.items(after)
 
     def close(self) -> None:
-        """Close the files that were appended to."""
         self._events.close()
         self._updates.close()
 

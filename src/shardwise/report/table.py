@@ -57,7 +57,6 @@ class Column:
     """Characters that such a column keeps before another one is left out."""
 
     def text(self, cell: Cell) -> str | Text:
-        """A cell as it is printed."""
         if isinstance(cell, (int, float)):
             return UNITS[self.unit](cell)
         return "" if cell is None else cell
@@ -88,7 +87,6 @@ class FittedTable:
         return import_module("pandas").DataFrame(plain, columns=[column.name for column in self.columns])
 
     def _repr_html_(self) -> str:
-        """HTML for a notebook's cell."""
         from shardwise.report.printing import as_html
 
         return as_html([self])
@@ -127,7 +125,6 @@ class FittedTable:
         return wrap(cell, width) if self.columns[i].wraps and isinstance(cell, str) else cell
 
     def _fit(self, cells: Sequence[Sequence[str | Text]], width: int) -> tuple[list[int], dict[int, int]]:
-        """Indices of the columns that fit, and the width of each."""
         natural, least = {}, {}
         for i, column in enumerate(self.columns):
             lines = [column.name, *(row[i] for row in cells)]

@@ -249,7 +249,6 @@ def zero_table(
 
 
 def _fitting(held: float | None, capacity: int | None) -> Text | float | None:
-    """Bytes, with a mark where a capacity is given."""
     if held is None or capacity is None:
         return held
     return _mark(held <= capacity, format_bytes(held), format_bytes(held))
@@ -285,7 +284,6 @@ def _mark(good: bool, yes: str = "", no: str = "") -> Text:
 
 
 def _bar(value: int, longest: int, colour: str) -> Text:
-    """A bar of at most `_BAR` characters, in steps of an eighth of one."""
     steps = round(8 * _BAR * value / longest) if longest else 0
     steps = max(steps, 1) if value else 0
     return _text(_EIGHTHS[8] * (steps // 8) + _EIGHTHS[steps % 8].strip(), colour)

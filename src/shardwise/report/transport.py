@@ -72,5 +72,4 @@ def _alike(pair: tuple[LedgerRow, TransportRow]) -> tuple[object, ...]:
 
 
 def _sum(values: list[Any]) -> Any:
-    """The sum of numbers; None where one is not known."""
     return None if None in values else sum(values)

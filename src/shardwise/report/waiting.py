@@ -30,7 +30,6 @@ class RankWaiting(Json):
 
     @property
     def share(self) -> float:
-        """Waiting as a fraction of the time."""
         return self.waiting / self.seconds if self.seconds else 0.0
 
 

@@ -204,7 +204,6 @@ class Saver:
             saving.result()
 
     def _entries(self) -> list[PartEntry]:
-        """Pieces that this rank writes."""
         return [
             PartEntry(f"{kind}/{unwrapped(held.name)}", TensorSpec(shape=held.shape, dtype=dtype), held.stored)
             for kind, dtype in self._kinds.items()
@@ -224,7 +223,6 @@ class Saver:
                     yield state.get(self.program.plan.states.index(kind), start, stop)
 
     def _each(self) -> list[LocalInterval]:
-        """Elements on this rank of each entry."""
         return [*self.writes] * len(self._kinds)
 
     def _write(
@@ -252,7 +250,6 @@ class Saver:
         self.saved, self.step = folder, position.step
 
     def _told(self, arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """The arrays, with a sign of life before each is made."""
         found = iter(arrays)
         for held in self._each():
             self.pulse.work(f"the save of {held.name}")
@@ -314,7 +311,6 @@ def _whole_entry(name: str, tensor: Tensor) -> PartEntry:
 
 
 def _bits_of(tensor: Tensor) -> np.ndarray:
-    """Elements as a checkpoint stores them."""
     plain = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
     array = plain.contiguous().reshape(-1).numpy()
     return array.view(np.uint16) if tensor.dtype == torch.bfloat16 else array

@@ -73,7 +73,6 @@ def dry_run(
 
 
 def _micro_batches(plan: UnitPlan) -> str:
-    """Micro-batches that are run of a step, in words."""
     count, whole = _run(plan).micro_batches, plan.micro_batches
     return f"{count} micro-batch{'es' * (count > 1)}" + f", which stand for {whole:,}," * (count < whole)
 
@@ -131,7 +130,6 @@ def _observe_all(asked: Sequence[tuple[UnitPlan, int]]) -> Iterator[Role]:
 
 
 def _receive(pipe: Connection) -> Role:
-    """The next role that a process has observed."""
     try:
         answer = pipe.recv()
     except EOFError:

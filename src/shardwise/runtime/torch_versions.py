@@ -88,7 +88,6 @@ def compile_apart(function: Callable[..., Any], *, fullgraph: bool) -> Callable[
 
 
 def _copied(function: FunctionType) -> FunctionType:
-    """A function with code of its own."""
     copy = FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__,
         function.__closure__,

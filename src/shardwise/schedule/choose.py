@@ -170,7 +170,6 @@ class Pricer:
 
     @cached_property
     def _by_steps(self) -> list[tuple[Algorithm, int]]:
-        """The candidates with the fewest steps that they can take, fewest first."""
         found = []
         for algorithm in self.candidates:
             fewest = {"segments": 1} if "segments" in algorithm.options else {}
@@ -178,7 +177,6 @@ class Pricer:
         return sorted(found, key=lambda pair: pair[1])
 
     def _placed(self, algorithm: Algorithm) -> dict[str, int]:
-        """The options that say where the ranks are."""
         return {"node": self.network.per_node or 1} if "node" in algorithm.options else {}
 
     def crossovers(self, smallest: int, largest: int) -> list[Crossover]:

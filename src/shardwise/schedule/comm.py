@@ -82,7 +82,6 @@ class Round:
 
     @classmethod
     def join(cls, *parts: Round) -> Round:
-        """The rows of all parts, in that order, as one round."""
         return cls(*(np.concatenate(columns) for columns in zip(*(part.columns for part in parts), strict=True)))
 
     @property
@@ -122,7 +121,6 @@ class Round:
         return Round.of(cut.src, cut.dst, cut.chunk + within, to=cut.to + within, reduce=cut.reduce)
 
     def _within(self) -> Ints:
-        """0, 1, ... count - 1 of each row, end to end."""
         ends = np.cumsum(self.count)
         return np.arange(ends[-1]) - np.repeat(ends - self.count, self.count)
 
@@ -157,7 +155,6 @@ class RepeatedRounds:
 
     @classmethod
     def once(cls, round: Round, label: str = "") -> RepeatedRounds:
-        """A stage of one given round."""
         return cls(lambda k: round, 1, label)
 
     @classmethod
@@ -166,7 +163,6 @@ class RepeatedRounds:
         return [cls(lambda _, value=value: make(value), 1, label) for value in values]  # type: ignore[misc]
 
     def rounds(self) -> Iterator[Round]:
-        """The rounds in order."""
         return map(self.make, range(self.repeat))
 
 
@@ -206,7 +202,6 @@ class CommSchedule:
 
     @property
     def name(self) -> str:
-        """Such as "all-reduce ring"."""
         return f"{self.collective} {self.algorithm}"
 
     @property
@@ -225,12 +220,10 @@ class CommSchedule:
             yield from stage.rounds()
 
     def labels(self) -> Iterator[str]:
-        """The label of each round's stage, in order."""
         for stage in self.stages:
             yield from [stage.label] * stage.repeat
 
     def region(self, name: Region) -> int:
-        """The first chunk of a region."""
         return self.regions.index(name) * self.chunks
 
     def place(self, chunk: int) -> str:

@@ -118,7 +118,6 @@ def _digits(value: float) -> float:
 
 
 def _changed(network: Network, name: str, factor: float) -> Network:
-    """The network with one of its figures times `factor`."""
     whole, _, part = name.partition(".")
     old = getattr(network, whole)
     new = old._replace(**{part: getattr(old, part) * factor}) if part else old * factor
@@ -186,7 +185,6 @@ def _not_negative(a: _Floats, b: _Floats) -> _Floats:
 
 
 def _with_intervals(equations: _Floats, found: _Floats, sizes: tuple[float, ...], reads: bool) -> NetworkFit:
-    """The figures with intervals from fits to measurements drawn with replacement."""
     draw = np.random.default_rng(0)
     weights = 1 / np.maximum(np.abs(equations @ found - 1), 0.01)
     fits = []

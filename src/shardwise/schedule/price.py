@@ -97,7 +97,6 @@ class SizedProfile:
     regions: int
 
     def at(self, nbytes: float) -> Price:
-        """As `Profile.at`."""
         around = self.network.near(nbytes * self.regions)
         prices = [(share, self.profiles[index].at(nbytes)) for index, share in around]
         alpha, beta, gamma = (
@@ -136,7 +135,6 @@ def _profile(schedule: CommSchedule, network: Network) -> Profile:
 
 
 def _kinds(schedule: CommSchedule) -> Iterator[tuple[Round, int]]:
-    """One round of each kind, and how many of them there are."""
     by_key = Counter[Hashable]()
     for stage in schedule.stages:
         if stage.price_key is not None:
@@ -199,7 +197,6 @@ def _unchanged(port: NDArray, round: Round, schedule: CommSchedule, written: NDA
 
 
 def _messages(src: NDArray, dst: NDArray, part: _Floats, p: int) -> tuple[NDArray, NDArray, _Floats]:
-    """Rows joined to messages, one for each pair of ranks."""
     if not len(src) or np.bincount(src).max() == 1:
         return src, dst, part.astype(np.float64)
     pairs, which = np.unique(src * p + dst, return_inverse=True)
@@ -231,7 +228,6 @@ def _longest(alpha: _Floats, beta: _Floats) -> set[Line]:
 
 
 def _front(lines: set[Line]) -> list[Line]:
-    """The lines that no other one is above everywhere."""
     kept: list[Line] = []
     for line in sorted(lines, reverse=True):
         if not kept or line.beta > max(other.beta for other in kept):

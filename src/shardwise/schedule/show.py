@@ -222,7 +222,6 @@ def _place(schedule: CommSchedule, chunks: tuple[int, ...]) -> str:
 
 
 def _table(schedule: CommSchedule, held: list[list[Holding]]) -> Iterator[str]:
-    """One line a rank, one column a chunk: the ranks whose data it holds."""
     head = ["", *(_heading(schedule, chunk) for chunk in range(schedule.width))]
     rows = [head, *([f"rank {rank}", *map(_ranks, row)] for rank, row in enumerate(held))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -104,7 +104,6 @@ class Stragglers:
         return math.prod(one.factor for one in self.slow)
 
     def factor(self, rank: int, step: int) -> float:
-        """Factor of one step of one rank."""
         import numpy as np
 
         return float(self.factors(range(rank, rank + 1), np.array([step]))[0, 0])

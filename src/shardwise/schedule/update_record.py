@@ -65,7 +65,6 @@ class WorkerTally:
 
     @property
     def waiting_share(self) -> float:
-        """Waiting over waiting and computing."""
         total = self.waiting + self.computing
         return self.waiting / total if total else 0.0
 
@@ -98,7 +97,6 @@ class UpdateRecord:
     # -- during the run
 
     def push(self, worker: int, step: int, read: int, started: float, arrived: float) -> None:
-        """A gradient arrives."""
         place = None
         if len(self.gradients) < self.most:
             place = len(self.gradients)
@@ -114,7 +112,6 @@ class UpdateRecord:
         self.workers[worker].dropped += 1
 
     def update(self, made: Update, at: float) -> None:
-        """An update is made."""
         self.updates += 1
         if len(self.updated) < self.most:
             self.updated.append(at)
@@ -158,7 +155,6 @@ class UpdateRecord:
 
     @property
     def waiting_share(self) -> float:
-        """Waiting of all workers over their waiting and computing."""
         waiting = sum(tally.waiting for tally in self.workers)
         total = waiting + sum(tally.computing for tally in self.workers)
         return waiting / total if total else 0.0

@@ -152,7 +152,6 @@ class _Values:
 
 
 def _waves(target: Ints) -> Iterator[Ints | slice]:
-    """The rows in order, in groups that write no chunk twice."""
     if len(target) < 2 or np.bincount(target).max() == 1:
         yield slice(None)
         return

@@ -103,7 +103,6 @@ def apply_generation(
 
 
 def _own_small(part: nn.Module) -> None:
-    """Norms, biases and routers get memory of their own."""
     for module in part.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 1 or isinstance(module, Router):
@@ -191,7 +190,6 @@ class TokenGenerator:
             self.steps = self._decode_steps()
 
     def _decode_steps(self) -> DecodeSteps:
-        """Decode steps with static shapes."""
         job = self.job
         assert alone(job.layout), "a step that communicates has no static form"
         for module in self.stages.decoder.modules():
@@ -211,7 +209,6 @@ class TokenGenerator:
         return x
 
     def _twice(self, part: str) -> int:
-        """Elements of a part that are there twice while it is laid out."""
         return sum(unit.padded for unit in self.plan.units_of(part)) if self._keep(part).copies else 0
 
     def _read(self, weights: Weights, held: LocalInterval) -> int:
@@ -228,7 +225,6 @@ class TokenGenerator:
         return target.nbytes
 
     def _adopt(self, part: str) -> None:
-        """Keep a part's weights in the form in which they are multiplied with."""
         keep = self._keep(part)
         self._saved += apply_generation(
             self.stages.decoder, part, self.plan, self.comms, keep, self.caches.get(part), self.device

@@ -104,7 +104,6 @@ class ServingJob(Json):
 
     @property
     def setup(self) -> ServingSetup:
-        """The engine as its memory is counted."""
         from shardwise.predict.memory.serving import ServingSetup
 
         int8, cpu = self.quantize == "int8", self.device == "cpu"

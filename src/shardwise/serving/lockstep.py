@@ -127,7 +127,6 @@ class Lockstep:
         return OVER if self._draining else IDLE
 
     def _control(self) -> list[Command]:
-        """Commands that all ranks of the replica now receive."""
         # One rank alone sends it nowhere, and a device would only make the host wait.
         device = self.generator.device if self._others else "cpu"
         header = torch.zeros(1 + self._replicas, dtype=torch.int64, device=device)
@@ -201,7 +200,6 @@ class Lockstep:
         return torch.stack(choose(logits, samplings, places, greedy, targets=targets, banned=banned, top=step.top))
 
     def _receive_output(self, step: EngineStep, chosen: Tensor | None) -> list[Answer]:
-        """The tokens of an engine step are known."""
         wanted = step.wanted
         if not wanted:
             return []

@@ -59,7 +59,6 @@ class Pages:
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
-        """One user more of each."""
         for page in pages:
             self._users[page] += 1
             self._idle.pop(page, None)
@@ -83,7 +82,6 @@ class Pages:
         return found
 
     def _run(self, owner: int, length: int) -> range:
-        """A run of empty pages into which nobody else would grow, or else nothing."""
         start = 0
         for page in range(self.count):
             if page not in self._empty or self._hopes[page]:

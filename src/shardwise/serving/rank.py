@@ -199,7 +199,6 @@ def _wait_for_all(words: str, together: Any, signs: pulse.Pulse) -> None:
 
 
 def _warn_of_nonfinite(generator: TokenGenerator, together: Any, first: bool) -> None:
-    """Say on the replica's first rank that a rank has read weights that are not finite."""
     ranks = torch.tensor(bool(generator.nonfinite), dtype=torch.int64, device=generator.device)
     dist.all_reduce(ranks, group=together)
     if first and int(ranks):

@@ -52,7 +52,6 @@ class MessageChannel:
         self._connection = connection
 
     def send(self, messages: int | Sequence[object]) -> None:
-        """Send a replica's number, or a list of messages."""
         data = messages if isinstance(messages, int) else [_to_list(message) for message in messages]
         self._connection.send_bytes(json.dumps(data).encode())
 

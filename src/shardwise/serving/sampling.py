@@ -50,7 +50,6 @@ def choose(
 
 
 def _without(logits: Tensor, banned: dict[int, tuple[int, ...]]) -> Tensor:
-    """The logits with banned tokens made impossible."""
     allowed = logits.clone()
     for row, tokens in banned.items():
         allowed[row, [token for token in tokens if token < logits.shape[1]]] = -torch.inf

@@ -120,7 +120,6 @@ class EngineStep:
 
     @cached_property
     def wanted(self) -> list[LogitRow]:
-        """The rows whose logits are wanted, in their order."""
         return [row for chunk in self.chunks for row in _logit_rows(chunk)]
 
     @cached_property
@@ -313,14 +312,12 @@ class Scheduler:
         sequence.pages, sequence.computed, sequence.known, sequence.in_flight = [], 0, 0, False
 
     def _extend_keys(self, sequence: Sequence, count: int) -> None:
-        """Compute the keys of the first `count` pages."""
         size, keys = self.pages.size, sequence.keys
         for index in range(len(keys), count if self.pages.reuse else 0):
             before = keys[-1] if keys else START
             keys.append(page_key(before, sequence.tokens[index * size : (index + 1) * size]))
 
     def _cache_full_pages(self, sequence: Sequence) -> None:
-        """Make pages that are full after this engine step available to later requests."""
         full = sequence.computed // self.pages.size
         if self.pages.reuse and full > sequence.known:
             self._extend_keys(sequence, full)

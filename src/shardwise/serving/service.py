@@ -236,7 +236,6 @@ class Service:
                 _send(self._ways[self._sinks[number][0]], [Cancel(number)])
 
     def load(self) -> dict[int, ReplicaLoad]:
-        """Latest load report of each replica."""
         with self._changed:
             empty = ReplicaLoad(0, 0, 0, self.job.pages)
             return {replica: self._load.get(replica, empty) for replica in range(self.job.replicas)}

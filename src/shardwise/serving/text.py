@@ -134,12 +134,10 @@ class Text:
         return [found.ids for found in self.tokenizer.encode_batch(list(texts))]
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of tokens. special: with that of special ones."""
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=not special)
         return text
 
     def spelled(self, token: int) -> str:
-        """One token as text, with the blank that it begins with in the middle of a text."""
         before: str = self.tokenizer.decode(self._anchor, skip_special_tokens=False)
         text: str = self.tokenizer.decode([*self._anchor, token], skip_special_tokens=False)
         return text[len(before) :]
@@ -258,7 +256,6 @@ class Stream:
         return [whole, ("".join(self._held[place] for place in at), [*at, size])]
 
     def _give(self, count: int) -> str:
-        """Give out what is shown of so many characters."""
         text = "".join(letter for letter, shown in zip(self._held[:count], self._shown, strict=False) if shown)
         self._held, self._shown = self._held[count:], self._shown[count:]
         self.given += len(text)

@@ -49,7 +49,6 @@ class Table:
 
     @classmethod
     def of(cls, title: str, items: Sequence[Any], columns: Columns) -> Table:
-        """A table with a row for each item."""
         values = {heading: [value(item) for item in items] for heading, (_, value) in columns.items()}
         return cls(title, values, {heading: unit for heading, (unit, _) in columns.items() if unit})
 

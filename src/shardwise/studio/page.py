@@ -126,7 +126,6 @@ def _styles() -> list[str]:
 
 
 def _name(path: str) -> str:
-    """Import name of a module, from a server and from inside one file."""
     return "studio/" + path.removesuffix(".js")
 
 

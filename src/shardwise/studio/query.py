@@ -18,7 +18,6 @@ class Query:
         self.state: dict[str, Value] = {}
 
     def has(self, name: str) -> bool:
-        """Whether a parameter is given."""
         return bool(self._given.get(name, "").strip())
 
     def text(self, name: str, default: str) -> str:

@@ -234,8 +234,6 @@ def _write(out: Path, model: ModelConfig, found: dict[str, Found]) -> PartRecord
 
 
 def _values(model: ModelConfig, found: dict[str, Found]) -> Iterator[np.ndarray]:
-    """The elements of every parameter, in the order of the entries."""
-
     # A fused tensor holds several parameters, and its bias comes between them.
     @lru_cache(maxsize=2)
     def load(kind: str, name: str) -> np.ndarray:
@@ -250,7 +248,6 @@ def _values(model: ModelConfig, found: dict[str, Found]) -> Iterator[np.ndarray]
 
 
 def _cut(values: np.ndarray, place: ForeignSlice, shape: tuple[int, ...]) -> np.ndarray:
-    """A parameter's elements out of the tensor that holds it."""
     if place.run == place.stride and place.shape == shape and not place.transposed and not place.paired:
         return np.ascontiguousarray(values)
     matrix = bits(values).reshape(place.shape)

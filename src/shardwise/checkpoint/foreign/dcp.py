@@ -133,7 +133,6 @@ def _tensor(folder: Path, key: str, entry: _Entry) -> ForeignTensor:
 
 
 def _whole(entry: _Entry, where: str) -> np.ndarray:
-    """All elements of a tensor, in order."""
     assert entry.shape is not None
     dtype = dtype_name(entry.dtype, where)
     out = np.empty(entry.shape, numpy_dtype(dtype))
@@ -275,7 +274,6 @@ def write_dcp(state: WrittenState, folder: Path) -> None:
 
 
 def _sources(state: WrittenState) -> dict[str, WrittenTensor]:
-    """Key -> its tensor."""
     found = {f"model.{tensor.name}": tensor for tensor in state.tensors["model"]}
     found |= {f"model.{name}": found[f"model.{first}"] for name, first in state.aliases.items()}
     for kind in state.kinds[1:]:

@@ -203,7 +203,6 @@ def _moments(state: Any, path: Path, vectors: list[Any]) -> tuple[dict[str, list
 
 
 def _slices(state: dict[str, Any], path: Path, lengths: list[int]) -> list[dict[str, tuple[int, int]]]:
-    """For each group, where in this rank's vector the pieces of its parameters lie."""
     mappings = state.get("param_slice_mappings")
     if not isinstance(mappings, list) or len(mappings) != len(lengths):
         raise UserError(f"{path} has no param_slice_mappings: an older DeepSpeed wrote it, which is not read here")
@@ -309,7 +308,6 @@ def _universal(folder: Path, weights_only: bool) -> ForeignState:
 
 
 def _universal_model(folder: Path) -> dict[str, Any]:
-    """The run's description of itself, for information only."""
     for path in sorted(folder.glob("*mp_rank_*_model_states.pt")):
         with suppress(UserError):
             return _file(path)

@@ -158,7 +158,6 @@ def _ours(model: ModelConfig) -> list[ExportTensor]:
 
 
 def _table(tensors: list[ExportTensor], model: ModelConfig) -> str:
-    """Name of the tensor that holds the embedding."""
     table = blueprint(model).table.name
     return next(tensor.name for tensor in tensors if tensor.parts[0][0] == table)
 

@@ -126,7 +126,6 @@ class WrittenTensor:
     """All elements as a vector (`uint16` for bfloat16)."""
 
     def load(self) -> Any:
-        """The tensor, as torch's."""
         torch = torch_for_writing()
         flat = torch.from_numpy(self.read())
         return (flat.view(torch.bfloat16) if self.spec.dtype == "bfloat16" else flat).view(self.spec.shape)

@@ -80,7 +80,6 @@ class Companions:
         return {"bos_token_id": None, "eos_token_id": self._end()[1]} | self._known(config)
 
     def _known(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The ids of special tokens in a configuration that are special tokens of the tokenizer."""
         special = _Vocabulary(content_of(self.tokenizer)).special
         ids = {name: config[name] for name in _IDS if config.get(name) is not None}
         return {

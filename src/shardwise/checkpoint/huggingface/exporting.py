@@ -136,11 +136,9 @@ class OutputFolder:
             os.fsync(file.fileno())
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        """Make a JSON file."""
         self.write(name, [(json.dumps(content, indent=2) + "\n").encode()])
 
     def remove(self) -> None:
-        """Remove what was written."""
         for name in self.files:
             with suppress(OSError):
                 (self.folder / name).unlink()

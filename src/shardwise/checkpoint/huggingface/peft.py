@@ -174,7 +174,6 @@ def export_adapters(checkpoint: Checkpoint, folder: Path | str) -> Exported:
 
 
 def _config_of(model: ModelConfig, lora: Lora, base: str | None) -> dict[str, Any]:
-    """The settings of `peft.LoraConfig`."""
     (block, *_) = blueprint(model).of_kind("block")
     adapted = {p.name.removesuffix(A) + "weight" for p in block.parameters if p.name.endswith(f".{A}")}
     targets = {names_of_map(p)[-1] for p in block.parameters if p.name in adapted}

@@ -41,12 +41,10 @@ class _Stored:
 
     @property
     def file(self) -> FileTensor:
-        """The first tensor."""
         return self.parts[0][2]
 
     @property
     def dtype(self) -> str:
-        """The widest dtype of its tensors."""
         return max((file.spec.dtype for _, _, file in self.parts), key=lambda dtype: numpy_dtype(dtype).itemsize)
 
 
@@ -204,7 +202,6 @@ def _read_run(
 
 
 def _tensors(folder: Path) -> dict[str, FileTensor]:
-    """Every tensor of the folder's files, by the name in them."""
     if (folder / SINGLE).exists():
         return tensors_of(folder / SINGLE)
     path = folder / INDEX

@@ -45,7 +45,6 @@ def _read(f: Fields) -> dict[str, Any]:
 
 
 def _window(f: Fields, layers: int) -> dict[str, int]:
-    """The window, and which layers have it."""
     window = f.integer("sliding_window", default=0 if f.is_null("sliding_window") else 4096)
     types = layer_types(f, layers)
     if not window or (types and _LOCAL not in types):

@@ -32,7 +32,6 @@ def _qwen3(f: Fields) -> dict[str, Any]:
 
 
 def write_qwen(c: ModelConfig) -> dict[str, Any]:
-    """`Family.write` of all Qwen models."""
     return write_llama(c) | {"use_sliding_window": False}
 
 

@@ -68,7 +68,6 @@ def _product(term: str, scope: Scope) -> int:
 
 
 def holds(condition: Sequence[str], scope: Scope) -> bool:
-    """Whether all literals hold."""
     return all(_literal(word, scope) for word in condition)
 
 
@@ -98,7 +97,6 @@ def _literal(word: str, scope: Scope) -> bool:
 
 
 def _every(text: str, scope: Scope) -> bool:
-    """`name+1` or `name-offset`: whether the layer's number plus 1, or minus another attribute, is a multiple."""
     name, sign, shift = re.fullmatch(r"([\w.]+)([+-]?)([\w.]*)", text).groups()  # type: ignore[union-attr]
     period = int(name) if name.isdigit() else scope.attributes.get(name)
     offset = int(shift) if shift.isdigit() else scope.attributes.get(shift, 0) if shift else 0

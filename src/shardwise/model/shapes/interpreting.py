@@ -46,18 +46,15 @@ class _Reading:
     precision: Precision | None = None
 
     def get(self, *names: str) -> Any:
-        """The first attribute that is set."""
         own = self.family["names"]
         return next((v for n in names if (v := self.attributes.get(own.get(n, n))) is not None), None)
 
     def at(self, name: str, layer: int) -> Any:
-        """An attribute of one layer."""
         own = self.family["names"].get(name, name)
         value = self.attributes.get(f"{own}/layers") or self.attributes.get(own)
         return value[layer] if isinstance(value, list) and layer < len(value) else value
 
     def integer(self, *names: str, default: int = 0) -> int:
-        """The first attribute that is an integer."""
         return next((v for n in names if type(v := self.get(n)) is int), default)
 
 
@@ -118,7 +115,6 @@ def _starts(counts: list[int]) -> list[int]:
 
 
 def _experts(read: _Reading, layers: Sequence[Sequence[Shaped]]) -> Experts | None:
-    """The routed experts of the layer that has most of them."""
     routed = [[t for t in layer if _is_expert(t)] for layer in layers]
     (count, ffn), dense = max(map(_expert_size, routed), default=(0, 0)), 0
     if not count:
@@ -180,7 +176,6 @@ def _is_head(tensor: Shaped, table: Shaped) -> bool:
 
 
 def _ffn(read: _Reading, layers: Sequence[Sequence[Shaped]], hidden: int) -> int:
-    """The widest dense feed-forward part."""
     found = [s[-1] for layer in layers for n, _, s in layer if len(s) == 3 and ".experts." not in n and
              re.search(r"(down_proj|dense_4h_to_h|w2|fc2|fc_out|c_proj|wo)\.weight$", n)
              and "attn" not in n]  # fmt: skip
@@ -189,7 +184,6 @@ def _ffn(read: _Reading, layers: Sequence[Sequence[Shaped]], hidden: int) -> int
 
 
 def _latent(read: _Reading, layers: Sequence[Sequence[Shaped]]) -> LatentAttention | None:
-    """Latent attention, where a layer has the low-rank map of keys and values."""
     if not any("kv_a_proj" in n or "kv_b_proj" in n for layer in layers for n, *_ in layer):
         return None
     nope, rope, value = (read.integer(n, default=64) for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
@@ -235,7 +229,6 @@ def _parts(
 
 
 def _stored(read: _Reading, tensor: Shaped, p: Parameter) -> Parameter:
-    """A parameter of a layer with the precision of its files."""
     if read.precision is None or len(p.shape) < 2 or not tensor[0].endswith(("weight", "_proj")) or "conv" in tensor[0]:
         return p
     name = tensor[0].replace("{}", str(tensor[1])).removesuffix(".weight")
@@ -263,7 +256,6 @@ def _parameter(config: ModelConfig, read: _Reading, tensor: Shaped) -> Parameter
 
 
 def _expert(inside: str, count: int, shape: list[int]) -> Parameter:
-    """Stacked experts, as rows."""
     if count == 1:
         count, *shape = shape
     if len(shape) < 2:
@@ -315,7 +307,6 @@ def _cache(config: ModelConfig, read: _Reading, layer: int, tensors: Sequence[Sh
 
 
 def _latent_numbers(config: ModelConfig, tensors: Sequence[Shaped]) -> int:
-    """Numbers of the latent and the shared key."""
     down = [s[1] for n, _, s in tensors if "kv_a_proj" in n and n.endswith("weight")]
     assert config.latent_attention
     return down[0] if down else config.latent_attention.cached
@@ -375,7 +366,6 @@ def _scan(config: ModelConfig, read: _Reading, kind: str, tensors: Sequence[Shap
 
 
 def _state(scan: tuple[int, int, int], tensors: Sequence[Shaped]) -> int:
-    """Numbers of a layer's recurrent state and of its convolution's last inputs."""
     return math.prod(scan) + sum(s[1] * s[-1] for n, _, s in tensors if "conv1d" in n and len(s) == 4)
 
 

@@ -54,7 +54,6 @@ def attributes_of(family: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
 
 
 def _used(name: str, family: Mapping[str, Any]) -> set[str]:
-    """Names in the rule of an attribute."""
     rules = family["defaults"]
     text = json.dumps([rules.get(name), rules["null"].get(name)])
     return set(re.findall(r"[A-Za-z_][\w./]*", text))
@@ -85,7 +84,6 @@ def _entry(pairs: Sequence[Any], scope: Scope) -> Any:
 
 
 def _first(pairs: Sequence[Any], scope: Scope) -> int:
-    """The number by the first formula whose condition holds."""
     return next(evaluate(formula, scope) for condition, formula in pairs if holds(condition, scope))
 
 
@@ -94,7 +92,6 @@ def _number(dim: Any, scope: Scope) -> int:
 
 
 def tensors_of(family: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Shaped]:
-    """The tensors of a configuration."""
     yield from shaped(family, attributes_of(family, given))
 
 

@@ -102,7 +102,6 @@ def _of_scores(p: Tensor, grad: Tensor, v: Tensor, mean: Tensor) -> Tensor:
 
 
 def _by_rows(given: list[Tensor], hidden: Tensor, into: Sequence[Tensor]) -> None:
-    """The backward pass in blocks of queries."""
     q, k, v, out, grad = given
     dq, dk, dv = into
     heads, seq, width = q.shape

@@ -90,5 +90,4 @@ ONE_PASS = LossForm(_log_sums, _differentiate)
 
 
 def cuda_form() -> LossForm:
-    """The form for CUDA devices."""
     return ONE_PASS if find_spec("triton") is not None else BLOCKS

@@ -29,7 +29,6 @@ _FILL = 512
 
 @cache
 def kernels() -> Any:
-    """The module of kernels."""
     return import_module("shardwise.ops.cuda.kernels")
 
 
@@ -61,7 +60,6 @@ def dependent_launch(x: Tensor) -> dict[str, bool]:
 
 
 def power(number: int) -> int:
-    """The next power of two."""
     return 1 << (number - 1).bit_length()
 
 

@@ -96,7 +96,6 @@ class Chooser:
                 self.report.append(_line(shape, count, best, times))
 
     def fail(self, tile: Tile | None, error: Exception) -> None:
-        """Keep what went wrong."""
         self.failures.append(f"{tile}: {type(error).__name__}: {str(error)[:200]}")
 
     def measure(self, count: int) -> None:

@@ -139,7 +139,6 @@ def _pipeline(plan: UnitPlan) -> Rows:
 
 
 def stage_parts(plan: UnitPlan) -> list[list[str]]:
-    """The parts of all stages of a pipeline."""
     return plan.blueprint.stages(pipeline.stages(plan.subject, plan.layout).layers)
 
 

@@ -136,7 +136,6 @@ def _context_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
 
 
 def _exchanges(rows: Rows, plan: UnitPlan, turn: ForwardPass, part: str, pairs: Routed) -> None:
-    """Choices of each expert of the rank's place, and rows there and back."""
     axes, width = across_axes(plan.layout), plan.model.hidden
     share = expert_share(plan.layout, plan.model.experts.count, plan.tp_rank)  # type: ignore[union-attr]
     rows[(turn.phase, "all_to_all", axes, part, "int64", share.across * share.count)] += 1
@@ -145,7 +144,6 @@ def _exchanges(rows: Rows, plan: UnitPlan, turn: ForwardPass, part: str, pairs: 
 
 
 def mixtures_of(plan: UnitPlan) -> list[str]:
-    """Its blocks with experts."""
     return [part for part in blocks_of(plan) if any(p.cut == "expert" for p in plan.blueprint.part(part).parameters)]
 
 

@@ -88,7 +88,6 @@ class ContextCache(PagedCache):
         return rule.seen(queries[group.first : group.last].view(group.sequences, -1, 1), positions)
 
     def _kernel(self, rule: ScoreRule, q: Tensor, keys: int) -> tuple[Kernel, int]:
-        """The kernel, and how many rows of each sequence it has at a time."""
         if self._cpu and not rule.softcap and q.dtype != torch.bfloat16:
             return FlashOnCPU(rule.scale), len(q)
         return Explicit(rule.scale, rule.softcap), max(1, SCORES // (q.shape[1] * keys))

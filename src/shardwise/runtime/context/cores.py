@@ -98,7 +98,6 @@ class GatherSource:
         self._core = core
 
     def _order(self) -> list[int]:
-        """Ranks, this one first, as in a ring."""
         return [(self._core.rank - step) % self._core.cut.cp for step in range(self._core.cut.cp)]
 
     def around(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -176,7 +175,6 @@ def _packed(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _unpacked(packed: Tensor, keys: torch.Size, values: torch.Size) -> tuple[Tensor, Tensor]:
-    """Views of the keys and of the values."""
     k, v = packed.split([keys.numel(), values.numel()])
     return k.view(keys), v.view(values)
 

@@ -88,7 +88,6 @@ class RankExchange(TokenExchange):
         return tokens[self.plan.tp_rank * each : (self.plan.tp_rank + 1) * each]
 
     def _joined(self, rows: Tensor, like: Tensor) -> Tensor:
-        """All parts end to end."""
         tokens = like.shape[0] * like.shape[1]
         each = slice_of(self.plan.layout, tokens)
         padded = F.pad(rows, (0, 0, 0, each - len(rows))) if len(rows) < each else rows

@@ -147,14 +147,12 @@ class TrainConfig(Json):
 
     @property
     def stragglers(self) -> Stragglers:
-        """The slow ranks, with the run's seed."""
         from shardwise.schedule.stragglers import Stragglers
 
         return Stragglers.parse(self.slow, self.seed)
 
     @property
     def emulated(self) -> float | None:
-        """Seconds of `emulate`."""
         from shardwise.schedule.stragglers import emulated_seconds
 
         return emulated_seconds(self.emulate)

@@ -70,7 +70,6 @@ class Failure:
     time: float = field(default_factory=time.time)
 
     def write(self, path: Path) -> None:
-        """Write as JSON, whole or not at all."""
         partial = path.with_name(path.name + ".partial")
         partial.write_text(json.dumps(asdict(self)))
         partial.replace(path)
@@ -231,13 +230,11 @@ class _Rank:
         return self.code
 
     def send(self, number: int) -> None:
-        """Signal the rank and whatever it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
     @property
     def ending(self) -> str:
-        """End of the rank in words."""
         assert self.code is not None
         if self.code >= 0:
             return f"exited with code {self.code}"
@@ -267,7 +264,6 @@ class _Rank:
         return ""
 
     def last_words(self) -> str:
-        """The last line of its output, when that was caught."""
         if self.log is None:
             return ""
         with suppress(OSError):
@@ -390,7 +386,6 @@ class _Crew:
         return [rank.rank for rank in self.ranks if rank.code is None and rank.suspended]
 
     def _codes(self) -> list[int | None]:
-        """Exit codes; None for a running process."""
         return [rank.poll() for rank in self.ranks]
 
     def _wait(self, seconds: float) -> None:
@@ -417,7 +412,6 @@ class _Crew:
         return rank, report
 
     def _failed(self) -> Ending:
-        """Stop the others, and say who failed first, where, and who waited for it."""
         rank, report = self._cause()
         lost = tuple(item.rank for item in self.ranks if item.code is not None and item.code < 0)
         signs = {item.rank: pulse.signs_in(item.pulse) for item in self.ranks}

@@ -90,7 +90,6 @@ class Pulse:
         self._head(WORKING)
 
     def collective(self, words: str) -> None:
-        """A collective is being entered."""
         self._write(_HEAD.size + _WORDS, words)
         self._head(WORKING)
 
@@ -142,7 +141,6 @@ def read(memory: Memory, lane: int = TRAINING) -> Sign:
 
 
 def signs_in(memory: Memory) -> tuple[Sign, Sign]:
-    """The latest signs of a rank's training and of its saving."""
     return read(memory, TRAINING), read(memory, SAVING)
 
 

@@ -68,7 +68,6 @@ def _resumed(config: TrainConfig) -> dict[str, Any]:
 
 
 def _changed(config: TrainConfig | Workload | OptimizerConfig) -> dict[str, Any]:
-    """Fields that are not their defaults."""
     values = {}
     for field in fields(config):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
@@ -192,7 +191,6 @@ class RunRecorder:
         self._open = 0 if stays else len(line)
 
     def end_line(self) -> None:
-        """End the current line, before other output."""
         if self._open:
             print(flush=True)
             self._open = 0
@@ -220,7 +218,6 @@ class RunRecorder:
             self.warn(f"no more TensorBoard files: {error.strerror}", step)
 
     def _last_loss(self, step: int) -> float:
-        """The loss of a step that the run has done before."""
         losses = [e["loss"] for _, e in self.directory.events() if e.get("step") == step and "loss" in e]
         return float(losses[-1]) if losses else float("nan")
 

@@ -157,7 +157,6 @@ def check_not_diverged(config: TrainConfig) -> None:
 
 
 def _report_restart(again: TrainConfig, ending: Ending, launch: LaunchConfig, *, shrunk: bool) -> None:
-    """Say what comes now and why, and note it in the run's events."""
     where = f"from {again.resume}" if again.resume else "from the beginning, because there is no checkpoint yet"
     how = ""
     if shrunk:
@@ -170,7 +169,6 @@ def _report_restart(again: TrainConfig, ending: Ending, launch: LaunchConfig, *,
 
 
 def _note(again: TrainConfig, event: dict[str, Any]) -> None:
-    """Add to the run's events, where it has begun."""
     if (Path(again.out) / "run.json").exists():
         with RunDirectory.open(again.out) as run:
             run.append({"time": time.time(), **event})

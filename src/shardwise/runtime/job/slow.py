@@ -95,5 +95,4 @@ class TrainingClock:
             self.waiting += self._pulse.waited - waited
 
     def of_rank(self, rank: int, injected: float) -> RankWaiting:
-        """The record of the run so far."""
         return RankWaiting(rank, self.seconds, self.waiting, injected)

@@ -9,7 +9,6 @@ from shardwise.records import dataclass
 
 
 def slow_option() -> Any:
-    """The slow ranks."""
     return option(
         (),
         "slow ranks, such as rank=1,factor=3, rank=all,factor=3,probability=0.25 or rank=all,spread=0.3 (log-normal); "
@@ -19,7 +18,6 @@ def slow_option() -> Any:
 
 
 def emulate_option() -> Any:
-    """The emulated time of a step's arithmetic."""
     return option(
         None,
         "make a step's arithmetic last TIME, by sleeping after it, as if each rank had cores of its own; the "

@@ -48,7 +48,6 @@ class StopRequest:
 
     @property
     def noted(self) -> bool:
-        """Whether this rank was told."""
         return self._noted
 
     def agreed(self, step: int) -> bool:

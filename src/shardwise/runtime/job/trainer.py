@@ -88,7 +88,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 
 def _run_of(layout: Layout) -> type[TrainingRun]:
-    """What this process does in a run."""
     if not layout.served:
         return TrainingRun
     from shardwise.runtime.sync.run import ServerRun, WorkerRun
@@ -201,7 +200,6 @@ class TrainingRun:
         self._clear_records()
 
     def _clear_records(self) -> None:
-        """No step has been made yet."""
         self.diverged = ""
         """Where and how the run has diverged, the same on all ranks; empty while it has not."""
         self.skips = 0
@@ -222,13 +220,11 @@ class TrainingRun:
         self.roles: dict[int, Role] | None = None
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
-        """What this rank computes with."""
         return TrainProgram(
             plan, self.comms, self.config.optimizer, self._initial_values, self.device, folder, kept
         )  # fmt: skip
 
     def _injected(self) -> InjectedWaiting:
-        """The waiting of `--slow` and `--emulate` in this rank's steps."""
         slow = InjectedWaiting(self.config.stragglers, self.config.emulated, self.rank, self.device, self.pulse)
         if slow.active:
             self.program.computed = slow.computed
@@ -313,7 +309,6 @@ class TrainingRun:
         return self._finish(first, self._validate(config.steps), loss)
 
     def _break_off(self) -> NoReturn:
-        """End before the last step, with everything saved that is finite."""
         if self.record:
             self.record.end_line()
         self._end()
@@ -333,7 +328,6 @@ class TrainingRun:
         self.pulse.idle()
 
     def _how_it_diverged(self) -> str:
-        """Where the run has diverged, what is saved of it, and what to do."""
         kept = self.saver.saved or self.config.resume
         where = f"its last finite state is in {kept}" if kept else "nothing was saved"
         skip = " --on-nonfinite skip leaves out a bad batch." if self.config.on_nonfinite == "stop" else ""
@@ -414,7 +408,6 @@ class TrainingRun:
         return (kinds[0] + (self.rounds.every - 1) * kinds[1]) / self.rounds.every
 
     def _measured(self, role: Role, recorded: Recorded | None) -> None:
-        """The measurements of a step are complete on this rank."""
         self.roles = self._gather(role, recorded)
 
     def _rate(self, seconds: float) -> float:
@@ -535,11 +528,9 @@ class TrainingRun:
         return bool(self.diverged)
 
     def _number(self, step: int) -> int:
-        """Number of a step by which slow ranks draw."""
         return step
 
     def _micro_batches(self, step: int, key: int) -> list[tuple[Batch, Tensor]]:
-        """This rank's share of the step's batch."""
         return self.batches["train"].step(self.at.samples, self.config.workload.batch, key)
 
     def _named(self, error: RuntimeError, step: int) -> RuntimeError:
@@ -569,7 +560,6 @@ class TrainingRun:
         return mean
 
     def _over_replicas(self, total: float, tokens: int) -> tuple[float, int]:
-        """Summed loss and tokens of all replicas."""
         if self.config.layout.independent == 1:
             return total, tokens
         both = torch.tensor([total, tokens], dtype=torch.float64)
@@ -625,7 +615,6 @@ class TrainingRun:
         return {"waiting": [one.to_json() for one, _ in ranks]}
 
     def _on_rank_0(self, value: Any) -> dict[int, Any] | None:
-        """The value of every rank, by rank."""
         values: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(value, values)
         return dict(enumerate(values)) if values is not None else None

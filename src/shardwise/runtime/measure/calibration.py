@@ -218,7 +218,6 @@ class DeviceBench:
         return min(blocks)
 
     def _often(self, call: Call, budget: float, least: int, most: int) -> int:
-        """Number of calls within the budget, the same number on all ranks."""
         one = torch.tensor(self._block(call, 1, time.perf_counter), dtype=torch.float64)
         dist.all_reduce(one, dist.ReduceOp.MAX)
         return max(least, min(most, math.ceil(budget / float(one))))
@@ -236,7 +235,6 @@ class DeviceBench:
 
 
 def _about(device: torch.device) -> dict[str, Any]:
-    """Description of the device."""
     if device.type != "cuda":
         cores = len(os.sched_getaffinity(0))
         return {

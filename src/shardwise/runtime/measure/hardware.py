@@ -21,7 +21,6 @@ from shardwise.runtime.transport.waits import cycles_per_second
 
 
 def has_cuda() -> bool:
-    """Whether torch sees a CUDA device."""
     return torch.cuda.is_available()
 
 
@@ -71,7 +70,6 @@ class DeviceQueue:
         self._device, self._rate = device, cycles_per_second(device)
 
     def seconds(self, call: Callable[[], object], count: int, waits: float) -> float:
-        """Seconds of one of `count` calls. waits: seconds for which the device waits."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         synchronize(self._device)
         torch.cuda._sleep(max(1, round(waits * self._rate)))

@@ -84,7 +84,6 @@ class LiveStorages(TorchDispatchMode):
         self.change(size)
 
     def follows(self, value: Tensor) -> bool:
-        """Whether a tensor's storage has appeared."""
         return value.untyped_storage()._cdata in self._seen
 
     def reference(self, key: int) -> weakref.ref[Any] | None:
@@ -170,13 +169,11 @@ class StepMeasurement:
         return packed
 
     def _unpacked(self, key: int) -> None:
-        """Autograd has let go of a saved tensor."""
         self._saved[key][1] -= 1
         if not self._saved[key][1]:
             del self._saved[key]
 
     def _count(self, kept: list[WeightGradient]) -> None:
-        """Look at what is there for backward now."""
         results = {key: nbytes for key, (nbytes, _) in self._saved.items()}
         for storage in (tensor.untyped_storage() for product in kept for tensor in product.reads):
             if storage._cdata not in self._known:
@@ -206,5 +203,4 @@ class StepMeasurement:
 
 
 def _unique_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

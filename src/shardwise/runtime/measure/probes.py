@@ -188,7 +188,6 @@ def _copy(nbytes: int, device: torch.device) -> Call:
 
 
 def _turns(make: Callable[..., Call], shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
-    """Calls on several sets of tensors by turns."""
     nbytes = shape[0] * shape[1] * dtype.itemsize
     calls = cycle([make(shape, dtype, device) for _ in range(max(1, min(16, ROTATED // (3 * nbytes))))])
     return lambda: next(calls)()
@@ -249,7 +248,6 @@ def _packing(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -
 
 
 def _unpacking(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Call:
-    """Its work after it."""
     total = torch.zeros(math.prod(shape), dtype=dtype, device=device)
     packed = torch.zeros(packed_bytes(len(total), GRADIENT_BITS), dtype=torch.uint8, device=device)
     return lambda: add_up_packed([packed], GRADIENT_BITS, Target(total, True))

@@ -77,7 +77,6 @@ def within_limits(samples: Sequence[Probed], kind: str, again: Callable[[int, in
 
 
 def _limit_of(samples: Sequence[Probed], sample: Probed) -> int:
-    """Index of the sample that sets a sample's limit: the best product of attention's dtype or of fp32, or the copy."""
     if sample.what != "attention":
         return next(at for at, each in enumerate(samples) if each.what == "copy")
     dtypes = {"float32", sample.of[0]}
@@ -91,7 +90,6 @@ def _copied(samples: Sequence[Probed]) -> float:
 
 
 def _least_bytes(sample: Probed) -> float:
-    """Least bytes that an operation moves; 0 for those without a limit."""
     if sample.what == "row":
         return math.prod(sample.shape) * _WIDTH[sample.of[0]]
     if sample.what == "pass" and sample.of[0] in _MOVED:

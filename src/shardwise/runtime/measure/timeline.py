@@ -102,7 +102,6 @@ class TimelineCollective:
             self.waited = self.timeline.mark(WAITING, f"for {self.name}")
 
     def arrived(self) -> None:
-        """The rank resumes its computation."""
         self.back = self.timeline.resume()
 
     def times(self, end: int) -> tuple[int, int, int]:
@@ -161,7 +160,6 @@ class TimelineRecorder:
     # -- what happens
 
     def now(self) -> Any:
-        """A moment of the clock."""
         return self._clock.now()
 
     def since_start(self, moment: Any) -> int:
@@ -193,7 +191,6 @@ class TimelineRecorder:
         self._copies += [_event(f"{op[0]} {unit}", op[1], start - began, stop - began) for start, stop in spans]
 
     def _watch(self) -> None:
-        """Note what is computed, where the program says so."""
         program = self._program
         engine = program.engine
         self._note(engine, "begin_step", lambda: "start of the step")

@@ -88,7 +88,6 @@ class SavedTensors:
         """Address of a live storage -> (its key, a tensor that keeps it alive)."""
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Hooks that move what is saved in their context."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -161,7 +160,6 @@ class SavedTensors:
         return sum(tensor.nbytes for tensor in self._away.values())
 
     def drop(self) -> None:
-        """The block's backward is over."""
         for tensor in self._away.values():
             self._of.free(tensor)
         self._away.clear()
@@ -170,7 +168,6 @@ class SavedTensors:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor's whole storage, as uint8."""
     storage, width = tensor.untyped_storage(), tensor.dtype.itemsize
     if storage.nbytes() % width:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

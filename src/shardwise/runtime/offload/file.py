@@ -109,7 +109,6 @@ class OffloadFile:
     # -- bytes
 
     def _move(self, call: Callable[..., int], buffer: memoryview, at: int, what: str) -> None:
-        """Read or write a whole buffer at a byte of the file."""
         while len(buffer):
             try:
                 count = call(buffer, at)
@@ -278,7 +277,6 @@ def _view(buffer: Tensor) -> memoryview:
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """The file of a rank in a folder."""
     return folder / f"rank-{rank:05d}.state"
 
 

@@ -168,7 +168,6 @@ class StageRunner:
         return y
 
     def _part(self, name: str, part: nn.Module, x: Tensor | None, batch: Batch, saved: SavedTensors | None) -> Tensor:
-        """saved: where the part's saved tensors go instead of the device."""
         engine = self.engine
 
         def finish() -> None:

@@ -55,11 +55,9 @@ class Rounds:
         return cls(layout.every if layout.local_sgd else 1, steps)
 
     def begins(self, step: int) -> bool:
-        """Whether a round begins with a step."""
         return step % self.every == 0
 
     def ends(self, step: int) -> bool:
-        """Whether a round ends with a step."""
         return (step + 1) % self.every == 0 or step + 1 == self.steps
 
     def due(self, period: int, step: int) -> bool:
@@ -253,7 +251,6 @@ class OuterStep:
                 unit.average(kind, self._room(unit), self._comms)
 
     def _room(self, unit: OuterUnit) -> Tensor:
-        """Room for a number per element of the unit's interval, on the device."""
         dtype, device = torch_dtype(self._plan.master_dtype), unit.state.flat.whole.device
         return torch.empty(unit.elements, dtype=dtype, device=device)
 
@@ -283,7 +280,6 @@ class OuterStep:
         self._sums = []
 
     def mean(self, total: float, count: int) -> float:
-        """A replica's total over its count, over those of all replicas."""
         ((total, tokens),) = self._over_replicas([(total, float(count))], 1)
         return total / max(1.0, tokens)
 
@@ -307,7 +303,6 @@ class OuterStep:
         return [] if self._on_host else self._tensors()
 
     def on_host(self) -> list[Tensor]:
-        """Those in the host's memory."""
         return self._tensors() if self._on_host else []
 
     @property

@@ -77,7 +77,6 @@ class ServedRun(TrainingRun):
 
     @property
     def _shares(self) -> int:
-        """Updates that a step of the run makes."""
         return self.config.layout.dp if self.config.layout.asynchronous else 1
 
     def _boundaries(self, start: int, measured: int) -> Iterator[int]:
@@ -89,13 +88,11 @@ class ServedRun(TrainingRun):
         self._ready = (role, recorded)
 
     def _judge(self, skips: int) -> None:
-        """Whether the run has diverged. skips: updates that the servers have left out."""
         if skips and self.config.on_nonfinite == "stop":
             what = "an update that was not finite" if skips == 1 else f"{skips} updates that were not finite"
             self.diverged = f"up to step {self.at.step}: the servers left out {what}"
 
     def _meet(self, boundary: int, measured: int, stopped: bool) -> None:
-        """Gather, where all ranks are, the servers' records, and what has been measured."""
         self._gather_records()
         if measured >= 0 and not stopped and boundary == min(measured + REPORTED, self.config.steps):
             if self.role is not None:
@@ -132,7 +129,6 @@ class WorkerRun(ServedRun):
 
     @property
     def optimizer(self) -> RemoteOptimizer:
-        """The program's."""
         optimizer = self.program.optimizer
         assert isinstance(optimizer, RemoteOptimizer)
         return optimizer
@@ -216,7 +212,6 @@ class ServerRun(ServedRun):
         return _NoProgram(plan, self.comms)  # type: ignore[return-value]
 
     def _open_corpus(self, plan: UnitPlan) -> None:
-        """No text is read here."""
         self.entropy = math.nan
 
     def _restored(self, checkpoint: Path) -> Position:

@@ -128,7 +128,6 @@ class Server:
         self.failure: BaseException | None = None
 
     def start(self) -> None:
-        """Begin to serve."""
         for thread in self._threads:
             thread.start()
 
@@ -240,7 +239,6 @@ class Server:
                 self._send(answer.worker * self.parts + part, answer.next)
 
     def _end_after(self, step: int) -> None:
-        """Have all workers end before a step that none of them has begun. step: the last one that was pushed."""
         now = self.policy.version // self.workers if self._at_once else max(step, self.policy.version)
         self.stop_before = self.stop_before or now + 2 + self._layout.staleness
 

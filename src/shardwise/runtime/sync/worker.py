@@ -188,7 +188,6 @@ class RemoteOptimizer:
         self.stop_before = head.c
 
     def done(self) -> None:
-        """No more requests come from this rank."""
         works = []
         for server, _ in self.servers:
             works += self.mail.ask(server, Header(DONE))
@@ -234,7 +233,6 @@ class RemoteOptimizer:
         return self._kept
 
     def on_host(self) -> list[Tensor]:
-        """Nothing is offloaded."""
         return []
 
     def buffers_on_host(self) -> list[Tensor]:

@@ -112,7 +112,6 @@ def _differentiate(
 
 
 def _inside(targets: Tensor, start: int, stop: int) -> Tensor:
-    """Whether each target is among the local columns."""
     return (targets >= start) & (targets < stop)
 
 

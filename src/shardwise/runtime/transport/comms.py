@@ -71,7 +71,6 @@ class Timing:
     """Traffic of this rank, where a schedule of the layout's ran."""
 
     def add(self, moved: Moved) -> None:
-        """One run of a schedule."""
         nbytes, steps = self.moved or (0, 0)
         self.moved = Moved(nbytes + moved.nbytes, steps + moved.steps)
 
@@ -239,7 +238,6 @@ class Comms:
             transport.abort()
 
     def close(self) -> None:
-        """Release what is shared with other ranks."""
         for transport in self._transports.values():
             transport.close()
 
@@ -262,7 +260,6 @@ class Comms:
             self.phase = before
 
     def ledger(self) -> tuple[LedgerRow, ...]:
-        """The recorded rows, sorted."""
         return tuple(sorted(LedgerRow(*key, count=timing.count) for key, timing in self.timings.items()))  # type: ignore[arg-type]
 
     def transport(self) -> tuple[TransportRow, ...]:

@@ -83,7 +83,6 @@ class Mail:
         return Works([self.receive(x, peer) for peer, x in enumerate(out) if peer != self.rank and x.numel()])
 
     def _words(self, peer: int) -> memoryview:
-        """The peer's words, once it has made its mail."""
         words = self._peer_flags[peer]
         if words is None:
             self.spin.wait(self._flags[peer], self._announced, 1, self.peers[peer])
@@ -114,7 +113,6 @@ class Mail:
         return Arriving(self, out, peer, number)
 
     def came(self, peer: int, number: int) -> bool:
-        """Whether message `number` of `peer` is there."""
         return self._flags[peer][self._announced] > 0 and self._words(peer)[self.rank * _EACH] > number
 
     def take(self, out: Tensor, peer: int, number: int) -> None:

@@ -70,7 +70,6 @@ class RankPlan:
 
     @cached_property
     def rounds(self) -> int:
-        """Rounds in which this rank reads a peer's memory or is read."""
         reads = {step.number for step in self.steps if any(transfer.peer != self.rank for transfer in step.transfers)}
         return len(reads | {number for number, _ in self.read})
 
@@ -201,7 +200,6 @@ def rank_plan(schedule: CommSchedule, elements: int, rank: int) -> RankPlan:
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """Merge elements into as few spans as possible, in order."""
     merged: list[Span] = []
     for start, stop in sorted(spans):
         if merged and start <= merged[-1][1]:

@@ -104,7 +104,6 @@ class ProcessGroupTransport(Transport):
         return _Sum(work, list(received.view_as(pieces)), into, scratch)
 
     def _unsummed(self, own: Tensor) -> list[Tensor]:
-        """Summands of this rank's piece."""
         return [own]
 
     def all_to_all(

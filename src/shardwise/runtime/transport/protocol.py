@@ -112,5 +112,4 @@ class Transport(Protocol):
         return
 
     def close(self) -> None:
-        """Release what is shared with other ranks."""
         return

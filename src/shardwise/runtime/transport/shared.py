@@ -163,7 +163,6 @@ class SharedTransport(Transport):
         return stage
 
     def aside(self, elements: int, dtype: Any) -> Array:
-        """A buffer of this rank's own."""
         if self._aside.nbytes < elements * dtype.itemsize:
             self._aside = np.empty(elements * dtype.itemsize, np.uint8)
         return self._aside.view(np.uint8)[: elements * dtype.itemsize].view(dtype)

@@ -161,7 +161,6 @@ class SharedCollective:
             self._own, self._memory = _NOTHING, None
 
     def wait_idle(self) -> None:
-        """Wait until the peers have read what they read of this rank."""
         for fence in self._plan.after:
             self._await(fence.peer, _READ, fence.round)
 

@@ -57,7 +57,6 @@ class StagingArea:
         return self._buffer[start : start + elements * dtype.itemsize].view(dtype)
 
     def copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A flat copy of a tensor in the next part."""
         return self.cut(tensor.numel(), dtype or tensor.dtype).copy_(tensor.reshape(-1))
 
 

@@ -164,13 +164,11 @@ class Engine:
         return staging
 
     def _allocate(self, elements: int, dtype: torch.dtype, device: torch.device, axes: Axes) -> Tensor:
-        """Lasting memory for gathers and reduce-scatters."""
         memory = self.comms.allocate(elements, dtype, device, axes)
         self.tally.add("comm", memory.nbytes)
         return memory
 
     def _reserve(self, device: torch.device) -> list[Tensor]:
-        """Buffer of the transport for the largest reduce-scatter, besides the gradients."""
         scatters = {
             hop.axes: (unit.padded, hop.dtype)
             for unit in sorted(self.plan.units, key=lambda unit: unit.padded)
@@ -216,7 +214,6 @@ class Engine:
 
     @property
     def trained(self) -> list[FlatUnit]:
-        """The units with gradients."""
         return [flat for flat in self.units.values() if flat.trains]
 
     def _placed(self) -> list[Placed]:
@@ -277,7 +274,6 @@ class Engine:
         self._gathers.update(dict.fromkeys(arriving, DONE))
 
     def _resident(self, uses: Sequence[Sequence[Use]]) -> dict[str, str]:
-        """Slot -> the unit that these uses leave in it."""
         gathers = (gather for some in uses for use in some for gather in use.gathers)
         return {self.units[gather.unit].unit.slot: gather.unit for gather in gathers}
 
@@ -316,7 +312,6 @@ class Engine:
             self._allocate_grads(part)
 
     def _follow(self, kind: str, part: str) -> None:
-        """The plan's next use of weights."""
         use = self._uses[self._at]
         assert (use.kind, use.part) == (kind, part), f"the plan says {use}, the program {kind} {part}"
         self._at += 1
@@ -336,7 +331,6 @@ class Engine:
             self._read_ahead(self._uses[self._at + 1])
 
     def _read_ahead(self, use: Use) -> None:
-        """Read what the gathers after the next ones will need."""
         assert self.stored is not None
         pending = {self.units[name].unit.slot for name in self._gathers}
         for gather in use.gathers:
@@ -366,7 +360,6 @@ class Engine:
         return self.comms.all_gather(out, piece, gather.axes, gather.unit, done=flat.gathered, later=True)
 
     def _interval(self, flat: FlatUnit) -> Tensor:
-        """This rank's interval of a unit, on the device."""
         return flat.interval if self.stored is None else self.stored.fetch(flat, self.comms)
 
     @contextmanager
@@ -383,11 +376,9 @@ class Engine:
             slot.free()
 
     def _flats(self, part: str) -> list[FlatUnit]:
-        """The units whose weights `part` reads."""
         return [self.units[unit.name] for unit in self.plan.units_of(part)]
 
     def _trained(self, part: str) -> list[FlatUnit]:
-        """Those of them that have gradients."""
         return [self.units[unit.name] for unit in self.plan.trained_units(part)]
 
     def _allocate_grads(self, part: str) -> None:
@@ -460,7 +451,6 @@ class Engine:
                 self._gathers[unit.name].wait()  # its buffer is the next one's
 
     def reshard(self, stage: int) -> None:
-        """Free them."""
         assert self._residency is not None
         for unit in self._residency.free(stage):
             self.units[unit.name].free_slot()

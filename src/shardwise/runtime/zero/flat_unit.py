@@ -41,7 +41,6 @@ class PackedWeights:
         tally.add("comm", nbytes)
 
     def quantize(self, interval: Tensor) -> None:
-        """Pack this rank's weights as they are now."""
         for run in self._unit.packed_runs(self._place, WEIGHT_BITS):
             pack(interval[run.elements], WEIGHT_BITS, self.own[run.packed])
 
@@ -153,7 +152,6 @@ class FlatUnit:
 
     @property
     def grads_interval(self) -> Tensor:
-        """The accumulated gradient of this rank's interval."""
         grads = self.grads.tensor
         return grads if self.plan.layout.stage >= 2 else grads[self.start : self.stop]
 
@@ -197,7 +195,6 @@ class FlatUnit:
             self.copy.copy_(self._copied)
 
     def free_slot(self) -> None:
-        """Free the memory of gathered weights."""
         assert self.slot is not None
         self.slot.free()
         if self.packed is not None:
@@ -255,7 +252,6 @@ class FlatUnit:
         return self.accumulator() if self.plan.layout.stage >= 2 else Target(self.grads_interval)
 
     def add_gradients(self, piece: Tensor) -> None:
-        """Accumulate one micro-batch's gradient."""
         into, adds = self.accumulator()
         if adds:
             into.add_(piece)

@@ -181,14 +181,12 @@ class Optimizer:
         return norm
 
     def _release(self) -> None:
-        """Release gradients that update nothing, and the errors of packing them."""
         for state in self.states:
             state.flat.grads.free()
             if state.flat.residuals is not None:
                 state.flat.residuals.drop()
 
     def _update_load(self, load: Load, arrays: list[Tensor], lr: float, coefficient: float) -> None:
-        """Update what has been read from the file."""
         state = self._by_unit[load.unit]
         self._update(state, state.cut + load.start, arrays, lr, coefficient)
 
@@ -284,16 +282,13 @@ class Optimizer:
                 state.put(MASTER, first, master + change[a - start : b - start].to(master))
 
     def owned(self) -> list[Tensor]:
-        """The tensors that count as optimizer state on the device."""
         return [tensor for state in self.states for run in state.here for tensor in run.own]
 
     def on_host(self) -> list[Tensor]:
-        """The tensors of optimizer state in the host's memory."""
         runs = (run for state in self.states for run in state.away)
         return [tensor for run in runs if isinstance(run, MemoryState) for tensor in run.own]
 
     def buffers_on_host(self) -> list[Tensor]:
-        """The lasting buffers of offloaded updates."""
         return [self._gradient]
 
 

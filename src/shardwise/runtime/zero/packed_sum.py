@@ -60,7 +60,6 @@ class Residuals:
         return self.first[self._own(comms)] if comms.index(self._unit.replicate) == 0 else None
 
     def drop(self) -> None:
-        """Drop all residuals on this rank."""
         self.first.zero_()
         self.second.zero_()
 

@@ -251,7 +251,6 @@ def first_rounds(src: Ints, dst: Ints, colour: Ints) -> Ints:
 
 
 def _other_at(ends: Ints, edges: int) -> list[int]:
-    """For each edge the other one with the same end, -1 where there is none."""
     partner, seen = [-1] * edges, dict[int, int]()
     for e, end in enumerate(ends.tolist()):
         if end in seen:

@@ -88,7 +88,6 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro if self.micro >= 0 else ''}"
 
     def leaves(self) -> tuple[Action, ...]:
-        """Itself, or the parts of an OVERLAP_F_B."""
         return self.parts or (self,)
 
     def overlaps(self) -> bool:

@@ -144,7 +144,6 @@ def release(mine: Sequence[Action], placement: tuple[int, ...]) -> list[Action]:
 
 
 def _neighbors(bare: PipelineSchedule, rank: int) -> list[int]:
-    """The ranks whose results a rank computes on."""
     last = bare.stages - 1
     found = {bare.placement[stage + by] for stage in bare.held[rank] for by in (-1, 1) if 0 <= stage + by <= last}
     if bare.ring and 0 in bare.held[rank]:
@@ -153,7 +152,6 @@ def _neighbors(bare: PipelineSchedule, rank: int) -> list[int]:
 
 
 def _leaving(bare: PipelineSchedule, rank: int) -> list[Message]:
-    """The messages that a rank sends, in order."""
     placement, last, found = bare.placement, bare.stages - 1, []
     for index, action in enumerate(bare.actions[rank]):
         for kind, stage, micro, _, _ in action[4] or (action,):
@@ -289,7 +287,6 @@ def _gathers(mine: Sequence[Action], resident: int) -> Posts:
 
 
 def _reductions(mine: Sequence[Action], micro: int, reduce: Reduce) -> Posts:
-    """The reductions after each computation that finishes gradients of weights."""
     found: Posts = defaultdict(list)
     finished: Counter[int] = Counter()
     for index, action in enumerate(mine):

@@ -111,7 +111,6 @@ class _Flow:
         return BlockedRank(rank, at, action, awaited, self.schedule.placement[awaited.stage])
 
     def advance(self, rank: int) -> None:
-        """Take the rank's actions up to the first that waits for another rank's."""
         mine, spans, posted = self.schedule.actions[rank], self.spans[rank], self.posted
         seconds, count, delay = self.times.by_kind, self.schedule.micro, 0.0 if self.times.overlap else self.times.hop
         index, now, end = self.next[rank], self.now[rank], len(mine)
@@ -163,7 +162,6 @@ class _Flow:
         return whole
 
     def lands(self, kind: str, stage: int, micro: int) -> int:
-        """The message that a send is one end of."""
         count = self.schedule.micro
         if kind == "SEND_B":
             return 2 * ((stage - 1) * count + micro) + 1

@@ -72,7 +72,6 @@ class PipelineSchedule:
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """Rank -> its stages, ascending."""
         found: list[list[int]] = [[] for _ in self.actions]
         for stage, rank in enumerate(self.placement):
             found[rank].append(stage)
@@ -111,7 +110,6 @@ class PipelineSchedule:
         return (0, micro + self.ring) if self.ring and micro + self.ring < self.micro else None
 
     def crosses(self, a: int, b: int) -> bool:
-        """Whether two stages are on different ranks."""
         return self.placement[a] != self.placement[b]
 
     def partner(self, action: Action) -> Action | None:

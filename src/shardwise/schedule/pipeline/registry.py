@@ -26,7 +26,6 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 
 def one_chunk(p: int, m: int, v: int) -> str:
-    """The rule of schedules with one chunk a rank."""
     return "" if v == 1 else "it has one chunk a rank: v=1"
 
 

@@ -238,8 +238,6 @@ def _placement(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 
 def _with_peers(bare: PipelineSchedule, rows: Iterable[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """The lists with the peers that follow from the placement, where there are any."""
-
     def peer(action: Action) -> Action:
         if action.kind == "SHARE_LOSS":
             return action._replace(peer=bare.loss_rank)

@@ -66,7 +66,6 @@ class Simulated:
 
     @cached_property
     def own_idle(self) -> tuple[float, ...]:
-        """Own span less `busy`."""
         return tuple(map(_left, self.own_span, self.busy))
 
     @property
@@ -146,7 +145,6 @@ def _apart_from_micro(action: Action) -> Any:
 
 
 def _matches(short: list[Any], longer: list[Any]) -> list[int]:
-    """Actions with the additional periods where their loops end."""
     found: list[int] = []
     at = 0
     for index, action in enumerate(short):

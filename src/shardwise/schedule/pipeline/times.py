@@ -45,12 +45,10 @@ class Times:
 
     @classmethod
     def none(cls, stages: int) -> Times:
-        """Everything takes no time."""
         return cls((0,) * stages, (0,) * stages, (0,) * stages)
 
     @classmethod
     def equal(cls, stages: int, forward: float, input: float, weight: float) -> Times:
-        """Equal times of all stages."""
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages)
 
     @classmethod

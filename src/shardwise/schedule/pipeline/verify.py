@@ -85,7 +85,6 @@ class _Lists:
         self.endings: Counter[tuple[str, int]] = Counter()
 
     def check(self, rank: int) -> None:
-        """Read one rank's list."""
         found, done = self.found, self.done
         held = set(self.schedule.held[rank])
         self.gathered = set()
@@ -166,7 +165,6 @@ class _Lists:
         return "" if action.peer == rank else f"its peer is rank {rank}, which has {partner}, not rank {action.peer}"
 
     def use(self, action: Action) -> str:
-        """Error of an action on one micro-batch."""
         kind, stage, micro, _, _ = action
         did, bit = self.done[stage][micro], _DOES[kind]
         if did & bit:
@@ -190,7 +188,6 @@ class _Lists:
         return ""
 
     def neighbour(self, action: Action, did: int) -> str:
-        """Whether what a computation gets from the neighbouring stage is posted, or there."""
         kind, stage, micro, _, _ = action
         if kind == "F":
             source, arrives, result = self.schedule.input_of(stage, micro), _RECV_F, _F
@@ -205,7 +202,6 @@ class _Lists:
         return "" if there else f"{self.name(result, *source)} must stand before it"
 
     def whole(self, action: Action, rank: int) -> str:
-        """Error of an action on the whole step."""
         kind, stage, last = action.kind, action.stage, self.schedule.stages - 1
         if kind == "UNSHARD" or kind == "RESHARD":
             return self.residence(action)
@@ -237,7 +233,6 @@ class _Lists:
         return "" if there else "the parameters are not there"
 
     def tied(self, action: Action, rank: int) -> str:
-        """Both ends add the other's reduced gradients, once."""
         ends = self.schedule.tied_ends
         if rank not in ends:
             return "no other rank has a copy of the tied table"
@@ -250,14 +245,12 @@ class _Lists:
         return "" if self.reduced[stage] else f"{stage}REDUCE_GRAD must stand before it"
 
     def loss(self, action: Action, rank: int) -> str:
-        """Every rank gets the loss from the one that has it."""
         root, last = self.schedule.loss_rank, self.schedule.stages - 1
         if action.peer != root:
             return f"rank {root} has the loss (stage {last}), not rank {action.peer}"
         return self.after_all(_F, last) if rank == root else ""
 
     def after_all(self, bit: int, stage: int) -> str:
-        """Whether something has been done with all micro-batches of a stage."""
         missing = [micro for micro, did in enumerate(self.done[stage]) if not did & bit]
         if not missing:
             return ""
@@ -265,7 +258,6 @@ class _Lists:
         return f"{self.name(bit, stage, missing[0])} must stand before it{more}"
 
     def missing(self) -> list[PipelineDefect]:
-        """Actions that are nowhere."""
         schedule = self.schedule
         for stage, rank in enumerate(schedule.placement):
             usual = self.whole_of(stage, 0), self.whole_of(stage, schedule.micro - 1)
@@ -309,7 +301,6 @@ def _first(bits: int, stage: int, micro: int) -> Action:
 
 
 def _crossed(schedule: PipelineSchedule) -> list[PipelineDefect]:
-    """Messages between two ranks that are received in another order than they are sent."""
     stages, micro_batches = schedule.stages, schedule.micro
     sent: dict[tuple[int, int], list[int]] = defaultdict(list)
     received: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -349,14 +340,12 @@ def _first_crossing(schedule: PipelineSchedule, src: int, dst: int) -> PipelineD
 
 
 def _stuck(schedule: PipelineSchedule) -> list[PipelineDefect]:
-    """Ranks that wait for ever, and for whom."""
     waiting = flow(schedule, rendezvous=True).waiting
     by_rank = {one.rank: one for one in waiting}
     return [PipelineDefect(f"deadlock: {_chain(one, by_rank)}", one.rank, one.index, one.action) for one in waiting]
 
 
 def _chain(one: BlockedRank, waiting: dict[int, BlockedRank]) -> str:
-    """The circle of ranks that wait for each other."""
     links: list[str] = []
     seen: set[int] = set()
     while one.rank not in seen:

@@ -27,7 +27,6 @@ def dump(data: Any) -> bytes:
 
 
 def event(data: Any) -> bytes:
-    """A server-sent event."""
     return b"data: " + dump(data) + b"\n\n"
 
 
@@ -55,7 +54,6 @@ class Answers(ABC):
         """A choice's part of an event."""
 
     def _first(self, choice: int) -> dict[str, Any] | None:
-        """First chunk of a choice in a stream, None for nothing."""
         return None
 
     @abstractmethod

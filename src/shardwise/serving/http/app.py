@@ -72,7 +72,6 @@ def application(
 
 
 def answer(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A response of JSON."""
     return Response(dump(data), status, headers, "application/json")
 
 
@@ -128,7 +127,6 @@ class _Routes:
         return await self._answered(request, Chats, [Prompt(tokens)], wanted, arrived)
 
     def _prompts(self, prompt: Any, wanted: CompletionRequest) -> list[Prompt]:
-        """One prompt or several, each a text or token ids."""
         front, n = self._front, wanted.n
         several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
         front.check_count(len(several) * n, "n" if n > 1 else "prompt")

@@ -53,7 +53,6 @@ class Chat:
 
     @property
     def known(self) -> bool:
-        """Whether there is a template."""
         return self._template is not None
 
     def encode(self, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None) -> list[int]:
@@ -93,7 +92,6 @@ class Chat:
         return {"role": role, **self._marked({"content": content, **name}, control)}
 
     def _marked(self, value: Any, control: re.Pattern[str]) -> Any:
-        """A value of JSON whose texts spell no control token."""
         if isinstance(value, str):
             return control.sub(lambda match: _broken(match[0]), value.replace(_MARK, ""))
         if isinstance(value, list):

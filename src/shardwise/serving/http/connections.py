@@ -83,7 +83,6 @@ class LimitedConnection(H11Protocol):
 
     @property
     def _idle(self) -> bool:
-        """No request is being handled."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -144,7 +144,6 @@ class Front:
         return min(room, wanted.usual or room) if asked is None else asked
 
     def finished(self, reason: str, seconds: float, reused: int) -> None:
-        """A sequence is over."""
         self.open -= 1
         self._seconds += 0.2 * (seconds - self._seconds)
         self.metrics.finished[(("reason", reason),)] += 1
@@ -284,7 +283,6 @@ class Generation:
         self._drop_if_over()
 
     def abort(self, problem: Problem) -> None:
-        """Have `pieces` end with a problem."""
         self._pieces.put_nowait(problem)
         self.cancel()
 
@@ -352,7 +350,6 @@ class Generation:
         return tuple(chosen for chosen in sequence.held if chosen.offset < end)
 
     def _echo(self, choice: int, sequence: _Sequence) -> None:
-        """Give out the scored prompt, once."""
         prompt = sequence.prompt
         if self._wanted.sampling.prompt_logprobs and not sequence.echoed:
             sequence.echoed = True

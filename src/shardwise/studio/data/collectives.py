@@ -53,7 +53,6 @@ def costs(params: Mapping[str, str]) -> View:
 
 
 def _asked(params: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, int], Cluster]:
-    """The state, the algorithm's own options, the cluster."""
     query = Query(params)
     collective = query.word("collective", "all-reduce", COLLECTIVES)
     names = [entry.name for entry in algorithms(collective)]
@@ -117,12 +116,10 @@ def _mask(held: Holding) -> int:
 
 
 def _piece(held: Holding) -> int:
-    """The input chunk that is held, -1 for nothing."""
     return -1 if held is None else min(chunk for _, chunk in held)
 
 
 def _sentences(schedule: CommSchedule) -> Iterator[str]:
-    """One short sentence a frame."""
     yield f"Before the first round, every rank has only its own data. Wanted: {COLLECTIVES[schedule.collective]}."
     rounds = list(schedule.rounds())
     for number, (round, label) in enumerate(zip(rounds, schedule.labels(), strict=True), 1):

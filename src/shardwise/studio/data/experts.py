@@ -68,7 +68,6 @@ def data(params: Mapping[str, str]) -> View:
 
 
 def _without_experts(model: ModelConfig) -> str:
-    """Why a model has no lesson; "" for one with experts."""
     return "" if model.experts else "has one feed-forward part per layer, which every token uses"
 
 
@@ -94,7 +93,6 @@ def _layer(model: ModelConfig, layout: Layout, tokens: int, load: str) -> Expert
 
 
 def _drawn(one: ExpertRank) -> dict[str, Any]:
-    """Data of a rank's drawing."""
     return {
         "group": one.group,
         "place": one.place,

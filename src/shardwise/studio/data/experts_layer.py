@@ -80,7 +80,6 @@ class ExpertLayer:
 
     @cached_property
     def ranks(self) -> tuple[ExpertRank, ...]:
-        """All ranks."""
         mesh, workload = Mesh.of(self.layout, self.model), Workload(seq=self.tokens, batch=self.layout.dp)
         plans = [
             unit_plan(self.model, self.layout, workload, rank=rank, backend="nccl") for rank in range(self.layout.ranks)
@@ -184,7 +183,6 @@ class ExpertLayer:
         return blueprint(self.model).part(f"blocks.{self.model.layers - 1}")
 
     def _of_columns(self, whole: int) -> int:
-        """The part of `whole` that falls to a rank's columns of its experts."""
         assert self.model.experts
         return whole * len(self.ranks[0].columns) // self.model.experts.ffn
 
@@ -307,7 +305,6 @@ def _whose(layer: ExpertLayer) -> str:
 
 
 def _after(layer: ExpertLayer) -> str:
-    """What tensor-parallel ranks do at the end."""
     if layer.layout.tp == 1:
         return ""
     if len(layer.ranks[0].tokens) < layer.tokens:

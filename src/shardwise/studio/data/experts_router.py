@@ -91,7 +91,6 @@ def _within_groups(scores: Floats, e: Experts) -> Floats:
 
 
 def _largest(values: Floats, count: int) -> Ints:
-    """Places of the largest values of each row, the largest first."""
     places = np.argpartition(-values, count - 1, axis=-1)[:, :count]
     order = np.argsort(-np.take_along_axis(values, places, -1), axis=-1, kind="stable")
     return np.take_along_axis(places, order, -1)

@@ -289,7 +289,6 @@ def _through_pipeline(plan: UnitPlan) -> list[MemoryPoint]:
 
 
 def _drawn(plan: UnitPlan) -> UnitPlan:
-    """The plan of the step that is drawn: where the whole has too many actions, the short one with its steady state."""
     many = len(plan.short.actions) * plan.micro_batches > MOST_MOMENTS * plan.short.micro_batches
     return plan.short if many else plan
 

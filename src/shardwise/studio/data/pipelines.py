@@ -211,7 +211,6 @@ def _moments(simulated: Mapping[str, _Found], events: list[Mapping[str, np.ndarr
 
 
 def _busy(events: Mapping[str, np.ndarray[Any, Any]], times: np.ndarray[Any, Any]) -> list[int]:
-    """Events under way at each time: begun, and not ended yet."""
     later = times * (1 + 1e-9)
     begun, ended = (np.sort(item) for item in (events["start"], events["start"] + events["seconds"]))
     return list((np.searchsorted(begun, later, "right") - np.searchsorted(ended, later, "right")).tolist())

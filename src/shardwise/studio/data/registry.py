@@ -45,7 +45,6 @@ TRAVELS = {
 
 
 def parts(view: str) -> list[str]:
-    """The names of a view's answers."""
     return [view if function == "data" else f"{view}/{function}" for function in PARTS.get(view, ("data",))]
 
 

@@ -118,7 +118,6 @@ def _rows(role: Role) -> Iterator[tuple[Any, ...]]:
 
 
 def _transport_bars(role: Role) -> list[TimeBar]:
-    """Waiting and hidden time of each kind of collective."""
     sums: dict[tuple[str, str, str], tuple[float, float]] = {}
     for line in transport_lines(role):
         if line.wait_s is not None and line.hidden_s is not None:

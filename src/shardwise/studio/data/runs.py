@@ -207,7 +207,6 @@ def _events(here: RunDirectory, after: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _reports(here: RunDirectory) -> dict[str, StepReport]:
-    """Name -> report, predicted before measured, as far as they are there."""
     there = (name for name in ("predicted", "measured") if here.report(name).is_file())
     return {name: StepReport.read(here.report(name)) for name in there}
 
@@ -271,7 +270,6 @@ def _how_steps(here: RunDirectory, run: Mapping[str, Any]) -> How:
 
 
 def _follow(here: RunDirectory) -> str:
-    """The command that shows a run's events as they come."""
     return shlex.join(["tail", "-f", str(here.events_path)])
 
 
@@ -310,6 +308,5 @@ def _how_timeline(here: RunDirectory, report: StepReport | None, lines: list[str
 
 
 def _compare(here: RunDirectory) -> str:
-    """The command that compares both reports; none where one is missing."""
     both = all(here.report(name).is_file() for name in ("predicted", "measured"))
     return command_line("compare", here.path) if both else ""

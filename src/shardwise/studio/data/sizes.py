@@ -86,5 +86,4 @@ def too_long(model: ModelConfig, seq: int) -> str:
 
 
 def seqs(model: ModelConfig) -> list[int]:
-    """Lengths of sequences to choose from."""
     return [seq for seq in SEQS if seq <= most_seq(model)]

@@ -245,7 +245,6 @@ _LINES: dict[str, list[str]] = {
 
 
 def _figures(layout: Layout, record: UpdateRecord) -> tuple[dict[str, Table], dict[str, Any]]:
-    """Tables by figure, and what is drawn."""
     worker, meeting = names_of(layout)
     tables = {"gradients": gradients_table(record, worker), "workers": workers_table(record, worker)}
     waits = waits_table(record, worker)
@@ -264,7 +263,6 @@ def _figures(layout: Layout, record: UpdateRecord) -> tuple[dict[str, Table], di
 
 
 def _sentence(layout: Layout, record: UpdateRecord, stale: bool) -> str:
-    """What there is to see, in a line or two."""
     worker, _ = names_of(layout)
     slow = ", ".join(map(str, stragglers(record)))
     waits = f"{format_share(record.waiting_share)} of the {worker}s' time is waiting"
@@ -308,13 +306,11 @@ def _view_of_run(
 
 
 def _run_tables(recorded: RecordedRun) -> dict[str, Table]:
-    """Tables that a run alone has."""
     tables = {"rounds": rounds_table(recorded.rounds)} if recorded.rounds else {}
     return tables | ({"traffic": traffic_table(recorded.traffic)} if recorded.traffic else {})
 
 
 def _nothing(layout: Layout) -> str:
-    """Why nothing is drawn."""
     if layout.served:
         return "No update is recorded yet: servers hand over their records at validations, checkpoints and the end."
     if layout.local_sgd:

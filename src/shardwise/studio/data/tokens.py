@@ -245,7 +245,6 @@ def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> DecodeStr
 
 
 def _way(model: ModelConfig, layout: Layout, cluster: Cluster, request: Asked) -> list[decode_ops.DecodeOp]:
-    """Path of the token half-way through the answer through the layers."""
     return decode_ops.way(_strategy(model, layout, cluster), request.batch, request.prompt + request.output / 2)
 
 

@@ -152,7 +152,6 @@ def _layers(model: ModelConfig, layout: Layout, stage: int) -> tuple[int, ...]:
 
 
 def _shares(model: ModelConfig, held: list[ParameterShard]) -> dict[int, float]:
-    """Rank of the first stage -> share of a block's matrices, by area."""
     sizes = {matrix["name"]: matrix["rows"] * matrix["columns"] for matrix in matrices(model)}
     results: dict[int, float] = {}
     for piece in held:

@@ -75,7 +75,6 @@ def steps(model: ModelConfig, layout: Layout, pieces: Sequence[DecodeOp], sequen
 
 
 def _standing(model: ModelConfig, layout: Layout, taken: dict[str, float], added: LayerStep) -> list[LayerStep]:
-    """The steps where weights stay where they are."""
     if layout.pp > 1:
         return _staged(model, layout, taken, added)
     if layout.tp > 1:
@@ -106,7 +105,6 @@ def _standing(model: ModelConfig, layout: Layout, taken: dict[str, float], added
 
 
 def _of_one_layer(model: ModelConfig, pieces: Sequence[DecodeOp]) -> dict[str, float]:
-    """Seconds of each kind of piece in the block in the middle; of one sum, and one message."""
     middle = f"blocks.{model.layers // 2}"
     results = {
         what: next((p.seconds for p in pieces if p.part == middle and p.what == what), 0.0)
@@ -116,7 +114,6 @@ def _of_one_layer(model: ModelConfig, pieces: Sequence[DecodeOp]) -> dict[str, f
 
 
 def _sum(model: ModelConfig, layout: Layout, seconds: float, sequences: int) -> LayerStep:
-    """The sum of partial results over tp; nothing where there is none."""
     if layout.tp == 1:
         return LayerStep("multiply", "Nothing to sum.")
     vector = model.hidden * DTYPE_BYTES[layout.dtype]

@@ -37,7 +37,6 @@ class DrawnProduct(NamedTuple):
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """Data of the drawing."""
         return {
             "layout": str(self.layout),
             "hidden": self.hidden,

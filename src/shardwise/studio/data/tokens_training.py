@@ -71,7 +71,6 @@ def drawn(layers: int, ones: Sequence[Generated], ways: Sequence[Sequence[Decode
 
 
 def _end_of(pieces: Sequence[DecodeOp], layers: int) -> float:
-    """When so many layers have been done, in whichever order."""
     parts = list(dict.fromkeys(piece.part for piece in pieces if piece.part.startswith("blocks.")))[:layers]
     return max(piece.end for piece in pieces if piece.part in parts and piece.what != REDUCE)
 
@@ -99,7 +98,6 @@ def _sentence(ops: Sequence[Sequence[Sequence[DecodeOp]]], time: float, layers: 
 
 
 def _done(pieces: Sequence[DecodeOp], time: float) -> int:
-    """Layers whose arithmetic has been done by then."""
     ends: dict[str, float] = {}
     for piece in pieces:
         if piece.part.startswith("blocks.") and piece.what != REDUCE:

@@ -49,7 +49,6 @@ def whole(row: Row, key: str, default: int | None = None) -> int:
 
 
 def source(row: Row) -> str:
-    """Source of the row, in lower case."""
     return str(row.get("source", "")).lower()
 
 
@@ -308,7 +307,6 @@ def _settings(run: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def _runs(release: str) -> Iterator[Mapping[str, Any]]:
-    """Runs of a release, then of those before it, the latest first."""
     for name, table in sorted(releases().items(), reverse=True):
         if name <= release:
             yield from table["runs"]

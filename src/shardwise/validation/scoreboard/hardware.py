@@ -106,7 +106,6 @@ def network_of(text: str, usual: Link, per_node: int, nodes: int, assumed: list[
 
 
 def _bandwidth(text: str, per_node: int, assumed: list[str]) -> float | None:
-    """Bytes per second of one device, None where the text has none."""
     found = RATE.search(text)
     if found is None:
         port = next((rate for name, rate in PORTS.items() if name in text.upper()), None)

@@ -37,7 +37,6 @@ class MixtureScore:
 
 
 def with_experts(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Training rows of models with experts."""
     return [one for one in predictions if one.case.kind == "train" and one.case.model.experts]
 
 
@@ -71,12 +70,10 @@ def fit_served(predictions: Sequence[Prediction], sigma: Mapping[str, float], he
 
 
 def _holds(predictions: Sequence[Prediction], sigma: Mapping[str, float], name: str, held: float, tried: float) -> bool:
-    """Whether ranges with this value of one uncertainty hold as many rows."""
     return coverage(predictions, {**sigma, name: tried}) >= held
 
 
 def _least(enough: Callable[[float], bool]) -> float:
-    """The least hundredth that is enough."""
     return next((percent / 100 for percent in range(1, 100) if enough(percent / 100)), 1.0)
 
 

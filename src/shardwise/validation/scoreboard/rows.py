@@ -82,7 +82,6 @@ class PublishedCase:
 
     @property
     def software(self) -> EngineProfile:
-        """Profile of the software as this run had it."""
         return replace(engine(self.engine), **self.recipe)
 
     def describe(self) -> str:
@@ -224,7 +223,6 @@ def _served_layout(row: Row, model: ModelConfig, name: str, decode: bool) -> tup
 
 
 def _server(row: Row, assumed: list[str]) -> str:
-    """The profile of the software that serves."""
     words = f"{row.get('source')} {row.get('notes')}".lower()
     name = next((name for word, name in SERVERS.items() if word in words), None)
     if name is None:
