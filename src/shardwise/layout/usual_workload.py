@@ -40,7 +40,7 @@ def usual_workload(model: Model, seq: int | None, batch: int | None, multiple: i
         notes.append(f"--seq {seq}: {note}")
     if batch is None:
         tokens = next((tokens for most, tokens in BATCHES if count(model) <= most), LARGEST)
-        batch = _power(tokens // max(seq, 1) // multiple) * multiple
+        batch = (1 << max(0, (tokens // max(seq, 1) // multiple).bit_length() - 1)) * multiple
         notes.append(f"--batch {batch}: {batch * seq:,} tokens per step, about the usual {tokens:,} for this size")
     return UsualWorkload(seq, batch, tuple(notes))
 
@@ -57,7 +57,3 @@ def _usual_seq(model: Model) -> tuple[int, str]:
 def odd_part(number: int) -> int:
     """What is left of a number without its factors of two: a usual batch is a multiple of it on so many devices."""
     return number // (number & -number)
-
-
-def _power(number: int) -> int:
-    return 1 << max(0, number.bit_length() - 1)

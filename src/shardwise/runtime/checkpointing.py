@@ -179,7 +179,12 @@ class Saver:
             agree(self.program)
         others = outer_tensors(self.program)
         others[RESIDUAL] = folded_residuals(self.program) if self.program.plan.feeds_back else {}
-        entries, tensors = self._entries(), self._tensors(others)
+        entries = [
+            PartEntry(f"{kind}/{unwrapped(held.name)}", TensorSpec(shape=held.shape, dtype=dtype), held.stored)
+            for kind, dtype in self._kinds.items()
+            for held in self.writes
+        ]
+        tensors = self._tensors(others)
         if not self.later:
             whole = {name: tensor.detach().cpu() for name, tensor in self._others().items()}
             entries += [_whole_entry(name, tensor) for name, tensor in whole.items()]
@@ -202,13 +207,6 @@ class Saver:
             wait([saving])
             self.program.comms.pulse.work()
             saving.result()
-
-    def _entries(self) -> list[PartEntry]:
-        return [
-            PartEntry(f"{kind}/{unwrapped(held.name)}", TensorSpec(shape=held.shape, dtype=dtype), held.stored)
-            for kind, dtype in self._kinds.items()
-            for held in self.writes
-        ]
 
     def _tensors(self, others: dict[str, dict[str, Tensor]]) -> Iterator[Tensor]:
         """The runs of its state that hold them, padding included, one after the other: they may be on disk."""

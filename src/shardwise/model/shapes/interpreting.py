@@ -286,7 +286,9 @@ def _cache(config: ModelConfig, read: _Reading, layer: int, tensors: Sequence[Sh
         read.at("layer_types", layer) or read.at("layers_block_type", layer) or read.at("attention_layers", layer)
     )
     names = " ".join(n for n, *_ in tensors)
-    state = _state(_scan(config, read, kind, tensors), tensors)
+    state = math.prod(_scan(config, read, kind, tensors)) + sum(
+        s[1] * s[-1] for n, _, s in tensors if "conv1d" in n and len(s) == 4
+    )
     index = read.integer("index_head_dim") * (1 + SCALE) if re.search("indexer", names) else 0
     shared = read.integer("num_kv_shared_layers")
     if shared and layer >= config.layers - shared:
@@ -363,10 +365,6 @@ def _scan(config: ModelConfig, read: _Reading, kind: str, tensors: Sequence[Shap
     values = read.integer("linear_value_head_dim", "linear_head_dim", "mamba_head_dim", "mamba_d_head", "head_dim")
     values = values or config.head_dim
     return heads or config.heads, keys or values, values
-
-
-def _state(scan: tuple[int, int, int], tensors: Sequence[Shaped]) -> int:
-    return math.prod(scan) + sum(s[1] * s[-1] for n, _, s in tensors if "conv1d" in n and len(s) == 4)
 
 
 def _operations(

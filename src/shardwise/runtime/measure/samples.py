@@ -39,7 +39,7 @@ class Probed:
 
 def above_limits(samples: Sequence[Probed], kind: str) -> dict[int, str]:
     """Index -> what is wrong, for every sample beyond its physical limit. kind: "cpu" or "cuda"."""
-    copies = _copied(samples)
+    copies = next(2.0 * sample.shape[0] / sample.seconds for sample in samples if sample.what == "copy")
     above = {}
     for at, sample in enumerate(samples):
         if sample.what == "attention":
@@ -82,11 +82,6 @@ def _limit_of(samples: Sequence[Probed], sample: Probed) -> int:
     dtypes = {"float32", sample.of[0]}
     products = [at for at, each in enumerate(samples) if each.what == "product" and each.of[0] in dtypes]
     return max(products, key=lambda at: math.prod(samples[at].shape) / samples[at].seconds)
-
-
-def _copied(samples: Sequence[Probed]) -> float:
-    """Bytes/s, read and written."""
-    return next(2.0 * sample.shape[0] / sample.seconds for sample in samples if sample.what == "copy")
 
 
 def _least_bytes(sample: Probed) -> float:

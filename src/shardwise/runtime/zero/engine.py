@@ -41,7 +41,6 @@ from shardwise.decoder.modules import TiedLinear
 from shardwise.layout.axes import Axes
 from shardwise.layout.homes import TO_HOST, accumulates_on_host
 from shardwise.layout.pipeline import splits_backward
-from shardwise.layout.placement import Placed
 from shardwise.layout.units import Gather, Hop, Phase, Residency, StepGathers, UnitPlan, Use
 from shardwise.layout.wire import WIRE_DTYPE
 from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
@@ -187,7 +186,8 @@ class Engine:
         for module in self.module.modules():
             for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 homes.setdefault(parameter, []).append((module, leaf))
-        owners = {placed.name: homes[self.module.get_parameter(placed.name)] for placed in self._placed()}
+        placed = (parameter for flat in self.units.values() for parameter in flat.unit.placed)
+        owners = {parameter.name: homes[self.module.get_parameter(parameter.name)] for parameter in placed}
 
         for flat in self.units.values():
             grad_slots: Sequence[GradSlot | None] = [None] * len(flat.unit.placed)
@@ -215,9 +215,6 @@ class Engine:
     @property
     def trained(self) -> list[FlatUnit]:
         return [flat for flat in self.units.values() if flat.trains]
-
-    def _placed(self) -> list[Placed]:
-        return [placed for flat in self.units.values() for placed in flat.unit.placed]
 
     # -- following the plan
 

@@ -74,7 +74,10 @@ def data(params: Mapping[str, str]) -> View:
     ones = comparison.strategies
     holdings = [tokens_holdings.pieces(model, layout) for layout in layouts]
     devices = [tokens_holdings.devices(model, *item) for item in zip(layouts, holdings, strict=True)]
-    ways = [_way(model, layout, cluster, request) for layout in layouts]
+    ways = [
+        decode_ops.way(_strategy(model, layout, cluster), request.batch, request.prompt + request.output / 2)
+        for layout in layouts
+    ]
     reported = [
         (layout, tokens_layer.steps(model, layout, way, request.batch), one.middle.seconds / model.layers)
         for layout, way, one in zip(layouts, ways, ones, strict=True)
@@ -242,10 +245,6 @@ def _command(words: list[Any], layouts: list[Layout], request: Asked) -> str:
 
 def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> DecodeStrategy:
     return DecodeStrategy(model, layout, engine(usual_engine(cluster, ENGINE)), cluster)
-
-
-def _way(model: ModelConfig, layout: Layout, cluster: Cluster, request: Asked) -> list[decode_ops.DecodeOp]:
-    return decode_ops.way(_strategy(model, layout, cluster), request.batch, request.prompt + request.output / 2)
 
 
 @lru_cache(maxsize=64)

@@ -123,7 +123,10 @@ class DrawnDevice(NamedTuple):
 def devices(model: ModelConfig, layout: Layout, held: list[ParameterShard]) -> list[DrawnDevice]:
     """The ranks that are drawn. held: `pieces` of the layout."""
     mesh, shares = Mesh.of(layout, model), _shares(model, held)
-    stages = [_layers(model, layout, stage) for stage in range(layout.pp)]
+    stages = [
+        tuple(int(name.removeprefix("blocks.")) for name in blocks_of(plan_of(model, layout, stage)))
+        for stage in range(layout.pp)
+    ]
     results = []
     for rank in range(min(layout.ranks, MOST_DRAWN)):
         stage, pipeline = mesh.index(PP, rank), mesh.group(PP, rank)
@@ -145,10 +148,6 @@ def devices(model: ModelConfig, layout: Layout, held: list[ParameterShard]) -> l
             )
         )
     return results
-
-
-def _layers(model: ModelConfig, layout: Layout, stage: int) -> tuple[int, ...]:
-    return tuple(int(name.removeprefix("blocks.")) for name in blocks_of(plan_of(model, layout, stage)))
 
 
 def _shares(model: ModelConfig, held: list[ParameterShard]) -> dict[int, float]:
