@@ -351,7 +351,6 @@ def test_a_rank_of_torchrun_checks_the_number_of_ranks(monkeypatch, capsys):
 
 
 def begun(ranks, **changes) -> TrainConfig:
-    """The configuration of a run in runs/a that has a checkpoint after two steps."""
     train(out="runs/a", **changes)
     config = ranks.configs[-1]
     checkpoint_of(config, Path("runs/a/checkpoints/step-2"))

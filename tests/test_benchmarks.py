@@ -34,7 +34,6 @@ def test_a_changed_figure_is_noticed(tmp_path: Path) -> None:
 
 
 def tiny(tmp_path: Path, name: str, *arguments: str) -> dict:
-    """Results of a benchmark's tiny form."""
     command = [sys.executable, f"benchmarks/{name}.py", "--tiny", *arguments, "--json", str(tmp_path / "out.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -178,7 +178,6 @@ def modules_of(code: str) -> set[str]:
 
 
 def loaded_by(code: str) -> set[str]:
-    """The heavy packages among them."""
     return {name.partition(".")[0] for name in modules_of(code)} & HEAVY
 
 

@@ -12,7 +12,6 @@ MOST_LINES = 60
 
 
 def named_twice(sources: dict[str, str]) -> dict[str, list[str]]:
-    """Public class names that several modules define -> those modules. sources: module -> its source."""
     homes: dict[str, list[str]] = defaultdict(list)
     for module, source in sources.items():
         for node in ast.parse(source).body:

@@ -73,7 +73,6 @@ def imports(sources: dict[str, str], *, deferred: bool) -> dict[str, set[str]]:
 
 
 def circles(imported: dict[str, set[str]]) -> set[tuple[str, ...]]:
-    """Groups of modules each of which reaches the others."""
     reached = {}
     for module in imported:
         seen: set[str] = set()

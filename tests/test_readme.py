@@ -60,5 +60,4 @@ def test_every_target_and_file_that_is_named_exists():
 
 
 def anchors(text: str) -> set[str]:
-    """Anchors of a page's headings."""
     return {title.lower().replace(",", "").replace(" ", "-") for title in re.findall(r"^##+ (.*)$", text, re.M)}

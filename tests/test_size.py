@@ -22,7 +22,6 @@ def lines(paths: Iterator[Path]) -> int:
 
 
 def packages() -> dict[str, int]:
-    """Lines of Python of every package, those of the top level's modules, and of the tests."""
     folders = (folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists())
     found = {folder.name: lines(folder.rglob("*.py")) for folder in folders}
     return found | {"top level": lines(PACKAGE.glob("*.py")), "tests": lines(TESTS.rglob("*.py"))}

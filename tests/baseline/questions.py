@@ -76,7 +76,6 @@ TRAINED = (
 
 
 def estimates() -> Iterator[list[str]]:
-    """Endless random `estimate` commands."""
     draw = random.Random(f"estimates {SEED}")
     while True:
         nodes, gpus, device = draw.choice(CLUSTERS)

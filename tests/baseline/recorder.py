@@ -105,7 +105,6 @@ def manifests(wanted: Iterable[int]) -> Iterator[Answer]:
 
 
 def tokenizer(folder: Path) -> Path:
-    """A tokenizer of bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -119,7 +118,6 @@ def tokenizer(folder: Path) -> Path:
 
 
 def manifest(path: Path) -> Any:
-    """A manifest without its checksums and what names this machine's files."""
     content = json.loads(path.read_text())
     for file in content["files"]:
         for piece in file["pieces"]:

@@ -46,8 +46,6 @@ LAYOUTS = (
 
 
 def layouts_of(model: ModelConfig) -> list[str]:
-    """Those of `LAYOUTS` that suit the model."""
-
     def suits(text: str) -> bool:
         try:
             check(Layout.parse(text), model)
@@ -59,7 +57,6 @@ def layouts_of(model: ModelConfig) -> list[str]:
 
 
 def state_of(model: ModelConfig, seed: int = 0, kinds: tuple[str, ...] = KINDS) -> Arrays:
-    """Random values for every tensor of a checkpoint, by stored name. NaN and -0.0 are among them."""
     rng = np.random.default_rng(seed)
     state = {f"{k}/{p.name}": rng.standard_normal(p.shape, np.float32) for k in kinds for p in parameters(model)}
     for values in state.values():
@@ -68,7 +65,6 @@ def state_of(model: ModelConfig, seed: int = 0, kinds: tuple[str, ...] = KINDS) 
 
 
 def local_of(placed: Placed, values: np.ndarray) -> np.ndarray:
-    """A rank's local tensor, zero where it is padded."""
     local = np.zeros(placed.shape, values.dtype)
     held = values[tuple(slice(*interval) for interval in placed.box)]
     local[tuple(slice(n) for n in held.shape)] = held
@@ -105,7 +101,6 @@ def write_rank(folder: Path, model: ModelConfig, layout: Layout, rank: int, stat
 
 
 def save(folder: Path, model: ModelConfig, text: str, state: Arrays, step: int = 7, **more: str) -> Checkpoint:
-    """A checkpoint as all ranks of a layout would write it. more: of its manifest's `about`."""
     layout = Layout.parse(text)
     records = [write_rank(folder, model, layout, rank, state) for rank in range(layout.ranks)]
     about = {"model": model.to_json(), "layout": text, "workload": {"seq": 8, "batch": 4}, **more}

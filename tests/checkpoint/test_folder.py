@@ -29,7 +29,6 @@ def make(folder, *steps: int, state=STATE) -> None:
 
 
 def break_off(folder, step: int) -> None:
-    """A save that was killed before its manifest."""
     make(folder, step)
     (folder / f"step-{step}" / NAME).unlink()
 

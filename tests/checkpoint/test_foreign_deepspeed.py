@@ -197,8 +197,6 @@ def test_tensor_parallel_checkpoints_are_named_as_not_supported(copied):
 
 
 def _state(path: str):
-    """The dictionary at a path of keys inside a file."""
-
     def at(content):
         for key in path.split("/"):
             content = content[int(key) if key.isdecimal() else key]

@@ -38,7 +38,6 @@ THEIRS = {name: place.tensor for name, place in foreign_slices(LLAMA).items()}
 
 
 def random_state(model: ModelConfig, dtype: torch.dtype = torch.float32) -> dict:
-    """Weights and AdamW's state of a model under our names."""
     generator = torch.Generator().manual_seed(1)
     weights = {p.name: torch.randn(p.shape, generator=generator).to(dtype) for p in parameters(model)}
     state = {
@@ -57,7 +56,6 @@ def saved(state: dict, folder: Path) -> Path:
 
 
 def checkpoint_of(model: ModelConfig, folder: Path, dtype: torch.dtype = torch.float32, layout: str = "") -> Checkpoint:
-    """A checkpoint of random state; under a layout, in the pieces that it has."""
     import_checkpoint(saved(random_state(model, dtype), folder / "theirs"), folder / "ours", model)
     checkpoint = Checkpoint.open(folder / "ours")
     if layout:

@@ -113,7 +113,6 @@ def test_dtypes(stored, tmp_path):
 
 @pytest.fixture
 def bytes_read(monkeypatch):
-    """Bytes of each read of a file, in order."""
     counted, preadv = [], os.preadv
 
     def counting(handle, buffers, offset):

@@ -30,7 +30,6 @@ STRANGE = [
 
 
 def signed(content: object) -> bytes:
-    """A manifest with any content and a right checksum."""
     content = {key: value for key, value in content.items() if key != "crc32"} if isinstance(content, dict) else content
     body = json.dumps(content)[:-1].encode()
     return body + b',\n"crc32": "%08x"}\n' % zlib.crc32(body)

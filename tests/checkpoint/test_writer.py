@@ -369,7 +369,6 @@ def test_direct_writes_leave_nothing_in_the_page_cache(tmp_path, from_image):
 
 
 def cached(file: Path, page: int) -> bool:
-    """Whether the page cache has the 4 KiB at a place of a file."""
     with file.open("rb") as read, contextlib.suppress(BlockingIOError):
         return os.preadv(read.fileno(), [bytearray(4096)], page, os.RWF_NOWAIT) > 0
     return False

@@ -34,7 +34,6 @@ def save(folder: Path, step: int) -> None:
 
 @pytest.fixture
 def run(tmp_path):
-    """A run directory with two checkpoints."""
     folder = tmp_path / "run"
     for step in (1, 2):
         save(folder / "checkpoints", step)

@@ -43,7 +43,6 @@ FORBIDDEN = {"Cc", "Zl", "Zp", "Cs"}
 
 
 def is_data(value: str) -> bool:
-    """Whether a value has no control characters, and is text."""
     return not any(unicodedata.category(character) in FORBIDDEN for character in value)
 
 
@@ -159,8 +158,6 @@ def sbatch_options(text: str) -> list[str]:
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
-    """Kubernetes' $(NAME) of known variables, and $$."""
-
     def value(match: re.Match[str]) -> str:
         return "$" if match[0] == "$$" else variables.get(match[1], match[0])
 
@@ -203,7 +200,6 @@ def check(job: HostileJob, folder: Path, programs: Path, capsys: pytest.CaptureF
 
 
 def in_pod(text: str, variables: dict[str, str]) -> list[str]:
-    """The command of a pod's container, whose variables are added."""
     container = json.loads(text)["items"][1]["spec"]["template"]["spec"]["containers"][0]
     assert all(isinstance(item["value"], str) for item in container["env"])
     for item in container["env"]:

@@ -44,7 +44,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", ["tp=2", "dp=2,zero=3"])
 def test_trap_35_a_resumed_run_has_its_base(root: Path, layout: str) -> None:
-    """Under another layout, from step 2: the loss of step 4 is that of the run that never stopped."""
     words = ("train", "--resume", "lora/checkpoints/step-2", "--layout", f"{layout},{FULL}", "--steps", 4)
     resumed = result(*words, "--out", f"resumed-{layout}", folder=root)
     straight = json.loads((root / "lora" / "result.json").read_text())

@@ -337,8 +337,6 @@ class TestTrain:
 
     @pytest.fixture
     def no_ranks(self, monkeypatch):
-        """Whatever starts ranks fails the test."""
-
         def started(*_: object, **__: object) -> int:
             raise AssertionError("ranks were started")
 

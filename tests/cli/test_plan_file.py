@@ -16,7 +16,6 @@ PLAN = ("plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "8k", "--batch", "
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The contents of a plan's file."""
     from shardwise.cli.main import main
 
     file = tmp_path_factory.mktemp("plan") / "plan.json"

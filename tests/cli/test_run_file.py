@@ -39,7 +39,6 @@ SMALL = 'model = "tiny-llama"\nlayout = "dp=2"\ndata = "stdlib"\nseq = 32\nbatch
 
 
 def read(text: str, tmp_path: Path, *argv: str) -> Namespace:
-    """The arguments of `train` with a file of this text, and further words."""
     file = tmp_path / "run.toml"
     file.write_text(text)
     return parsed(parser_of("train"), ["--config", str(file), *argv], train.FILE_KEYS)
@@ -94,7 +93,6 @@ def test_a_resumed_run_has_its_own_options_alone(
 
 
 def test_every_option_of_a_run_is_a_key() -> None:
-    """A new field of `TrainConfig` has a flag, or is one that a run file leaves out on purpose."""
     flags = {action.dest for action in parser_of("train")._actions}
     own = {"model", "workload", "optimizer", "corpus", "corpus_fingerprint", "former_corpus", "restart", "adapters"}
     own.add("schedule_steps")

@@ -118,7 +118,6 @@ def test_the_announced_cache_is_the_one_that_will_be_made(model, context, batch)
 
 @contextmanager
 def _killed(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Whatever a test finds, the process ends with it."""
     try:
         yield
     finally:

@@ -307,7 +307,6 @@ class Node(NamedTuple):
 
 
 def blocks(size: int, gpus: int, path: str) -> dict[tuple[int, int], str]:
-    """One path between neighbors in groups of `size`."""
     return {pair: path for pair in combinations(range(gpus), 2) if pair[0] // size == pair[1] // size}
 
 
@@ -467,7 +466,6 @@ def test_between_nodes_a_chain_of_nvlinks_will_do():
 
 
 def test_gpus_that_are_near_become_neighbors():
-    """Bridges between GPU0 and GPU4, GPU1 and GPU5, ..."""
     order = (0, 4, 1, 5, 2, 6, 3, 7)
     found, usual = cluster("8 A40 with bridges", order=order), cluster("8 A40 with bridges")
     assert [found.seen_by(tp).intra for tp in (2, 4, 8)] == [usual.seen_by(tp).intra for tp in (2, 4, 8)]

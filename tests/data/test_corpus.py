@@ -16,7 +16,6 @@ tokenizers = pytest.importorskip("tokenizers")
 
 @pytest.fixture
 def texts(tmp_path):
-    """A folder of 40 short documents."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for i in range(40):

@@ -20,7 +20,6 @@ TEXTS = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(200)]
 
 
 def words(path, names):
-    """A tokenizer of whole words, with the ids given."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="<unk>"))
     tokenizer.save(str(path))
     return path

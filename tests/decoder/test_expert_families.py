@@ -88,7 +88,6 @@ def test_logits_and_every_gradient(family: str, tmp_path: Path) -> None:
 
 
 def test_experts_as_transformers_has_them_in_memory(family: str, tmp_path: Path) -> None:
-    """One tensor for all experts of a block, as `save_original_format=False` writes it."""
     theirs = saved(family, tmp_path / "files")
     theirs.save_pretrained(tmp_path / "memory", save_original_format=False)
     assert any("experts.gate_up_proj" in name for name in load_file(tmp_path / "memory" / "model.safetensors"))

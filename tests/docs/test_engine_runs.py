@@ -14,7 +14,6 @@ LIMIT = 1800
 
 
 def evaluated(script: str, expression: str) -> str:
-    """What an expression of a script of docs/ prints."""
     code = f"import runpy; made = runpy.run_path('docs/{script}.py'); print({expression})"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT,

@@ -107,7 +107,6 @@ def _run(faults: list[Fault], folder: Path, jobs: int, mounts: bool) -> list[Res
 
 
 def _tell(result: Result, done: int, count: int) -> None:
-    """A line about a fault, and all about one with problems, beside the table."""
     said = "; ".join(f"{what}: {text}" for what, text in result.problems) or "passed"
     fault = result.fault
     lines = [f"{done}/{count} fault {fault.number}, {fault.kind} under {fault.layout}, {result.seconds:.1f} s: {said}"]

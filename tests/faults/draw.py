@@ -41,7 +41,6 @@ def model_of(layout: Layout) -> str:
 
 
 def runnable(text: str) -> bool:
-    """Whether a training under a layout is possible with at most `MOST_RANKS` ranks."""
     try:
         layout = Layout.parse(text)
         check_runnable(layout, resolve(model_of(layout)).replace(**SIZES), Workload(seq=SEQ, batch=BATCH))
@@ -67,7 +66,6 @@ def draw_layouts(seed: str, count: int) -> list[str]:
 
 
 def draw(seed: str, count: int, layouts: Sequence[str], kinds: Sequence[str]) -> Iterator[Fault]:
-    """Faults in which every kind comes equally often, in random order."""
     generator, pending = random.Random(f"faults {seed}"), list[str]()
     for number in range(count):
         pending = pending or generator.sample(list(kinds), len(kinds))

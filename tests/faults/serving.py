@@ -22,7 +22,6 @@ ANSWER_WITHIN = 60
 
 
 def answers(fault: Fault, space: Space) -> list[str]:
-    """The texts that an undisturbed server answers with."""
     trial = Trial(fault, space)
     with _server(trial) as (process, url):
         texts = [ask(url, prompt) for prompt in PROMPTS]
@@ -76,7 +75,6 @@ def disturb(trial: Trial, expected: list[str], act: Callable[[Trial, Process], M
 
 
 def _judge(trial: Trial, future: Future[str], text: str) -> None:
-    """A request is answered in full, or with an error."""
     try:
         said = future.result(ANSWER_WITHIN + 10)
     except TimeoutError:

@@ -57,7 +57,6 @@ class Space:
         self._plain: dict[str, Path] = {}
 
     def words(self, layout: str, out: Path) -> list[str]:
-        """The command that trains under a layout."""
         parsed = Layout.parse(layout)
         sizes = ",".join(f"{key}={value}" for key, value in SIZES.items() if key != "vocab")
         words = command(self.folder, out, layout, STEPS, "--save-every", str(EVERY), "--batch", str(BATCH))
@@ -109,7 +108,6 @@ class Trial:
         return Process(arguments, out, variables=around, folder=self.folder, prepare=prepare)
 
     def until(self, process: Process, condition: Callable[[], Any], pause: float = 0.005) -> bool:
-        """Wait for a condition. False when the process has ended before."""
         deadline = time.monotonic() + 60
         while not condition():
             if not process.running or time.monotonic() > deadline:
@@ -178,7 +176,6 @@ class Trial:
         return Ended(code, line)
 
     def whole(self) -> int:
-        """Step of the newest whole checkpoint, 0 without one."""
         return max((step for step, there in manifests(self.out).items() if there), default=0)
 
     def check_kept(self, least: int) -> None:

@@ -35,8 +35,6 @@ LR, MOMENTUM = 0.7, 0.9
 
 @dataclass(frozen=True)
 class Apart:
-    """A case that replicas train apart from each other."""
-
     id: str
     case: Case
     layout: Layout
@@ -56,7 +54,6 @@ def _cases() -> Iterator[Apart]:
 
 
 def _apart(name: str, point: Point, replicas: int, every: int, outer: str, moments: str, offload: str) -> Apart:
-    """A point whose layout is that of a replica."""
     keys = dict(word.split("=") for word in offload.split(",") if word)
     if point.layout.stage < 3:
         keys.pop("offload_params", None)
@@ -74,7 +71,6 @@ def apart_cases() -> list[Apart]:
 
 
 def selected_apart() -> list[Apart]:
-    """All of them, or today's."""
     every = apart_cases()
     if EVERY_LAYOUT:
         return every
@@ -84,7 +80,6 @@ def selected_apart() -> list[Apart]:
 
 
 def listed(model: ModelConfig, text: str, transport: str = "shared", batch: int = 8) -> Apart:
-    """Four steps of a layout by its text."""
     layout = Layout.parse(text)
     case = Case(model, Workload(12, batch), layout.precision, steps=4)
     return Apart(f"{model.name}:{text}", case, layout, transport)
@@ -150,7 +145,6 @@ def alone(case: Case, layout: Layout) -> Alone:
 
 
 def _average_moments(devices: list[OneDevice]) -> None:
-    """All replicas take the mean of each of AdamW's moments."""
     for name in devices[0].master:
         states = [device.optimizer.state[device.master[name]] for device in devices]
         for kind in ("exp_avg", "exp_avg_sq"):

@@ -19,8 +19,6 @@ from shardwise.runtime.sync.outer_step import PackedExchange, Rounds
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A unit whose outer gradients are summed once."""
-
     model: ModelConfig
     layout: Layout
     unit: str

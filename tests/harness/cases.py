@@ -38,7 +38,6 @@ def table(file: str, name: str) -> Any:
 
 
 def from_table(test: Test) -> Test:
-    """Parametrize a test by the rows of its table: values of the arguments `names`."""
     file = Path(test.__code__.co_filename)
     found = _tables(file.parent)[file.stem][test.__name__]
     return pytest.mark.parametrize(found["names"], _value(found["rows"]))(test)

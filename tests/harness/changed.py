@@ -54,7 +54,6 @@ def find(name: str, beside: Path) -> Path | None:
 
 
 def home(module: str, name: str, beside: Path) -> Path | None:
-    """Where `from module import name` leads: packages have names from their modules."""
     if found := find(f"{module}.{name}", beside):
         return found
     file = find(module, beside)

@@ -31,12 +31,10 @@ rounding (the key bias of attention), and fp32 rounds at 1e-7."""
 
 
 def judge(case: Case) -> Outcome:
-    """The one-device run a case is compared with: in its own precision, for bf16 in fp32."""
     return reference(replace(case, precision="fp32") if case.precision == "bf16" else case)
 
 
 def train(case: Case, layout: Layout, against: Outcome | None = None, **options: Any) -> list[RankOutcome]:
-    """Train on the pool of ranks; one outcome a rank. options: those of `Training`."""
     return run_ranks("harness.jobs:train", layout.ranks, Training(case, layout, against or judge(case), **options))
 
 
@@ -90,12 +88,10 @@ def assert_parity(
 
 
 def _relative(mine: list[float], expected: list[float]) -> float:
-    """Root mean square over steps of the relative error."""
     return (sum((a / b - 1) ** 2 for a, b in zip(mine, expected, strict=True)) / len(expected)) ** 0.5
 
 
 def _bf16_errors(losses: float, norms: float, gradients: float, final: float, expected: Outcome) -> dict[str, float]:
-    """gradients, final: distances to `expected`. A gradient norm is one number: it is judged with the gradients."""
     return {
         "losses": losses,
         "gradients and their norms": (norms**2 + (gradients / _total(expected.first_grads)) ** 2) ** 0.5,
@@ -165,7 +161,6 @@ def _assert_bf16_parity(
 
 
 def _copies(layout: Layout) -> int:
-    """How many data ranks hold each interval."""
     return layout.data_ranks // layout.shard_ranks
 
 
@@ -210,7 +205,6 @@ def _plan(case: Case, layout: Layout, index: int, outcome: RankOutcome) -> UnitP
 
 
 def assert_ledger(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
-    """Rule 1, on every rank."""
     for index, rank in enumerate(ranks):
         predicted = set(predict_ledger(_plan(case, layout, index, rank)))
         observed = set(rank.role.ledger)
@@ -221,7 +215,6 @@ def assert_ledger(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
 
 
 def assert_memory(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
-    """Rule 3, on every rank."""
     for index, rank in enumerate(ranks):
         plan = _plan(case, layout, index, rank)
         predicted, observed = predict_bytes(plan), rank.role.bytes
@@ -232,7 +225,6 @@ def assert_memory(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
 
 
 def peak_error(predicted: Bytes, observed: Bytes) -> float:
-    """Relative error of the predicted peak."""
     return predicted.total / observed.total - 1
 
 

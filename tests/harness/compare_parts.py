@@ -52,7 +52,6 @@ def functions(names: Iterable[str]) -> set[str]:
 
 
 def commands(names: Iterable[str], checkout: Path = ROOT) -> set[str]:
-    """Commands that the files of tests name, or tables beside them."""
     from shardwise.cli.commands import COMMANDS
 
     files = {checkout / name.partition("::")[0] for name in names}

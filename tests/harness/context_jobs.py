@@ -22,8 +22,6 @@ from shardwise.runtime.transport.comms import Comms
 
 @dataclass(frozen=True)
 class AttentionJob:
-    """One attention core over `cp` ranks."""
-
     cp: int
     kind: str
     seq: int
@@ -38,7 +36,6 @@ class AttentionJob:
 
 
 def whole_batch(job: AttentionJob, cut: SequenceCut) -> Batch:
-    """The batch of all tokens, padding included."""
     places = torch.arange(cut.padded).expand(job.batch, -1)
     documents = None
     if job.documents:

@@ -62,8 +62,6 @@ class _Twice(TokenGenerator):
 
 
 class _WithKernels(_Twice):
-    """Computes decode steps by Triton's kernels, in Triton's interpreter."""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.chooser = Chooser(kernels=True)

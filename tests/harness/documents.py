@@ -20,7 +20,6 @@ LIMIT = 900
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Contents of the code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -28,7 +27,6 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS":
 
 
 def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python in a folder, with the package of this tree."""
     return subprocess.run(
         [sys.executable, *arguments], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT
     )
@@ -48,5 +46,4 @@ def run(program: str, *words: str, cwd: Path) -> str:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Commands of the `sh` blocks, in order."""
     return [shlex.split(line) for block in blocks(text, "sh") for line in block.replace("\\\n", "").splitlines()]

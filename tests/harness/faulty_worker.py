@@ -71,7 +71,6 @@ def main(fault: Fault, argv: list[str]) -> int:
 
 
 def before(owner: Any, name: str, act: Callable[..., object]) -> None:
-    """Have `act` called with the arguments of each call of `owner.name`, before it."""
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +104,6 @@ def _poison(fault: Fault) -> None:
 
 
 def _with_gradient(loss: Any, factor: float) -> Any:
-    """The loss, whose gradient is multiplied by a factor."""
     loss = loss * 1.0
     loss.register_hook(lambda gradient: gradient * factor)
     return loss

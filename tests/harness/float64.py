@@ -18,8 +18,6 @@ _running = threading.local()
 
 
 class _Float32IsFloat64(TorchFunctionMode):
-    """float64 for each torch function that is told float32."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = _pytree.tree_map(
             lambda value: torch.float64 if value is torch.float32 else value, (args, kwargs or {})

@@ -44,7 +44,6 @@ Stream = int | IO[Any] | None
 
 
 def context() -> ForkServerContext:
-    """Processes of this context have imported `LOADED`."""
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(list(LOADED))
     return made
@@ -113,7 +112,6 @@ class Started:
 def shardwise(
     *words: str, environment: Mapping[str, str], timeout: float, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `shardwise WORDS` to its end, in `folder`, if not here."""
     started = Started(words, environment, folder=folder)
     out, err = started.communicate(timeout)
     assert started.returncode is not None
@@ -171,7 +169,6 @@ def _start(
 
 
 def _fork_ranks() -> None:
-    """Have the launcher in this process start its ranks by forking it."""
     from shardwise.runtime.job import launch
 
     launch.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
@@ -202,7 +199,6 @@ class Forked:
 
 
 def _enter(namespace: str) -> None:
-    """Be in a network namespace of the lab, as a command of `ip netns exec` is."""
     network = 0x40000000
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), network):

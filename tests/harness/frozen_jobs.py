@@ -53,7 +53,6 @@ def build(job: FrozenTraining) -> nn.Module:
 
 
 def one_device(job: FrozenTraining) -> tuple[FrozenOutcome, dict[str, Tensor]]:
-    """Losses and norms, and the final parameters, in plain PyTorch."""
     module, outcome = build(job), FrozenOutcome()
     if job.lora:
         add_adapters(module, Lora.parse(job.lora), find_blocks(module, None))

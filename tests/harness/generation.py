@@ -28,7 +28,6 @@ Generated = tuple[str, str, int]
 
 
 def some_cases(models: Iterable[str], layouts: Sequence[str], count: int) -> list[Generated]:
-    """Every layout with every model with SHARDWISE_ALL=1; else `count` layouts, each with one of the models."""
     cases = [(model, layout, index) for index, (layout, model) in enumerate(product(layouts, models))]
     if EVERYTHING:
         return cases

@@ -31,8 +31,6 @@ PTX = ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "cvt.rn.f32.s8
 
 
 class Kernel:
-    """A kernel that is compiled in place of being started."""
-
     def __init__(self, name: str) -> None:
         self.name, self.function = name, getattr(kernels, name)
 

@@ -25,7 +25,6 @@ def why_not() -> str:
 
 
 def needs_hosts() -> None:
-    """Skip a test where no hosts can be made."""
     if reason := why_not():
         pytest.skip(reason)
 
@@ -40,5 +39,4 @@ def hosts(links: str, count: int, folder: Path) -> Iterator[tuple[LabNetwork, di
 
 
 def namespaces(pid: int | None = None) -> list[str]:
-    """Names of the namespaces of a lab in a process, this one if not given."""
     return sorted(path.name for path in Path("/run/netns").glob(f"shardwise-lab-{pid or os.getpid()}-*"))

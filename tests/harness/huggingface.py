@@ -52,7 +52,6 @@ def pretrained(name: str, **changes: Any) -> Any:
 
 
 def tokens(seed: int, batch: int = BATCH) -> Tensor:
-    """[batch, SEQ + 1] token ids."""
     return torch.randint(LLAMA["vocab_size"], (batch, SEQ + 1), generator=torch.Generator().manual_seed(seed))
 
 
@@ -66,8 +65,6 @@ class RankResult:
 
 
 class RankProgram:
-    """A rank's program with the weights of a folder."""
-
     def __init__(self, source: Path, model: ModelConfig, layout: Layout, rank: int, optimizer: OptimizerConfig) -> None:
         torch.set_float32_matmul_precision("highest")
         comms = make_comms(layout, model, rank, timeout=60.0)

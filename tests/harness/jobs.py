@@ -92,7 +92,6 @@ def _pieces(flat: FlatUnit, mine: torch.Tensor) -> dict[tuple, str]:
 def build(
     case: Case, layout: Layout, rank: int, overlap: bool = True, transport: str = "shared", staged: bool = False
 ) -> TrainProgram:
-    """The program of `rank`, with the initial weights that the reference has."""
     torch.set_float32_matmul_precision("highest")
     comms = make_comms(
         layout, case.model, rank,

@@ -27,8 +27,6 @@ def lower(schedule: PipelineSchedule, times: Times | None = None) -> Program:
 
 
 class _Lists:
-    """One rank's primitives."""
-
     def __init__(self, schedule: PipelineSchedule, times: Times, rank: int) -> None:
         self.schedule, self.times, self.rank = schedule, times, rank
         self.out: list[Primitive] = []

@@ -58,7 +58,6 @@ class OwnOutcome:
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """torch's, with weight decay of matrices alone."""
     matrices, others = [], []
     for p in parameters:
         (matrices if p.dim() > 1 else others).append(p)
@@ -67,7 +66,6 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 
 
 def one_device(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
-    """Losses and norms, and the final parameters, in plain PyTorch."""
     torch.manual_seed(0)
     module = OWN[name]().double()
     optimizer = adamw(module.parameters())
@@ -249,7 +247,6 @@ def buffers_of(rank: int, payload: tuple[str, str, str]) -> dict[str, Tensor]:
 
 
 def passes(rank: int, layout: str) -> list[float]:
-    """Forward passes of each block on this rank, after a step of two micro-batches."""
     module = own_split(OwnTraining("plain", layout, accumulate=2))
     rows = own_batch("plain", 4, 0)
     module.train_step(summed_loss, list(zip(*(part.chunk(2) for part in rows), strict=True)))
@@ -264,7 +261,6 @@ def compare(rank: int, request: VerifyRequest) -> RankDifference:
 def verdict(
     model: Any, layout: str, example: Any, plan: Any = None, parts: Any = None, tolerance: float = TOLERANCE
 ) -> Verification:
-    """`verify` in the tests' own ranks."""
     at = Layout.parse(f"{layout},precision=fp64")
     request = VerifyRequest(model, at, example, plan and dict(plan), None, tolerance, parts)
     return first_difference(run_ranks("harness.module_jobs:compare", at.ranks, request))
@@ -276,7 +272,6 @@ def reference(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
 
 
 def trained(job: OwnTraining) -> list[OwnOutcome]:
-    """Train in processes, and compare with one device."""
     expected, final = reference(job.name)
     outcomes = run_ranks("harness.module_jobs:train_own", Layout.parse(job.layout).ranks, (job, final))
     for outcome in outcomes:

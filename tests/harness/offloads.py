@@ -24,12 +24,10 @@ class Offloaded:
 
 
 def legal(name: str, way: str) -> list[Point]:
-    """Points of a space, on less than 8 ranks, that can offload in this way."""
     return [p for p in cases(name) if p.layout.ranks < 8 and (p.layout.stage == 3 or "params" not in way)]
 
 
 def offloaded(name: str, point: Point, way: str, case: Case | None = None) -> Offloaded:
-    """A point with a way to offload, or none. case: in place of the point's own."""
     layout = replace(point.layout, **dict(word.split("=") for word in way.split(",") if word))
     return Offloaded(f"{name}:{point.id}:{way}", case or point.case, point.layout, layout)
 

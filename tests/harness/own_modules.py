@@ -13,8 +13,6 @@ VOCAB, WIDTH, SEQ = 24, 16, 6
 
 
 class SkipBlock(nn.Module):
-    """x + down(gelu(up(norm(x)))), returned with a second output."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -80,8 +78,6 @@ class PlainMLP(nn.Module):
 
 
 class PastStages(PlainMLP):
-    """Its head also reads what the first stage has made."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = first = self.enter(x)
         for block in self.blocks:
@@ -143,8 +139,6 @@ class NestedModel(nn.Module):
 
 
 class StateSpaceBlock(nn.Module):
-    """A diagonal state-space layer, token by token, between two maps."""
-
     def __init__(self, width: int, states: int = 4) -> None:
         super().__init__()
         self.enter = nn.Linear(width, 2 * width, bias=False)
@@ -214,8 +208,6 @@ class SharedWeights(nn.Module):
 
 
 class StackedExperts(nn.Module):
-    """Gated experts, stacked in two parameters."""
-
     def __init__(self, experts: int, width: int, inner: int) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(experts, 2 * inner, width) / width**0.5)
@@ -365,7 +357,6 @@ def t5(**changes: object) -> nn.Module:
 
 
 def vit(**changes: object) -> nn.Module:
-    """Images: patches by a convolution."""
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -409,7 +400,6 @@ def exact(family: str) -> nn.Module:
 
 
 def four_layers(family: Callable[..., nn.Module], changes: dict[str, object]) -> nn.Module:
-    """A model with blocks for four stages."""
     return family(**{"num_hidden_layers": 4} | changes)
 
 

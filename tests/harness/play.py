@@ -148,7 +148,6 @@ class _Player:
             self.settle()
 
     def ports(self, src: int, dst: int) -> tuple[Port, ...]:
-        """What a message holds while it is under way."""
         return ((src, dst),) if self.paired else ((src, -1), (-1, dst))
 
     def complete(self, ended: tuple[tuple[int, int], ...]) -> None:
@@ -237,7 +236,6 @@ class _Player:
         heappush(self.events, (finish, self.count, which))
 
     def effect(self, ended: tuple[tuple[int, int], ...]) -> None:
-        """Move the values of what has just ended."""
         if self.memory is None:
             return
         if len(ended) == 2:

@@ -175,5 +175,4 @@ _pool = Pool(8)
 
 
 def run_ranks(target: str, world: int, payload: Any = None, limit: float = LIMIT) -> list[Any]:
-    """Run `module:function(rank, payload)` on the shared pool."""
     return _pool.run(target, world, payload, limit)

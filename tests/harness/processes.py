@@ -10,7 +10,6 @@ from shardwise.runtime.job.output import say
 
 
 def launch(command: list[str], ranks: int, *, echo: Callable[[str], None] = say, **options: Any) -> int:
-    """`supervise`, with the line handed to `echo` if there is one. Returns the exit code."""
     ending = supervise(command, ranks, **options)
     if ending.line:
         echo(ending.line)

@@ -77,7 +77,6 @@ def numbers(asked: Summed, rank: int, elements: int) -> Tensor:
 
 
 def packed_sum(rank: int, asked: Summed) -> tuple[Tensor, tuple[LedgerRow, ...]]:
-    """This rank's interval of the sum, and the ledger."""
     plan = unit_plan(asked.model, asked.layout, Workload(8, asked.layout.dp), rank=rank)
     comms = make_comms(asked.layout, asked.model, rank, timeout=60.0)
     unit = plan.by_name[asked.unit]

@@ -88,7 +88,6 @@ def dealt(layouts: Sequence[Layout]) -> list[int | None]:
 
 
 def is_quick(items: Sequence[pytest.Item], day: int) -> list[bool]:
-    """Whether each of the tests is in the quick part of a day of the fortnight."""
     found, cases = [], dict[str, int]()
     of_layouts = [item for item in items if item.get_closest_marker("layouts")]
     days = dict(zip([item.nodeid for item in of_layouts], dealt(list(map(_layout, of_layouts))), strict=True))
@@ -116,7 +115,6 @@ def left_out(items: Sequence[pytest.Item]) -> set[str]:
 
 
 def left_to_others(count: int) -> str:
-    """A line about the tests that the part leaves out."""
     if PART == "rest":
         return f"{count:,} tests are in the quick part of this day: SHARDWISE_SEED={seed()} make test"
     return (

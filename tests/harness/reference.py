@@ -105,7 +105,6 @@ class Outcome:
 
 
 def _move_biases(case: Case, master: dict[str, Tensor], batch: Batch) -> None:
-    """Biases of routers follow the loads of a step."""
     if case.model.experts and case.model.experts.bias_rate:
         for mixture, loads in (batch.loads or {}).items():
             master[f"{mixture}.router.bias"].data.add_(bias_step(loads, case.model.experts))

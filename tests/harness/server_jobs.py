@@ -71,7 +71,6 @@ class CountingMail(ServerMail):
 
 
 def serve(rank: int, asked: Served) -> ServedOutcome:
-    """Be the rank of a worker or of a server."""
     case, layout, outcome = asked.case, asked.layout, ServedOutcome()
     comms = make_comms(layout, case.model, rank, timeout=60.0)
     plan = unit_plan(case.model, layout, case.workload, rank=rank, backend=comms.backend)

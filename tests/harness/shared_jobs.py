@@ -106,7 +106,6 @@ def pieces(rank: int, ranks: int, elements: int) -> Tensor:
 
 
 def summed(rank: int, elements: int) -> Tensor:
-    """This rank's piece of a sum over the ranks, added to what was there before."""
     transport = _world()
     kept = torch.ones(elements)
     full = pieces(rank, transport.ranks, elements)

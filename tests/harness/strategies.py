@@ -63,7 +63,6 @@ def layouts(draw: st.DrawFn, model: ModelConfig) -> Layout:
 
 @st.composite
 def split_models(draw: st.DrawFn) -> tuple[ModelConfig, Layout, Workload]:
-    """A model, a layout that can run it, and a workload that both accept."""
     model = draw(models())
     layout = draw(layouts(model))
     batch = layout.dp * layout.micro * draw(st.integers(1, 3))

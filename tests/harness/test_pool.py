@@ -43,7 +43,6 @@ def leave_a_word(rank: int, payload: Any) -> bool:
 
 
 def patience(rank: int, payload: Any) -> float:
-    """Seconds that the group's collectives wait."""
     group: Any = dist.group.WORLD
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 

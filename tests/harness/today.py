@@ -30,7 +30,6 @@ def seed() -> int:
 
 
 def some_of(cases: Iterable[T], count: int, name: str) -> list[T]:
-    """`count` of `cases`, in their order, or all of them. name: of what they are; each name has a sample of its own."""
     every = list(cases)
     if EVERYTHING:
         return every
@@ -42,7 +41,6 @@ EVERY_LAYOUT = EVERYTHING or PART == "quick"
 
 
 def by_turns(cases: Iterable[T], count: int, name: str) -> list[T]:
-    """`some_of`, for a test with the mark `layouts`."""
     return list(cases) if EVERY_LAYOUT else some_of(cases, count, name)
 
 

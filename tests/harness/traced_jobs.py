@@ -39,12 +39,10 @@ class TracedCase:
 
     @property
     def parts(self) -> list[str] | None:
-        """The order of its parts, where the class publishes none."""
         return {**PARTS, "gpt2": GPT2_PARTS}.get(self.name)
 
     @property
     def plan(self) -> dict[str, str] | None:
-        """Its tensor-parallel plan, where the class publishes none."""
         return {**PLANS, "gpt2": GPT2_PLAN}.get(self.name)
 
     def build(self) -> nn.Module:
@@ -71,7 +69,6 @@ def token_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
 
 
 def measured(rank: int, job: tuple[TracedCase, StepReport]) -> ReportComparison:
-    """The prediction's comparison with a second step, all ranks together."""
     case, predicted = job
     layout = Layout.parse(case.layout)
     plan = case.plan if layout.tp > 1 else None

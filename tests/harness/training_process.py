@@ -20,7 +20,6 @@ SOURCES = str(Path(shardwise.__file__).parents[1])
 
 
 def write_text(folder: Path) -> None:
-    """A text of counted numbers in a folder `text`."""
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     (folder / "text").mkdir()
     for part in range(10):
@@ -100,7 +99,6 @@ class Process:
             time.sleep(pause)
 
     def logged(self) -> list[int]:
-        """Steps in the order in which they were done."""
         path = self.out / "events.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         found = []
@@ -115,7 +113,6 @@ class Process:
 
 
 def manifests(out: Path) -> dict[int, bool]:
-    """Step -> whether its checkpoint has its manifest, of all folders that there are."""
     folder = out / "checkpoints"
     found = list(folder.iterdir()) if folder.is_dir() else []
     return {int(path.name.removeprefix("step-")): (path / "manifest.json").exists() for path in found}

@@ -58,7 +58,6 @@ def _cross_entropy(
 
 
 def boundaries(rank: int, payload: tuple[Case, Layout]) -> Boundary:
-    """Every boundary of the first micro-batch of a step."""
     case, layout = payload
     program = build(case, layout, rank)
     found = _watch(program.decoder)

@@ -59,8 +59,6 @@ class Followed:
 
 
 class Small:
-    """Weights that are small numbers, whatever is asked for."""
-
     def read(self, tensor: str, piece: Any = None, dtype: str | None = None, out: Any = None) -> np.ndarray:
         assert out is not None
         size = out.size

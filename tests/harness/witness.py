@@ -27,8 +27,6 @@ REALISED_AS = {"all_reduce": "allreduce_", "all_gather_into": "_allgather_base_"
 
 
 class Witness(TorchDispatchMode):
-    """Counts collectives while it is on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: Seen = Counter()

@@ -31,7 +31,6 @@ def _words(tree: ast.AST) -> Iterator[str]:
 
 
 def spelled() -> dict[str, list[str]]:
-    """Key -> source files that spell it."""
     package = Path(shardwise.__file__).parent
     found: dict[str, list[str]] = {name: [] for name in KEYS}
     for path in sorted(package.rglob("*.py")):

@@ -301,7 +301,6 @@ PUBLISHED = {
 
 
 def refusal(data, **changes) -> str:
-    """The one line with which the changed config is refused."""
     with pytest.raises(UserError) as caught:
         from_huggingface(data | changes)
     assert "\n" not in str(caught.value)
@@ -420,7 +419,6 @@ def test_balance_losses_are_read():
 
 
 def test_n_ctx_says_nothing_as_in_transformers():
-    """`GPT2Config(n_ctx=512).n_positions` is 1024 in transformers 5.23."""
     assert from_huggingface(GPT2 | {"n_ctx": 512}).max_positions == 1024
     without = {name: value for name, value in GPT2.items() if name != "n_positions"}
     assert from_huggingface(without | {"n_ctx": 512}).max_positions == 1024
@@ -605,7 +603,6 @@ def gpts(draw):
 
 @st.composite
 def mixtures(draw):
-    """Mixtral, Qwen3-MoE, DeepSeek-V2 and V3."""
     model, size = draw(llamas()).replace(bias="none", qk_norm=False), st.integers(1, 2**20)
     groups, family = draw(st.integers(1, 4)), draw(st.sampled_from(["mixtral", "qwen3_moe", "deepseek"]))
     each, active_groups = draw(st.integers(1, 8)), draw(st.integers(1, groups))

@@ -35,7 +35,6 @@ COUNTED = [row for row in ROWS if "text_parameters" in row and row["config"]["mo
 
 
 def in_data(row) -> bool:
-    """Whether the packaged data has the family of a configuration."""
     return language_model(row["config"], "")[0] in families()
 
 

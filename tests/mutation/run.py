@@ -62,7 +62,6 @@ def pytest(source: Path, *chosen: str) -> tuple[int, str]:
 
 
 def uses(source: Path) -> bool:
-    """Whether a run with `source` on its path imports the package from there."""
     probe = [sys.executable, "-c", "import shardwise; print(shardwise.__file__)"]
     environment = {**os.environ, "PYTHONPATH": str(source)}
     found = subprocess.run(probe, env=environment, cwd=source, capture_output=True, text=True, check=True).stdout
@@ -75,7 +74,6 @@ def put_back(source: Path, mistake: Mistake) -> None:
 
 
 def misplaced(source: Path, mistakes: list[Mistake]) -> list[str]:
-    """Mistakes whose text does not occur exactly once."""
     wrong = []
     for mistake in mistakes:
         found = (source / "shardwise" / mistake.file).read_text().count(mistake.old)
@@ -86,7 +84,6 @@ def misplaced(source: Path, mistakes: list[Mistake]) -> list[str]:
 
 @contextmanager
 def copy_of(source: Path) -> Iterator[Path]:
-    """A folder that holds a copy of the package in `source`, for a while."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         target = Path(folder).resolve()
         shutil.copytree(source / "shardwise", target / "shardwise", ignore=shutil.ignore_patterns("__pycache__"))

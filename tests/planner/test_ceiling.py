@@ -34,7 +34,6 @@ DEVICES = known_devices()
 
 
 def block_share(model: ModelConfig, seq: int, micro: int, name: str, pricing: Pricing) -> float:
-    """Model FLOPs of one block, forward and backward, over its time and the device's peak."""
     part = blueprint(model).of_kind("block")[0]
     shape = Shape(micro, seq, 1, micro * seq, seq)
     tally = tally_part(part, model, shape, engine(name), pricing.kernels)

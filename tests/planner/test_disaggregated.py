@@ -23,7 +23,6 @@ AMONG = [(Layout(), 200_000), (Layout(tp=2, dp=3), 900_000), (Layout(pp=2), 500_
 def requests_per_second(
     model, cluster, work, prefill: tuple[Layout, int], decode: tuple[Layout, int], batch: int
 ) -> float:
-    """By halving, of one pair of instances."""
     (read, n), (write, m) = prefill, decode
     reading = DecodeStrategy(model, read, ENGINE, cluster, "bfloat16").prompt(work.prompt, CHUNK)
     busy = reading.seconds - reading.parts.get("bubble", 0.0)

@@ -27,7 +27,6 @@ def routed_bytes(plan: UnitPlan) -> int:
 
 
 def only(monkeypatch, weights: str) -> None:
-    """Plan one type of weights, a quarter of the work."""
     monkeypatch.setattr(serving._Space, "types", [weights])
 
 

@@ -38,7 +38,6 @@ def pricing(cluster: Cluster) -> Pricing:
 
 
 def candidates(draw: random.Random, count: int, models: list[ModelConfig]) -> Iterator[tuple[Space, Layout, float]]:
-    """Random candidates of random spaces, each with its lower bound among the candidates of its frame."""
     while count > 0:
         model, cluster = draw.choice(models), Cluster.parse(draw.choice(CLUSTERS))
         seq = min(draw.choice([512, 1024, 2048, 4096, 8192]), model.max_positions)

@@ -39,7 +39,6 @@ def test_without_a_pipeline_a_rank_has_its_share_of_the_model(name, ep):
 
 
 def test_states_of_experts_are_sharded_over_the_ranks_that_hold_the_same_ones():
-    """Of 16 ranks of data, 2 have the same eighth of the experts."""
     model = get("mixtral-8x7b")
     (one,) = held(model, "dp=16,ep=8,zero=1")
     experts = model.layers * 8 * 3 * model.hidden * model.experts.ffn
@@ -88,7 +87,6 @@ def test_a_pipeline_behind_blocks_without_experts_can_be_fullest_later():
 
 
 def test_capacity_is_what_tokens_choose():
-    """Twice as many experts for each token save about twice as much in the experts."""
     model = get("mixtral-8x7b")
     two, four = (held(model.replace(experts=Experts(8, active, 14336)), "dp=8,ep=8,zero=1")[0] for active in (2, 4))
     rows = 512 * 2

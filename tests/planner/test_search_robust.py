@@ -132,7 +132,6 @@ def test_random_questions_get_figures_or_one_line(question, software, whole):
 
 @st.composite
 def priced(draw: st.DrawFn) -> tuple[ModelConfig, Layout, Workload]:
-    """A model, a layout that a search could come upon, and a workload for it."""
     tp, pp, dp, cp = (draw(st.sampled_from([1, 2, 4])) for _ in range(4))
     layers, experts, ep = 4 * pp, None, 1
     if draw(st.booleans()):

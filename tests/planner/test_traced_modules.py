@@ -41,7 +41,6 @@ def loss(model, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 @pytest.fixture(scope="module")
 def traced() -> Blueprint:
-    """A Llama of `transformers` without weights."""
     with torch.device("meta"):
         module = llama(**SIZES)
     example = {"input_ids": torch.zeros(2, SEQ, dtype=torch.int64), "use_cache": False}
@@ -185,7 +184,6 @@ def test_a_module_without_shards_says_why():
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    """`shardwise` where torch cannot be imported."""
     start = "import sys; sys.modules['torch'] = None; from shardwise.cli.main import main; sys.exit(main(sys.argv[1:]))"
     return subprocess.run([sys.executable, "-c", start, *words], capture_output=True, text=True, timeout=120)
 

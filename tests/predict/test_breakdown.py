@@ -31,7 +31,6 @@ TEXTS = table(__file__, "TEXTS")
 
 
 def terms_of(model: ModelConfig, layout: Layout, workload: Workload, report: StepReport | None = None) -> Breakdown:
-    """A breakdown, checked against the estimate of the same step."""
     cluster = Cluster.parse(f"{layout.ranks}xH100")
     report = report or estimate(model, layout, workload, cluster)
     terms = breakdown(model, layout, workload, cluster, report)
@@ -71,7 +70,6 @@ def test_the_sums_of_random_models(case: tuple[ModelConfig, Layout, Workload]) -
 
 
 def test_16_bytes_per_parameter() -> None:
-    """2 + 2 + 4 + 4 + 4 with one micro-batch, whose gradients stay in bf16."""
     terms = terms_of(get("llama-3-8b"), Layout.parse("dp=8"), Workload(4096, 8))
     each = {key: nbytes / terms.here for key, nbytes in terms.own.nbytes.items()}
     assert each == {"weights": 2, "gradients": 2, "model": 4, "first": 4, "second": 4}
@@ -85,7 +83,6 @@ def test_groups_of_a_model_with_experts() -> None:
 
 
 def test_extra_communication_of_the_stages_is_that_of_the_paper() -> None:
-    """With one micro-batch in one precision: stages 0 to 2 send 2 P (n-1)/n, stage 3 half as much again."""
     model, layout = get("tiny-llama"), Layout.parse("dp=4,precision=fp32")
     terms = terms_of(model, layout, Workload(64, 4))
     plain = terms.states[0].sent

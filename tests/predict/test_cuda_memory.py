@@ -34,8 +34,6 @@ MODEL_OF = {
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
-    """The forms of CUDA on a CPU's fake tensors, its norms' kernels with the tensors that they have there."""
-
     def forward(x: Tensor, module: RMSNorm) -> tuple[Tensor, Tensor]:
         wide = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
         return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=wide)

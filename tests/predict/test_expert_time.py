@@ -249,7 +249,6 @@ def counted(cut: SequenceCut, rank: int, window: int) -> int:
 
 
 def from_blocks(cut: SequenceCut, rank: int) -> int:
-    """Pairs of the blocks that the ring computes, key rank by key rank."""
     pairs = 0
     for other in range(cut.cp):
         rows, columns, causal = cut.visible(rank, other)

@@ -232,7 +232,6 @@ def explained(command: str, model: str, cluster: str):
 
 
 def test_a_checkpoint_of_awq_has_the_bytes_of_its_files():
-    """TheBloke/Llama-2-70B-AWQ: 36.6 GB of files, 18.3 GB on each of two GPUs."""
     told = explained("vllm serve x --quantization awq -tp 2", "llama-2-70b", "2xA100")
     assert told.weights == pytest.approx(18.3e9, rel=0.005)
 

@@ -34,7 +34,6 @@ def test_data_parallel_reduces_every_gradient_once() -> None:
 
 
 def test_stage_1_moves_as_much_as_data_parallel() -> None:
-    """An all-reduce is a reduce-scatter and an all-gather: 2P elements."""
     ledger = rows("dp=4,zero=1")
     assert volume(ledger, "reduce_scatter") == volume(ledger, "all_gather_into") == count(MODEL)
 

@@ -75,7 +75,6 @@ def test_7b_on_8_gpus() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
 def test_the_formulas_of_the_stages(n: int) -> None:
-    """16P; 4P + 12P/N; 2P + 14P/N; 16P/N. 2P + 14P/N is stage 2, not stage 1."""
     p = 7e9
     table = zero_table(p, [n])
     expected = {0: 16 * p, 1: 4 * p + 12 * p / n, 2: 2 * p + 14 * p / n, 3: 16 * p / n}

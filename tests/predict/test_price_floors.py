@@ -49,7 +49,6 @@ VOLUME = {"all_reduce": 2.0, "all_gather_into": 1.0, "reduce_scatter": 1.0, "all
 
 
 def draws(count: int, key: str) -> Iterator[tuple[str, str, Layout, Workload]]:
-    """Legal layouts of the whole space, drawn by the day."""
     generator = random.Random(f"{key} {today()}")
     pick = generator.choice
     while count:
@@ -160,7 +159,6 @@ def computed_floors(
 
 
 def block_matrices(model: ModelConfig) -> int:
-    """Weights of the products of a block of a dense model."""
     block = blueprint(model).of_kind("block")[0]
     return sum(prod(p.shape) for p in block.parameters if len(p.shape) == 2)
 

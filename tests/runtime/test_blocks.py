@@ -219,7 +219,6 @@ def test_it_is_taken_where_it_pays_and_saves_what_torch_saves_but_the_sums(
 
 
 def _names(out: Tensor) -> str:
-    """The nodes that made a tensor, in words."""
     seen, waiting = set(), [out.grad_fn]
     while waiting:
         node = waiting.pop()

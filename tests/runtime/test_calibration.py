@@ -195,7 +195,6 @@ ATTENTION_FLOPS = 4.0 * 32 * 128 * 8192 * 8193 / 2
 
 
 def samples(attention: float = 0.6, addition: float = 0.9, row: float = 0.8) -> list[Probed]:
-    """Of a device with these shares of its limits."""
     return [
         Probed("product", ("bfloat16", "forward"), (8192, 8192, 8192), 2.0 * 8192**3 / PEAK),
         Probed("product", ("bfloat16", "forward"), (32, 32, 32), LAUNCH),
@@ -234,7 +233,6 @@ def test_what_no_device_can_do_is_measured_again_and_then_rejected(shares, at, w
 
 
 def test_bf16_attention_may_be_as_fast_as_fp32_products() -> None:
-    """A CPU without bf16 instructions: its attention kernels compute in fp32, faster than its bf16 products."""
     flops = 2.0 * 8192**3
     slow = [replace(samples()[0], seconds=10 * flops / PEAK), *samples(attention=0.6)[1:]]
     wide = Probed("product", ("float32", "forward"), (8192, 8192, 8192), flops / PEAK)

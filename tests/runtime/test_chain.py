@@ -54,7 +54,6 @@ def test_train_kill_resume_serve(tmp_path: Path) -> None:
 
 
 def served(model: Path) -> str:
-    """What a server of two ranks answers to the prompt."""
     words = ["serve", str(model), "--layout", "tp=2", "--precision", "fp32", "--port", "0", "--json"]
     server = forked.Started(words, environment())
     try:

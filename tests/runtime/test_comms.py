@@ -80,8 +80,6 @@ def test_rows_that_do_not_fit(shared):
 
 
 class Noted:
-    """A transport that moves nothing and notes what is called."""
-
     def __init__(self, calls, lazy):
         self.calls, self.lazy = calls, lazy
 

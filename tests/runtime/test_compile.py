@@ -71,8 +71,6 @@ def test_generated_layouts(point: Point) -> None:
 
 
 def compilable(points: Iterable[Point]) -> list[Point]:
-    """Those of few ranks whose blocks can be compiled."""
-
     def legal(point: Point) -> bool:
         try:
             check_runnable(compiled(point.layout), point.case.model, point.case.workload)
@@ -118,7 +116,6 @@ def test_the_trial_of_a_compilation_counts_no_tokens() -> None:
 
 
 def missing() -> str | None:
-    """What inductor lacks here to compile for the CPU."""
     import torch
 
     from shardwise.runtime.compiling import check_compiler

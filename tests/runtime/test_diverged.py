@@ -30,8 +30,6 @@ LARGE = OptimizerConfig(lr=1e18, warmup=0)
 
 @dataclass
 class Attempt:
-    """A run that has ended."""
-
     out: Path
     result: api.TrainResult | None
     error: BaseException | None

@@ -130,7 +130,6 @@ def test_peaks_that_a_search_has_found_wrong() -> None:
 
 
 def test_gradients_side_by_side_are_recognized_without_an_address() -> None:
-    """Fake tensors have none, and torch warns whoever asks."""
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("error")
         whole = torch.empty(2, 5, 6, 8)

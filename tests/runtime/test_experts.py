@@ -63,7 +63,6 @@ def assert_conserved(case: Case, expected: dict[str, Plain], ranks: list[dict[st
 
 
 def _routed(part: list[Routed]) -> dict[Pair, int]:
-    """Pairs -> experts of ranks that route different tokens."""
     found: dict[Pair, int] = {}
     for seen in part:
         assert not found.keys() & seen.chosen.keys(), "two ranks route the same token"
@@ -72,7 +71,6 @@ def _routed(part: list[Routed]) -> dict[Pair, int]:
 
 
 def assert_loads(case: Case, expected: dict[str, Plain], ranks: list[Traced]) -> None:
-    """Every rank reports the loads of its mixtures on all ranks together."""
     assert case.model.experts is not None
     for rank in ranks:
         for name, load in rank.loads.items():

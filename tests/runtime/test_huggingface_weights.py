@@ -169,7 +169,6 @@ def _ours(model: Any) -> dict[str, Tensor]:
 
 
 def _experts(mlp: Any) -> dict[str, Tensor]:
-    """A router, and the routed experts end to end."""
     gate, up = mlp.experts.gate_up_proj.detach().chunk(2, dim=1)
     found = {"mlp.router.weight": mlp.gate.weight.detach()}
     if hasattr(mlp.gate, "e_score_correction_bias"):

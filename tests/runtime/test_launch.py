@@ -223,7 +223,6 @@ sys.exit(ending.code)
 
 
 def start_launcher(folder: Path, body: str) -> subprocess.Popen[str]:
-    """A launcher in a process of its own, with all of its ranks running."""
     env = {**os.environ, "PYTHONPATH": SOURCES, "TEST_FOLDER": str(folder)}
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, command(body)[-1]], env=env, stderr=subprocess.PIPE, text=True

@@ -69,7 +69,6 @@ def test_the_ledger_of_a_share_is_the_predicted_one(pooled, model, text, backend
 
 
 def tokens(rank: int, job: ShareJob) -> list[int]:
-    """Token ids and targets of a share's first step."""
     share = ShareRun(job, job.ranks[0])
     batches = share.batches.step(0, share.workload.batch, random.key(0, "dropout", 0))
     return [

@@ -118,7 +118,6 @@ def squares(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
 
 
 def preference(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
-    """With a pass of its own for the reference."""
     with torch.no_grad():
         reference = model(2 * x)
     y = model(x)

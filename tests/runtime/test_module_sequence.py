@@ -57,8 +57,6 @@ def test_transformers_classes_are_split_right(family: str, layout: str) -> None:
 
 
 class WithScale(nn.Module):
-    """Blocks with a parameter of their own."""
-
     def __init__(self, shared: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(_ScaledBlock() for _ in range(2))

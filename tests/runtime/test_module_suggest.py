@@ -134,8 +134,6 @@ def test_heads_beside_the_batch_are_followed():
 
 
 class Fixed(Net):
-    """With the number of heads in its code."""
-
     heads = 4
 
 

@@ -39,7 +39,6 @@ def traced(name: str, tp: int, precision: str) -> Blueprint:
 
 
 def drawn(count: int) -> list[TracedCase]:
-    """Modules under layouts, the same ones each time."""
     draw, cases = random.Random(8), []
     while len(cases) < count:
         tp, dp, zero = draw.choice((1, 1, 2)), draw.choice((1, 2, 2, 4)), draw.randrange(4)

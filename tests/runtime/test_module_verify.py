@@ -144,8 +144,6 @@ class LossAlone(SkipMLP):
 
 
 class WrongLoss(LossAlone):
-    """A loss that splitting changes."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss = super().forward(x)
         return loss * (1 + 1e-6 * ("forward" in vars(self.enter)))

@@ -99,7 +99,6 @@ def test_trap_29_weight_decay_leaves_moments_alone(kind: str) -> None:
 
 
 def saved(kind: str, text: str, folder: Path) -> tuple[Path, list[float]]:
-    """The checkpoint of a run after three steps, and the losses of the whole run."""
     case, layout = small(f"{text},precision=fp64", kind, dp=2)
     ranks = run_ranks("harness.resume_jobs:straight", layout.ranks, (case, layout, str(folder), 3, STEPS))
     return folder / "step-3", ranks[0].losses

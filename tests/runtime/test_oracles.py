@@ -60,7 +60,6 @@ def test_torch_pipelining_agrees(schedule: str, name: str, documents: bool) -> N
 
 
 def _from(folder: Path) -> ModelConfig:
-    """The model in a folder. Its balance loss, which theirs adds where labels are given, is left out."""
     model = from_huggingface(folder)
     return model.replace(experts=model.experts and replace(model.experts, balance_loss=0.0))
 

@@ -25,14 +25,12 @@ def case(name: str, p: int, m: int, **options: int) -> EmulationCase:
 
 @pytest.fixture(scope="module")
 def every() -> EmulationResult:
-    """All schedules on two ranks, over shared memory."""
     cases = [case(g.name, 2, 4, zero=3, tied=True) for g in generators()]
     return measure(cases, 4096, 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory) -> EmulationResult:
-    """A loop and a V on four ranks, over gloo."""
     cases = case("interleaved", 4, 4, tied=True), case("zb-v", 4, 5, zero=2)
     out = tmp_path_factory.mktemp("four") / "result.json"
     run_ranks("shardwise.emulate.rank:run", 4, EmulationJob(cases, 64, 1, "gloo", timeout=60.0, out=str(out)))
@@ -138,8 +136,6 @@ def test_a_rank_that_leaves_its_list_is_found():
 
 
 class NoComms:
-    """A rank without peers."""
-
     def index(self, axes: tuple[str, ...]) -> int:
         return 1
 

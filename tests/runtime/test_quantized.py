@@ -140,7 +140,6 @@ def test_trap_27_the_sum_has_the_bits_of_its_hops(text: str) -> None:
 
 
 def feeds(point: Point) -> bool:
-    """Every second point has error feedback."""
     return GRADIENT_POINTS.index(point) % 2 == 1
 
 
@@ -224,7 +223,6 @@ class NumpyResiduals:
         self.second = np.zeros((ranks, self.groups if self.groups > 1 else 0, elements), np.float32)
 
     def step(self, given: list[np.ndarray]) -> np.ndarray:
-        """Each rank's interval of the sum."""
         ranks, near = range(len(given)), self.near
         sent = [[_fed(self.first[rank, to], given[rank][to]) for to in ranks] for rank in ranks]
         found = []
@@ -236,7 +234,6 @@ class NumpyResiduals:
         return np.array(found)
 
     def folded(self) -> np.ndarray:
-        """Residuals of all ranks, by interval."""
         total = self.first.sum(0, dtype=np.float64)
         for rank, pieces in enumerate(self.second):
             for group, piece in enumerate(pieces):

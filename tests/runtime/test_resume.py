@@ -67,7 +67,6 @@ def chosen() -> dict[str, list[str]]:
 
 
 def all_samples(ranks: list[Trained], parsed: Layout) -> list[list[int]]:
-    """The global indices of each step, over all data ranks. Ranks of tp, cp and pp took the same as their peers."""
     copies = parsed.tp * parsed.cp * parsed.pp
     return [sorted(i for rank in ranks for i in rank.samples[step])[::copies] for step in range(len(ranks[0].samples))]
 

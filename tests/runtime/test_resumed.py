@@ -29,7 +29,6 @@ def losses(out: Path, name: str = "loss") -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text, and a run of 10 steps."""
     root = tmp_path_factory.mktemp("resumed")
     write_text(root)
     train(root, "run", "precision=fp32", 10, "--warmup", 2)

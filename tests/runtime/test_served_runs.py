@@ -37,7 +37,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def proved(out: Path, first: int = 0) -> RecordedRun:
-    """What a run has recorded, each server's record proved. first: steps before."""
     run = recorded_run(RunDirectory.open(out))
     shares = run.layout.dp if run.layout.sync == "async" else 1
     assert len(run.records) == run.layout.parameter_servers.count

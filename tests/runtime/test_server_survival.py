@@ -30,7 +30,6 @@ OWN, COLOCATED = "dp=3,servers=1:own,precision=fp64,sync=", "dp=3,servers=2,prec
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for run directories, which share one prepared text."""
     folder = tmp_path_factory.mktemp("runs")
     write_text(folder)
     return folder
@@ -42,7 +41,6 @@ def train(runs: Path, name: str, layout: str, *more: str, steps: int = STEPS, **
 
 
 def undisturbed(runs: Path, layout: str) -> dict[int, float]:
-    """Losses of the run to which nothing happens."""
     name = f"plain-{number(layout)}"
     if not (runs / name).exists():
         with train(runs, name, layout, *SETTINGS) as training:

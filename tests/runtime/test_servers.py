@@ -175,7 +175,6 @@ def test_trap_31_servers_that_drop_different_gradients_keep_the_bound() -> None:
 
 
 def test_trap_31_each_server_is_told_the_version_of_its_own_range() -> None:
-    """The second server has a worker's gradients after those of the others, the first one before."""
     text = "dp=3,sync=async,damped,servers=2:own,precision=fp64"
     case, outcomes = run(text, STUMBLING, delays=(0.0, 0.02, 0.02), steps=6, lags={(0, 1): 0.06})
     check(text, case, outcomes)

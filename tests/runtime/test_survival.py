@@ -47,7 +47,6 @@ WORKER = str(Path(__file__).parents[1] / "harness" / "faulty_worker.py")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for run directories, which share one prepared text."""
     folder = tmp_path_factory.mktemp("runs")
     write_text(folder)
     return folder

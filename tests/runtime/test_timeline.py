@@ -97,8 +97,6 @@ def test_every_part_is_on_the_compute_stream_in_the_order_of_the_step() -> None:
 
 
 class Clock:
-    """A timeline's clock that shows what it is told."""
-
     def __init__(self) -> None:
         self.time = 0
 

@@ -57,7 +57,6 @@ def used() -> set[str]:
 
 
 def test_every_name_is_one_that_torch_2_9_has() -> None:
-    """A new name: look it up in torch 2.9 and list it, or use it in `torch_versions.py` beside what 2.9 has instead."""
     known = KNOWN.read_text().split()
     assert known == sorted(set(known))
     assert sorted(used() - set(known)) == []
@@ -139,8 +138,6 @@ def test_the_compiler_knows_that_fp64_attention_has_sums_in_fp64(monkeypatch: py
 
 
 def _with(plain: Any, backend: Any) -> Any:
-    """torch.compile with a backend, and its signature."""
-
     @functools.wraps(plain)
     def call(model: Any, **options: Any) -> Any:
         return plain(model, **options, backend=backend)
@@ -161,7 +158,6 @@ def test_the_dry_run_s_collectives_are_those_of_torch_or_of_its_tools(
 
 @pytest.fixture
 def process_groups(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options with which rank 3 of 4 would make process groups."""
     seen: list[dict[str, Any]] = []
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("SHARDWISE_RENDEZVOUS", "file:///none")):
         monkeypatch.setenv(name, value)

@@ -171,8 +171,6 @@ def test_additions_keep_their_order():
 
 
 class Group:
-    """As much of a process group as a mistake meets."""
-
     def size(self) -> int:
         return 2
 

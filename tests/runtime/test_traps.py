@@ -61,7 +61,6 @@ RESUMED = 4
 
 
 def resumable(text: str, job: Callable[[Layout], tuple[str, object]]) -> list:
-    """Run a job of `harness.resume_jobs` in float64 under a layout; its results by rank."""
     layout = Layout.parse(f"{text},precision=fp64")
     function, payload = job(layout)
     return run_ranks(f"harness.resume_jobs:{function}", layout.ranks, payload)
@@ -643,7 +642,6 @@ def test_trap_25_sequences_cut_over_ranks(model: str, text: str, seq: int, docum
 
 
 def case_of_routed(model: str, layout: Layout, seq: int, accumulate: int = 1, **changes: Any) -> Case:
-    """A case in float64. changes: of the model's experts."""
     config = EXPERT_MODELS[model]
     experts = Experts(**(vars(config.experts) | changes))
     workload = Workload(seq, layout.dp * layout.micro * accumulate)

@@ -58,7 +58,6 @@ def step_by_step(schedule: CommSchedule, rounds: Iterable[Round]) -> dict[int, l
 
 
 def is_right(schedule: CommSchedule, memory: dict[int, list[Counter | None]]) -> bool:
-    """Whether the collective's promise is kept, chunk by chunk."""
     p, c, root, kind = schedule.ranks, schedule.chunks, schedule.root, schedule.collective
     base = schedule.regions.index(schedule.result) * c
 

@@ -159,7 +159,6 @@ def test_every_algorithm_is_right(algorithm):
 
 
 def changed(round: Round, row: int, **fields: int) -> Round:
-    """The round with some fields of one row replaced."""
     columns = {name: getattr(round, name).copy() for name in fields}
     for name, value in fields.items():
         columns[name][row] = value
@@ -225,7 +224,6 @@ def test_mutants_are_found_with_rank_chunk_and_round():
 
 
 def rounds_of(collective: str, p: int, *rounds: Round, **fields: object) -> CommSchedule:
-    """A hand-made schedule on buffers of one chunk."""
     memory: dict = {"regions": ("data", "out"), **fields}
     return CommSchedule(collective, "by hand", p, 1, tuple(map(RepeatedRounds.once, rounds)), **memory)
 

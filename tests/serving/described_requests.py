@@ -24,7 +24,6 @@ FIELDS = st.sampled_from(sorted({name for schema in ASKED.values() for name in s
 
 
 def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Values that a schema describes, small ones."""
     if "anyOf" in schema:
         return st.one_of(*map(values, schema["anyOf"]))
     if "enum" in schema:

@@ -182,7 +182,6 @@ def _letters() -> list[str]:
 def front_of(engine: EngineDouble, folder: Path, *, slots: int = 4, queue: int = 4,
              template: str | None = TEMPLATE, api_key: str | None = None,
              public: bool = False) -> tuple[Front, Any]:  # fmt: skip
-    """The front of an engine, and the application on it."""
     file = write_tokenizer(folder, template)
     text = Text(load(file), [END])
     front = Front(engine, text, context=CONTEXT, places=slots, queue=queue)
@@ -218,7 +217,6 @@ class Running:
         return self.ask("POST", path, body)
 
     def events(self, path: str, **body: Any) -> list[Any]:
-        """The data of each event of a stream; the last one's as text when it is [DONE]."""
         status, text, headers = self.post(path, stream=True, **body)
         assert status == 200 and headers["content-type"].startswith("text/event-stream"), text
         assert text.endswith("\n\n")

@@ -62,7 +62,6 @@ def request(number: int, prompt: int, output: int) -> Request:
 
 
 def scored(number: int, prompt: int, output: int) -> Request:
-    """Every row of its prompt has logits."""
     sampling = Sampling(max_tokens=output, prompt_logprobs=True, top_logprobs=number)
     return Request(number, tuple(range(1, prompt + 1)), sampling)
 

@@ -452,7 +452,6 @@ def test_requests_that_proxies_read_otherwise_are_rejected_and_end_the_connectio
 
 
 def raw(server: Running, path: str, **body) -> socket.socket:
-    """A request whose answer nobody has read yet."""
     data = json.dumps(body).encode()
     way = socket.create_connection(("127.0.0.1", server.port))
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"

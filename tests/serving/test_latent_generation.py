@@ -29,7 +29,6 @@ LAYOUTS = ["dp=1", "tp=2", "pp=2", "tp=2,pp=2", "dp=2,zero=3", "cp=2", "tp=2,cp=
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of short runs of one rank."""
     found = {}
     for name in NAMES:
         found[name] = tmp_path_factory.mktemp(name)

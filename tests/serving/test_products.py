@@ -177,7 +177,6 @@ SLACK = 4096
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a run on four ranks."""
     root = tmp_path_factory.mktemp("loading")
     pretrained("llama", num_hidden_layers=8).save_pretrained(root / "source")
     model, _ = weights_in(root / "source")

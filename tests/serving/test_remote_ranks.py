@@ -32,7 +32,6 @@ def job_of(layout: str = "dp=2") -> ServingJob:
 
 @pytest.fixture
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[remote.MessageChannel, remote.MessageChannel]:
-    """Both ends of a replica's channel."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     listener = remote.MessageListener(tmp_path, job_of(), b"k" * 32)
     meeting = remote.RankMeeting.from_json(json.loads((tmp_path / remote.MEETING).read_text()))

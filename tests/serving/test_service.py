@@ -57,7 +57,6 @@ class Collected:
 
 
 def children() -> set[str]:
-    """Ranks that this process has started and that still run."""
     found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "shardwise.serving.rank"], capture_output=True)
     return set(found.stdout.decode().split())
 

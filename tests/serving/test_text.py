@@ -57,7 +57,6 @@ def test_without_stop_strings_every_character_comes_with_its_last_byte(whole: st
 
 
 def _with_special() -> Text:
-    """Bytes, and two special tokens: <e> and <u>."""
     text = _bytes()
     text.tokenizer.add_special_tokens(["<e>", "<u>"])
     return Text(text.tokenizer, ())
@@ -72,7 +71,6 @@ pieces = st.lists(st.sampled_from(["a", "b", "<e>", "<u>", "日"]), max_size=8)
 @example(["a", "b", "<e>"], ["<e>", "b<e>a"])
 @given(pieces, st.lists(st.lists(st.sampled_from(["a", "b", "<e>", "<u>"]), min_size=1, max_size=3).map("".join)))
 def test_stop_strings_see_special_tokens_and_what_is_shown(parts: list[str], stops: list[str]) -> None:
-    """The answer ends before the stop string that is complete first, in its text or with the special tokens in it."""
     stream = SPECIAL.stream(stops)
     given_out = "".join(stream.add(token) for part in parts for token in SPECIAL.encode(part)) + stream.end()
     expected, stopped = "".join(part for part in parts if part[0] != "<"), False

@@ -23,7 +23,6 @@ LIMIT = 90
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Studio]:
-    """A server that shows the runs of a folder."""
     with Studio(0, folder) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
@@ -117,7 +116,6 @@ class Visitor:
         raise AssertionError(f"never true: {expression}")
 
     def ready(self) -> Any:
-        """Wait until what the address says is painted."""
         self.page.wait_for_selector("body[data-ready]")
         return self.page
 
@@ -129,12 +127,10 @@ class Visitor:
 
     @property
     def given(self) -> dict[str, str]:
-        """The words of the address."""
         words = self.page.evaluate("Object.fromEntries(new URLSearchParams(location.hash.split(/\\?(.*)/s)[1] ?? ''))")
         return dict(words)
 
     def tab_to(self, selector: str) -> None:
-        """Press Tab until the focus is there."""
         for _ in range(120):
             if self.page.evaluate("(s) => document.activeElement?.matches(s)", selector):
                 return

@@ -32,7 +32,6 @@ def training(folder: Path) -> forked.Started:
 
 
 def begun(run: forked.Started, events: Path) -> None:
-    """Wait until the run has told its first step."""
     until = time.monotonic() + 2 * LIMIT
     while not (events.is_file() and '"loss"' in events.read_text()):
         assert run.poll() is None and time.monotonic() < until, run.communicate(1)
@@ -40,7 +39,6 @@ def begun(run: forked.Started, events: Path) -> None:
 
 
 def step(visitor: Visitor) -> int:
-    """The step that the page says the run is at."""
     return int(visitor.page.locator("dl.facts dd").nth(1).inner_text().split("\n")[0])
 
 

@@ -54,7 +54,6 @@ def _drawn(page: Any) -> None:
 
 
 def answers_the_pointer(page: Any) -> None:
-    """Somewhere on every drawing, words appear beside the pointer."""
     silent = page.evaluate(
         """() => [...document.querySelectorAll("canvas")].filter((c) => c.offsetParent).filter((canvas) => {
             const box = canvas.getBoundingClientRect();
@@ -88,7 +87,6 @@ def has_room(page: Any, *widths: int) -> None:
 
 
 def find_serious(page: Any) -> list[tuple[str, list[str]]]:
-    """What axe finds serious or critical: the rule, and a few elements."""
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(page).response["violations"]

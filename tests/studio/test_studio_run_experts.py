@@ -70,7 +70,6 @@ def test_a_cursor_brings_the_loads_of_new_steps(tmp_path: Path) -> None:
 
 
 def sentence(step: int) -> str:
-    """The words beside a step of the fixture's run."""
     layers = expert_load(step)["tokens"]
     imbalances = {name: max(row) / (sum(row) / len(row)) for name, row in layers.items()}
     name = max(imbalances, key=lambda each: imbalances[each])

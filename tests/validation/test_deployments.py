@@ -22,7 +22,6 @@ TODAY = (1, 2, 11)
 
 
 def cells(row) -> list[str]:
-    """Cells of the page's row."""
     (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {row['publisher']}, {row['id']} |"))
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -40,7 +39,6 @@ def test_what_is_far_off_is_explained(row):
 
 @pytest.fixture
 def page(monkeypatch):
-    """The script that makes the page."""
     monkeypatch.syspath_prepend(str(DOCS))
     import published_deployments
 

@@ -23,7 +23,6 @@ NEAR = 1.10
 
 
 def cells(row) -> list[str]:
-    """Cells of the page's row."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     (line,) = (line for line in lines if line.startswith(f"| {row['publisher']}, {row['id']} |"))
     return [cell.strip() for cell in line.strip("|").split("|")]

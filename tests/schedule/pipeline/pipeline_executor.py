@@ -40,7 +40,6 @@ def works(schedule: PipelineSchedule) -> bool:
 
 
 def forward(schedule: PipelineSchedule, stage: int, micro: int) -> int:
-    """What stage `stage` makes of a micro-batch, from the data on."""
     if stage == 0:
         before = forward(schedule, schedule.stages - 1, micro - schedule.ring) if 0 < schedule.ring <= micro else micro
     else:
@@ -49,7 +48,6 @@ def forward(schedule: PipelineSchedule, stage: int, micro: int) -> int:
 
 
 def backward(schedule: PipelineSchedule, stage: int, micro: int) -> int:
-    """The gradient of the input of a stage."""
     after = backward(schedule, stage + 1, micro) if stage + 1 < schedule.stages else 0
     return hash(("B", stage, micro, after, forward(schedule, stage, micro)))
 

@@ -29,7 +29,6 @@ def test_schedules_are_right(name):
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_sends_that_wait_for_their_receives_never_stop_a_schedule(ahead):
-    """Also where many messages lie between two ranks: breadth-first and decode from m = 3p on, uneven groups."""
     cases = [("breadth-first", p, m, v) for p in (2, 3, 5) for m in (3 * p - 1, 3 * p, 5 * p + 1) for v in (2, 3)]
     cases += [("decode", p, m, 1) for p in (2, 3, 5) for m in (p, 3 * p, 4 * p + 1)]
     cases += [("interleaved", p, m, v) for p, m in ((2, 3), (5, 14), (6, 16), (7, 18), (8, 20)) for v in (2, 3)]
@@ -137,7 +136,6 @@ def test_a_deadlock_names_who_waits_for_whom():
 
 
 def without(schedule: PipelineSchedule, rank: int, word: str, put: tuple[Action, ...] = ()) -> PipelineSchedule:
-    """The schedule with an action of one rank replaced."""
     mine = schedule.actions[rank]
     at = [str(action) for action in mine].index(word)
     lists = list(schedule.actions)
