@@ -1,7 +1,5 @@
 """Dataclasses as JSON: what is written is read back by type, and says in one line what it is not."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Ratchets on small pieces and private words: today's counts, which may only fall (lower them with the change)."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter, defaultdict

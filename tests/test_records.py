@@ -1,7 +1,5 @@
 """Dataclasses of `shardwise.records` behave as those of the standard library."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import dataclasses

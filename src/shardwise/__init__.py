@@ -5,8 +5,6 @@
 Importing this package imports nothing else: each name below comes from its room when it is first used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from shardwise.lazy import lazily

@@ -3,8 +3,6 @@
 A class with `parse` is its text. Other dataclasses are objects, named tuples too.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass

@@ -3,8 +3,6 @@
 What the tour is made of; `cli/demo.py` shows it in order. It trains on Python's own library, which is everywhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode

@@ -1,7 +1,5 @@
 """The one exception that a user's mistake raises: the command line prints its message as one line and exits with 2."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Packages that import a name's module when the name is first used, so that a command loads what it needs alone."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from importlib import import_module

@@ -3,8 +3,6 @@
 `check_fields` checks a whole configuration; `cli/flags.py` makes the flags. Imports no other room.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields

@@ -1,7 +1,5 @@
 """Small text files that a user names, such as a `config.json`: read whole, but never without an end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """docs/architecture.md names files and definitions that exist, so that a reader finds a fact in two jumps."""
 
-from __future__ import annotations
-
 import ast
 import re
 

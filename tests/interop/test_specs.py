@@ -1,7 +1,5 @@
 """Engines' files: expressions that name what there is, options that rows name, and an engine that is one file."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Layouts written for other engines and read back: every key that an engine expresses comes back, others are errors."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

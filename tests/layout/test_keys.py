@@ -1,7 +1,5 @@
 """The table of layout keys: what loops over it, and how many files spell a key."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Placement and `UnitPlan`: every element of every parameter lies where it should, once for each replica."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

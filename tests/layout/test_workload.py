@@ -1,7 +1,5 @@
 """What is asked of the model: numbers that a step can have."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.errors import UserError

@@ -1,7 +1,5 @@
 """A blueprint says what layouts, checkpoints and prices need, in JSON whose size does not grow with depth."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

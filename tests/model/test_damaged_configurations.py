@@ -1,8 +1,6 @@
 """Published configurations with fields that are missing, of a wrong type, or of an impossible size: a model, or one
 line."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import random

@@ -1,7 +1,5 @@
 """Names of the hub, online: against a server on this machine."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

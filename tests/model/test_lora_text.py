@@ -1,7 +1,5 @@
 """Adapters as text and in a blueprint."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

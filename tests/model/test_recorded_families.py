@@ -1,7 +1,5 @@
 """A class that the data lacks becomes a planned family by one command: `make families FAMILIES=...`."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import subprocess

@@ -1,7 +1,5 @@
 """Models that are counted from their tensors' shapes: published configurations against their classes."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import re

@@ -4,8 +4,6 @@ A block alone, without a collective, a bubble or an optimizer, bounds every plan
 measured at 57 to 67% of the peak in bf16 (causal attention counted once).
 """
 
-from __future__ import annotations
-
 import pytest
 
 from harness.today import some_of

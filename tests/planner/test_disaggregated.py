@@ -1,7 +1,5 @@
 """Prefill and decoding on devices of their own, and deployments for a rate of requests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 

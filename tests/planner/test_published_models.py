@@ -1,7 +1,5 @@
 """`estimate`, `plan` and `plan --serve` answer for every published configuration that is a language model's."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Offloading in a search: fixed homes, bounds below estimate's bytes, hosts that are too small, and what would fit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

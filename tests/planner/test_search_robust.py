@@ -1,7 +1,5 @@
 """Whatever is asked, figures or one line; and no figure moves the wrong way. 10,000 questions with SHARDWISE_ALL=1."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import isfinite
 

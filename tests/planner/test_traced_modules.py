@@ -1,7 +1,5 @@
 """Traced modules in `estimate` and `plan`: the numbers of the same model with a configuration, by one planner."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

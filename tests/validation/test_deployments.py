@@ -1,8 +1,6 @@
 """Published deployments beside the winners of `plan --serve`, and logs of servers: sources, and a page of today's
 numbers."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

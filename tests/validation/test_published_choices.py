@@ -1,7 +1,5 @@
 """Published layouts beside the winners of a search: sources, layouts of their clusters, a page of today's prices."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Published runs at scale: known engines, stated sources, and predictions within the bounds that the page promises."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from pathlib import Path

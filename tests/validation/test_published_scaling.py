@@ -1,7 +1,5 @@
 """The same model and software on more and more devices: what grows with their number, and what does not."""
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.validation import scoreboard

@@ -1,8 +1,6 @@
 """The element types that a checkpoint stores, without torch: bfloat16, which numpy lacks, is the upper half of a
 float32, held as `uint16`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from shardwise.errors import UserError

@@ -7,8 +7,6 @@ drop what is worth more; on two cores that both train, that was four fifths of w
 (docs/decisions.md). FastPersist (Wang et al., 2024, arXiv:2406.13768) writes checkpoints so, too.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

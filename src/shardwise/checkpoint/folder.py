@@ -1,7 +1,5 @@
 """A run's checkpoints: `step-N` folders, of which the newest whole one counts."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os

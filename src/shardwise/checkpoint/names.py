@@ -1,7 +1,5 @@
 """Names of parameters without the wrappers of torch.compile, FSDP and activation checkpointing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeVar
 

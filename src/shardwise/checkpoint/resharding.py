@@ -13,8 +13,6 @@ Ranks that hold the same share the work: an interval that data ranks replicate i
 parts; of tensor-parallel ranks that hold the same values, the first one writes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing

@@ -4,8 +4,6 @@ GB and TB are powers of ten. Memory is what CUDA reports as total, in bytes: les
 because the driver keeps some for itself.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import reprlib

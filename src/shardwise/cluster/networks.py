@@ -4,8 +4,6 @@ A speed alone is one NIC of each node, which its devices share; a number before 
 of InfiniBand (HDR, NDR) are one port per device, as their machines have them. A cloud's network is its machines'.
 """
 
-from __future__ import annotations
-
 import re
 from math import ceil
 

@@ -9,8 +9,6 @@ the slot, those over NVLink have links of their own, or share all of them over a
 NVLinks, which NCCL takes on a DGX-1, are not counted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A cluster as the text of a TOML file, which `Cluster.parse` reads back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Optional dependencies of this room, imported when they are needed."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -4,8 +4,6 @@ Resuming a run, or changing the number of ranks that share a batch, therefore ne
 No shuffled array is stored: an epoch's order is a keyed permutation, evaluated where it is needed.
 """
 
-from __future__ import annotations
-
 from hashlib import blake2b
 from typing import Any
 

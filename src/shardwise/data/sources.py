@@ -11,8 +11,6 @@ A source is a path, or the word `stdlib`:
   folder of that name is `./stdlib`.)
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import os

@@ -1,7 +1,5 @@
 """Causal self-attention: projections, rotary embedding, and the core that turns q, k, v into its output."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The Llama-style block: RMSNorm, rotary grouped-query or latent attention, SwiGLU (Llama, Mistral, Qwen, Mixtral,
 DeepSeek)."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@ Each part maps (x, batch) to the next x, so that the parts can be run one by one
 of `model/parameters.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

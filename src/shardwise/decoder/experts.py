@@ -3,8 +3,6 @@
 Routing is in functions of its own, since every form of a mixture routes in one way. Scores and weights are in fp32 for
 bf16 inputs."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ SplitMix64 (Steele, Lea, Flood 2014) used as a hash; all arithmetic is on intege
 every device and for every vector width.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

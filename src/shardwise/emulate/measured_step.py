@@ -5,8 +5,6 @@ the network model predicts; where their collectives meet, the slower one counts.
 own computations, and the schedule's simulation (`schedule.pipeline.simulate`) composes the step from their times.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass

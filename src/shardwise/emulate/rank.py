@@ -1,7 +1,5 @@
 """One rank of an emulated pipeline: `python -m shardwise.emulate.rank JOB.json`."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -1,8 +1,6 @@
 """`TimedStage`: a stage whose arithmetic is a timed wait. Processes, messages, scheduler and cache are the real
 ones, so that what a pipeline makes of a prompt's chunks can be measured on any machine (`bubble.py`)."""
 
-from __future__ import annotations
-
 import sys
 import time
 

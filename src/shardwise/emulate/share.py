@@ -5,8 +5,6 @@ communicate in it: each is the load on cores and memory that another rank would 
 each idles when the schedule's simulation, with the times of the step before, has it idle.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import defaultdict

@@ -1,8 +1,6 @@
 """Composition of a step from the shares that ran: where ranks meet, the order of a pipeline, the sums of waits; and the
 comparison of their ledgers with the predicted ones."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Job of the processes that run ranks' shares of a step, and their results. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ other command runs once per host, as the agent of a launcher: torchrun finds the
 first host's address in its environment.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

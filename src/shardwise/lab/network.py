@@ -10,8 +10,6 @@ a collective takes.
 Names carry the process id of their maker and its start time: what a killed one has left is removed by the next.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -6,8 +6,6 @@ carries up to 64 KB. It writes a line when it is ready, and ends when its standa
 network keeps frames single where links have some.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import select

@@ -1,7 +1,5 @@
 """Names that the layout keys `algorithm=` and `node=` may have."""
 
-from __future__ import annotations
-
 from shardwise.errors import LayoutError, UserError
 
 COLLECTIVES = {"all_reduce": "all-reduce", "all_gather_into": "all-gather", "reduce_scatter": "reduce-scatter"}

@@ -1,7 +1,5 @@
 """Axes of a mesh: a tuple of names, composed by `+` (`SHARD + TP`). No other file spells a name of an axis (a test)."""
 
-from __future__ import annotations
-
 Axes = tuple[str, ...]
 """Axes of a group, the slowest first. None of them: every rank for itself."""
 

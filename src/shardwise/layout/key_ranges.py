@@ -1,7 +1,5 @@
 """Which elements each parameter server keeps: equal ranges of all units of a worker, laid end to end. Free of torch."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from shardwise.layout.units import UnitPlan

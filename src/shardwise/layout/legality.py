@@ -4,8 +4,6 @@ Two questions: what no machine could do, and what this runtime does not do yet. 
 and the nearest legal values.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import gcd
 from typing import Any

@@ -1,7 +1,5 @@
 """Size of a model in a headline: parameters, and the active ones of a token where there are experts."""
 
-from __future__ import annotations
-
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model, count_parts
 from shardwise.report.units import format_count

@@ -3,8 +3,6 @@
 The runtime, checkpoints, and the predictions of memory, traffic and time all count state from this table.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.errors import UserError

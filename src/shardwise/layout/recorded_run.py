@@ -1,7 +1,5 @@
 """Workers of a run on disk: the records of its servers, or its rounds under `sync=local`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ A plan is {pattern: style}. Names are ours (column, row, vocab, replicate), or t
 (`base_model_tp_plan`). `*` in a pattern is one step of a module's path, such as the number of a layer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple

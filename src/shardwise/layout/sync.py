@@ -6,8 +6,6 @@ master weights and the optimizer state of a key range each. Sources: Li et al. 2
 (SSP), Stich 2019 (local SGD), Douillard et al. 2023 (DiLoCo).
 """
 
-from __future__ import annotations
-
 from shardwise.layout.layout import Layout
 from shardwise.schedule.staleness import AtOnce, ByStep
 

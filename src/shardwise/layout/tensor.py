@@ -6,8 +6,6 @@ gathered, the older form: every map of a block is column-parallel, its outputs a
 summed, so that each rank has whole activations. The vocabulary is split as in the Megatron form.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 

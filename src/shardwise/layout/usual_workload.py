@@ -1,7 +1,5 @@
 """Usual workload of a training step, for numbers that are not given: the model's length of sequences, its batch."""
 
-from __future__ import annotations
-
 from shardwise.layout.workload import Workload
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count

@@ -1,7 +1,5 @@
 """Workers of a layout in virtual time: their servers' policy under slow ranks, without a model and without torch."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from shardwise.errors import UserError

@@ -8,8 +8,6 @@ A rank's interval is packed run by run: no block has elements of parameters that
 that it replicates, whose scales must be equal on all tp ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """`Workload`: what is asked of the model, apart from how it is split."""
 
-from __future__ import annotations
-
 from shardwise.codec import EVERY, Json
 from shardwise.errors import UserError
 from shardwise.layout.layout import Layout

@@ -1,7 +1,5 @@
 """A blueprint with low-rank adapters: all else in it is frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The file of a blueprint, as `shardwise trace` writes it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

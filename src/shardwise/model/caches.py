@@ -1,7 +1,5 @@
 """Cache of each layer of any model, and its bytes per token by kind of layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.model.config import ModelConfig

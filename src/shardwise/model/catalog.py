@@ -5,8 +5,6 @@ is `like`, and the paper or `config.json` that they and those after it come from
 parameters: an integer in `published_params` is exact, a float is a rounded figure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Changes of a model in words: `layers=2,experts.capacity=1.25`, as `--set` has them."""
 
-from __future__ import annotations
-
 from dataclasses import is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 

@@ -4,8 +4,6 @@ Every field is accounted for: it is read, it must have one value, or it is on a 
 mathematics alone.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ Attention is causal: each token attends to itself and those before it, half of t
 whole square, the convention of PaLM and Megatron-LM, for comparisons with what they published.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from shardwise.model.blueprint import Blueprint

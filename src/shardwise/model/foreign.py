@@ -5,8 +5,6 @@ value as the rows of one matrix, head by head: head 0's query, its key, its valu
 for each expert, as [out, in]. DeepSeek keeps the two numbers that a rotation turns side by side. Others are as ours.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import field, replace
 from typing import Literal

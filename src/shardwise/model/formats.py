@@ -9,8 +9,6 @@ Formats hold for the matrices of linear maps. Norms, biases, routers and, unless
 embedding and head stay in 16 bits.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

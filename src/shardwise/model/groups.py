@@ -1,7 +1,5 @@
 """Parameters of a model by the mechanism that has them."""
 
-from __future__ import annotations
-
 from shardwise.model.adapters import A, B
 from shardwise.model.blueprint import Parameter, Part
 from shardwise.model.parameters import Model, blueprint

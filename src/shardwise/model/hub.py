@@ -1,7 +1,5 @@
 """Models by their ids on Hugging Face's hub, owner/name: the dated list, and the local cache."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Files of a model's configuration from Hugging Face's hub."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ A field that is not known is refused by its name, because a field that is overlo
 Defaults and meanings follow the configuration classes of transformers 4.57 and 5.23.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

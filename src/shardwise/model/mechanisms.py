@@ -1,7 +1,5 @@
 """Mechanisms of decoders: for each its parameters and operations, as a model's numbers say."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, Literal

@@ -8,8 +8,6 @@ form's passes over the operation's widths.
 Widths are the whole model's; `Width` says which of them tensor parallelism divides.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from shardwise.errors import UserError

@@ -4,8 +4,6 @@ The list of parameters is the ground truth. The decoder's modules must produce e
 holds them to it), the layout places these tensors on ranks, the checkpoint stores them under these names.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Precision of a model's files: `quantization_config`, or `hf_quant_config.json` beside the configuration."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Any cut into stages follows from it: a stage has some parts in a row, and keeps the tensors that these keep.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal

@@ -7,8 +7,6 @@ Saves queries, keys, values and the output, as a fused kernel does; backward rec
 query of a block sees (later ones, and ones before the window) are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Numbers that the cache of generation keeps for a token. Without torch: predictions ask, too."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -3,8 +3,6 @@
 Bound methods of one function each: the compiler would take a function for each block as a reason to compile it anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from types import MethodType

@@ -1,7 +1,5 @@
 """Inputs of a form besides its module: the options of a run, and the communication around the operation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple

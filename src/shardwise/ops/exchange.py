@@ -4,8 +4,6 @@ Subclasses put ranks in between. Rows are tokens as [T, hidden]: those that this
 of all that experts take.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 Without torch: the layout makes it.
 """
 
-from __future__ import annotations
-
 from shardwise.records import dataclass
 
 

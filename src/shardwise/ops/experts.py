@@ -4,8 +4,6 @@ Saved are the input, the chosen experts, and of the experts here the rows, gate 
 experts have returned. The rest is computed again in backward: the router's scores, the product of gate and up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple

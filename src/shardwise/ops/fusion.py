@@ -1,7 +1,5 @@
 """Fused forms: what each replaces, and when it applies. Without torch: the plan, the runtime and predictions ask."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from shardwise.model import ModelConfig

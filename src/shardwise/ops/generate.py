@@ -5,8 +5,6 @@ a block is one function over the forms of what is in it; queries, keys and value
 the cache; and what all blocks share is made once per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

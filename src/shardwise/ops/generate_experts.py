@@ -6,8 +6,6 @@ experts of other replicas go there and come back. No token is dropped, whatever 
 by the order of tokens in whole sequences, of which a step of generation has a few tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Autograd would make a tensor for each weight's gradient and then add it to a zer
 tensor, the zeroing and the addition: the first product of a step overwrites, later ones accumulate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple

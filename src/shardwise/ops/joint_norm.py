@@ -4,8 +4,6 @@ All ranks have equally many heads, so the mean over all heads is the mean of the
 on several ranks. Both passes sum two numbers per token over the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

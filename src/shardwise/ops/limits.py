@@ -3,8 +3,6 @@
 Small tensors are processed whole, large ones in at most 64 blocks, whose transients stay far below the tensor's size.
 """
 
-from __future__ import annotations
-
 from shardwise.model.chunking import PIECES
 
 

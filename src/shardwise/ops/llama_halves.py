@@ -7,8 +7,6 @@ all that follows attention. The same bytes are saved as where the decoder's modu
 not lie end to end (`fusion.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol

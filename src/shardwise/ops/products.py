@@ -1,7 +1,5 @@
 """Products with a matrix that stays: as it was read, or in 8 bits; CPUs have more (`cpu/products.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

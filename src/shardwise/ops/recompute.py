@@ -4,8 +4,6 @@
 first one's input: memory of one block at a quadratic cost. Dropout draws the same masks again by its counters.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A module whose kind has no row computes as it is written in `decoder/`, over the
 block needs a row only for a form of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """Answer of a search: the question, the best results, and the number of candidates considered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar

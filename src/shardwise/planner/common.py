@@ -4,8 +4,6 @@ Published runs keep tensor parallelism inside a node, cut sequences only where t
 shard the optimizer under pipelines (stage 1), and hardly ever use the rest (docs/published_choices.md).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache

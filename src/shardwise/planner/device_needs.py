@@ -5,8 +5,6 @@ bounds of all candidates are computed once. Candidates are a plain selection of 
 kinds are answered in about the time of one plan. A plan of one of the clusters finds a layout at least as fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

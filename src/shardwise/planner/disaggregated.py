@@ -11,8 +11,6 @@ instances that are busy a share r of the time, r busy / (2 - 2 r); transfer: sec
 send a prompt's cache side by side. As in DistServe (Zhong et al. 2024), whose placement this searches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

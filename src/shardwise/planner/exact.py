@@ -3,8 +3,6 @@
 A search compares columns of candidates with a lower bound (`bounds.py`), and follows the rest event by event.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache

@@ -3,8 +3,6 @@
 Each asks the search again for other clusters, models or sequences; all answers are exact for the steps that they try.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Cost of failures in a long run: the interval between checkpoints, and the share of time that is progress."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import exp, expm1, inf, sqrt
 

@@ -3,8 +3,6 @@
 Counts, not bytes: one order serves every size of model and micro-batch.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """`plan`: model, cluster and workload in; the best layouts with their figures out, and why they are the best."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import field

@@ -1,7 +1,5 @@
 """Prices of plans in words, and as plain data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.cluster.catalog import DevicePrice

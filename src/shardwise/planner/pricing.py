@@ -5,8 +5,6 @@ Both go through the same functions of `predict.time`: one layout through `traini
 the traffic of the data ranks computed once a mesh.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache, partial

@@ -6,8 +6,6 @@ and the tensors of that backward. Messages and some of what is on its way are le
 than the bytes of `estimate`; a test compares the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache, reduce

@@ -1,7 +1,5 @@
 """Planned layouts that `train` can run, and the search for models that it cannot run yet."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Output of `plan --serve`: the ranked deployments, tokens/s against time per token, and what was weighed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from shardwise.layout.experts import experts_across

@@ -1,7 +1,5 @@
 """Shortfall if nothing fits: the missing bytes, and single changes that would make the model fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal

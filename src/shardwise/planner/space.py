@@ -5,8 +5,6 @@ come in frames that share a mesh; inside a frame every entry of one list goes wi
 frame is a grid of arrays and never a list of layouts. `Space` defines exactly what is in it (docs/planner.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from functools import cached_property, lru_cache

@@ -1,7 +1,5 @@
 """Strategies side by side for one prompt: what a token moves, what it takes, and where the time goes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

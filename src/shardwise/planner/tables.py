@@ -1,7 +1,5 @@
 """Output of `plan` beside its tables: days and money of a whole run, and results of `--find`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

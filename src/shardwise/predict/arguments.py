@@ -1,7 +1,5 @@
 """Arguments of the public functions, where a name or a text may stand for an object."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from shardwise.cluster import Cluster

@@ -3,8 +3,6 @@
 Every number comes from the functions that `estimate` adds up, so each table's sum is the estimate's own total.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """The links that a prediction is made for, in one line and as plain data: those of the cluster, given or assumed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention's work on each context-parallel rank, by the cut that runs and by a plain one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Fixed keys of a layout, read from text: `tp=8,zero=1,sp`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bytes off the devices of one node: of all its ranks together, in the host's memory and on disk."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

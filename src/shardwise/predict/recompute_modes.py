@@ -1,7 +1,5 @@
 """The recompute modes side by side: what each saves and costs in the same step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from shardwise.cluster import Cluster

@@ -1,7 +1,5 @@
 """Layouts for generation: which are legal, the plan of a rank, and its sequences."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Models, splits and schedules that predictions support."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The kinds of tensor parallelism side by side: what each moves and holds in the same step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import product
 

@@ -3,8 +3,6 @@
 By convention `a` is the prediction and `b` what was observed; any two reports may be compared.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

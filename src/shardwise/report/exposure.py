@@ -3,8 +3,6 @@
 Spans are counted in whole nanoseconds, so that parts add up to the whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A file of JSON objects, one a line, that is only ever appended to. One process writes it; any number may read it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

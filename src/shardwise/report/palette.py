@@ -3,8 +3,6 @@
 The colours are Okabe and Ito's (jfly.uni-koeln.de/color, 2008), lightened for dark backgrounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from shardwise.records import dataclass

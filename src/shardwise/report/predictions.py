@@ -1,7 +1,5 @@
 """Two predictions side by side: what differs, in time, bytes and communication. Nothing has to be equal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any

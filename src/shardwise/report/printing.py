@@ -1,7 +1,5 @@
 """Results that print as the tables of the command line, in a terminal and in a notebook."""
 
-from __future__ import annotations
-
 import io
 from abc import abstractmethod
 from collections.abc import Iterable

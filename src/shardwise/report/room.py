@@ -1,7 +1,5 @@
 """A device's room for a predicted peak: it fits, it is at risk, or it does not fit."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any, Literal
 

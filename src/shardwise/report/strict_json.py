@@ -1,7 +1,5 @@
 """JSON as the standard has it: without NaN and infinities."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Text that fits a terminal: it wraps between words and between the keys of a layout."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from typing import TYPE_CHECKING, TypeAlias

@@ -1,7 +1,5 @@
 """Time of a step by part, as lines and a table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

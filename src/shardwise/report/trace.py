@@ -4,8 +4,6 @@ Format: "Trace Event Format", complete events (ph X) in microseconds. A process 
 where spans of a stream overlap, the stream has several threads, since viewers draw a thread's spans one after another.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

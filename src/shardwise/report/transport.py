@@ -1,7 +1,5 @@
 """Realization of a step's collectives, summed for each kind: calls, bytes sent, steps, time, waiting."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

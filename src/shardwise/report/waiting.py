@@ -1,7 +1,5 @@
 """How long each rank of a run stood still for other ranks, in numbers and in a few lines."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

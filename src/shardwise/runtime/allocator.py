@@ -4,8 +4,6 @@ By default glibc returns large blocks to the system and the next step faults eve
 2,048 tokens (docs/performance.md). A rank that trains needs the same memory again at once, so it keeps it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from typing import Any

@@ -11,8 +11,6 @@ momentum is one for all; what packed outer gradients have lost is stored as the 
 its next one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress

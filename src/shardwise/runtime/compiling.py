@@ -9,8 +9,6 @@ Blocks are compiled when the program is built, on zeros: what is missing for it 
 time has compilation in it. Importing this module brings in the compiler, which takes seconds.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple

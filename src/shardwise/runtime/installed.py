@@ -1,7 +1,5 @@
 """Check for what `pip install shardwise` alone does not install. Imports no torch."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 from shardwise.errors import UserError

@@ -4,8 +4,6 @@ What counts is the sum of an element's residuals over the ranks that add up its 
 restore puts it into one of these ranks, whichever layout reads it.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

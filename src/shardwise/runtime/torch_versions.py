@@ -4,8 +4,6 @@ Names are looked up when they are called. `tests/runtime/test_torch_versions.py`
 uses; what torch 2.9 lacks is used here alone.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -5,8 +5,6 @@ give (a, b, c). Nothing here knows the schedules: tests hold the two against eac
 power of two that is not above p.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from math import ceil, log2

@@ -6,8 +6,6 @@ a measurement that something disturbed must not move the others. Speeds are foun
 with straight lines over the logarithm of the size between them.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Rounds of a run of `sync=local`, as the events of rank 0's replica have them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple

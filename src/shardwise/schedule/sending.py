@@ -9,8 +9,6 @@ posted and completes on its own; copies and additions occupy the rank, one at a 
 ranks meet in the order in which they were posted, as messages of MPI, NCCL and gloo do.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ time; `check` proves of the record of either: every gradient in one update or dr
 than the bound, no worker ahead of it. Sources: Ho et al. 2013 (SSP), Chen et al. 2016 (backup workers).
 """
 
-from __future__ import annotations
-
 import heapq
 import sys
 from collections.abc import Callable, Sequence

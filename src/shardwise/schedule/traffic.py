@@ -1,7 +1,5 @@
 """Bytes that one rank sends in a schedule, and the rounds in which it takes part, exact for every size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple

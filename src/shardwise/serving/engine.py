@@ -14,8 +14,6 @@ the engine step's tokens, and on B, the rows whose logits are wanted, alone:
 - pp: a stage sends [T, hidden] to the next one.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

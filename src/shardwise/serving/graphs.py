@@ -10,8 +10,6 @@ capture the same function runs eagerly, on any device. Only ranks that communica
 steps, and no mixture of experts is captured: how many tokens an expert has is read by the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

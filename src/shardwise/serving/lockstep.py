@@ -18,8 +18,6 @@ An engine step, on every rank (in brackets its ledger rows, in the step's own ph
 One rank communicates with nobody and has no rows.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass

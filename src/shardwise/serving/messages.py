@@ -3,8 +3,6 @@
 Between ranks, which may talk over a network, commands are JSON of a fixed form: reading one runs no code. Imports no
 torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

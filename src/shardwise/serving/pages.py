@@ -6,8 +6,6 @@ longest unused going first. A sequence's pages follow each other where that can 
 them where they are.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import OrderedDict

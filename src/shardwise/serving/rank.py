@@ -4,8 +4,6 @@ FOLDER is the service's own: the job, and for the first rank of each replica the
 another launcher has started learns both from rank 0, and has no FOLDER unless it is rank 0 (`remote.py`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

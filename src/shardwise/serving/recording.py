@@ -10,8 +10,6 @@ handed on what comes of it, its part of the scheduling included; it stands still
 its first chunk, and after its last one. Imports no torch.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The tokens of an engine step as the decoder takes them: one row of all sequences, in groups that attend together."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

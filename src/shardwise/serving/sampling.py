@@ -2,8 +2,6 @@
 equal seeds give equal numbers whatever else is being served, and whoever draws. Tokens are equal as far as logits are:
 in fp32 but for rounding, while in bf16 and with 8-bit matrices logits differ with the rows that a step computes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -15,8 +15,6 @@ Every rank of a replica runs the same scheduler on the same messages and tokens,
 depends on time or on what a rank holds.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The one HTML document: served with its modules beside it, or written with everything inside."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """`Query`: the words of a URL as values, with defaults; what was asked for is remembered as the state of the view."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 

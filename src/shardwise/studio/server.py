@@ -1,7 +1,5 @@
 """The server: this machine only, this page only. Every answer is made by a function of `data/`."""
 
-from __future__ import annotations
-
 import json
 import threading
 from contextlib import suppress

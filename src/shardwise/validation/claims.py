@@ -1,7 +1,5 @@
 """The table of claims as it is stored: what is said, what must come out, and why the common figure is wrong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Names are our decoder's or Hugging Face's, behind whatever prefix. A moment lies
 transposed or fused there is cut the same way.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ Keys are `model.<name>`, `optim.state.<name>.exp_avg`, `.exp_avg_sq` and `.step`
 `dcp.save({"model": ..., "optim": ...})` of `get_state_dict` has them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

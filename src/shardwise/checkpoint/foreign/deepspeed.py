@@ -6,8 +6,6 @@ the order of `param_shapes`, cut into sub-groups. A universal folder has one fil
 Written against files that DeepSpeed 0.19.8 wrote.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from contextlib import suppress

@@ -4,8 +4,6 @@
 tensor is in memory at a time.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from contextlib import suppress

@@ -5,8 +5,6 @@ its caller and becomes an `Inert`. `load_metadata` reads the pickle that is not 
 `torch.distributed.checkpoint`, under the same rule.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

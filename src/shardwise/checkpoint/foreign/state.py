@@ -1,7 +1,5 @@
 """What a reader of another trainer's checkpoint finds: tensors by that trainer's names, and what it says of its run."""
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence

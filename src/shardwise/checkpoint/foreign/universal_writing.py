@@ -4,8 +4,6 @@ As `ds_to_universal` of DeepSpeed 0.19 leaves it: a folder per parameter under `
 state; AdamW's settings for each stage under the keys where its loader looks for them; and the run's counters.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

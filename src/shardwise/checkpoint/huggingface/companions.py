@@ -4,8 +4,6 @@ A run keeps copies of those beside its tokenizer, and exports of its weights hav
 chat after it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A safetensors file by anyone: its header, checked in full, and rectangles of its tensors, read without the rest."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Families of models: a file each. A new one is listed here."""
 
-from __future__ import annotations
-
 from shardwise.model.config import ModelConfig
 from shardwise.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from shardwise.model.families.family import Family

@@ -1,7 +1,5 @@
 """Shared code of families: fields of a `config.json` with the same meaning, and the way back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.model.config import ModelConfig, RopeScaling, YarnScaling

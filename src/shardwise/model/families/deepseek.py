@@ -1,7 +1,5 @@
 """DeepSeek-V2 and V3: latent attention, and experts with shared ones beside them after a few dense layers."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """DeepSeek's files: names of the tensors, the fields of a written `config.json`, and what they cannot hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

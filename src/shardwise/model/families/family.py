@@ -1,7 +1,5 @@
 """`Family`: all that shardwise knows of a family of models beside the mechanisms that it is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gemma-2: norms before and after each branch, soft caps, local attention in every second layer, scaled embedding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPT-2: LayerNorm, learned positions, GELU, biases everywhere."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Llama and Mistral: RMSNorm, rotary positions, a gated SiLU feed-forward part."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixtral: Llama with a mixture of experts in every block."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

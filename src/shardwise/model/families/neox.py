@@ -1,7 +1,5 @@
 """GPT-NeoX: LayerNorm, partly rotated heads, attention and feed-forward part of the same input."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OLMo-2: norms of what attention and feed-forward put out, and of all queries' and keys' heads together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Qwen2, with biases on queries, keys and values, and Qwen3, which norms the heads of queries and keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.model.config import ModelConfig

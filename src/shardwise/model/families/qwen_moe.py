@@ -1,7 +1,5 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in every block."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.model.config import ModelConfig

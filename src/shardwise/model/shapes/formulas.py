@@ -9,8 +9,6 @@ the layer is in the list. `name~other`: both are equal. `<name`, `>name`: its nu
 number plus 1 is a multiple. `^`: it is the last layer. `-name`: among the last ones, which are not all.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

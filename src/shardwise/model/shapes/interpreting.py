@@ -1,7 +1,5 @@
 """From a model's tensors and attributes to its parts, operations and caches."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

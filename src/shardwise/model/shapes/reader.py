@@ -1,7 +1,5 @@
 """`read_shapes`: any language model's `config.json` as a model that is counted and planned, and not run."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A `config.json` read by its family's data: attributes with their defaults, and the shape of every tensor."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

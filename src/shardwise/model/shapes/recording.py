@@ -4,8 +4,6 @@ Needs torch and transformers. `make families` records many sizes of each class a
 (`fitting.py`); a configuration of a family that is not in the data is recorded itself.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

@@ -5,8 +5,6 @@ Sources: the configuration classes of transformers 5.24, and the published code 
 counts a published configuration of each.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ and in fp32 also in forward. Saves queries, keys, values and the output. Backwar
 torch's softmax, which takes less than half the time of `exp` and needs no sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """RMSNorm of generation on a CPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

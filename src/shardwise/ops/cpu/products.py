@@ -4,8 +4,6 @@ A token's arithmetic is reading weights. oneDNN reads a matrix that it has laid 
 row-major one, in bf16 and fp32, for few rows as for many; FBGEMM does one of 8 bits.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,7 +1,5 @@
 """Messages of context parallelism: the collectives of attention over cut sequences, in closed form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.layout.axes import CP

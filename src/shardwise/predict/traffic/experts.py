@@ -4,8 +4,6 @@ How many rows come to a rank depends on the data: it is exact with a recorded ro
 equal loads would be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.layout.axes import EP, PP, TP, Axes

@@ -1,7 +1,5 @@
 """Copies of one step between a rank's device, its host's memory and its file, as rows of the ledger."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import cast
 

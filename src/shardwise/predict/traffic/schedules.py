@@ -1,7 +1,5 @@
 """Transport rows and workspace of the schedules that a layout names (`algorithm=`), from the predicted ledger."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from shardwise.layout.algorithms import COLLECTIVES, Carried

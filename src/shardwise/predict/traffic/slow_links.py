@@ -1,7 +1,5 @@
 """Warnings where tensor parallelism runs over links that are slow for it: PCIe, and the network between nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from shardwise.cluster import KINDS, Cluster

@@ -5,8 +5,6 @@ own part of the pages, and attends with all queries to the keys that it stores. 
 ranks of their rows, which merge them by their log-sum-exp (decode context parallelism in vLLM).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

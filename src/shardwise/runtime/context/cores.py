@@ -9,8 +9,6 @@ gradients are reduce-scattered. Both attend block by block and merge by log-sum-
 its log-sum-exp. Gradients of keys and values add up in fp32 for bf16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

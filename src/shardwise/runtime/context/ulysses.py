@@ -4,8 +4,6 @@
 are fewer key/value heads than ranks, each goes to all ranks whose queries need it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

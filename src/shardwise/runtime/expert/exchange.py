@@ -5,8 +5,6 @@ rank of a tensor-parallel group routes all of the group's tokens, which enter an
 Else each routes its own: its shard of the residual stream, or an equal part of the tokens that all of the group have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """From samples to a rank's micro-batches: which sequences it trains on is a function of the step and its data rank."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

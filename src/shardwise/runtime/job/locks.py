@@ -4,8 +4,6 @@ flock(2) on an open file: the lock is free again when its holder closes the file
 inherit the file. On file systems without locks nothing is locked. Imports no torch.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

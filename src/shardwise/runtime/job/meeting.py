@@ -5,8 +5,6 @@ leaves a new token and waits for rank 0's answer to that very token, which names
 part of the store that belongs to the round.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Standard streams whose reader may leave: what cannot be printed never ends a run. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ collective, or that no longer runs Python code; without a launcher (under torchr
 Imports no torch.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct

@@ -1,7 +1,5 @@
 """Output of rank 0 while training: run directory, TensorBoard, and a line of progress."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@
 `continued` where its run stands. Imports no torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

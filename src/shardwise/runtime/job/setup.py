@@ -1,7 +1,5 @@
 """From a layout to this rank's place in it: process groups, and its share of the sequence."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from dataclasses import replace

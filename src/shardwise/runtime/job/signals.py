@@ -1,7 +1,5 @@
 """Signals that a part of a program handles itself. Imports no torch."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator

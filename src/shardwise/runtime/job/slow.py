@@ -6,8 +6,6 @@ f x TIME in all: it is done, and the rest of the time is slept, so that ranks wh
 its own. What is computed does not change.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Options of slow ranks and of emulated arithmetic, of a run and of its prediction."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.options import option

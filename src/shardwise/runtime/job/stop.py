@@ -6,8 +6,6 @@ collective over all of them at its end, so no rank has begun a step two ahead. W
 other, only an outer step has one: they stop after the next of these.
 """
 
-from __future__ import annotations
-
 import shlex
 import signal
 import threading

@@ -10,8 +10,6 @@ called is in `probes.py`.
 the samples.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """Peak rate of the machine's matrix products, the reference of a run's utilization."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Rates of the host for offloaded state: copies between it and the device, and AdamW on its cores."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

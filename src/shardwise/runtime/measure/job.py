@@ -1,7 +1,5 @@
 """Ranks that measure something and leave it in a file: from a job's words to what they wrote. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A probe makes its call when its turn has come; `calibration.py` times it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

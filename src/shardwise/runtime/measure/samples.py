@@ -6,8 +6,6 @@ read its operands and write its results, and cannot do that faster than a copy m
 of measuring: a call too short for its clock, data that never left a cache, or a disturbed product or copy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ sum over all ranks, the gradients' norm, and so only when all of them have commi
 update that every rank has committed is whole on all of them.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Optimizer state of elements of one unit's interval: on the device, in the host's memory, or in the rank's file."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future
 from typing import Protocol

@@ -4,8 +4,6 @@
 and asks a `Worker` to compute, gather and reduce. Those of `train` and `evaluate` compute a decoder's `StageRunner`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 Without a pipeline micro-batches come one after the other; with one, `pipeline.py` has the order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ There all of them wait until the updates of every step before it are made, and t
 saved does not depend on which of them was slow.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

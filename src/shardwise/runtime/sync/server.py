@@ -5,8 +5,6 @@ worker it keeps the range of what that rank has; those ranks hold different part
 step's gradients is made in the order of the workers, so that its bits do not depend on who came first.
 """
 
-from __future__ import annotations
-
 import math
 import queue
 import threading

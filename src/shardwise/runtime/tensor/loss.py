@@ -1,7 +1,5 @@
 """Cross-entropy over a vocabulary that may be cut over tp ranks: the summed loss of the valid tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The decoder's forms on one rank: `ops.table` applied part by part, with the communication of the layout's cuts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

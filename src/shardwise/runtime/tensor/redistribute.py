@@ -1,7 +1,5 @@
 """Tensor- and sequence-parallel communication around operations, as the layout's table composes it."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -7,8 +7,6 @@ goes the other way round, since what comes first may have it easier.
 `python -m shardwise.runtime.transport.bench JOB.json` is one rank of `shardwise collective bench`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -4,8 +4,6 @@ A `Buffer` is a flat tensor whose storage is emptied and filled again, so views 
 all through a run.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple

@@ -6,8 +6,6 @@ against the size of /dev/shm, which containers limit to 64 MB. Its pages are res
 be had, that is an `OSError` then and not a SIGBUS later.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import platform

@@ -1,7 +1,5 @@
 """Collectives by `torch.distributed`: gloo between processes, NCCL between CUDA devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta

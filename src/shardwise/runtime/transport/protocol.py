@@ -1,7 +1,5 @@
 """The `Transport` protocol, which carries collectives between ranks. `Comms` adds ledger, timing and heartbeat."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 

@@ -4,8 +4,6 @@ A schedule is lowered and compiled once for its size and type: which messages ar
 before what, what is packed, what is added. Running it then makes views and posts them, no more.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ peers where it is, from the moment a collective starts; of any other, what they 
 all compute there is nobody else who could.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import weakref

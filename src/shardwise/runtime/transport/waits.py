@@ -10,8 +10,6 @@ both happen in streams, as with NCCL: the collective is a timed kernel of a side
 stream wait for it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

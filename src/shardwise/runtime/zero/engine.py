@@ -27,8 +27,6 @@ optimizer has read it; full gradients on their way go when the sum is in, unless
 them (`UnitPlan.transport_buffers`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -186,8 +184,8 @@ class Engine:
         for module in self.module.modules():
             for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 homes.setdefault(parameter, []).append((module, leaf))
-        placed = (parameter for flat in self.units.values() for parameter in flat.unit.placed)
-        owners = {parameter.name: homes[self.module.get_parameter(parameter.name)] for parameter in placed}
+        every = (parameter for flat in self.units.values() for parameter in flat.unit.placed)
+        owners = {parameter.name: homes[self.module.get_parameter(parameter.name)] for parameter in every}
 
         for flat in self.units.values():
             grad_slots: Sequence[GradSlot | None] = [None] * len(flat.unit.placed)

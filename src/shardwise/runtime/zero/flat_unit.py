@@ -5,8 +5,6 @@ Values of a frozen base in 8 bits, from those of its weights.
 A scale is that of a whole row, so that numbers and scales are equal under every layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from math import prod
 

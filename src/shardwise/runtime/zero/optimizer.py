@@ -5,8 +5,6 @@ handful of fused calls, whatever the number of parameters. bf16 weights have fp3
 engine's own intervals.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -14,8 +14,6 @@ which rank feeds an element's residual back does not matter. Source: Seide et al
 descent"; Xie et al. 2024, LoCo (arXiv 2407.04480), which feeds errors back in ZeRO++.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ A block's scale is its largest magnitude over the largest integer, so that no el
 Numbers go through in chunks, whose transients stay small. The bytes are `layout.wire`'s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Weight decay means the same for all three: weights shrink by lr x weight_decay, 
 AdamW's). torch.optim.SGD adds it to the gradient instead, where momentum would average it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

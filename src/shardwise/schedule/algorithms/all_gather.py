@@ -1,7 +1,5 @@
 """All-gather: every rank's piece on every rank."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from shardwise.schedule.algorithms import patterns

@@ -3,8 +3,6 @@
 Chunk j of region "data" is for rank j, chunk i of region "out" is from rank i.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from shardwise.schedule.algorithms import patterns

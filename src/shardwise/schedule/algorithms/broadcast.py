@@ -1,7 +1,5 @@
 """Broadcast and reduce: one rank's data to all, and all ranks' data summed on one."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from shardwise.schedule.algorithms import patterns

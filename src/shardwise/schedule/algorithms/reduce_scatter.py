@@ -1,7 +1,5 @@
 """Reduce-scatter: the sum of all ranks' data, a piece for every rank. In place: other pieces are left half summed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from shardwise.schedule.algorithms import patterns

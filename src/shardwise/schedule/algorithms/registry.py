@@ -5,8 +5,6 @@ becomes known by the decorator `algorithm`, and must work for any number of rank
 package are in modules that the environment names, and every process imports: SHARDWISE_ALGORITHMS=module[,module].
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -8,8 +8,6 @@ Sources: Huang et al. 2019; Narayanan et al. 2019 and 2021; Lamy-Poirier 2022; Q
 DeepSeek-AI 2024, whose p counts the stages of a V, two a rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -8,8 +8,6 @@ receive is posted cannot deadlock, where the order of computations cannot.
 A rank's list is made on first use, so that following one rank costs one list.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace

@@ -12,8 +12,6 @@ ends of the tied table for each other, all ranks for the loss. Lists that come t
 executor that waits less.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

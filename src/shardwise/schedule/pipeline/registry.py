@@ -4,8 +4,6 @@ A generator is a function (p, m, v, rank, options) -> the order in which that ra
 reductions follow from it (`complete`). It becomes known by the decorator `generator`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cached_property

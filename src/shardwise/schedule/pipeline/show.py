@@ -10,8 +10,6 @@ torch knows (not the tied table and the loss), and "compute_only" the computatio
 messages, gathers and reductions where `complete` would. Rows have no peers: they follow from the stages of each row.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -7,8 +7,6 @@ the period more often, so the short schedule passes through every state of the l
 micro-batches of a step (`TokenGenerator.grows`), each of its loops of forwards or backwards has a period of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby

@@ -1,7 +1,5 @@
 """A simulated step as a `StepReport`, whose timelines traces and pages draw like those of real runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -13,8 +13,6 @@
 What is wrong is named by rank, index and action. `memory.peaks` has what is held.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 

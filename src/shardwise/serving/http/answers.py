@@ -1,7 +1,5 @@
 """The shapes of OpenAI's answers: whole ones, and the events of a stream."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

@@ -1,7 +1,5 @@
 """The routes, and what holds of all of them: the key, limits of bodies, errors in one form, counted answers."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

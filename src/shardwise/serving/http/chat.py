@@ -6,8 +6,6 @@ spelled out in somebody's message, or in a variable of the template, they are te
 latter an assistant's message may have some, as those around a model's thoughts, for which templates look.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

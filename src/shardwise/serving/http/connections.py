@@ -3,8 +3,6 @@
 uvicorn waits for ever for the headers of a request, and accepts connections until the process has no descriptor left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource

@@ -2,8 +2,6 @@
 request, from the engine's thread to the event loop's, as pieces of text.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

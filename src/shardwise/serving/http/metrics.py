@@ -1,7 +1,5 @@
 """Counters and histograms, and how Prometheus reads them: the text format 0.0.4."""
 
-from __future__ import annotations
-
 import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """`Problem`: why a request is not answered, in the form that OpenAI's clients read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -5,8 +5,6 @@ anyOf, enum, minimum, exclusiveMinimum, maximum, minLength, minItems, maxItems, 
 additionalProperties (false), default.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Running the server: from a bound socket to an orderly end, whatever ends it."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import ipaddress

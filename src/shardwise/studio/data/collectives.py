@@ -1,7 +1,5 @@
 """Collectives: every round of an algorithm with what each chunk then has; costs over size and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

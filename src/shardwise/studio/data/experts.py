@@ -1,8 +1,6 @@
 """Experts: who has which experts, one layer step by step under a balanced or a skewed load, capacity, and what cutting
 experts would send."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Experts, the story: a title and a few sentences for each chapter, with the state's numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

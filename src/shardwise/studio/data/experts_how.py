@@ -1,7 +1,5 @@
 """Experts, how computed: the formula of each figure with its numbers."""
 
-from __future__ import annotations
-
 from shardwise.layout import Mesh
 from shardwise.layout.axes import ETP
 from shardwise.report.step_report import DTYPE_BYTES

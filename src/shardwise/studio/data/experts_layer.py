@@ -1,7 +1,5 @@
 """One layer of experts over the ranks of a layout: the experts of each rank, the rows that it sends and receives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -4,8 +4,6 @@ Scores are counter-based random numbers, so that a token's scores are the same o
 ranks.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

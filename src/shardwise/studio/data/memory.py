@@ -1,7 +1,5 @@
 """Memory: bytes by class on every device of a layout against its capacity; what else would fit; a step's moments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate, islice

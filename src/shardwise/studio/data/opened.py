@@ -1,7 +1,5 @@
 """A file that was dropped on the page: a step report, or a Chrome trace."""
 
-from __future__ import annotations
-
 import json
 
 from shardwise.errors import UserError

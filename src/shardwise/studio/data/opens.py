@@ -1,7 +1,5 @@
 """Links from one view to the others that carry the model, the cluster and a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode

@@ -1,7 +1,5 @@
 """Pipelines: one schedule beside another one as events in time, with bubbles, peaks and what each rank holds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache

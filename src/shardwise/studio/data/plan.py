@@ -1,7 +1,5 @@
 """Plan: the ranked layouts of a model on a cluster, why the first is best, and predictions against published runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The views by name, in the order in which the page offers them. Each is imported when it is first asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The time of a measured step: its parts, its collectives by operation, and how each was carried."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

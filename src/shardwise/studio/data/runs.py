@@ -1,7 +1,5 @@
 """Runs: a run on disk beside its prediction, and what came since a cursor, so that the page can follow it."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

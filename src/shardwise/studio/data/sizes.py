@@ -1,7 +1,5 @@
 """The sizes of a model and the devices of a cluster that a view's sliders change, and what they can be set to."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import lru_cache

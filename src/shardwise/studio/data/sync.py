@@ -1,7 +1,5 @@
 """Workers and servers: who read which weights and who waited for whom, in a run or in virtual time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Timelines as columns, of all ranks of a run, of a step report, or of a Chrome trace."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple

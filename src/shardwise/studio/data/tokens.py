@@ -1,7 +1,5 @@
 """Tokens: who holds what of a model, what each device does for one token under two strategies, and what adds up."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Tokens, the story: a title and two or three sentences for each of the six chapters, with the state's numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

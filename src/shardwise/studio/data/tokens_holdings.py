@@ -1,7 +1,5 @@
 """Tokens, who holds what: the parts of a layer's matrices on each rank, from the plan that the runtime follows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Tokens, layer by layer: what each device does inside one, and how a token goes through all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlencode

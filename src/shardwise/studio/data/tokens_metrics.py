@@ -1,7 +1,5 @@
 """Tokens, the two strategies in numbers: a row for each metric, and the sentence that sums them up."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

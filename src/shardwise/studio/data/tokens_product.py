@@ -1,7 +1,5 @@
 """Tokens, a product over tensor-parallel ranks: columns of the first matrix, rows of the second, and the sum."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

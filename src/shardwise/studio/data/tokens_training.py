@@ -1,7 +1,5 @@
 """Tokens, why training is different: the same gather beside a layer's arithmetic for many tokens, and for one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Any

@@ -5,8 +5,6 @@ bench/benchmark/utils/general.py (without chunks, a pass has room for the longes
 and _torch/pyexecutor/model_engine.py (`_filter_cuda_graph_batch_sizes`: padded up to the most sequences).
 """
 
-from __future__ import annotations
-
 from math import ceil, inf
 from typing import Any
 

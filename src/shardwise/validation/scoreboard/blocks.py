@@ -8,8 +8,6 @@ the power limit leaves more than over hours (`Constants.sustained`). Rows in whi
 hidden by the device are scored apart.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

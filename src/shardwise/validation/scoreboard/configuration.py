@@ -4,8 +4,6 @@ Missing keys are unknown: what is assumed for them is added to `assumed`, a sent
 `UserError` with the reason where a row cannot be understood.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping

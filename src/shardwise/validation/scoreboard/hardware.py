@@ -1,7 +1,5 @@
 """A row's devices and network as a `Cluster`: names of the catalog or near them, network texts parsed."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from math import sqrt

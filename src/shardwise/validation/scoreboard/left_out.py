@@ -4,8 +4,6 @@
 source those fitted without it. A source that it does not name was never fitted on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer 
 for pipelines. What the decoder here saves is `activations.py`'s; this is for comparing with their tables.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

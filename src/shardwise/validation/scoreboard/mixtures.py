@@ -5,8 +5,6 @@ elsewhere, so their errors are the same with a model left out. What is fitted on
 models can be trusted, the uncertainty "routed".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 A row is a JSON object; `docs/prediction.md` lists its keys, `configuration.py` understands them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Predictions of published rows against what was measured: by source, never pooled."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
