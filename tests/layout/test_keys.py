@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.cases import from_table
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.layout.keys import KEYS, MARKS, changed, goes_with
@@ -93,15 +94,7 @@ def test_a_number_is_no_other_type(value: object) -> None:
         Layout(micro=value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("text", "stage", "expected"),
-    [
-        ("dp=8,zero=3,shard=4,hpz=2,qwz,qgz,feedback", 2, "dp=8,zero=2,shard=4,qgz,feedback"),
-        ("dp=8,zero=3,shard=4,hpz=2,qwz,qgz,feedback", 0, "dp=8"),
-        ("dp=4,zero=3,offload=cpu,offload_params=cpu", 1, "dp=4,zero=1,offload=cpu"),
-        ("dp=4,zero=1", 3, "dp=4,zero=3"),
-    ],
-)
+@from_table
 def test_another_stage_drops_what_it_does_not_have(text: str, stage: int, expected: str) -> None:
     assert str(Layout.parse(text).with_stage(stage)) == expected
 

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 
+from harness.cases import from_table
 from harness.strategies import split_models
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check, check_runnable
@@ -80,13 +81,7 @@ def test_a_model_without_a_decoder_is_refused() -> None:
         check_runnable(Layout(), LLAMA.replace(positions="alibi"), Workload(8, 1))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("dp=2,ep=2", "a model without experts; leave it out"),
-        ("tp=2,etp=1", "etp=1 splits experts: .* is a model without experts"),
-    ],
-)
+@from_table
 def test_only_experts_are_split_over_ep(text: str, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         check(Layout.parse(text), LLAMA)

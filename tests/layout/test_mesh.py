@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import shardwise
+from harness.cases import table
 from harness.strategies import any_layouts
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import (
@@ -139,22 +140,7 @@ def test_names_in_the_ledger(layout: str, axes: Axes, name: str) -> None:
     assert Mesh(Layout.parse(layout)).name(axes) == name
 
 
-KEYS = {
-    "layout/keys.py": "the table of the layout text's keys",
-    "interop/engines": "other engines' files as keys of the layout text",
-    "interop/spec.py": "axes whose ranks become data-parallel ones where an engine has none",
-    "planner": "candidates by keys of the layout text",
-    "validation/scoreboard": "published rows by keys of the layout text",
-    "predict/time": "features of engines by keys of the layout text",
-    "predict/fixing.py": "what `--fix` takes, by keys of the layout text",
-    "schedule/pipeline/timeline.py": "a room below the mesh labels what it draws",
-    "studio/data": "the page's controls are keys of the layout text",
-    "layout/styles.py": "what plans call a map that every rank has whole",
-    "runtime/module/sequence.py": "keys of the layout text that sequence parallelism excludes",
-    "cli/serve.py": "JSON of valid degrees",
-    "cli/trace.py": "JSON of traced degrees",
-    "model/trace.py": "a key of the layout text that was traced",
-}
+KEYS = table(__file__, "KEYS")
 """Where a word that is also an axis's name is something else."""
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import table
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, get, resolve
@@ -94,14 +95,7 @@ def test_resolve_refuses_what_is_neither(text, tmp_path, monkeypatch):
         resolve(text)
 
 
-HUB = {
-    "Qwen/Qwen3-8B-Base": "qwen3-8b",
-    "Qwen/Qwen2.5-32B": "qwen2.5-32b",
-    "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b",
-    "meta-llama/Llama-2-7b-chat-hf": "llama-2-7b",
-    "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
-    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
-}
+HUB = table(__file__, "HUB")
 
 
 @pytest.mark.parametrize(("name", "known"), HUB.items())

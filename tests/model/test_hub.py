@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.model.catalog import resolve
@@ -126,15 +127,7 @@ def elsewhere(answer, host):
     return do_get
 
 
-@pytest.mark.parametrize(
-    ("name", "match"),
-    [
-        ("someone/absent", r"has no someone/absent"),
-        ("someone/broken", "config.json of someone/broken is not valid JSON"),
-        ("someone/list", "not an object"),
-        ("openai/gpt-oss-12b", "did you mean openai/gpt-oss-120b"),
-    ],
-)
+@from_table
 def test_what_the_hub_does_not_have_is_one_line(hub, name, match):
     with pytest.raises(UserError, match=match) as error:
         resolve(name)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import from_table, table
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, get
@@ -15,75 +16,9 @@ from shardwise.model.huggingface import from_huggingface, to_huggingface
 from shardwise.model.parameters import count
 
 # As published beside the weights, written by many versions of transformers.
-LLAMA_31_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.43.0.dev0",
-    "use_cache": True,
-    "vocab_size": 128256,
-}
-MISTRAL_7B_V03 = {
-    "architectures": ["MistralForCausalLM"],
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "vocab_size": 32768,
-}
-QWEN25_05B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 24,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "use_mrope": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+LLAMA_31_8B = table(__file__, "LLAMA_31_8B")
+MISTRAL_7B_V03 = table(__file__, "MISTRAL_7B_V03")
+QWEN25_05B = table(__file__, "QWEN25_05B")
 # Written by transformers 5.
 QWEN3_06B = {
     "attention_bias": False,
@@ -109,111 +44,10 @@ QWEN3_06B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-GPT2 = {
-    "activation_function": "gelu_new",
-    "architectures": ["GPT2LMHeadModel"],
-    "attn_pdrop": 0.1,
-    "bos_token_id": 50256,
-    "embd_pdrop": 0.1,
-    "layer_norm_epsilon": 1e-05,
-    "model_type": "gpt2",
-    "n_ctx": 1024,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_layer": 12,
-    "n_positions": 1024,
-    "resid_pdrop": 0.1,
-    "summary_activation": None,
-    "summary_first_dropout": 0.1,
-    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
-    "vocab_size": 50257,
-}
-NEOX_20B = {
-    "architectures": ["GPTNeoXForCausalLM"],
-    "attention_probs_dropout_prob": 0,
-    "hidden_act": "gelu_fast",
-    "hidden_dropout_prob": 0,
-    "hidden_size": 6144,
-    "intermediate_size": 24576,
-    "layer_norm_eps": 1e-05,
-    "max_position_embeddings": 2048,
-    "model_type": "gpt_neox",
-    "num_attention_heads": 64,
-    "num_hidden_layers": 44,
-    "rotary_emb_base": 10000,
-    "rotary_pct": 0.25,
-    "tie_word_embeddings": False,
-    "vocab_size": 50432,
-}
-MIXTRAL = {
-    "architectures": ["MixtralForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mixtral",
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.02,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "vocab_size": 32000,
-}
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
-    "aux_loss_alpha": 0.001,
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": {"quant_method": "fp8"},
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
+GPT2 = table(__file__, "GPT2")
+NEOX_20B = table(__file__, "NEOX_20B")
+MIXTRAL = table(__file__, "MIXTRAL")
+DEEPSEEK_V3 = table(__file__, "DEEPSEEK_V3")
 DEEPSEEK_V2 = DEEPSEEK_V3 | {
     "architectures": ["DeepseekV2ForCausalLM"],
     "first_k_dense_replace": 1,
@@ -249,42 +83,7 @@ DEEPSEEK_V2_LITE = DEEPSEEK_V2 | {
     "topk_group": 1,
     "topk_method": "greedy",
 }
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3_30B_A3B = table(__file__, "QWEN3_30B_A3B")
 PUBLISHED = {
     "llama-3.1-8b": LLAMA_31_8B,
     "mistral-7b": MISTRAL_7B_V03,
@@ -661,24 +460,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "reason"),
-    [
-        ("mixtral", {"shared": 1}, "shared experts"),
-        ("mixtral", {"dense_layers": 1}, "dense layers"),
-        ("mixtral", {"scoring": "sigmoid"}, "sigmoid"),
-        ("mixtral", {"router_bias": True}, "bias"),
-        ("mixtral", {"normalized": False}, "sum as divisor"),
-        ("mixtral", {"ffn": 64}, "width beside"),
-        ("qwen3_moe", {"scale": 2.0}, "factor of its experts"),
-        ("qwen3_moe", {"groups": 4}, "groups"),
-        ("deepseek_v3", {"router_bias": False, "bias_rate": 0.0}, "router without a bias"),
-        ("deepseek_v3", {"group_score": "max"}, "score of groups"),
-        ("deepseek_v3", {"shared": 0}, "without shared"),
-        ("deepseek_v2", {"normalized": True}, "divided by their sum"),
-        ("deepseek_v2", {"group_score": "top 2"}, "score of groups"),
-    ],
-)
+@from_table
 def test_mixture_that_its_family_does_not_compute_is_not_written(family, changes, reason):
     model = MIXTURES[family]
     assert to_huggingface(model)["model_type"] == family
@@ -686,23 +468,7 @@ def test_mixture_that_its_family_does_not_compute_is_not_written(family, changes
         to_huggingface(model.replace(experts=replace(model.experts, **changes)))
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "reason"),
-    [
-        ("tiny-llama", {"dropout": 0.1}, "dropout"),
-        ("tiny-llama", {"activation": "gelu"}, "activation"),
-        ("tiny-llama", {"qk_norm": True, "bias": "qkv"}, "norms together with biases"),
-        ("tiny-llama", {"rotary_fraction": 0.5}, "partly rotated"),
-        ("tiny-mixtral", {"bias": "qkv"}, "biases"),
-        ("tiny-deepseek", {"experts": None}, "model without experts"),
-        ("tiny-deepseek", {"norm_eps": 1e-5}, "epsilon"),
-        ("tiny-gpt", {"bias": "none"}, "without biases"),
-        ("tiny-gpt", {"kv_heads": 2}, "grouped"),
-        ("tiny-gpt", {"head_dim": 32}, "head_dim"),
-        ("tiny-gpt", {"parallel_residual": True}, "parallel residual"),
-        ("tiny-gpt", {"embedding_norm": True}, "after the embedding"),
-    ],
-)
+@from_table
 def test_model_that_no_family_computes_is_not_written(name, changes, reason):
     with pytest.raises(UserError, match=reason):
         to_huggingface(get(name).replace(**changes))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
@@ -22,22 +23,7 @@ def test_text_and_back() -> None:
     assert narrow.base == "int8" and Lora.parse(str(narrow)) == narrow
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "rank is missing"),
-        ("alpha=3", "rank is missing"),
-        ("rank=0", "positive integer"),
-        ("rank=1.5", "not an integer"),
-        ("rank=4,alpha=-1", "positive number"),
-        ("rank=4,alpha=nan", "positive number"),
-        ("rank=4,rank=5", "one value"),
-        ("rank=", "one value"),
-        ("rang=4", "did you mean rank"),
-        ("rank=4,base=int4", "base=int4 is not supported; did you mean int8"),
-        ("base=int8", "give rank=16: weights in 8 bits have no gradients, so that only adapters train"),
-    ],
-)
+@from_table
 def test_mistakes(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         Lora.parse(text)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import table
 from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.layout import Workload
@@ -148,28 +149,7 @@ def test_states_of_linear_layers(model_type, fields, state):
         assert max(states) == state
 
 
-BLOOM = {
-    "apply_residual_connection_post_layernorm": False,
-    "architectures": ["BloomForCausalLM"],
-    "attention_dropout": 0.0,
-    "attention_softmax_in_fp32": True,
-    "bias_dropout_fusion": True,
-    "hidden_dropout": 0.0,
-    "layer_norm_epsilon": 1e-05,
-    "masked_softmax_fusion": True,
-    "model_type": "bloom",
-    "n_embed": 14336,
-    "n_inner": None,
-    "n_layer": 70,
-    "num_attention_heads": 112,
-    "offset_alibi": 100,
-    "pretraining_tp": 4,
-    "seq_length": 2048,
-    "skip_bias_add": True,
-    "skip_bias_add_qkv": False,
-    "unk_token_id": 0,
-    "vocab_size": 250880,
-}
+BLOOM = table(__file__, "BLOOM")
 
 
 def test_bloom_is_counted_as_the_catalog_has_it():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import from_table
 from harness.today import EVERYTHING, seed
 from shardwise.cli.main import main
 from shardwise.layout import Workload
@@ -57,15 +58,7 @@ def test_every_command_answers_for_a_published_model(row):
     assert served.winner.tokens_per_second > 0
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "estimate {} --layout dp=8,ep=8 --cluster 8xH200 --seq 1024 --batch 8",
-        "plan {} --cluster 8xH200 --seq 1024 --batch 8 --fix micro=1",
-        "plan {} --cluster 8xH200 --serve --prompt 100 --output 20 --concurrency 4",
-        "plan {} --serve --prompt 100 --output 20 --concurrency 4",
-    ],
-)
+@from_table
 def test_headlines_of_models_with_experts_have_the_active_parameters(words, capsys):
     assert main(words.format("openai/gpt-oss-20b").split()) == 0
     assert "20.9B parameters (4.19B active)" in " ".join(capsys.readouterr().out.split())

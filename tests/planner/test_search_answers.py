@@ -8,6 +8,7 @@ from math import sqrt
 import numpy as np
 import pytest
 
+from harness.cases import from_table
 from harness.today import some_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -331,15 +332,7 @@ def test_goodput_refuses_what_makes_no_sense():
     assert goodput(1.0, 1000.0, 0.0).share == 0.0
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster", "seq", "batch", "software"),
-    [
-        ("llama-3-8b", "8xH100", 131072, 8, "megatron-bridge"), ("llama-3-8b", "8xH100", 8192, 128, "shardwise"),
-        ("llama-3-70b", "4x8xH200", 8192, 256, "megatron-bridge"), ("gpt2", "8xH100", 1024, 512, "megatron-bridge"),
-        ("llama-3-8b", "8xH100-PCIe", 8192, 64, "shardwise"), ("llama-3.2-1b", "8xA100", 32768, 32, "shardwise"),
-        ("mixtral-8x7b", "2x8xH100", 4096, 64, "megatron-bridge"), ("llama-3-8b", "4xB200", 8192, 64, "llm-foundry"),
-    ],
-)  # fmt: skip
+@from_table
 def test_no_plan_is_faster_than_the_arithmetic_that_a_device_sustains(model, cluster, seq, batch, software):
     # Measured on one H100 (docs/prediction.md): a decoder block reaches 57 to 67% of the peak, with causal attention,
     # before any communication, bubble or optimizer.

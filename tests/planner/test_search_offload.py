@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
@@ -124,15 +125,7 @@ def test_the_ranks_of_a_cpu_have_one_memory_for_both():
     assert exact.total(layout) == exact.of(layout).bytes.total + exact.node(layout).host // 2
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster", "host", "words"),
-    [
-        ("llama-3-8b", "1xH100", None, "give --fix offload=cpu ("),
-        ("llama-2-13b", "1xRTX4090", "300e9", "give --fix offload=cpu,offload_params=cpu ("),
-        ("llama-3-8b", "1xRTX4090", "64e9", "give --fix offload=nvme ("),
-        ("llama-3-8b", "1xRTX4090", None, "of each node, if it has so much (--host-memory)"),
-    ],
-)
+@from_table
 def test_where_nothing_fits_offloading_is_among_what_would_do(model, cluster, host, words):
     where = Cluster.parse(cluster)
     where = where.with_host_memory(int(float(host))) if host else where
@@ -146,17 +139,7 @@ def test_an_engine_whose_offloading_is_not_modelled_says_so():
         plan("llama-3-8b", "8xH100", Workload(2048, 8), engine="megatron-bridge", fixed=fixed_of("offload=cpu"))
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("offload=gpu", "offload=gpu is unknown; did you mean cpu. choices: none, cpu, nvme"),
-        ("offload=cpu:2", "needs a fraction"),
-        ("offload", "offload needs a value"),
-        ("offload_params=cpu", "offload_params=cpu needs offload=cpu or offload=nvme"),
-        ("offload=cpu,offload_params=disk", "offload_params=disk is unknown; choices: none, cpu, nvme"),
-        ("offload_activations=cpu", "cannot be fixed"),
-    ],
-)
+@from_table
 def test_homes_that_cannot_be_fixed_are_one_line(text, words):
     with pytest.raises(UserError, match=words):
         fixed_of(text)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout, Workload, check
@@ -137,29 +138,13 @@ def test_a_shard_group_of_all_is_what_layouts_without_zero_have():
         assert {str(layout) for frame in found.frames for layout in layouts(frame)} == every
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("tq=3", "unknown key 'tq'; known keys: dp, tp, pp, cp, ep, zero, shard, hpz, sp, schedule, virtual"),
-        ("order=pp-dp-cp-tp", "cannot be fixed"), ("tp=x", "needs an integer"),
-        ("tp", "needs a value"),
-        ("tp=0", "must be a positive integer"), ("zero=4", "0, 1, 2 or 3"), ("tp=2,tp=4", "given twice"),
-        ("schedule=zb-v", "is not searched"), ("schedule=foo", "is unknown"), ("sp=maybe", "stands alone"),
-        ("mciro=2", "did you mean micro"),
-    ],
-)  # fmt: skip
+@from_table
 def test_what_cannot_be_fixed_is_said_in_a_line(text, words):
     with pytest.raises(UserError, match=words):
         fixed_of(text)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"cluster": "125000x8xH100"}, "1,000,000 devices"),
-        ({"model": "gpt2", "seq": 4096}, "1024 learned positions"),
-    ],
-)
+@from_table
 def test_what_cannot_be_searched_is_said_in_a_line(arguments, words):
     with pytest.raises(UserError, match=words):
         space(**arguments)
@@ -171,13 +156,7 @@ def test_decoders_of_other_kinds_are_not_planned():
         Space(model, Cluster.parse("8xH100"), Workload(512, 16), BRIDGE)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("dp=4,ep=4,etp=1,offload_activations=cpu", "does not price offload_activations=cpu"),
-        ("tp=2,dp=4,ep=2,etp=2", "does not price etp=2"),
-    ],
-)  # fmt: skip
+@from_table
 def test_splits_of_experts_that_no_search_comes_upon_are_refused(text, words):
     with pytest.raises(UserError, match=words):
         frame_of(SPARSE, Layout.parse(text), Workload(512, 24))

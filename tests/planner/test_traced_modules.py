@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.cases import from_table
 from harness.own_modules import llama
 from shardwise import Blueprint, Layout, ModelConfig, UserError, Workload, estimate, plan, trace
 from shardwise.errors import LayoutError
@@ -133,15 +134,7 @@ def test_every_candidate_can_be_split(traced):
         check_module_layout(layout)
 
 
-@pytest.mark.parametrize(
-    ("fixed", "message"),
-    [
-        ({"pp": 3}, r"no layout"),
-        ({"cp": 2}, "context"),
-        ({"recompute": "selective"}, "recompute=selective; choose one of none, full"),
-        ({"tp": 4}, r"leave tp free \(valid tp: 1, 2\)"),
-    ],
-)
+@from_table
 def test_what_split_cannot_run_is_not_planned(traced, fixed, message):
     with pytest.raises(UserError, match=message):
         plan(traced, CLUSTER, Workload(seq=SEQ, batch=64), fixed=fixed)
@@ -195,15 +188,7 @@ def test_commands_need_no_torch(file):
     assert json.loads(done.stdout)["ranked"][0]["not_runnable"] is None
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--set", "layers=2"], "is a traced module: trace a changed one"),
-        (["--seq", "99"], "was traced with rows of 1024 elements, not 99: choose --seq 1024"),
-        (["--emit", "torchtitan"], "a traced module has split: leave it out"),
-        (["--find", "sequence"], "was traced with rows of one length"),
-    ],
-)
+@from_table
 def test_bad_input_is_one_line_and_code_2(file, words, message):
     done = command("plan", str(file), "--cluster", CLUSTER, "--batch", "64", *words)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import table
 from harness.report_strategies import held, ledger_rows, reports
 from shardwise.errors import UserError
 from shardwise.report import Bytes, LedgerRow, Role, StepReport
@@ -52,15 +53,7 @@ def test_payload_is_the_full_tensor_times_the_count():
 
 
 GOOD = StepReport("predicted", {}, "", {}, "", (Role("all", (0,), Bytes(), ()),)).to_json()
-ROW = {
-    "phase": "loss",
-    "op": "all_reduce",
-    "axes": "dp",
-    "unit": "loss",
-    "dtype": "float32",
-    "elements": 1,
-    "count": 1,
-}
+ROW = table(__file__, "ROW")
 CARRIED = {"row": 0, "algorithm": "ring", "bytes_sent": 1, "steps": 1, "time_s": 0.5, "wait_s": 0.0}
 
 

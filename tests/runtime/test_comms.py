@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import forked
-from harness.cases import table
+from harness.cases import from_table, table
 from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
 from harness.comms_jobs import Exchanges
 from harness.jobs import RankOutcome
@@ -119,17 +119,7 @@ class NotedPulse:
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize(
-    ("op", "method"),
-    [
-        ("all_reduce", "all_reduce"),
-        ("all_gather_into", "all_gather"),
-        ("reduce_scatter", "reduce_scatter"),
-        ("all_to_all", "all_to_all"),
-        ("send", "send"),
-        ("recv", "receive"),
-    ],
-)
+@from_table
 def test_ledger_timing_and_heartbeat_wrap_every_operation(op, method, lazy, later, monkeypatch):
     monkeypatch.setattr(Comms, "_group", lambda self, ranks: None)
     calls, x = [], torch.zeros(4)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cases import table
+from harness.cases import from_table, table
 from harness.checks import assert_parity, train
 from harness.expert_oracles import alone
 from harness.huggingface import pretrained
@@ -84,13 +84,7 @@ SHARDED, SPLIT = {"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "enable_expert_p
 
 @of_some("transformers' experts", LIBRARIES, 2)
 @pytest.mark.parametrize(("text", "options"), [("dp=2,ep=2,zero=3", SHARDED), ("tp=2,ep=2", SPLIT)])
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("mixtral", {"num_local_experts": 8, "intermediate_size": 44}),
-        ("qwen3_moe", {"num_experts": 8, "intermediate_size": 44, "moe_intermediate_size": 16}),
-    ],
-)
+@from_table
 def test_expert_parallelism_of_transformers_agrees(
     name: str, sizes: dict[str, int], text: str, options: dict[str, int], tmp_path: Path
 ) -> None:

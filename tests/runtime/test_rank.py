@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from harness.cases import from_table
+from harness.cases import from_table, table
 from harness.command_line import mistake
 from harness.processes import launch
 from shardwise.cli.main import main
@@ -427,14 +427,7 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch, peer: Peer, rests: bool)
 # -- What is missing is named before anything begins, by every command that cannot do without it
 
 
-WITHOUT_TORCH = {
-    "estimate": "tiny-llama --layout tp=2 --cluster 2xcpu --seq 64 --batch 8 --dry-run",
-    "collective": "bench all-reduce --ranks 2",
-    "calibrate": "device",
-    "calibrate network": "--ranks 2",
-    "pipeline": "run 1f1b --ranks 2 --micro 4 --emulate F=2ms,B=4ms",
-    "demo": "",
-}
+WITHOUT_TORCH = table(__file__, "WITHOUT_TORCH")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from serving_double import CONTEXT, MODEL, Running, serving
 
-from harness.cases import from_table
+from harness.cases import from_table, table
 from shardwise.serving.http.server import bind, is_public
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -269,15 +269,7 @@ def test_a_stream_holds_back_what_may_become_a_stop_string(server):
 
 # -- values that ask for nothing
 
-NOTHING = {
-    "repetition_penalty": 1.0, "length_penalty": 1, "frequency_penalty": 0.0, "presence_penalty": 0, "min_p": 0.0,
-    "top_k": -1, "typical_p": 1.0, "n": 1, "best_of": 1, "logit_bias": {}, "use_beam_search": False, "min_tokens": 0,
-    "ignore_eos": False, "stop": [], "stop_token_ids": [], "skip_special_tokens": True, "bad_words": [],
-    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "response_format": {"type": "text"},
-    "stream": False, "stream_options": {"include_usage": False}, "priority": 0, "guided_json": None, "regex": None,
-    "truncate_prompt_tokens": None, "prompt_logprobs": None, "logprobs": None, "seed": None, "user": None,
-    "no_repeat_ngram_size": 0, "request_id": "x", "echo": False,
-}  # fmt: skip
+NOTHING = table(__file__, "NOTHING")
 OF_COMPLETIONS = {"suffix": "", "logprobs": False, "add_special_tokens": True, "max_tokens": None}
 OF_CHATS = {
     "tools": [], "tool_choice": "none", "top_logprobs": 0, "logprobs": False, "chat_template_kwargs": {},

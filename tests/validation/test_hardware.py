@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.cluster import Link, catalog
 from shardwise.errors import UserError
 from shardwise.validation.scoreboard.hardware import cluster_of, network_of
@@ -32,19 +33,7 @@ def test_a_rate_of_a_device_is_its_own(rate, words):
     assert bandwidth(f"{rate} Gb/s RDMA {words}") == (rate * 1e9 / 8, [])
 
 
-@pytest.mark.parametrize(
-    ("text", "bytes_per_second", "said"),
-    [
-        ("1600 Gb/s/node RoCE (section title)", 25e9, True),
-        ("Omni-Path 4x100Gb/s per node (Jean Zay)", 6.25e9, False),
-        ("3.2 Tb/s EFA per node", 50e9, True),
-        ("3.2 Tb/s per node", 50e9, False),
-        ("25 GB/s per GPU", 25e9, False),
-        ("NDR InfiniBand", 50e9, True),
-        ("400 Gb/s InfiniBand", 50e9, True),
-        ("3200 Gb/s", 50e9, True),
-    ],
-)
+@from_table
 def test_published_texts(text, bytes_per_second, said):
     found, assumed = bandwidth(text)
     assert found == pytest.approx(bytes_per_second)
@@ -59,21 +48,7 @@ def test_without_a_text_or_other_nodes_the_network_is_the_usual_one():
     assert "'carrier pigeons' not known" in assumed[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "device", "said"),
-    [
-        ("H100-96GB-HBM2e-500W", "H100-96GB-HBM2e", False),
-        ("RTX-6000-Pro-Blackwell-SE", "RTX-PRO-6000-Server", False),
-        ("MI250X one GCD", "MI250X-GCD", False),
-        ("DGX-GB300", "GB300-NVL72", False),
-        ("A100-80GB-SXM (Selene)", "A100-80GB-SXM", False),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB-SXM", True),
-        ("A800 80GB", "A100-80GB-SXM", None),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090", True),
-        ("Tesla V100-SXM2-16GB", "V100-SXM-32GB", True),
-        ("H100 NVL", "H100-PCIe", True),
-    ],
-)
+@from_table
 def test_names_of_tables_are_the_catalogs_or_near_them(name, device, said):
     assumed: list[str] = []
     row = {"gpu": name, "gpus": 8}

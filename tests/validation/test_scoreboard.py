@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table, table
 from shardwise.errors import UserError
 from shardwise.model.flops import hardware_flops_per_token, training_flops_per_token
 from shardwise.model.parameters import count
@@ -14,20 +15,7 @@ from shardwise.validation.scoreboard import PUBLISHED, cases, predict, read, sco
 from shardwise.validation.scoreboard.configuration import model_of
 
 ROWS = read(PUBLISHED)
-MOST = {
-    "korthikanti22": 0.04,
-    "llm-foundry": 0.10,
-    "bloom-chronicles": 0.12,
-    "vtrain-single": 0.20,
-    "megatron-bridge": 0.12,
-    "megatron-core": 0.15,
-    "gpt-fast": 0.08,
-    "trtllm-v1.0": 0.15,
-    "torchtitan": 0.15,
-    "nemo2-longseq": 0.05,
-    "megatron-lm-h100": 0.20,
-    "torchao": 0.40,
-}
+MOST = table(__file__, "MOST")
 """Source -> mean absolute error that its few rows here must stay below. Of torchao's rows half are of devices without
 measured kernels (MI300X, B200)."""
 
@@ -70,17 +58,7 @@ def test_duplicates_count_once():
     assert len(cases([row, other])[0]) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"gpu": "Gaudi9"}, "device Gaudi9 is not in the catalog"),
-        ({"iter_time_s": None}, "no measured time"),
-        ({"gbs": 3, "mbs": 2}, "does not divide"),
-        ({"gpus": 7}, "but there are 7 GPUs"),
-        ({"hidden": None}, "hidden is not stated"),
-        ({"hidden": -1}, "hidden must be a positive integer"),
-    ],
-)
+@from_table
 def test_rows_that_cannot_be_scored_say_why(change, reason):
     row = next(row for row in ROWS if row["source_id"] == "korthikanti22")
     asked, skipped = cases([{**row, **change}])

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.validation.scoreboard import PUBLISHED, memory_scores, read
@@ -86,17 +87,7 @@ def test_stages_hold_all_layers():
             assert all(sum(_stages(layers, pp, tables)) == layers for tables in (False, True))
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"memory_is": "analytic"}, "its memory is analytic"),
-        ({"mem_gib_per_gpu": "much"}, "must be a positive number"),
-        ({"schedule": "1F1B", "precision": "fp16"}, "not known"),
-        ({"recompute": "none"}, "not known"),
-        ({"zero_stage": 3}, "not known"),
-        ({"hidden": None}, "hidden is not stated"),
-    ],
-)
+@from_table
 def test_rows_that_are_not_scored_say_why(change, reason):
     (score,) = memory_scores([row(ROWS[0]) | change])
     assert not score.rows and score.mean_abs_error is None and score.bias is None
