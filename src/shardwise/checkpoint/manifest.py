@@ -12,8 +12,6 @@ row, and of what the standard library has is by far the fastest (on one core 7.5
 A piece has one for each `BLOCK` bytes, so that a reader who needs a part of it can still check what it reads.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -131,7 +129,7 @@ class Manifest:
         seed: int,
         optimizer_steps: int,
         about: Mapping[str, Any],
-    ) -> Manifest:
+    ) -> "Manifest":
         """The manifest of what all ranks have written. Raises `UserError` when that is not a whole checkpoint."""
         records = list(records)
         tensors: dict[str, TensorSpec] = {}
@@ -193,7 +191,7 @@ class Manifest:
         return body + b',\n"crc32": "%08x"}\n' % zlib.crc32(body)
 
     @classmethod
-    def parse(cls, data: bytes) -> Manifest:
+    def parse(cls, data: bytes) -> "Manifest":
         """Read a manifest. Raises `UserError` when a byte of it was changed, or it contradicts itself."""
         tail = _TAIL.fullmatch(data, max(0, len(data) - _TAIL_BYTES))
         if not tail:
@@ -213,7 +211,7 @@ class Manifest:
         return manifest
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path) -> "Manifest":
         """The manifest of a folder. Raises `UserError` when there is none, `DamagedError` when it is damaged."""
         path = folder / NAME
         with os_errors(f"read {path}"):

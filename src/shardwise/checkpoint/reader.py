@@ -3,11 +3,10 @@
 Whatever is read is checked: a block that does not match its checksum is never handed out.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -32,7 +31,7 @@ class Checkpoint:
         self._checked: set[str] = set()
 
     @classmethod
-    def open(cls, folder: Path | str) -> Checkpoint:
+    def open(cls, folder: Path | str) -> Self:
         """The checkpoint in a folder. Its manifest is checked in full, of its files only the lengths.
 
         Raises `UserError` when there is none, or it is damaged.

@@ -1,7 +1,5 @@
 """One device, and one link between two of them."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping
 from dataclasses import field, fields, replace
@@ -189,7 +187,7 @@ class Host:
         for name in ("memory_bytes", *RATES):
             check_number(f"host.{name}", getattr(self, name))
 
-    def part(self, devices: int, of_all: int) -> Host:
+    def part(self, devices: int, of_all: int) -> "Host":
         """Part of a host of `of_all` devices that comes with `devices` of them."""
         share = min(1.0, devices / of_all)
         if share == 1.0:

@@ -4,8 +4,6 @@ The table names the path between two devices, not its speed. Speeds are those of
 in one direction.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -56,7 +54,7 @@ class Topology:
             found.append(tuple(sorted(island, key=self.gpus.index)))
         return found
 
-    def ordered(self) -> Topology:
+    def ordered(self) -> "Topology":
         """The same node with near GPUs beside each other, as ranks are then numbered: those that NVLinks join, those of
         one PCIe switch, and so on."""
         return replace(self, gpus=tuple(self._arranged(list(self.gpus), ["NVLink", *PATHS])))

@@ -1,10 +1,8 @@
 """The token files of the splits, while they are written."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import BinaryIO, Literal, get_args
+from typing import BinaryIO, Literal, Self, get_args
 
 import numpy as np
 
@@ -26,7 +24,7 @@ class SplitFiles:
         self.last_length: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.index = -1
 
-    def __enter__(self) -> SplitFiles:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

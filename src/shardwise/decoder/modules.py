@@ -6,12 +6,10 @@ it): tensors stay [batch, seq, heads, head_dim] until attention, norms save thei
 and rotary embedding save nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +53,7 @@ class Batch:
             self._shared[name] = make()
         return self._shared[name]
 
-    def fresh(self) -> Batch:
+    def fresh(self) -> "Batch":
         """A copy without the values that blocks share: they live as long as the copy."""
         return replace(self, _shared={})
 
@@ -222,7 +220,7 @@ class RMSNorm(nn.Module):
         self.eps, self.zero_centered = eps, zero_centered
 
     @classmethod
-    def of(cls, config: ModelConfig, width: int) -> RMSNorm:
+    def of(cls, config: ModelConfig, width: int) -> Self:
         """A model's norm over `width` elements."""
         return cls(width, config.norm_eps, config.norm_zero_centered)
 

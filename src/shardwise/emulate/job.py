@@ -1,12 +1,10 @@
 """Jobs of the emulation and their results: `measure` starts the ranks and returns a `EmulationResult`. Imports no
 torch."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from shardwise.runtime.job.rank import RankJob
 from shardwise.runtime.measure.job import whole
@@ -39,7 +37,7 @@ class EmulationCase:
         weight: float,
         saved: int = 0,
         weight_share: float = 1,
-    ) -> EmulationCase:
+    ) -> Self:
         """From a *rank's* seconds and saved bytes for one micro-batch, of which a stage has its part, as
         `Times.shared` and `MicroBatchMemory.shared` cut them. weight_share: what part of the saved bytes W needs."""
         parts = MicroBatchMemory.shared(schedule, saved, weight_share * saved)
@@ -52,7 +50,7 @@ class EmulationCase:
         return {"schedule": to_text(self.schedule), "times": times, "held": asdict(self.held)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> EmulationCase:
+    def from_json(cls, data: dict[str, Any]) -> Self:
         seconds, sizes = ({name: tuple(values) for name, values in data[key].items()} for key in ("times", "held"))
         times = Times(seconds["forward"], seconds["input"], seconds["weight"])
         return cls(from_text(data["schedule"]), times, MicroBatchMemory(**sizes))

@@ -1,9 +1,8 @@
 """A link between a host and the switch, as text: 1Gb/s,latency=5ms,loss=0.1%."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
+from typing import Self
 
 from shardwise.cluster import Cluster, Link
 from shardwise.errors import UserError
@@ -47,7 +46,7 @@ class LabLink:
         return f"{self.bandwidth / scale:g}{unit}{latency}" + (f",loss={self.loss * 100:g}%" if self.loss else "")
 
     @classmethod
-    def parse(cls, text: str) -> LabLink:
+    def parse(cls, text: str) -> Self:
         """Read BANDWIDTH[,latency=TIME][,loss=PERCENT]. Raises `UserError` with an example."""
         bandwidth, *rest = (word.strip() for word in text.split(","))
         values = {"latency": 0.0, "loss": 0.0}

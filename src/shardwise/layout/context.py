@@ -6,9 +6,7 @@ causal attention is as much work on every rank (Megatron-LM, ring-flash-attentio
 2023) exchanges the sequence for heads before attention, so its ranks have consecutive chunks.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from shardwise.errors import LayoutError
 from shardwise.layout.layout import Layout
@@ -38,7 +36,7 @@ class SequenceCut:
     pieces: int = 1
 
     @classmethod
-    def of(cls, layout: Layout, seq: int) -> SequenceCut:
+    def of(cls, layout: Layout, seq: int) -> Self:
         return cls(seq, layout.cp, not layout.ulysses, layout.tp if layout.sp else 1)
 
     @property

@@ -1,11 +1,9 @@
 """Which tokens a rank routes to experts, as a layout has it: in training, and in generation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from shardwise.layout.axes import CP, DATA, EP, EP_ACROSS, STAGE, TP, Axes
 from shardwise.layout.layout import Layout
@@ -51,7 +49,7 @@ class RoutedRows:
     """(part, (pairs sent, rows received) of each micro-batch in order)."""
 
     @classmethod
-    def of(cls, record: Mapping[str, Sequence[Sequence[int]]]) -> RoutedRows:
+    def of(cls, record: Mapping[str, Sequence[Sequence[int]]]) -> Self:
         """From part -> its micro-batches."""
         return cls(tuple((part, tuple((sent, come) for sent, come in each)) for part, each in record.items()))
 

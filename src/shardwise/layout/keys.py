@@ -4,12 +4,10 @@ Parsing, printing, checks, `--fix`, canonical layouts, generation, users' module
 lists of keys loop over `KEYS`. What a key does is in the code of its technique (docs/extending.md, "A layout key").
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from shardwise.errors import LayoutError, did_you_mean
 from shardwise.layout.axes import DENSE
@@ -179,7 +177,7 @@ class Servers:
     """Whether they are ranks of their own, after those of the workers; else server s is in the process of rank s."""
 
     @classmethod
-    def parse(cls, text: str) -> Servers:
+    def parse(cls, text: str) -> Self:
         """Read `2` or `2:own`; "" is one server. Raises `LayoutError`."""
         number, colon, word = text.partition(":")
         if not (number or "1").isdecimal() or int(number or 1) < 1 or (word != "own" if colon else word):

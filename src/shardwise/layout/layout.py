@@ -5,10 +5,8 @@
 that contradicts itself fails here; whether it suits a model is `legality.py`'s question.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from shardwise.errors import LayoutError
 from shardwise.layout.algorithm_names import check_algorithm
@@ -137,7 +135,7 @@ class Layout(Keys):
         goes by the stage."""
         return self.zero if self.shard_ranks > 1 or self.offload_home != "none" else 0
 
-    def with_stage(self, zero: int) -> Layout:
+    def with_stage(self, zero: int) -> "Layout":
         """This layout under another ZeRO stage, without the keys that the stage does not have. Raises `LayoutError`."""
         return replace(self, zero=zero, **defaults(*(key.name for key in KEYS.values() if key.stage > zero)))
 
@@ -180,7 +178,7 @@ class Layout(Keys):
         return ",".join(key.text(value) for key, value in changed(self).items()) or "dp=1"
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> Self:
         """Read a layout text, in any case, with commas or spaces between keys. Raises `LayoutError` with the reason and
         the nearest legal value."""
         return cls(**read(text, f"layout {text!r}"))

@@ -4,8 +4,6 @@ Runtime, planner and checkpoint use the same boxes. Column-parallel splits the o
 dim, row-parallel the input dim (Shoeybi et al. 2019).
 """
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 
@@ -51,7 +49,7 @@ class Placed:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def of(self, parameter: Parameter) -> Placed:
+    def of(self, parameter: Parameter) -> "Placed":
         """Another parameter of the same shape and cut."""
         return Placed(
             parameter, self.kind, self.shape, self.box, self.dims, self.replicas, self.sum_over, self.boxes,

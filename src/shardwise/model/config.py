@@ -5,8 +5,6 @@
 parameters (`parameters.py`), the decoder, the placement of tensors, the predictions.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 from typing import Any, Literal
@@ -124,7 +122,7 @@ class Experts:
         if self.bias_rate and not self.router_bias:
             raise UserError("bias_rate moves the router's bias, which router_bias=False leaves out")
 
-    def without_training(self) -> Experts:
+    def without_training(self) -> "Experts":
         """A copy with the defaults of the options that only training reads: what the weights alone are for."""
         return replace(self, balance="sequence", balance_loss=0.0, z_loss=0.0, bias_rate=0.0, capacity=0.0)
 
@@ -359,7 +357,7 @@ class ModelConfig(Json):
         usual = self.norm == "rmsnorm" and self.norm_placement == "pre" and self.bias == "none" and not self.qk_norm
         return usual and self.positions == "rope" and not self.window
 
-    def replace(self, **changes: Any) -> ModelConfig:
+    def replace(self, **changes: Any) -> "ModelConfig":
         """A copy with some fields changed; derived fields (`kv_heads`, `head_dim`) are kept unless named."""
         made = replace(self, **changes)
         if self.counted is None or not changes.keys() & {"layers", "experts"} or "counted" in changes:

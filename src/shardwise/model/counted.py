@@ -1,7 +1,5 @@
 """`Counted`: a model that is counted and planned from the shapes of its tensors, and has no decoder here."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, field, replace
 from functools import cached_property
@@ -89,7 +87,7 @@ class Counted:
         number."""
         return width * sum(cache.numbers_of(tokens, tp, width) for cache in self.caches[first:stop])
 
-    def cut(self, layers: int, mixed: bool, routed: bool) -> Counted:
+    def cut(self, layers: int, mixed: bool, routed: bool) -> "Counted":
         """The model with its first layers alone; one layer is the first with experts (`mixed`), else without. routed:
         whether there are experts at all."""
         ends = [part for part in self.parts if part.kind != "block"]

@@ -1,8 +1,6 @@
 """`Lora`: low-rank adapters of a model's linear maps, as a few numbers and a text (Hu et al. 2021)."""
 
-from __future__ import annotations
-
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from shardwise.errors import UserError, did_you_mean
 from shardwise.model.formats import weight_format
@@ -62,7 +60,7 @@ class Lora:
         return self.alpha / self.rank
 
     @classmethod
-    def parse(cls, text: str) -> Lora:
+    def parse(cls, text: str) -> Self:
         """The adapters of a text such as `rank=16,alpha=32,targets=q_proj+v_proj`. Raises `UserError`."""
         values: dict[str, str] = {}
         for word in filter(None, (word.strip() for word in text.split(","))):

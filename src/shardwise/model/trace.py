@@ -6,8 +6,6 @@ recomputation.
 Numbers are kept for two sizes of a micro-batch; between and beyond these they are taken to be linear.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -117,7 +115,7 @@ class Trace:
         return {(step.tp, step.precision, step.recompute): step for step in self.steps if not step.sp}
 
     @cached_property
-    def on_shards(self) -> Trace:
+    def on_shards(self) -> "Trace":
         """The steps under sequence parallelism, as if there were no others."""
         return replace(self, steps=tuple(replace(step, sp=False) for step in self.steps if step.sp))
 

@@ -6,11 +6,9 @@ dividing H; the log-sum-exp [B, H, S], in fp32 for bf16. That of a query that se
 block has no weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -225,7 +223,7 @@ class ScoreRule(NamedTuple):
     """Keys that a query sees at most; 0 for no bound."""
 
     @classmethod
-    def of(cls, core: CoreAttention) -> ScoreRule:
+    def of(cls, core: CoreAttention) -> Self:
         return cls(core.scale, core.softcap or 0.0, core.window)
 
     def cap(self, scores: Tensor) -> Tensor:

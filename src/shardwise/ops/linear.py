@@ -18,10 +18,8 @@ product in place of two or three has fewer calls, larger operands, and no sums o
 Communication is as in `linear.py`; these are its counterparts without autograd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -282,7 +280,7 @@ class FusedLinear:
         self._gradient: Tensor | None = None
 
     @classmethod
-    def of(cls, linears: Linears, at: OpContext, name: str) -> FusedLinear:
+    def of(cls, linears: Linears, at: OpContext, name: str) -> Self:
         """The maps of `linears`, whose weights are adjacent. name: in the module that `at` is about."""
         names = [child for child, _ in linears.named_children()]
         maps = linears.maps

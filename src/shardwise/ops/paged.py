@@ -10,8 +10,6 @@ and oneDNN need not compile its products anew in every engine step. A masked key
 number is nothing, but what was never written, or belonged to somebody else, may be no number: a page is cleared when a
 sequence begins it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,7 +43,7 @@ class AttentionGroup:
     skip: int = 0
     shortest: int = 0
 
-    def within(self, rule: ScoreRule, size: int, device: torch.device) -> AttentionGroup:
+    def within(self, rule: ScoreRule, size: int, device: torch.device) -> "AttentionGroup":
         """The group where queries see the keys of a window alone: earlier ones that none sees are left out. size: slots
         of a page."""
         if not rule.window or self.length <= rule.window:

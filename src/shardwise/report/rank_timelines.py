@@ -5,13 +5,11 @@ left the barrier before the step count as the same one, which is off by no more 
 rank.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from shardwise.errors import UserError, os_errors
 from shardwise.report.exposure import TimeSpan, spans
@@ -81,7 +79,7 @@ class RankTimelines:
         write_whole(path, json.dumps(self.to_json(), separators=(",", ":")) + "\n", "timelines")
 
     @classmethod
-    def read(cls, path: Path) -> RankTimelines:
+    def read(cls, path: Path) -> Self:
         """Read what `write` has written. Raises `UserError` naming the file when it is missing or damaged."""
         with os_errors(f"read timelines {path}"):
             text = path.read_bytes()

@@ -15,8 +15,6 @@
 One process writes a run; any number may read it meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -24,7 +22,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from shardwise.errors import UserError, os_errors
 from shardwise.report.json_lines import JsonLines, json_object
@@ -61,7 +59,7 @@ class RunDirectory:
         self._events, self._updates = JsonLines(self.events_path), JsonLines(self.updates_path)
 
     @classmethod
-    def create(cls, path: Path | str, run: Mapping[str, Any], resume: bool = False) -> RunDirectory:
+    def create(cls, path: Path | str, run: Mapping[str, Any], resume: bool = False) -> "RunDirectory":
         """Start a run with the contents of its run.json; missing parents are made.
 
         resume: continue a run that is there already, keeping its run.json but for the fields that `run` gives.
@@ -91,7 +89,7 @@ class RunDirectory:
         return here
 
     @classmethod
-    def open(cls, path: Path | str) -> RunDirectory:
+    def open(cls, path: Path | str) -> "RunDirectory":
         """A run that exists. Raises `UserError` when `path` holds none."""
         here = cls(Path(path))
         if not here._file.is_file():
@@ -154,7 +152,7 @@ class RunDirectory:
         self._events.close()
         self._updates.close()
 
-    def __enter__(self) -> RunDirectory:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

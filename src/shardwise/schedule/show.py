@@ -8,12 +8,10 @@ A chunk's holding is the multiset of input chunks that were added up in it: a so
 where nothing has arrived yet. Plain Python over single chunks: for small numbers of ranks, or for one that went wrong.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -49,7 +47,7 @@ class Holdings:
     written: list[dict[int, int]]
 
     @classmethod
-    def initial(cls, schedule: CommSchedule) -> Holdings:
+    def initial(cls, schedule: CommSchedule) -> Self:
         """The inputs where the collective has them, nothing elsewhere."""
         there = inputs(schedule).tolist()
         held: list[list[Holding]] = [[None] * schedule.width for _ in range(schedule.ranks)]

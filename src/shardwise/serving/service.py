@@ -5,8 +5,6 @@ The command's process owns it. The first rank of each replica connects to a Unix
 else's: lists of `Command` go down, lists of `Answer` come up.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import secrets
@@ -18,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import RANK_FAILED, USER_MISTAKE, Ending, RunFailed, supervise
@@ -181,7 +179,7 @@ class Service:
         for way in self._ways.values():
             way.close()
 
-    def __enter__(self) -> Service:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,13 +1,11 @@
 """Result of a view's function: tables of columns with their units, and for each figure how it was computed."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -41,14 +39,14 @@ class Table:
     units: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_rows(cls, title: str, units: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Table:
+    def of_rows(cls, title: str, units: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Self:
         """A table of rows. units: heading -> unit, "" for text and plain numbers."""
         listed = list(rows)
         columns = {name: [row[i] for row in listed] for i, name in enumerate(units)}
         return cls(title, columns, {name: unit for name, unit in units.items() if unit})
 
     @classmethod
-    def of(cls, title: str, items: Sequence[Any], columns: Columns) -> Table:
+    def of(cls, title: str, items: Sequence[Any], columns: Columns) -> Self:
         values = {heading: [value(item) for item in items] for heading, (_, value) in columns.items()}
         return cls(title, values, {heading: unit for heading, (unit, _) in columns.items() if unit})
 

@@ -4,8 +4,6 @@ The tokenizer comes along, and what the weights that training started from had b
 generation settings. Of a tokenizer that the run has trained, the end of text ends answers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -108,7 +106,7 @@ class OutputFolder:
 
     @classmethod
     @contextmanager
-    def new(cls, folder: Path) -> Iterator[OutputFolder]:
+    def new(cls, folder: Path) -> "Iterator[OutputFolder]":
         """A folder that is new or empty; on an error nothing of it is left. Raises `UserError` when it is in use or
         cannot be written."""
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -3,8 +3,6 @@
 A folder has `adapter_config.json` and `adapter_model.safetensors`. Checked against peft 0.21.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -55,7 +53,7 @@ class PeftAdapters:
         self._stored = {f"model/{name}": place for name, place in stored.items()}
 
     @classmethod
-    def open(cls, folder: Path, base: ModelConfig) -> PeftAdapters:
+    def open(cls, folder: Path, base: ModelConfig) -> "PeftAdapters":
         """The adapters in a folder, for this model, whose `lora` may say the base's dtype.
 
         Raises `UserError` naming the file when there are none, a setting is not supported, or tensors are missing,

@@ -3,13 +3,11 @@
 Names, shapes and lengths are checked when it is opened; elements are read when they are asked for, and only those.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -59,7 +57,7 @@ class HuggingFaceWeights:
         self._twin = twin
 
     @classmethod
-    def open(cls, folder: Path | str) -> HuggingFaceWeights:
+    def open(cls, folder: Path | str) -> Self:
         """The weights in a folder with a config.json and safetensors files, one or several with an index.
 
         Raises `UserError` naming file and tensor when the model does not run here, and when a tensor is missing, not

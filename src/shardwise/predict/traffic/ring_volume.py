@@ -5,8 +5,6 @@ Ring volume is what bandwidth-optimal algorithms send: 2 (p-1)/p n for an all-re
 not on the strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -33,7 +31,7 @@ class Volume(Json):
     def total(self) -> Fraction:
         return self.blocks + self.edges + self.other
 
-    def over(self, count: int) -> Volume:
+    def over(self, count: int) -> "Volume":
         """A `count`-th of it."""
         return Volume(self.blocks / count, self.edges / count, self.other / count)
 

@@ -6,12 +6,10 @@ weights an earlier turn has left in the slots, and, where replicas have experts 
 have chosen. A test holds it to the ledger that the engine observes, row by row.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from shardwise.layout.axes import CP, PP, TP
 from shardwise.layout.experts import across_axes, expert_share, experts_across
@@ -43,7 +41,7 @@ class ForwardPass:
     known_top: int = 0
 
     @classmethod
-    def decode(cls, sequences: int) -> ForwardPass:
+    def decode(cls, sequences: int) -> Self:
         """One token more for each of so many sequences, with nothing heard: the steady state."""
         return cls("decode", sequences, sequences)
 

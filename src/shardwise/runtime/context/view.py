@@ -1,7 +1,5 @@
 """Visibility of tokens to each other in attention over a cut sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,7 +22,7 @@ class ContextBatch(Batch):
     """The batch of whole sequences, which every rank can make without communication; None where attention needs no more
     than the order of tokens."""
 
-    def fresh(self) -> ContextBatch:
+    def fresh(self) -> "ContextBatch":
         """A copy without the values that blocks share."""
         return replace(self, _shared={}, whole=self.whole and self.whole.fresh())
 

@@ -5,12 +5,11 @@ host is a network of its own on this machine, as `shardwise lab` makes them. Ran
 at the first host's address, and share memory with no other host.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from shardwise.errors import UserError
 from shardwise.small_files import read_small
@@ -52,7 +51,7 @@ class HostFile:
         path.write_text(json.dumps(asdict(self), indent=1))
 
     @classmethod
-    def from_environment(cls) -> HostFile:
+    def from_environment(cls) -> Self:
         """The file that `SHARDWISE_HOSTS` names; no hosts where it is not set. Raises `UserError` for a bad file."""
         name = os.environ.get(VARIABLE)
         if not name:

@@ -12,8 +12,6 @@ It knows nothing about training: a command line goes in, an exit code comes out.
 Imports no torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import mmap
@@ -75,7 +73,7 @@ class Failure:
         partial.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> Failure | None:
+    def read(cls, path: Path) -> "Failure | None":
         """The rank's failure report, None if it left none."""
         try:
             return cls(**json.loads(path.read_text()))

@@ -11,12 +11,10 @@ workspaces of cuBLAS are left out (each thread that computes has one): predictio
 driver's context and its kernels.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -127,7 +125,7 @@ class StepMeasurement:
         )
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
-    def __enter__(self) -> StepMeasurement:
+    def __enter__(self) -> Self:
         program = self.program
         program.comms.start_recording()
         program.after_compute = self._count

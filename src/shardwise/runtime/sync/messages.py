@@ -5,13 +5,11 @@ one process never share a group; within a process they go through queues. A serv
 awaits the answer of the server that it asked.
 """
 
-from __future__ import annotations
-
 import queue
 import struct
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -43,7 +41,7 @@ class Header(NamedTuple):
         return torch.tensor([*self[:5], *figures], dtype=torch.int64)
 
     @classmethod
-    def unpacked(cls, numbers: Tensor) -> Header:
+    def unpacked(cls, numbers: Tensor) -> Self:
         kind, a, b, c, elements, *figures = numbers.tolist()
         return cls(kind, a, b, c, elements, *struct.unpack("3d", struct.pack("3q", *figures)))
 

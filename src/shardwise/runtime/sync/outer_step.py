@@ -11,11 +11,10 @@ have packed of its own piece. It packs the sum of these again, and an all-gather
 each packed piece is added to what is packed there the next time, as in `zero.packed_sum`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class Rounds:
     """Steps of the run."""
 
     @classmethod
-    def of(cls, layout: Layout, steps: int) -> Rounds:
+    def of(cls, layout: Layout, steps: int) -> Self:
         return cls(layout.every if layout.local_sgd else 1, steps)
 
     def begins(self, step: int) -> bool:

@@ -4,12 +4,10 @@ A rank works through its list one computation after the other, so that what it h
 how long things take.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from shardwise.schedule.pipeline.action import COMPUTE, Action
 from shardwise.schedule.pipeline.plan import PipelineSchedule
@@ -35,7 +33,7 @@ class MicroBatchMemory:
         weight: float = 1,
         rebuilt: float = 0,
         shares: Sequence[float] = (),
-    ) -> MicroBatchMemory:
+    ) -> Self:
         """From what a *rank* holds for one micro-batch if the model is split evenly; `shares` as in `Times.shared`."""
         parts = [share * schedule.ranks for share in shares] or [schedule.ranks / schedule.stages] * schedule.stages
         return cls(*(tuple(part * whole for part in parts) for whole in (saved, weight, rebuilt)))

@@ -11,12 +11,10 @@ Stages are counted from the first layers of the model to the last, whichever ran
 the last; either may have no other layers (`stages=0/20/20/0`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Self
 
 from shardwise.errors import UserError
 from shardwise.records import dataclass
@@ -150,7 +148,7 @@ class StageLayers:
             )
 
     @classmethod
-    def even(cls, layers: int, stages: int, tied: bool = False) -> StageLayers:
+    def even(cls, layers: int, stages: int, tied: bool = False) -> Self:
         """As even as can be, the first stages with one more. With two stages more than layers, the embedding and the
         head are stages of their own: 0/1/.../1/0, as Llama 3 405B was cut (Llama team 2024, section 3.3.2). Raises
         `UserError` for other numbers of stages beyond the layers."""
@@ -164,7 +162,7 @@ class StageLayers:
         return cls(tuple(layers // stages + (i < layers % stages) for i in range(stages)), tied)
 
     @classmethod
-    def parse(cls, text: str, stages: int, layers: int | None = None, tied: bool = False) -> StageLayers:
+    def parse(cls, text: str, stages: int, layers: int | None = None, tied: bool = False) -> Self:
         """From 21/20/20/19: one number for each of `stages` stages, which add up to `layers` where these are known.
 
         Raises `UserError` with what would be right.

@@ -4,14 +4,12 @@ Fields of OpenAI's interface that this server cannot honor are described with th
 anything else is rejected by name instead of being ignored in silence.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from shardwise.serving.http.problems import Problem
 from shardwise.serving.http.schema import Schema
@@ -73,7 +71,7 @@ class CompletionRequest:
     ignore_eos: bool
 
     @classmethod
-    def of(cls, body: dict[str, Any]) -> CompletionRequest:
+    def of(cls, body: dict[str, Any]) -> Self:
         """Request in a body that `schema.checked` has let pass. Raises `Problem` (400) for fields that contradict each
         other."""
         stop, options = body["stop"], body["stream_options"] or {}
