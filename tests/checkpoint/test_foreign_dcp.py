@@ -1,5 +1,3 @@
-"""torch.distributed.checkpoint folders: what FSDP2 and transformers saved goes on here; damaged ones are refused."""
-
 import json
 import os
 import pickle

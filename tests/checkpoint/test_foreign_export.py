@@ -1,5 +1,3 @@
-"""Checkpoints exported for FSDP2 and DeepSpeed: formats come back bit by bit, and FSDP2 and transformers resume."""
-
 import json
 import warnings
 from dataclasses import replace

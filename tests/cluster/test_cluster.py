@@ -1,5 +1,3 @@
-"""Cluster text and TOML files, the devices of the catalog, every refusal in one line."""
-
 import os
 import re
 import subprocess

@@ -1,5 +1,3 @@
-"""The tests that a change concerns, in a small tree of files."""
-
 from pathlib import Path
 
 import pytest

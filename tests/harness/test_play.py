@@ -1,5 +1,3 @@
-"""The engine: deadlocks are found and named, times follow ports, values arrive."""
-
 import numpy as np
 import pytest
 

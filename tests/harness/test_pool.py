@@ -1,5 +1,3 @@
-"""The tests' pool of ranks: what it says of ranks that do not answer, and that jobs are apart."""
-
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace

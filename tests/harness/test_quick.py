@@ -1,5 +1,3 @@
-"""The quick part of a day: every test has its turn, and a fortnight of layouts has every pair of values of two keys."""
-
 from collections import Counter
 from collections.abc import Iterator
 from datetime import date, timedelta

@@ -1,5 +1,3 @@
-"""Links of the lab as text."""
-
 import pytest
 
 from shardwise.cluster import Cluster

@@ -1,5 +1,3 @@
-"""Training, generation and a server on two hosts: results as on one, bytes as predicted, and one host killed."""
-
 import json
 import os
 import signal

@@ -1,5 +1,3 @@
-"""Placement and `UnitPlan`: every element of every parameter lies where it should, once for each replica."""
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Reading and writing `config.json`: real files, every refusal by name, round trips."""
-
 import json
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""Adapters as text and in a blueprint."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""A class that the data lacks becomes a planned family by one command: `make families FAMILIES=...`."""
-
 import json
 import lzma
 import subprocess

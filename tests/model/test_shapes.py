@@ -1,5 +1,3 @@
-"""Models that are counted from their tensors' shapes: published configurations against their classes."""
-
 import json
 import lzma
 import re

@@ -1,5 +1,3 @@
-"""Products with a frozen matrix in 8 bits: those of its numbers x scales, block by block, and their gradients."""
-
 import pytest
 import torch
 import torch.nn.functional as F

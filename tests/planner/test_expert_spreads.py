@@ -1,5 +1,3 @@
-"""Serving models with experts on any number of devices: uneven experts, attention-dp, and what the runtime rejects."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Planning to serve: what is found is what one at a time would be, and fits."""
-
 import pytest
 
 from shardwise.cluster import Cluster

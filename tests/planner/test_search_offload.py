@@ -1,5 +1,3 @@
-"""Offloading in a search: fixed homes, bounds below estimate's bytes, hosts that are too small, and what would fit."""
-
 from dataclasses import replace
 
 import pytest

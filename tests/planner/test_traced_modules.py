@@ -1,5 +1,3 @@
-"""Traced modules in `estimate` and `plan`: the numbers of the same model with a configuration, by one planner."""
-
 import json
 import subprocess
 import sys

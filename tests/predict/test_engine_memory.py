@@ -1,5 +1,3 @@
-"""Memory under other engines: published peaks, the rows that they are counted from, and the columns of a search."""
-
 import random
 
 import pytest

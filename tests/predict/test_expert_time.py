@@ -1,5 +1,3 @@
-"""The time of experts: tokens on their way, beside another micro-batch, and kernels launched expert by expert."""
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Bytes of a served model, and whether they fit."""
-
 import json
 import random
 from dataclasses import replace

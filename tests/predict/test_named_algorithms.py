@@ -1,5 +1,3 @@
-"""What prediction says of a layout that names an algorithm: rows, fallbacks, time, and layouts that are rejected."""
-
 import random
 
 import pytest

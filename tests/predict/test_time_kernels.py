@@ -1,5 +1,3 @@
-"""Kernels: measured products are reproduced, arrays agree with numbers, what is refused."""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

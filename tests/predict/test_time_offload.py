@@ -1,5 +1,3 @@
-"""The time of offloading: arrays agree with numbers, no rate is above what was measured, what binds is said."""
-
 from dataclasses import replace
 
 import numpy as np

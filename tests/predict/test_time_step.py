@@ -1,5 +1,3 @@
-"""The time of a step: arrays agree with numbers, parts add up, what must not get faster does not."""
-
 import tomllib
 from dataclasses import replace
 from itertools import product

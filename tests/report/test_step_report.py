@@ -1,5 +1,3 @@
-"""`StepReport`: what is written is what is read; what is damaged is named."""
-
 import json
 from dataclasses import replace
 

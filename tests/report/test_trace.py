@@ -1,5 +1,3 @@
-"""Traces: every event once, in microseconds, on its rank and stream, in strict JSON."""
-
 import json
 from dataclasses import replace
 from itertools import pairwise

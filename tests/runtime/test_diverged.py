@@ -1,5 +1,3 @@
-"""Runs whose loss, gradients or weights are not finite: what they update, save, prune and say."""
-
 import json
 import math
 import os

@@ -1,5 +1,3 @@
-"""`split` on three modules of the tests' own: training is that of one device, whatever the layout."""
-
 from itertools import product
 
 import pytest

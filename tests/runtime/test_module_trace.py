@@ -1,5 +1,3 @@
-"""Traced modules: what is predicted from their traces is what `split` measures, to the byte."""
-
 import json
 import os
 import random

@@ -1,5 +1,3 @@
-"""A rank's file of offloaded state: any piece, every update, and what the disk may refuse."""
-
 import errno
 import fcntl
 import os

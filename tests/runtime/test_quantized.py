@@ -1,5 +1,3 @@
-"""Gathers of weights in 8 bits (qwz): the same bits as weights that are rounded first, with exact ledgers and bytes."""
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Injected waiting on a clock of the test's own, ranks that wait for each other, and whole runs with slow ranks."""
-
 import json
 import math
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""torch's names: the package uses those of torch 2.9, and newer ones in `runtime/torch_versions.py` alone."""
-
 import ast
 import functools
 from collections.abc import Iterator

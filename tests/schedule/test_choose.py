@@ -1,5 +1,3 @@
-"""Choosing: the cheapest first, crossovers where two algorithms cost the same."""
-
 import pytest
 
 from shardwise.cluster import Cluster, Device, Link

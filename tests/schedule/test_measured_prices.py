@@ -1,5 +1,3 @@
-"""Prices on measured links: starts, copies, what is put aside, and speeds that depend on the size."""
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Prices: the closed forms come out exactly, and the engine agrees when it runs a schedule message by message."""
-
 from dataclasses import dataclass
 
 import numpy as np

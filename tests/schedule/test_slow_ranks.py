@@ -1,5 +1,3 @@
-"""Slow ranks: the text of `--slow`, and factors that are a function of seed, rank and step alone."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The record of updates: what it lists, what it counts, and its file."""
-
 import json
 import math
 import random

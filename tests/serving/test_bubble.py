@@ -1,5 +1,3 @@
-"""The bubble that is measured from ranks' notes is the simulated one where they did what is simulated."""
-
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory

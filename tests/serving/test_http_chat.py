@@ -1,5 +1,3 @@
-"""Chat templates: the tokens are those of `transformers`, and nobody's message can spell a control token."""
-
 import json
 from pathlib import Path
 

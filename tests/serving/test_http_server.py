@@ -1,5 +1,3 @@
-"""How a server ends, on a double of the engine: signals, patience that runs out, a failed engine; and addresses."""
-
 import http.client
 import json
 import os

@@ -1,5 +1,3 @@
-"""Chosen tokens: the likeliest, or drawn as often as their probabilities say, by the request's own numbers."""
-
 import math
 from collections import Counter
 

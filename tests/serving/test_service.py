@@ -1,5 +1,3 @@
-"""A service with its ranks: requests, the router, cancels, ranks that die, and what is left of it all."""
-
 import os
 import signal
 import subprocess

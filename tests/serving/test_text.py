@@ -1,5 +1,3 @@
-"""Answers as text while they come: whole characters, nothing after a stop string, the same as all at once."""
-
 import json
 import threading
 import time

@@ -1,5 +1,3 @@
-"""The Experts view: its router and rows against the decoder and the ledger, its chapters in a real browser."""
-
 import json
 from dataclasses import replace
 from math import ceil

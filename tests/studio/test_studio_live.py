@@ -1,5 +1,3 @@
-"""A real training run of four processes, which the page follows through a reload and to its end."""
-
 import json
 import os
 import time

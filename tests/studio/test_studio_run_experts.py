@@ -1,5 +1,3 @@
-"""Runs: the load of experts of a training run, read from its events, drawn, and followed."""
-
 import json
 import os
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The server: this machine only; no path leads out; a user's mistake is a 400 with its line."""
-
 import http.client
 import json
 import os

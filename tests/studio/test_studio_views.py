@@ -1,5 +1,3 @@
-"""Each view in a real browser: its tables are the Python functions' values, by mouse and by keyboard alone."""
-
 import json
 from typing import Any
 

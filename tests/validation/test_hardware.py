@@ -1,5 +1,3 @@
-"""Devices and networks of published rows: names near the catalog's, texts parsed, what is assumed said."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,3 @@
-"""Sources left out of the fit: the record behind the constants, and errors without a source beside in-sample ones."""
-
 import importlib.util
 import json
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Published runs at scale: known engines, stated sources, and predictions within the bounds that the page promises."""
-
 import re
 from collections import defaultdict
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The scoreboard: rows are read, counted once or skipped with the reason; the project's own table as a regression."""
-
 import json
 from dataclasses import replace
 

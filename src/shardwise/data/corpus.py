@@ -254,8 +254,6 @@ def remove_unfinished(out: Path) -> None:
 
 
 class _Preparation:
-    """One run through the text: tokenizer, encoding, splits."""
-
     def __init__(self, source: Source, max_bytes: int | None, validation_fraction: float, say: Progress) -> None:
         self.source, self.max_bytes, self.fraction, self.say = source, max_bytes, validation_fraction, say
         self.size = min(source.size, max_bytes or source.size)

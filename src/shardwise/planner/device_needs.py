@@ -183,8 +183,6 @@ class FastestLayout(NamedTuple):
 
 
 class _TrainingSizes:
-    """The candidates of each number of devices, with bounds of their bytes."""
-
     def __init__(self, model: ModelConfig, workload: Workload, engine: str | None) -> None:
         self.model, self.workload = model, workload
         some = next(iter(accelerators().devices.values()))

@@ -477,8 +477,6 @@ MOST_PAGES = 1 << 40
 
 
 class _Space:
-    """All candidates of one question."""
-
     def __init__(
         self, model: ModelConfig, cluster: Cluster, workload: Workload, engine: EngineProfile, room: float,
         asked: Sequence[str] = (), kv_cache: str = "auto", queues: bool = True,

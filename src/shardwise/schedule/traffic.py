@@ -22,8 +22,6 @@ class Moved(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Transfers between one rank and others, one a row."""
-
     first: Ints
     stop: Ints
     round: Ints

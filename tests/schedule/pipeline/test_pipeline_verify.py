@@ -1,5 +1,3 @@
-"""Verification agrees with an executor that knows nothing of it: what is right runs, what is wrong is named."""
-
 from collections import Counter
 from dataclasses import replace
 from random import Random

@@ -123,8 +123,6 @@ class Companions:
 
 
 class _Vocabulary:
-    """The tokens of a tokenizer.json."""
-
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._ids: dict[str, int] = {}
         self.special = set[int]()

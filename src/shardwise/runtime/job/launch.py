@@ -272,8 +272,6 @@ class _Rank:
 
 @dataclass
 class _Crew:
-    """All ranks of one launch."""
-
     command: list[str]
     placement: Placement
     folder: Path

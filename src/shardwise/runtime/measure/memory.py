@@ -95,8 +95,6 @@ class LiveStorages(TorchDispatchMode):
 
 
 class _Packed:
-    """A saved tensor as autograd holds it."""
-
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:

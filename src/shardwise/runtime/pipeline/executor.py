@@ -53,8 +53,6 @@ Key = tuple[str, int, int]
 
 
 class _Execution:
-    """The state of one step."""
-
     def __init__(self, schedule: PipelineSchedule, comms: Comms, worker: Worker) -> None:
         self.schedule, self.comms, self.worker = schedule, comms, worker
         self.arriving: dict[Key, tuple[Tensor, Work]] = {}
@@ -166,8 +164,6 @@ def evaluate(stages: StageRunner, batch: Batch, targets: Tensor) -> Tensor:
 
 
 class _Work:
-    """Common part of training and evaluation of a decoder."""
-
     def __init__(self, stages: StageRunner) -> None:
         self.stages, self.engine = stages, stages.engine
         self.unshard, self.reshard, self.reduce = self.engine.unshard, self.engine.reshard, self.engine.reduce

@@ -74,8 +74,6 @@ def answer(data: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 class _Routes:
-    """Handler of each path."""
-
     def __init__(self, front: Front, model: str, chat: Chat, described: dict[str, Any]) -> None:
         self._front, self._model, self._chat, self._described = front, model, chat, described
         self._most = max(BODY_BYTES, _BYTES_PER_TOKEN * front.context)

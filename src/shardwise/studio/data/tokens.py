@@ -50,8 +50,6 @@ CLAIMS = (
 
 
 class _Asked(NamedTuple):
-    """A state, understood."""
-
     state: dict[str, Any]
     choices: dict[str, list[Any]]
     left_out: dict[str, str]

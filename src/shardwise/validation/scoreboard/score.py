@@ -77,8 +77,6 @@ def predict(cases: Sequence[PublishedCase], adjust: Adjust | None = None) -> tup
 
 
 class _Prices:
-    """A `Pricing` for each cluster, made once."""
-
     def __init__(self, adjust: Adjust | None) -> None:
         self._adjust = adjust or (lambda known: known)
         self._made: dict[str, Pricing] = {}
