@@ -238,7 +238,7 @@ HOUR = 3600.0
 
 
 class DevicePrice(NamedTuple):
-    """DevicePrice of one device for one hour."""
+    """Price of one device for one hour."""
 
     usd: float
     """US dollars per device-hour."""

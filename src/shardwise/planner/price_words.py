@@ -13,7 +13,7 @@ def money(usd: float | None) -> str:
 
 
 def priced(price: DevicePrice | None, devices: int, tokens_per_second: float) -> dict[str, Any] | None:
-    """DevicePrice of so many devices that make so many tokens, for --json; None where the device has no price."""
+    """Price of so many devices that make so many tokens, for --json; None where the device has no price."""
     if price is None:
         return None
     return price.to_json() | {

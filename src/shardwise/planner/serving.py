@@ -26,6 +26,7 @@ import numpy as np
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import DevicePrice, price_of
+from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
@@ -82,11 +83,17 @@ def type_name(weights: str, model: ModelConfig | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class Deployment:
+class Deployment(Json):
     """One way to serve. weights: of the blocks, torch's name or a format. batch: sequences at a time in one replica,
     the one with most clients. first_token: seconds from a request to its first token there, waiting included, the mean
     of its clients; token: from one token to the next, also the mean. tokens_per_second: of all replicas together. held:
     bytes of the fullest rank, the cache filled; cache_tokens: that a replica's cache has room for."""
+
+    json_keys = (
+        "layout weights=weights_name devices sequences_of_a_replica=batch first_token_seconds=first_token "
+        "token_seconds=token tokens_per_second tokens_per_second_per_device=rate bytes=held weight_bytes "
+        "workspace_bytes=workspace cache_bytes_per_token=token_bytes kv_cache=cache_name lossy cache_tokens"
+    )
 
     layout: Layout
     weights: str
@@ -116,24 +123,13 @@ class Deployment:
         """Tokens/s of one device."""
         return self.tokens_per_second / self.devices
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "layout": str(self.layout),
-            "weights": type_name(self.weights),
-            "devices": self.devices,
-            "sequences_of_a_replica": self.batch,
-            "first_token_seconds": self.first_token,
-            "token_seconds": self.token,
-            "tokens_per_second": self.tokens_per_second,
-            "tokens_per_second_per_device": self.rate,
-            "bytes": self.held,
-            "weight_bytes": self.weight_bytes,
-            "workspace_bytes": self.workspace,
-            "cache_bytes_per_token": self.token_bytes,
-            "kv_cache": type_name(self.cache),
-            "lossy": self.lossy,
-            "cache_tokens": self.cache_tokens,
-        }
+    @property
+    def weights_name(self) -> str:
+        return type_name(self.weights)
+
+    @property
+    def cache_name(self) -> str:
+        return type_name(self.cache)
 
 
 @dataclass(frozen=True, repr=False)

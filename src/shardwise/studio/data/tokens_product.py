@@ -1,8 +1,10 @@
 """Tokens, a product over tensor-parallel ranks: columns of the first matrix, rows of the second, and the sum."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from shardwise.codec import Json
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import DTYPE_BYTES
@@ -24,8 +26,11 @@ class Slice(NamedTuple):
     nbytes: int
 
 
-class DrawnProduct(NamedTuple):
+@dataclass(frozen=True)
+class DrawnProduct(Json):
     """x W1, then times W2, on the ranks of one tensor-parallel group. seconds: of the sum."""
+
+    json_keys = "layout hidden ffn slices sentences"
 
     layout: Layout
     hidden: int
@@ -34,15 +39,7 @@ class DrawnProduct(NamedTuple):
     vector: int
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "layout": str(self.layout),
-            "hidden": self.hidden,
-            "ffn": self.ffn,
-            "slices": [one._asdict() for one in self.slices],
-            "sentences": self.sentences(),
-        }
-
+    @property
     def sentences(self) -> list[str]:
         """One for each step of the drawing."""
         ranks, most = len(self.slices), max(one.stop - one.start for one in self.slices)
