@@ -70,10 +70,7 @@ def data(params: Mapping[str, str]) -> View:
     ones = comparison.strategies
     holdings = [tokens_holdings.pieces(model, layout) for layout in layouts]
     devices = [tokens_holdings.devices(model, *item) for item in zip(layouts, holdings, strict=True)]
-    ways = [
-        decode_ops.way(_strategy(model, layout, cluster), request.batch, request.prompt + request.output / 2)
-        for layout in layouts
-    ]
+    ways = [_way(model, layout, cluster, request) for layout in layouts]
     reported = [
         (layout, tokens_layer.steps(model, layout, way, request.batch), one.middle.seconds / model.layers)
         for layout, way, one in zip(layouts, ways, ones, strict=True)
@@ -244,6 +241,10 @@ def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> DecodeStr
 
 
 @lru_cache(maxsize=64)
+def _way(model: ModelConfig, layout: Layout, cluster: Cluster, request: Asked) -> list[decode_ops.DecodeOp]:
+    return decode_ops.way(_strategy(model, layout, cluster), request.batch, request.prompt + request.output / 2)
+
+
 def _seconds(model: ModelConfig, layout: Layout, cluster: Cluster, batch: int, prompt: int, output: int) -> list[float]:
     """Seconds of each token of an answer."""
     contexts = range(prompt + 1, prompt + output + 1)
