@@ -71,7 +71,6 @@ def option(default: Any = MISSING, help: str = "", *, factory: Callable[[], Any]
 
 @cache
 def kinds(kind: Any) -> dict[str, Any]:
-    """Name -> type of every field of a dataclass."""
     return get_type_hints(kind)
 
 

@@ -103,7 +103,6 @@ class DirectFile:
         return size
 
     def close(self) -> None:
-        """Close it as it is."""
         self._file.close()
 
     def _flush(self, rest: int = 0) -> None:

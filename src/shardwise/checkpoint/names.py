@@ -11,7 +11,6 @@ PREFIXES = ("module.", "base_model.model.")
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 

@@ -138,7 +138,6 @@ def names() -> list[str]:
 
 
 def knows(name: str) -> bool:
-    """Whether `lookup` finds a device of that name."""
     return _device_named(name) is not None
 
 

@@ -221,7 +221,6 @@ class RMSNorm(nn.Module):
 
     @classmethod
     def of(cls, config: ModelConfig, width: int) -> Self:
-        """A model's norm over `width` elements."""
         return cls(width, config.norm_eps, config.norm_zero_centered)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -333,7 +332,6 @@ class Adapted(nn.Module):
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
-        """(A, B)."""
         return self.lora_a, self.lora_b
 
     def low(self, x: Tensor) -> Tensor:

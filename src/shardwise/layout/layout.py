@@ -161,12 +161,10 @@ class Layout(Keys):
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether saved activations wait in the host's memory."""
         return self.offload_activations != "none"
 
     @property
     def uses_disk(self) -> bool:
-        """Whether optimizer state or parameters are in files."""
         return "nvme" in (self.offload_home, self.offload_params)
 
     @property

@@ -108,7 +108,6 @@ class Mesh:
         return sum(place * self._strides[axis] for axis, place in at.items())
 
     def size(self, axes: Axes) -> int:
-        """Ranks of a group along `axes`."""
         return prod(self._parts[axis].size for axis in axes)
 
     def index(self, axes: Axes, rank: int) -> int:

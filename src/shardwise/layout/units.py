@@ -190,7 +190,6 @@ class Unit:
         return max(stop - start for runs in self.block_cuts for start, stop in runs)
 
     def packed_runs(self, place: int, bits: int) -> tuple[PackedRun, ...]:
-        """Runs of the packed interval of one shard rank."""
         return packed_runs(self.block_cuts[place], bits)
 
     def packed_bytes(self, bits: int) -> int:
@@ -247,17 +246,14 @@ class UnitPlan:
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """Kind of device that its ranks compute on."""
         return "cuda" if self.cuda else "cpu"
 
     @cached_property
     def blueprint(self) -> Blueprint:
-        """The parts and parameters of the whole model."""
         return blueprint(self.subject)
 
     @cached_property
     def schedules(self) -> Schedules:
-        """The schedules that the layout names for collectives."""
         return Schedules(self.mesh, self.backend)
 
     @cached_property
@@ -411,7 +407,6 @@ class UnitPlan:
         return self.blueprint.routes
 
     def routes_in(self, part: str) -> bool:
-        """Whether a part has a mixture of experts."""
         return any(op.kind == "router" for op in self.blueprint.part(part).operations)
 
     @cached_property

@@ -201,7 +201,6 @@ class Merged:
         self._out = out.to(lse.dtype).contiguous()
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Add the block of the queries `rows`."""
         before, into = self.lse[:, :, rows], self._out[:, rows]
         after = torch.logaddexp(before, lse)
         shares = [torch.exp(part - after).transpose(1, 2)[..., None] for part in (before, lse)]

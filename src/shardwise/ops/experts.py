@@ -128,7 +128,6 @@ class RoutedForm:
     # -- auxiliary losses and loads
 
     def auxiliary(self, routing: Routing, loads: Tensor, places: Tensor, batch: int) -> Tensor:
-        """This rank's part of the auxiliary losses."""
         e, exchange = self.e, self.exchange
         real, scope = places >= 0, e.balance
         pooled = exchange.sum_loads(loads, scope)

@@ -101,7 +101,6 @@ def linear(module: Linear, at: GenerationContext) -> Product:
 
 
 def tied_linear(module: TiedLinear, at: GenerationContext) -> Product:
-    """The map whose weight is the table of tokens."""
     return _leaving(at.keep(module.weight, None), at.arounds.get("vocab", Around()).leave)
 
 

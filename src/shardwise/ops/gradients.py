@@ -93,7 +93,6 @@ class WeightGradients:
 
     @property
     def waiting(self) -> bool:
-        """Whether products are kept now."""
         return self._kept is not None
 
     def add(self, part: str, add: Callable[[], None], *reads: Tensor) -> None:

@@ -85,7 +85,6 @@ class Plan(Answer[Priced], Printable):
         return self.room.usable if at_risk else self.room.safe
 
     def tables(self) -> Iterator[Renderable]:
-        """What `shardwise plan` prints."""
         return plan_tables(self)
 
     def conclusion(self) -> str:
@@ -130,7 +129,6 @@ class Plan(Answer[Priced], Printable):
         return one.layout.ranks * one.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: what `shardwise plan --json` prints."""
         return self.asked_json() | {
             "ranked": [self._row(one) for one in self.ranked],
             "usable": self.capacity or None,

@@ -70,7 +70,6 @@ def variants(engine: EngineProfile) -> tuple[EngineProfile, ...]:
 
 
 def distinct(frame: LayoutColumns, engine: EngineProfile) -> Iterator[tuple[EngineProfile, tuple[ZeroChoice, ...]]]:
-    """The variants that differ on this mesh, each with the shardings for which it does."""
     for variant in variants(engine):
         idle = (
             (not variant.tensor_overlap and frame.tp == 1)

@@ -158,7 +158,6 @@ class ServingPlan(Answer[Deployment], Printable):
     """Requests per second that each of `ranked` answers; None where the number of clients is given."""
 
     def tables(self) -> Iterator[Renderable]:
-        """What `shardwise plan --serve` prints."""
         from shardwise.planner.serving_tables import serving_tables
 
         return serving_tables(self)
@@ -238,7 +237,6 @@ class ServingPlan(Answer[Deployment], Printable):
         return self.space.strategy(one.layout, one.weights)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: what `plan --serve --json` prints."""
         return self.asked_json() | {
             "ranked": [self._row(one) for one in self.ranked],
             "curve": [self._row(one) for one in self.curve],

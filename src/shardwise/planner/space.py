@@ -135,7 +135,6 @@ class LayoutColumns:
 
     @property
     def size(self) -> int:
-        """Number of candidates."""
         return self.orders_possible * len(self.shardings)
 
     @property
@@ -150,7 +149,6 @@ class LayoutColumns:
         return layers // self.pp + (place < layers % self.pp)
 
     def layout(self, row: BatchChoice, sharding: ZeroChoice, order: ScheduleChoice) -> Layout:
-        """The layout of one candidate, all three by value."""
         keys = row._asdict() | sharding._asdict() | order._asdict() | self.homes._asdict()
         keys["shard"] *= sharding.zero > 0 and self.data > 1
         return Layout(dp=self.data // row.cp, tp=self.tp, pp=self.pp, ep=self.ep, attention=self.attention, **keys)
@@ -223,7 +221,6 @@ class Space:
 
     @cached_property
     def size(self) -> int:
-        """Number of candidates."""
         return sum(frame.size for frame in self.frames)
 
     def allows(self, key: str, value: Any) -> bool:

@@ -39,7 +39,6 @@ def _energy(kwh: float) -> str:
 
 
 def answer_lines(find: str, answer: dict[str, Any]) -> Iterator[Renderable]:
-    """Result of `--find`."""
     if find == "cluster":
         yield f"cheapest: {answer['cluster']} with {answer['layout']}"
         yield _run(answer)

@@ -100,7 +100,6 @@ def plan_of(model: ModelConfig, layout: Layout, stage: int = 0, tp: int = 0) -> 
 
 
 def blocks_of(plan: UnitPlan) -> list[str]:
-    """The blocks that a rank computes, in order."""
     return plan.of_kind("block")
 
 

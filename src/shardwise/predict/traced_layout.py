@@ -80,7 +80,6 @@ def _on_shards(layout: Layout, model: Blueprint) -> Trace:
 
 
 def piped(model: Blueprint) -> bool:
-    """Whether there are predictions for pipelines of a module."""
     return traced(model).ends is not None
 
 

@@ -164,7 +164,6 @@ class ReportComparison(Printable):
         return tuple((side, rank, figures) for side, report in sides for rank, figures in exposures(report))
 
     def tables(self) -> Iterator[Renderable]:
-        """What `shardwise compare` prints."""
         from shardwise.report.predictions import are_predictions, prediction_tables
         from shardwise.report.tables import comparison_tables
 

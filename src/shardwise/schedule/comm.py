@@ -211,7 +211,6 @@ class CommSchedule:
 
     @cached_property
     def steps(self) -> int:
-        """Number of rounds."""
         return sum(stage.repeat for stage in self.stages)
 
     def rounds(self) -> Iterator[Round]:

@@ -107,7 +107,6 @@ class UpdateRecord:
         self._open[worker, step], self._unanswered[worker], self._last = (place, read), (place, arrived), worker
 
     def drop(self, worker: int, step: int) -> None:
-        """A gradient that has arrived is in no update."""
         del self._open[worker, step]
         self.workers[worker].dropped += 1
 

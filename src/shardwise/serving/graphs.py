@@ -41,7 +41,6 @@ def alone(layout: Layout) -> bool:
 
 
 def capturable(layout: Layout, model: ModelConfig) -> bool:
-    """Whether a decode step can be a CUDA graph."""
     return alone(layout) and model.experts is None
 
 

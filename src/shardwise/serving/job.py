@@ -99,7 +99,6 @@ class ServingJob(Json):
 
     @property
     def replicas(self) -> int:
-        """Groups of ranks that have requests of their own."""
         return 1 if self.layout.stage == 3 and self.prompts == "same" else self.layout.dp
 
     @property

@@ -53,7 +53,6 @@ class Pages:
         return found
 
     def idle(self, pages: Sequence[int]) -> int:
-        """Number of these known pages that count as free."""
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:

@@ -19,7 +19,6 @@ class Query:
         return bool(self._given.get(name, "").strip())
 
     def text(self, name: str, default: str) -> str:
-        """Any text; empty means the default."""
         return str(self._keep(name, self._given.get(name, "").strip() or default))
 
     def word(self, name: str, default: str, choices: Collection[str]) -> str:

@@ -91,7 +91,6 @@ def one_step(steps: Mapping[str, float], folder: Path) -> int | None:
 
 
 def distinct(values: Sequence[Any]) -> list[Any]:
-    """The values without repetitions, in order."""
     return [value for i, value in enumerate(values) if value not in values[:i]]
 
 

@@ -76,7 +76,6 @@ class PeftAdapters:
 
     @property
     def warning(self) -> str:
-        """A setting that training leaves out; empty without one."""
         return f"{self.folder} has lora_dropout={self.dropout:g}: it trains without it" if self.dropout else ""
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

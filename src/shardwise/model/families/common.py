@@ -79,7 +79,6 @@ GELU = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
 def gpt_lacks(c: ModelConfig) -> dict[str, bool]:
-    """`Family.lacks` of the LayerNorm families."""
     return {
         "model without biases": c.bias != "all",
         "grouped key/value heads": c.kv_heads != c.heads,

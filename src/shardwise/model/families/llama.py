@@ -51,7 +51,6 @@ def _mistral(f: Fields) -> dict[str, Any]:
 
 
 def write_llama(c: ModelConfig) -> dict[str, Any]:
-    """`Family.write` of the RMSNorm families."""
     return {
         "hidden_size": c.hidden,
         "num_hidden_layers": c.layers,

@@ -99,7 +99,6 @@ class Chooser:
         self.failures.append(f"{tile}: {type(error).__name__}: {str(error)[:200]}")
 
     def measure(self, count: int) -> None:
-        """`choose` by the device's clock."""
         with torch.inference_mode():
             self.choose(count, _seconds)
 

@@ -32,7 +32,6 @@ class Volume(Json):
         return self.blocks + self.edges + self.other
 
     def over(self, count: int) -> "Volume":
-        """A `count`-th of it."""
         return Volume(self.blocks / count, self.edges / count, self.other / count)
 
 

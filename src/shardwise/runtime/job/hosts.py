@@ -85,7 +85,6 @@ class Placement:
         return self.hosts[0].address if self.hosts else LOOPBACK
 
     def command(self, rank: int, command: list[str]) -> list[str]:
-        """The command that runs `command` on the rank's host."""
         return [*self.hosts[rank // self.per_host].enter, *command] if self.hosts else command
 
     def environment(self, rank: int) -> dict[str, str]:

@@ -154,12 +154,10 @@ def leave(code: int, *, at_once: bool = False) -> None:
 
 
 def number() -> int:
-    """This process's rank; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_number() -> int:
-    """This process's number among the ranks of its host."""
     return int(os.environ.get("LOCAL_RANK", number()))
 
 

@@ -124,12 +124,10 @@ def continued(config: TrainConfig, restart: int, warn: Callable[[str], object]) 
 
 
 def torchrun_restarts() -> int:
-    """Number of restarts by torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def last_attempt() -> bool:
-    """Whether torchrun will not start its workers again."""
     return torchrun_restarts() >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 

@@ -45,7 +45,6 @@ OF_EXPERTS = (EP, EDP, STAGE, STAGE + PP, EP_ACROSS, EP + ETP)
 
 
 def axes_of(model: Model | None) -> tuple[Axes, ...]:
-    """The groups over which a model's ranks communicate."""
     return AXES + (OF_EXPERTS if model and blueprint(model).routes else ())
 
 

@@ -181,7 +181,6 @@ class StepMeasurement:
         return _unique_bytes(tensor for tensor in tensors if self._storages.follows(tensor))
 
     def role(self, rank: int) -> Role:
-        """The measured role of this rank alone."""
         lasting = {name: _unique_bytes(tensors) for name, tensors in self._lasting.items()}
         if self.program.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated() - self._workspaces

@@ -41,7 +41,6 @@ class OffloadedActivations:
         return empty.set_(storage)
 
     def free(self, host: Tensor) -> None:
-        """Forget what `allocate` gave."""
         self.host.add("saved", -host.nbytes)
         self.on_host.discard(host.untyped_storage()._cdata)
 

@@ -194,7 +194,6 @@ class OffloadFile:
         self._put(self.layout.start(self.slot, unit, state), self._dtype, start, values)
 
     def put_parameters(self, unit: str, start: int, values: Tensor) -> None:
-        """Change elements of a unit's parameters, from `start` on."""
         self._put(self.layout.parameter_starts[unit], self._parameters, start, values)
 
     def _put(self, at: int, dtype: torch.dtype, start: int, values: Tensor) -> None:

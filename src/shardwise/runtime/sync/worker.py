@@ -219,7 +219,6 @@ class RemoteOptimizer:
         return out
 
     def write(self, unit: str, kind: int, start: int, values: Tensor) -> None:
-        """Change elements of a unit's state on the servers."""
         for server, first, last, at in self._pieces(unit, start, start + len(values)):
             part = values[at - start : at - start + last - first].to(self._wide).contiguous()
             for work in self.mail.ask(server, Header(PUT, kind, first, elements=len(part)), part):
@@ -229,7 +228,6 @@ class RemoteOptimizer:
         """No-op: nothing is on disk."""
 
     def owned(self) -> list[Tensor]:
-        """The state of the server in this process."""
         return self._kept
 
     def on_host(self) -> list[Tensor]:

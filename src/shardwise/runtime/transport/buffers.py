@@ -33,7 +33,6 @@ class ByteCounter:
             self.changed(difference)
 
     def restart(self) -> None:
-        """Forget what was held before."""
         self.most = Counter(self.now)
 
 

@@ -289,7 +289,6 @@ class SharedTransport(Transport):
         return flight
 
     def sees(self, tensor: Tensor) -> bool:
-        """Whether peers can read the tensor where it is."""
         return self.place(tensor) is not None
 
     # -- messages

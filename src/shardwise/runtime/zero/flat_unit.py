@@ -43,7 +43,6 @@ class PackedWeights:
             pack(interval[run.elements], WEIGHT_BITS, self.own[run.packed])
 
     def take(self) -> Tensor:
-        """Memory for all ranks' packed intervals, until `free`."""
         return self._wire.take(self._gathered)
 
     def unpack(self, whole: Tensor) -> None:

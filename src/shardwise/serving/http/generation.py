@@ -148,7 +148,6 @@ class Front:
         self.metrics.reused_tokens += reused
 
     def gauges(self) -> dict[str, tuple[str, dict[Any, float]]]:
-        """Current load of the engine, for `Metrics.text`."""
         load = self.engine.load()
         by_replica = {(("replica", str(number)),): each for number, each in load.items()}
         running = min(self.open, sum(each.running for each in load.values()))
@@ -254,7 +253,6 @@ class Generation:
 
     @property
     def choices(self) -> int:
-        """Tokens of all prompts together."""
         return len(self._sequences)
 
     @property

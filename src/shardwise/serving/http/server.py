@@ -58,7 +58,6 @@ def _in_use(host: str, port: int, error: OSError) -> UserError:
 
 
 def is_public(sock: socket.socket) -> bool:
-    """Whether other hosts can reach a bound socket."""
     return not ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 

@@ -50,17 +50,14 @@ class ExpertRank:
 
     @property
     def rows(self) -> int:
-        """Rows of all its experts."""
         return int(self.loads.sum())
 
     @property
     def leaving(self) -> int:
-        """Rows that it sends to other ranks."""
         return int(self.sends.sum() - self.sends[self.place])
 
     @property
     def coming(self) -> int:
-        """Rows that other ranks send to it."""
         return int(self.receives.sum() - self.receives[self.place])
 
 
@@ -194,12 +191,10 @@ class ExpertLayer:
 
     @property
     def mean(self) -> float:
-        """Rows of a rank on average."""
         return sum(one.rows for one in self.ranks) / len(self.ranks)
 
     @property
     def imbalance(self) -> float:
-        """Rows of the busiest rank over the mean."""
         return max(one.rows for one in self.ranks) / self.mean
 
     @property

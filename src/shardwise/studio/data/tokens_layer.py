@@ -49,7 +49,6 @@ class LayerStep(NamedTuple):
 
 
 def sentence(model: ModelConfig, ranks: int, step: int) -> str:
-    """A step of a layer under any strategy."""
     return (
         f"Before the first token: each of {ranks} devices holds its part of the weights. {model.name} has "
         f"{model.layers} layers; this is one of them.",

@@ -41,7 +41,6 @@ class DrawnProduct(Json):
 
     @property
     def sentences(self) -> list[str]:
-        """One for each step of the drawing."""
         ranks, most = len(self.slices), max(one.stop - one.start for one in self.slices)
         return [
             f"Every one of the {ranks} ranks has the whole vector x, {self.hidden:,} numbers.",

@@ -83,7 +83,6 @@ class PublishedCase:
         return replace(engine(self.engine), **self.recipe)
 
     def describe(self) -> str:
-        """One line that says which row this is."""
         head = f"{self.model.name} ({self.model.layers} x {self.model.hidden}), {self.cluster}, {self.precision}"
         if self.split:
             s = self.split
