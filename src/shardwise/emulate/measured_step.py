@@ -104,7 +104,6 @@ class MeasuredStep:
     seconds: float
     """The median of `repeats`."""
     repeats: tuple[float, ...]
-    """Seconds of each measured step."""
     parts: dict[str, float]
     """Seconds of arithmetic by part of the step, of the share that computes longest."""
     waits: tuple[WaitSum, ...]

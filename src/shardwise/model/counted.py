@@ -47,7 +47,6 @@ class Counted:
     """Why no decoder here computes it."""
     parts: tuple[Part, ...] = field(compare=False)
     caches: tuple[LayerCache, ...]
-    """Of each layer."""
     stored: str = ""
     """The precision of its files, in words; empty for 16 bits."""
     cache_type: str = ""

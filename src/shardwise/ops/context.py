@@ -56,7 +56,6 @@ class Options:
     compiled: bool = False
     """Whether a compiler takes this part."""
     fused: FusedForm | None = None
-    """The fused form of its blocks."""
     cut_sequence: bool = False
     """Whether attention goes over sequences that are cut over ranks."""
 

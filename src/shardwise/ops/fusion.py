@@ -17,7 +17,6 @@ class FusedForm:
     joined: tuple[tuple[str, ...], ...]
     """Maps of one input that become one product: their weights must be adjacent in memory, and so must their biases."""
     fits: Callable[[ModelConfig], bool]
-    """Whether the form has all mechanisms of a model."""
     attention: tuple[str, ...] = ("sdpa",)
     """Cores of attention that it takes."""
 

@@ -65,7 +65,6 @@ class Disaggregated(Json):
     transfer: float
     """Seconds in which the cache of one prompt goes over."""
     cache_bytes: int
-    """Bytes of that cache."""
     tokens_per_second: float
 
     @property

@@ -164,7 +164,6 @@ class Saver:
         self.saved: Path | None = None
         """The newest checkpoint that is complete."""
         self.step = -1
-        """Its step."""
         self._pool = ThreadPoolExecutor(1, "save")
         self._saving: Future[None] | None = None
 

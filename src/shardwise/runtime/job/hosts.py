@@ -45,7 +45,6 @@ class HostFile:
     hosts: tuple[LaunchHost, ...] = ()
     """Empty: this machine, without a network of its own."""
     cluster: str | None = None
-    """Cluster file that describes the hosts."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1))

@@ -63,7 +63,6 @@ class RemoteOptimizer:
         self.servers: list[tuple[int, tuple[Segment, ...]]] = [
             (server_rank(plan, server), segments) for server, segments in enumerate(key_ranges(plan))
         ]
-        """(rank, range) of each server."""
         sizes = [elements(segments) for _, segments in self.servers]
         self._leaving = torch.zeros(sum(sizes), dtype=torch_dtype(plan.grad_dtype)).split(sizes)
         self._arriving = torch.zeros(sum(sizes), dtype=torch_dtype(plan.layout.dtype)).split(sizes)
