@@ -3,7 +3,6 @@ import os
 import pickle
 import random
 import shutil
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from harness.foreign_jobs import SAVED, STEPS, Going, adamw, rows_of
+from harness.foreign_jobs import SAVED, STEPS, Going, adamw, random_state, rows_of, save_dcp
 from harness.huggingface import FAMILIES, pretrained, tokens
 from harness.pool import run_ranks
 from harness.reference import Case, global_batch
@@ -126,28 +125,9 @@ def test_a_model_of_transformers_goes_on_as_transformers_would(family, tmp_path)
 SMALL = ModelConfig("small", vocab=11, hidden=8, layers=1, heads=2, ffn=12, max_positions=8)
 
 
-def _state(model: ModelConfig = SMALL, steps: int = 2) -> dict:
-    generator = torch.Generator().manual_seed(1)
-    weights = {p.name: torch.randn(p.shape, generator=generator) for p in parameters(model)}
-    state = {
-        name: {"exp_avg": tensor + 1, "exp_avg_sq": tensor.square(), "step": torch.tensor(float(steps))}
-        for name, tensor in weights.items()
-    }
-    groups = [{"params": list(weights), "lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-7, "weight_decay": 0.2}]
-    return {"model": weights, "optim": {"state": state, "param_groups": groups}}
-
-
-def _save(state: dict, folder: Path) -> Path:
-    # torch warns that nobody else saves with it.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return _save(_state(), tmp_path_factory.mktemp("small") / "saved")
+    return save_dcp(random_state(SMALL), tmp_path_factory.mktemp("small") / "saved")
 
 
 @pytest.fixture
@@ -164,9 +144,9 @@ def _refused(folder: Path, out: Path, model: ModelConfig = SMALL, **options) -> 
 
 
 def test_weights_alone_can_be_imported_whatever_the_optimizer(tmp_path):
-    state = _state()
+    state = random_state(SMALL)
     state["optim"]["state"] = {str(i): entry for i, entry in enumerate(state["optim"]["state"].values())}
-    folder = _save(state, tmp_path / "saved")
+    folder = save_dcp(state, tmp_path / "saved")
     assert "by number" in _refused(folder, tmp_path / "out")
     manifest = import_checkpoint(folder, tmp_path / "out", SMALL, weights_only=True)
     assert manifest.step == manifest.optimizer_steps == 0
@@ -176,15 +156,15 @@ def test_weights_alone_can_be_imported_whatever_the_optimizer(tmp_path):
 
 
 def test_a_checkpoint_without_optimizer_gives_weights(tmp_path):
-    folder = _save(_state()["model"], tmp_path / "saved")
+    folder = save_dcp(random_state(SMALL)["model"], tmp_path / "saved")
     assert {*import_checkpoint(folder, tmp_path / "out", SMALL).tensors} == {
         f"model/{p.name}" for p in parameters(SMALL)
     }
 
 
 def test_bfloat16_is_kept(tmp_path):
-    state = {"net": {name: tensor.bfloat16() for name, tensor in _state()["model"].items()}}
-    import_checkpoint(_save(state, tmp_path / "saved"), tmp_path / "out", SMALL)
+    state = {"net": {name: tensor.bfloat16() for name, tensor in random_state(SMALL)["model"].items()}}
+    import_checkpoint(save_dcp(state, tmp_path / "saved"), tmp_path / "out", SMALL)
     checkpoint = Checkpoint.open(tmp_path / "out")
     assert {spec.dtype for spec in checkpoint.tensors.values()} == {"bfloat16"}
     expected = state["net"]["head.out.weight"].float().reshape(-1).numpy()
@@ -228,19 +208,19 @@ def _more(name, tensor):
     ],
 )
 def test_what_is_not_the_models_adamw_state_is_refused(change, words, tmp_path):
-    state = _state()
+    state = random_state(SMALL)
     change(state)
-    assert words in _refused(_save(state, tmp_path / "saved"), tmp_path / "out")
+    assert words in _refused(save_dcp(state, tmp_path / "saved"), tmp_path / "out")
 
 
 def test_a_stored_head_must_be_the_tied_embedding(tmp_path):
     tied = SMALL.replace(tied=True)
-    state = _state(tied)["model"]
+    state = random_state(tied)["model"]
     state = {foreign_slices(tied)[name].tensor: tensor for name, tensor in state.items()}
     same = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
-    import_checkpoint(_save(same, tmp_path / "same"), tmp_path / "fine", tied)
+    import_checkpoint(save_dcp(same, tmp_path / "same"), tmp_path / "fine", tied)
     other = state | {"lm_head.weight": state["model.embed_tokens.weight"] + 1}
-    assert "tied=false" in _refused(_save(other, tmp_path / "other"), tmp_path / "out", tied)
+    assert "tied=false" in _refused(save_dcp(other, tmp_path / "other"), tmp_path / "out", tied)
 
 
 def test_another_model_is_refused(small, tmp_path):
@@ -264,9 +244,9 @@ def test_a_pickle_that_names_anything_else_is_refused_and_does_nothing(copied, t
 
 
 def test_a_saved_object_that_names_anything_else_is_refused_and_does_nothing(tmp_path):
-    state = _state()
+    state = random_state(SMALL)
     state["optim"]["param_groups"][0]["lr"] = _Trap(str(tmp_path / "made"))
-    assert "posix.mkdir" in _refused(_save(state, tmp_path / "saved"), tmp_path / "out")
+    assert "posix.mkdir" in _refused(save_dcp(state, tmp_path / "saved"), tmp_path / "out")
     assert not (tmp_path / "made").exists()
 
 
@@ -346,11 +326,11 @@ def test_the_command_imports(small, tmp_path, capsys):
 @pytest.mark.parametrize("now", [1e-4, 0.0])
 def test_a_run_goes_on_at_the_rate_that_its_schedule_had_come_to(tmp_path, now):
     """Not at the peak, which schedulers keep beside it."""
-    tokenizer, state = tmp_path / "tokenizer.json", _state()
+    tokenizer, state = tmp_path / "tokenizer.json", random_state(SMALL)
     tokenizer.write_text("{}")
     state["optim"]["param_groups"][0] |= {"lr": now, "initial_lr": 1e-2}
     run = ResumeSettings(data="stdlib", tokenizer=str(tokenizer), seq=8, batch=4)
-    saved = _save(state, tmp_path / "saved")
+    saved = save_dcp(state, tmp_path / "saved")
     if not now:
         with pytest.raises(UserError, match="schedule has ended, at a learning rate of 0"):
             import_checkpoint(saved, tmp_path / "out", SMALL, run=run)
@@ -360,8 +340,8 @@ def test_a_run_goes_on_at_the_rate_that_its_schedule_had_come_to(tmp_path, now):
 
 def test_decay_of_norms_that_a_resumed_run_lacks_is_said(tmp_path, capsys):
     """One group, as `torch.optim.AdamW(model.parameters())` makes it, decays norms as well."""
-    state = _state()
-    decayed = _save(state, tmp_path / "decayed")
+    state = random_state(SMALL)
+    decayed = save_dcp(state, tmp_path / "decayed")
     assert main(["checkpoint", "import", str(decayed), "--out", str(tmp_path / "a"), *_model_arguments()]) == 0
     captured = capsys.readouterr()
     assert captured.err.startswith("shardwise: warning: its AdamW decays every parameter (weight_decay 0.2), norms")
@@ -369,7 +349,7 @@ def test_decay_of_norms_that_a_resumed_run_lacks_is_said(tmp_path, capsys):
     assert "imported: its AdamW decays every parameter" in capsys.readouterr().out
     alone = ["checkpoint", "import", str(decayed), "--weights-only", "--out", str(tmp_path / "b"), *_model_arguments()]
     state["optim"]["param_groups"][0]["weight_decay"] = 0.0
-    plain = _save(state, tmp_path / "plain")
+    plain = save_dcp(state, tmp_path / "plain")
     none = ["checkpoint", "import", str(plain), "--out", str(tmp_path / "c"), *_model_arguments()]
     for arguments in (alone, none):
         assert main(arguments) == 0 and capsys.readouterr().err == ""

@@ -1,5 +1,4 @@
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from harness.foreign_jobs import SAVED, STEPS, Going, adamw
+from harness.foreign_jobs import SAVED, STEPS, Going, adamw, random_state, save_dcp
 from harness.huggingface import pretrained, tokens
 from harness.pool import run_ranks
 from harness.reference import Case, global_batch
@@ -35,26 +34,8 @@ OURS = {name: name for name in (p.name for p in parameters(LLAMA))}
 THEIRS = {name: place.tensor for name, place in foreign_slices(LLAMA).items()}
 
 
-def random_state(model: ModelConfig, dtype: torch.dtype = torch.float32) -> dict:
-    generator = torch.Generator().manual_seed(1)
-    weights = {p.name: torch.randn(p.shape, generator=generator).to(dtype) for p in parameters(model)}
-    state = {
-        name: {"exp_avg": tensor + 1, "exp_avg_sq": tensor.square(), "step": torch.tensor(7.0)}
-        for name, tensor in weights.items()
-    }
-    groups = [{"params": list(weights), "lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-7, "weight_decay": 0.2}]
-    return {"model": weights, "optim": {"state": state, "param_groups": groups}}
-
-
-def saved(state: dict, folder: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
 def checkpoint_of(model: ModelConfig, folder: Path, dtype: torch.dtype = torch.float32, layout: str = "") -> Checkpoint:
-    import_checkpoint(saved(random_state(model, dtype), folder / "theirs"), folder / "ours", model)
+    import_checkpoint(save_dcp(random_state(model, dtype, steps=7), folder / "theirs"), folder / "ours", model)
     checkpoint = Checkpoint.open(folder / "ours")
     if layout:
         reshard(checkpoint, folder / "pieces", Layout.parse(layout))
@@ -138,7 +119,7 @@ def test_a_model_of_transformers_loads_an_exported_checkpoint(family, tmp_path):
     described = tmp_path / "config.json"
     described.write_text(model.config.to_json_string(use_diff=False))
     weights, optimizer = get_state_dict(model, adam)
-    saved({"model": weights, "optim": optimizer}, tmp_path / "theirs")
+    save_dcp({"model": weights, "optim": optimizer}, tmp_path / "theirs")
     import_checkpoint(tmp_path / "theirs", tmp_path / "ours", from_huggingface(described))
     export_foreign(Checkpoint.open(tmp_path / "ours"), tmp_path / "out", "dcp")
     other, moved = trained(family, steps=2)

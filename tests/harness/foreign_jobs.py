@@ -1,6 +1,8 @@
 """Jobs of the tests of other trainers' checkpoints: FSDP2 that saves or resumes, and our own training that resumes."""
 
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import DP
 from shardwise.layout.optimizers import states_of
+from shardwise.model import ModelConfig
 from shardwise.model.parameters import parameters
 from shardwise.runtime.checkpointing import restore
 from shardwise.runtime.job.setup import local_view
@@ -184,3 +187,22 @@ def rows_of(tokens: Tensor) -> dict[str, Tensor]:
         "positions": torch.arange(seq).expand(batch, seq).contiguous(),
         "documents": torch.zeros(batch, seq, dtype=torch.int64),
     }
+
+
+def random_state(model: ModelConfig, dtype: torch.dtype = torch.float32, steps: int = 2) -> dict:
+    generator = torch.Generator().manual_seed(1)
+    weights = {p.name: torch.randn(p.shape, generator=generator).to(dtype) for p in parameters(model)}
+    state = {
+        name: {"exp_avg": tensor + 1, "exp_avg_sq": tensor.square(), "step": torch.tensor(float(steps))}
+        for name, tensor in weights.items()
+    }
+    groups = [{"params": list(weights), "lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-7, "weight_decay": 0.2}]
+    return {"model": weights, "optim": {"state": state, "param_groups": groups}}
+
+
+def save_dcp(state: dict, folder: Path) -> Path:
+    # torch warns that nobody else saves with it.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
