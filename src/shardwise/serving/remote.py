@@ -52,11 +52,7 @@ class MessageChannel:
         self._connection = connection
 
     def send(self, messages: int | Sequence[object]) -> None:
-        data = (
-            messages
-            if isinstance(messages, int)
-            else [[type(message).__name__, plain(message)] for message in messages]
-        )
+        data = messages if isinstance(messages, int) else [_to_list(message) for message in messages]
         self._connection.send_bytes(json.dumps(data).encode())
 
     def recv(self) -> Any:
@@ -94,6 +90,10 @@ class MessageListener:
 
     def close(self) -> None:
         self._listener.close()
+
+
+def _to_list(message: object) -> list[Any]:
+    return [type(message).__name__, plain(message)]
 
 
 def _from_list(item: list[Any]) -> object:

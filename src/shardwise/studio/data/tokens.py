@@ -240,11 +240,11 @@ def _strategy(model: ModelConfig, layout: Layout, cluster: Cluster) -> DecodeStr
     return DecodeStrategy(model, layout, engine(usual_engine(cluster, ENGINE)), cluster)
 
 
-@lru_cache(maxsize=64)
 def _way(model: ModelConfig, layout: Layout, cluster: Cluster, request: Asked) -> list[decode_ops.DecodeOp]:
     return decode_ops.way(_strategy(model, layout, cluster), request.batch, request.prompt + request.output / 2)
 
 
+@lru_cache(maxsize=64)
 def _seconds(model: ModelConfig, layout: Layout, cluster: Cluster, batch: int, prompt: int, output: int) -> list[float]:
     """Seconds of each token of an answer."""
     contexts = range(prompt + 1, prompt + output + 1)
