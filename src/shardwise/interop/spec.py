@@ -43,7 +43,7 @@ class Limit:
     """The layout key that messages name."""
     why: str
     when: str = "True"
-    """Expression of a layout that is outside."""
+    """Expression of a layout, and its `model`, that are outside."""
     set: str = ""
     """Arguments of the layout that is nearest, such as zero=3."""
     plain: str = ""
@@ -51,11 +51,11 @@ class Limit:
     experts: bool = False
     """Whether it bounds models with experts alone."""
 
-    def broken(self, layout: Layout) -> bool:
-        """Whether a layout is outside."""
+    def broken(self, layout: Layout, model: ModelConfig) -> bool:
+        """Whether a layout of a model is outside."""
         if not self.set and getattr(layout, self.key) == DEFAULTS[self.key]:
             return False
-        return bool(evaluate(self.when, Names(layout)))
+        return bool(evaluate(self.when, Names(layout, model=model)))
 
     def repair(self, layout: Layout) -> dict[str, Any]:
         """Key -> value of the nearest layout within the bound."""
@@ -195,6 +195,8 @@ class EngineSpec:
     """Whether torchrun starts it."""
     remarks: Mapping[str, tuple[Remark, ...]] = field(default_factory=dict)
     """Kind -> sentences."""
+    template: str = ""
+    """File beside this one with a program's text: between `#if EXPRESSION` and `#end` is what some layouts need."""
     file: str = ""
     """Usual name of the file; its suffix tells the reader its kind."""
     profile: str = ""
@@ -258,6 +260,18 @@ class EngineSpec:
         names = Names(model, **self.functions, model=model, options=self.options, catalog=catalog())
         return next((sentence(one.say, names) for one in self.remarks["objections"] if evaluate(one.when, names)), "")
 
+    def program_text(self, names: Mapping[str, Any]) -> str:
+        """The template's lines for these names."""
+        text, kept = [], True
+        for line in (_FOLDER / self.template).read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.startswith("#if "):
+                kept = bool(evaluate(line.removeprefix("#if ").strip(), names))
+            elif line.rstrip() == "#end":
+                kept = True
+            elif kept:
+                text.append(line)
+        return "".join(text)
+
     def left_to_code(self, layout: Layout) -> list[str]:
         """Comments on keys that the file leaves to others."""
         changed: dict[str, Any] = {key: getattr(layout, key) for key in self.left}
@@ -284,18 +298,19 @@ def spec(name: str) -> EngineSpec:
         "options": {**base.options, **rows},
         "harmless": {**base.harmless, **data.pop("harmless", {})},
         "left": {**base.left, **data.pop("left", {})},
-        "limits": (*base.limits, *(Limit(**row) for row in data.pop("limits", ()))),
+        "limits": (*(Limit(**row) for row in data.pop("limits", ())), *base.limits),
         "fixed": {**base.fixed, **data.pop("fixed", {})},
         "remarks": {
             kind: (*(remark for one in (base, *included.values()) for remark in one.remarks.get(kind, ())), *more)
             for kind, more in remarks.items()
         },
     }
-    inherited = {"serves": base.serves, "loads_model": base.loads_model, "flags": base.flags, "profile": base.profile}
+    inherited = {key: getattr(base, key) for key in _INHERITED}
     given: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in data.items()}
     return EngineSpec(**{"name": name, **inherited, **given, **words, **merged})
 
 
+_INHERITED = ("serves", "loads_model", "flags", "profile", "template", "optimizers")
 REMARKS = ("errors", "facts", "notes", "doubts", "unpriced", "comments", "objections")
 """Kinds of sentences."""
 

@@ -63,6 +63,13 @@ def commented(comments: Sequence[str]) -> str:
     return "".join(f"# {' '.join(line.split())}\n" for line in comments)
 
 
+def program(text: str, values: Mapping[str, Any]) -> str:
+    """A program of Python with its table of settings."""
+    shown = {key: json.dumps(value) if isinstance(value, str) else repr(value) for key, value in values.items()}
+    rows = "".join(f'    "{key}": {value},\n' for key, value in shown.items() if value != "None")
+    return text.replace("SETTINGS = {}\n", f"SETTINGS = {{\n{rows}}}\n")
+
+
 def torchrun(request: WriteRequest) -> list[str]:
     """torchrun's words, before the program. Every node runs the same line; HEAD_ADDRESS is the first node's."""
     nodes, ranks = nodes_for(request.layout, request.cluster)

@@ -12,7 +12,15 @@ from shardwise.interop.expressions import Names, evaluate, sentence
 from shardwise.interop.reading.settings import SERVED, ServerSettings
 from shardwise.interop.spec import EngineSpec, Limit, specs
 from shardwise.interop.writing.canonical import DEFAULTS, canonical
-from shardwise.interop.writing.formats import command, flag_words, tables, torchrun, with_comments
+from shardwise.interop.writing.formats import (
+    command,
+    commented,
+    flag_words,
+    program,
+    tables,
+    torchrun,
+    with_comments,
+)
 from shardwise.interop.writing.request import EngineFile, WriteRequest, nodes_for
 from shardwise.layout import Layout, check
 from shardwise.layout.legality import check_served
@@ -148,6 +156,8 @@ def _text(spec: EngineSpec, request: WriteRequest, comments: list[str]) -> tuple
     own = [sentence(one.say, names) for one in spec.remarks["comments"] if evaluate(one.when, names)]
     comments = [*comments, *own]
     kind = spec.files.get(request.version, spec.file).rpartition(".")[2]
+    if kind == "py":
+        return commented(comments) + program(spec.program_text(names), values), comments
     if kind != "sh":
         return tables(kind, values, comments), comments
     head = [sentence(word, names) for word in spec.command]
@@ -165,14 +175,14 @@ def _names(spec: EngineSpec, request: WriteRequest) -> Names:
         nodes=nodes, steps=work.micro_batches(layout) if work.batch else 0, source=request.source or request.model.name,
         unnamed=request.source in ("", request.model.name) and "/" not in request.model.name, stored=request.stored,
         stored_cache=request.stored_cache,
-        version=request.version, engine=spec.name,
+        version=request.version, engine=spec.name, file=spec.file, launch=" ".join(torchrun(request)),
     )  # fmt: skip
 
 
 def first_broken(limits: Iterable[Limit], layout: Layout, model: ModelConfig) -> Limit | None:
     """The first limit that a layout of a model breaks; None when it keeps all."""
     bounds = (limit for limit in limits if model.experts or not limit.experts)
-    return next((limit for limit in bounds if limit.broken(layout)), None)
+    return next((limit for limit in bounds if limit.broken(layout, model)), None)
 
 
 def nearest(limits: Collection[Limit], layout: Layout, model: ModelConfig) -> Layout | None:
