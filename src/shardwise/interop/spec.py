@@ -201,8 +201,8 @@ class EngineSpec:
     """Usual name of the file; its suffix tells the reader its kind."""
     profile: str = ""
     """Profile of the planner (`predict.time.ENGINES`) that prices it."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Layout keys that plans do not search, with the only value that it has: it replaces another."""
+    forced: tuple[str, ...] = ()
+    """Layout keys of which a layout gets the engine's own value in place of an error."""
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     serves: bool = False
     loads_model: bool = False
@@ -299,7 +299,7 @@ def spec(name: str) -> EngineSpec:
         "harmless": {**base.harmless, **data.pop("harmless", {})},
         "left": {**base.left, **data.pop("left", {})},
         "limits": (*(Limit(**row) for row in data.pop("limits", ())), *base.limits),
-        "fixed": {**base.fixed, **data.pop("fixed", {})},
+        "forced": (*base.forced, *data.pop("forced", ())),
         "remarks": {
             kind: (*(remark for one in (base, *included.values()) for remark in one.remarks.get(kind, ())), *more)
             for kind, more in remarks.items()

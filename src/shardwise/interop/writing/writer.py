@@ -23,6 +23,7 @@ from shardwise.interop.writing.formats import (
 )
 from shardwise.interop.writing.request import EngineFile, WriteRequest, nodes_for
 from shardwise.layout import Layout, check
+from shardwise.layout.keys import SEARCHED
 from shardwise.layout.legality import check_served
 from shardwise.model import ModelConfig
 
@@ -53,12 +54,13 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     if reason := writer.objection(request.model):
         raise UserError(f"{writer.title} cannot express {request.model.name}: {reason}")
     given = canonical(request.layout, request.model)
-    request = replace(request, layout=canonical(replace(given, **writer.fixed), request.model))
+    request = replace(request, layout=forced_layout(writer, given, request.model))
+    _check_layout(request.layout, request)
     _check_limits(writer, request)
     version = f" {request.version}" if request.version else ""
     head = f"{writer.title}{version}: {request.model.name}, layout {request.layout}, {request.layout.ranks} ranks"
     forced = [f"{key}={getattr(request.layout, key)} in place of {getattr(given, key)}: {writer.title} has no other"
-              for key in writer.fixed if getattr(request.layout, key) != getattr(given, key)]  # fmt: skip
+              for key in DEFAULTS if getattr(request.layout, key) != getattr(given, key)]  # fmt: skip
     text, every = _text(writer, request, [head, *request.notes, *forced, *writer.left_to_code(request.layout)])
     return EngineFile(
         engine,
@@ -75,6 +77,13 @@ def _check_layout(layout: Layout, request: WriteRequest) -> None:
         check_served(layout, request.model)
     else:
         check(layout, request.model, request.workload if request.workload.batch else None)
+
+
+def forced_layout(writer: EngineSpec, layout: Layout, model: ModelConfig, searched: bool = True) -> Layout:
+    """The layout with the engine's own values of keys that it forces. searched: of keys that plans search, too."""
+    keys = set(writer.forced) - (set() if searched else set(SEARCHED))
+    limits = [limit for limit in writer.bounds if limit.key in keys]
+    return canonical(nearest(limits, layout, model) or layout, model)
 
 
 def nearest_layout(engine: str, request: WriteRequest) -> Layout | None:
