@@ -23,7 +23,8 @@ def test_a_server_for_its_clients(command, tmp_path):
     asked = ("emit", *MODEL, "dp=2,tp=4", *SERVE, "--for", "vllm", "--weights", "my models/8b", "--out", path)
     code, out, _ = command(*asked, "--json")
     data = json.loads(out)
-    assert code == 0 and data["text"] == path.read_text() and data["ranks"] == 8 and data["comments"] == []
+    assert code == 0 and data["text"] == path.read_text() and data["ranks"] == 8
+    assert data["comments"] == ["its longest sequence, 1280 tokens, is a prompt and its answer"]
     reading = json.loads(command("explain", path, "--json")[1])
     assert reading["model"] == "my models/8b" and reading["served"]["length"] == 1280
     assert reading["served"]["sequences"] == 50
@@ -46,3 +47,31 @@ def test_a_step_is_assumed_as_in_plan_and_forced_keys_are_replaced(command, tmp_
     forced = engine in ("torchtitan", "accelerate", "transformers")
     assert ("grads=fp32" in data["layout"]) == forced
     assert any("grads=fp32 in place of bf16" in comment for comment in data["comments"]) == forced
+
+
+def test_a_server_has_its_files_precision_and_must_fit(command):
+    code, _, err = command("emit", "deepseek-v3", "--layout", "tp=8", "--for", "vllm", "--cluster", "8xH200")
+    assert code == 2 and "deepseek-v3 does not fit: 170 GB of weights" in err
+    assert err.rstrip().endswith(
+        "the files of deepseek-ai/DeepSeek-V3 are in fp8-block128x128: emit deepseek-ai/DeepSeek-V3"
+    )
+    stored = ("emit", "deepseek-ai/DeepSeek-V3", "--layout", "tp=8", "--for", "vllm", "--cluster", "8xH200")
+    code, out, err = command(*stored)
+    assert code == 0 and "--dtype auto" in out and "--quantization" not in out, err
+    assert "# its longest sequence is the model's context, 163840 tokens" in out
+
+
+def test_a_training_that_does_not_fit_says_so(command):
+    fits = "# does not fit: 103 GB per device, of which 75.5 GB may be used on H100-80GB-SXM; plan --emit megatron"
+    wide = (*MODEL, "dp=8,zero=1", "--batch", 64, "--cluster", "8xH100", "--for", "megatron")
+    code, out, _ = command("emit", *wide)
+    assert code == 0 and fits in out
+    code, out, _ = command("emit", *MODEL, "dp=8,zero=3", *wide[3:])
+    assert code == 0 and "does not fit" not in out
+
+
+def test_servers_and_trainers_have_flags_of_their_own(command):
+    code, _, err = command("emit", *MODEL, "tp=2", "--seq", 4096, "--for", "vllm")
+    assert code == 2 and "vLLM serves: give --prompt and --output and --concurrency in place of --seq" in err
+    code, _, err = command("emit", *MODEL, "tp=2", *SERVE, "--for", "megatron")
+    assert code == 2 and "Megatron-LM trains: give --seq and --batch in place of --prompt" in err

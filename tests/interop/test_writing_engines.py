@@ -108,7 +108,7 @@ def test_models_come_back(engine, tmp_path):
     ("engine", "layout", "line"),
     [
         ("megatron", "dp=2,zero=3,hpz=2", "dp=2"),
-        ("megatron", "dp=4,zero=3,hpz=2", "hpz=2: it has no word for it; nearest that it can: dp=4,zero=3"),
+        ("megatron", "dp=4,zero=3,hpz=2", "hpz=2: Megatron-LM of August 2026 has no word for it; .*: dp=4,zero=3"),
         ("megatron", "pp=2,schedule=zb-h1", "schedule=zb-h1: .* nearest that it can: pp=2"),
         ("megatron", "dp=4,sync=async", "sync=async"),
         ("deepspeed", "cp=2,tp=2,zero=1", "tp=2: AutoTP is written .*: dp=2,cp=2,zero=1,cpkind=ulysses"),
@@ -118,8 +118,8 @@ def test_models_come_back(engine, tmp_path):
             "cp=4,tp=2,zero=3,cpkind=ulysses",
             "tp=2: its Ulysses .sp_size. is DeepSpeed's, .*: dp=2,cp=4,zero=3,cpkind=ulysses",
         ),
-        ("transformers", "pp=2,grads=fp32", "pp=2: it has no word for it; .*: dp=2,grads=fp32"),
-        ("vllm", "cp=2", "cp=2: it has no word for it; nearest that it can: dp=2"),
+        ("transformers", "pp=2,grads=fp32", "pp=2: transformers 5.24 has no word for it; .*: dp=2,grads=fp32"),
+        ("vllm", "cp=2", "cp=2: vLLM 0.33 has no word for it; nearest that it can: dp=2"),
         ("vllm", "dp=2,zero=3", "zero=3"),
     ],
 )

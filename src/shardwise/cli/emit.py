@@ -8,22 +8,26 @@ what its files leave to your code is a comment. `shardwise explain` reads the fi
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.cli.clusters import add_cluster, cluster_of
-from shardwise.cli.flags import add_flags, given
+from shardwise.cli.flags import add_flags
 from shardwise.cli.models import add_offline
 from shardwise.cli.output import print_json
 from shardwise.cli.plan_emit import source_of
 from shardwise.cli.quantities import length_of
 from shardwise.cli.workloads import workload_of
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
-from shardwise.interop import EngineFile, ServerSettings, WriteRequest, write
+from shardwise.interop import EngineFile, EngineSpec, Reading, ServerSettings, WriteRequest, write
 from shardwise.interop.reading.settings import PREFILL_TOKENS
 from shardwise.interop.writing.writer import writer_for
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
+from shardwise.model.hub import hub_models
+from shardwise.report.units import format_bytes
 
 SERVING = ("prompt", "output", "concurrency")
 
@@ -58,10 +62,14 @@ def run(args: argparse.Namespace) -> int:
     writer = writer_for(args.engine)
     if args.set and writer.loads_model:
         raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
-    model, layout = change(resolve(args.model), ",".join(args.set)), Layout.parse(args.layout)
-    workload, assumed = Workload(**given(args, Workload)), tuple[str, ...]()
-    if not writer.serves and all(getattr(args, name) is None for name in SERVING):
-        workload, assumed = workload_of(args, model, layout.dp * layout.micro)
+    named = resolve(args.model, stored=writer.serves)
+    model, layout = change(named, ",".join(args.set)), Layout.parse(args.layout)
+    given_here = [name for name in (("seq", "batch") if writer.serves else SERVING) if getattr(args, name) is not None]
+    if given_here:
+        right = SERVING if writer.serves else ("seq", "batch")
+        kind, flags = ("serves" if writer.serves else "trains"), " and ".join(f"--{name}" for name in right)
+        raise UserError(f"{writer.title} {kind}: give {flags} in place of --{given_here[0]}")
+    workload, assumed = (Workload(), ()) if writer.serves else workload_of(args, model, layout.dp * layout.micro)
     request = WriteRequest(
         model,
         layout,
@@ -73,7 +81,41 @@ def run(args: argparse.Namespace) -> int:
         tuple(f"assumed {note}" for note in assumed),
     )
     file = write(args.engine, request)
+    if request.cluster and writer.serves:
+        _check_server(replace(request, layout=file.layout), request.cluster, writer)
+    elif request.cluster and (note := _too_large(replace(request, layout=file.layout), request.cluster, writer)):
+        file = write(args.engine, replace(request, notes=(*request.notes, note)))
     return _show_file(args, file)
+
+
+def _check_server(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -> None:
+    """Raise `UserError` where the weights, as the engine loads them, do not fit."""
+    from shardwise.cli.show.explain_table import serving
+
+    try:
+        serving(Reading(writer.title, request.layout, served=request.served), request.model, cluster)
+    except UserError as error:
+        names = (name for name in hub_models() if name.lower().endswith(f"/{request.model.name}"))
+        stored = {name: model.counted for name in names if (model := resolve(name, fetch=False, stored=True)).counted}
+        files = (f"; the files of {name} are in {one.stored}: emit {name}" for name, one in stored.items() if one)
+        raise UserError(f"{error}{''.join(files)}") from None
+
+
+def _too_large(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -> str:
+    """Comment on a training that does not fit; empty where it does."""
+    from shardwise.planner.exact import ExactMemory
+    from shardwise.planner.runnable import training_engine
+    from shardwise.predict.memory.capacity import room_of
+
+    profile = training_engine(writer.profile)
+    room = room_of(cluster, profile.name, bool(request.model.experts), None).safe
+    held = ExactMemory(request.model, request.workload, cluster, engine=profile.name).total(request.layout, room)
+    if held <= room:
+        return ""
+    return (
+        f"does not fit: {format_bytes(held)} per device, of which {format_bytes(room)} may be used on "
+        f"{cluster.device.name}; plan --emit {writer.name} finds a layout that does"
+    )
 
 
 def _served_of(args: argparse.Namespace, serves: bool) -> ServerSettings | None:

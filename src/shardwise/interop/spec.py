@@ -71,11 +71,12 @@ class Limit:
         return changes
 
 
-def absent(expressed: Iterable[str], left: Iterable[str]) -> list[Limit]:
-    """Limits for every key that an engine has no word for. left: keys that its files may leave to the user's code."""
+def absent(expressed: Iterable[str], left: Iterable[str], source: str) -> list[Limit]:
+    """Limits for every key that an engine has no word for. left: keys that its files may leave to the user's code.
+    source: the version that was read."""
     known = {*expressed, *left}
     keys = [key for key in DEFAULTS if key not in known and (key not in SYNC or key == "sync")]
-    return [Limit(key, "it has no word for it", plain=f"{key}*") for key in keys]
+    return [Limit(key, f"{source} has no word for it", plain=f"{key}*") for key in keys]
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ class EngineSpec:
     name: str
     title: str = ""
     """Name in sentences; empty for a file that others share."""
+    source: str = "it"
+    """The version whose names were read."""
     like: str = ""
     """File with what several engines share."""
     include: Mapping[str, str] = field(default_factory=dict)
@@ -235,7 +238,7 @@ class EngineSpec:
     @cached_property
     def bounds(self) -> tuple[Limit, ...]:
         """Every limit: keys without a word first."""
-        return (*absent(self.keys, self.left), *self.limits)
+        return (*absent(self.keys, self.left, self.source), *self.limits)
 
     @cached_property
     def standing_alone(self) -> frozenset[str]:
@@ -310,7 +313,7 @@ def spec(name: str) -> EngineSpec:
     return EngineSpec(**{"name": name, **inherited, **given, **words, **merged})
 
 
-_INHERITED = ("serves", "loads_model", "flags", "profile", "template", "optimizers")
+_INHERITED = ("source", "serves", "loads_model", "flags", "profile", "template", "optimizers")
 REMARKS = ("errors", "facts", "notes", "doubts", "unpriced", "comments", "objections")
 """Kinds of sentences."""
 
