@@ -1,6 +1,7 @@
 """`shardwise emit`: files that `explain` reads back, the JSON, and what is rejected."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -75,3 +76,36 @@ def test_servers_and_trainers_have_flags_of_their_own(command):
     assert code == 2 and "vLLM serves: give --prompt and --output and --concurrency in place of --seq" in err
     code, _, err = command("emit", *MODEL, "tp=2", *SERVE, "--for", "megatron")
     assert code == 2 and "Megatron-LM trains: give --seq and --batch in place of --prompt" in err
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout", "words"),
+    [
+        ("megatron", "dp=16,zero=1", "torchrun pretrain_gpt.py --num-layers 32"),
+        ("fsdp2", "dp=16,zero=3", "torchrun train_fsdp2.py --corpus FOLDER"),
+        ("accelerate", "dp=16,zero=3", "accelerate launch --config_file accelerate.yaml train.py"),
+        ("deepspeed", "dp=16,zero=3", "torchrun train.py --deepspeed --deepspeed_config deepspeed.json"),
+        ("vllm", "tp=16", "vllm serve llama-3-8b --tensor-parallel-size 16"),
+    ],
+)
+def test_a_job_starts_the_engine_on_all_nodes(command, tmp_path, monkeypatch, engine, layout, words):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command(
+        "emit", *MODEL, layout, "--for", engine, "--cluster", "2x8xH100", "--slurm", "--time", "60"
+    )
+    assert code == 0 and "start it with: sbatch shardwise.sbatch" in out, err
+    text = (tmp_path / "shardwise.sbatch").read_text()
+    assert f"' node {words}" in text and "#SBATCH --nodes=2" in text and "#SBATCH --time=60" in text
+    # The job says which nodes there are.
+    assert "HEAD_ADDRESS" not in text and "--nnodes 2" not in text and " ray" not in text
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS=1" in text) == (engine == "megatron")
+    assert subprocess.run(["bash", "-n", "shardwise.sbatch"], check=False).returncode == 0
+    file = {"fsdp2": "train_fsdp2.py", "accelerate": "accelerate.yaml", "deepspeed": "deepspeed.json"}.get(engine)
+    assert {path.name for path in tmp_path.iterdir()} == {"shardwise.sbatch", "logs", *([file] if file else [])}
+
+
+def test_a_job_needs_its_cluster(command):
+    code, _, err = command("emit", *MODEL, "dp=8", "--for", "megatron", "--slurm")
+    assert code == 2 and "--slurm needs --cluster" in err
+    code, _, err = command("emit", *MODEL, "dp=8", "--for", "megatron", "--time", "60")
+    assert code == 2 and "--time is for --slurm" in err

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.cli.clusters import add_cluster, cluster_of
-from shardwise.cli.flags import add_flags
+from shardwise.cli.flags import add_flags, given
 from shardwise.cli.models import add_offline
 from shardwise.cli.output import print_json
 from shardwise.cli.plan_emit import source_of
@@ -21,8 +21,10 @@ from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
 from shardwise.interop import EngineFile, EngineSpec, Reading, ServerSettings, WriteRequest, write
+from shardwise.interop.jobs import ClusterJob, JobOptions, write_job
 from shardwise.interop.reading.settings import PREFILL_TOKENS
-from shardwise.interop.writing.writer import writer_for
+from shardwise.interop.writing.request import nodes_for
+from shardwise.interop.writing.writer import WRITERS, command_of, writer_for
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
@@ -30,6 +32,8 @@ from shardwise.model.hub import hub_models
 from shardwise.report.units import format_bytes
 
 SERVING = ("prompt", "output", "concurrency")
+JOB = ("name", "time", "sbatch", "setup", "logs")
+"""Options of --slurm."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, metavar="N", help="servers: clients at the same time")
     parser.add_argument("--weights", metavar="NAME", help="the model's folder or hub name, as the engine loads it")
     parser.add_argument("--out", metavar="FILE", help="write the file here instead of to standard output")
+    parser.add_argument("--slurm", action="store_true", help="write a SLURM job that runs it, too: --out, or "
+                        "shardwise.sbatch")  # fmt: skip
+    add_flags(parser, JobOptions, *JOB)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,6 +67,10 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name} must be a positive integer")
     writer = writer_for(args.engine)
+    if args.slurm and not args.cluster:
+        raise UserError("--slurm needs --cluster: nodes and devices of the job, such as 2x8xH100")
+    if not args.slurm and (options := given(args, JobOptions)):
+        raise UserError(f"--{next(iter(options))} is for --slurm: add it, or leave that out")
     if args.set and writer.loads_model:
         raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
     named = resolve(args.model, stored=writer.serves)
@@ -78,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         cluster_of(args) if args.cluster else None,
         args.weights or source_of(args.model),
         args.engine_version,
+        args.slurm,
         tuple(f"assumed {note}" for note in assumed),
     )
     file = write(args.engine, request)
@@ -85,7 +97,28 @@ def run(args: argparse.Namespace) -> int:
         _check_server(replace(request, layout=file.layout), request.cluster, writer)
     elif request.cluster and (note := _too_large(replace(request, layout=file.layout), request.cluster, writer)):
         file = write(args.engine, replace(request, notes=(*request.notes, note)))
-    return _show_file(args, file)
+    return _show_job(args, file, request.cluster) if args.slurm else _show_file(args, file)
+
+
+def _show_job(args: argparse.Namespace, file: EngineFile, cluster: Cluster | None) -> int:
+    """Write the job that runs the file, and the file, unless the job has its command."""
+    from shardwise.cli.launch import show_job
+
+    assert cluster is not None
+    words, variables = command_of(file)
+    options = JobOptions(**given(args, JobOptions) | {"env": tuple(variables)})
+    nodes, ranks = nodes_for(file.layout, cluster)
+    title = f"{WRITERS[file.engine].title}, layout {file.layout}, on {nodes} x {ranks} {cluster.device.name}"
+    job = ClusterJob(title, tuple(words), nodes, ranks, cluster.device.kind == "cuda", str(Path.cwd()), "", options,
+                     own=True, per_node=True)  # fmt: skip
+    if not file.file.endswith(".sh"):
+        with os_errors(f"write {file.file}"):
+            Path(file.file).write_text(file.text, encoding="utf-8")
+    args.submit = False
+    code = show_job(args, job, write_job("slurm", job))
+    if not args.json:
+        print("".join(f"  {line}\n" for line in file.comments), end="")
+    return code
 
 
 def _check_server(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -> None:

@@ -198,6 +198,8 @@ class EngineSpec:
     """Whether torchrun starts it."""
     remarks: Mapping[str, tuple[Remark, ...]] = field(default_factory=dict)
     """Kind -> sentences."""
+    job: str = ""
+    """Command of a job that runs its `file`, where that is no script."""
     template: str = ""
     """File beside this one with a program's text: between `#if EXPRESSION` and `#end` is what some layouts need."""
     file: str = ""
@@ -313,7 +315,7 @@ def spec(name: str) -> EngineSpec:
     return EngineSpec(**{"name": name, **inherited, **given, **words, **merged})
 
 
-_INHERITED = ("source", "serves", "loads_model", "flags", "profile", "template", "optimizers")
+_INHERITED = ("source", "job", "serves", "loads_model", "flags", "profile", "template", "optimizers")
 REMARKS = ("errors", "facts", "notes", "doubts", "unpriced", "comments", "objections")
 """Kinds of sentences."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from shardwise.interop.writing.formats import (
     command,
     commented,
     flag_words,
+    job_words,
     program,
     tables,
     torchrun,
@@ -70,6 +72,13 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
         text,
         tuple(every[1:]),
     )
+
+
+def command_of(file: EngineFile) -> tuple[list[str], list[str]]:
+    """(Command of a job that runs an engine's file, variables that it needs as NAME=VALUE)."""
+    if file.file.endswith(".sh"):
+        return job_words(file.text)
+    return shlex.split(sentence(WRITERS[file.engine].job, {"file": file.file})), []
 
 
 def _check_layout(layout: Layout, request: WriteRequest) -> None:
@@ -179,6 +188,7 @@ def _names(spec: EngineSpec, request: WriteRequest) -> Names:
     """The layout's keys and properties, the step's, the server's, and the request's."""
     layout, work, served = request.layout, request.workload, request.served or ServerSettings()
     nodes, _ = nodes_for(layout, request.cluster)
+    nodes = 1 if request.launched else nodes
     return Names(
         layout, **vars(served), **vars(work), **spec.functions, layout=layout, work=work, model=request.model,
         nodes=nodes, steps=work.micro_batches(layout) if work.batch else 0, source=request.source or request.model.name,
