@@ -6,6 +6,8 @@ import pytest
 
 from harness.emitted import requests
 from harness.today import EVERYTHING, seed
+from shardwise.cli.show.explain_table import serving
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.interop import WRITERS, WriteRequest, nearest_layout, read, write
 from shardwise.interop.reading.settings import ServerSettings
@@ -13,6 +15,9 @@ from shardwise.interop.writing.canonical import canonical
 from shardwise.interop.writing.writer import forced_layout
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import catalog, get
+from shardwise.planner.serving import _RankMemory, _Space
+from shardwise.predict.memory.engine_workspace import engine_room
+from shardwise.predict.time.profiles import engine as profile_of
 
 COUNT = 500 if EVERYTHING else 40
 STEP = Workload(2048, 64)
@@ -174,3 +179,23 @@ def test_a_key_with_one_value_gets_it_with_a_comment(engine, model, layout, writ
         request = replace(request, workload=Workload(), served=ServerSettings())
     file = write(engine, request)
     assert str(file.layout) == written and f"{comment}: {WRITERS[engine].title} has no other" in file.comments
+
+
+@pytest.mark.parametrize("engine", [name for name, writer in WRITERS.items() if writer.serves])
+def test_a_server_read_back_needs_what_the_planner_counts(engine, tmp_path):
+    cluster, profile = Cluster.parse("8x8xB300"), profile_of("vllm")
+    room, seen = engine_room(cluster, profile), set()
+    for asked, request in requests(engine, COUNT, f"memory {seed()}"):
+        if asked.layout.precision != "bf16":
+            continue
+        work = Workload(prompt=3072, output=1024, concurrency=64)
+        space = _Space(request.model, cluster, work, profile, room, kv_cache=request.served.cache or "bf16")
+        weights = request.served.weights
+        cache = space.cache_of(weights)
+        served = replace(request.served, cache="" if cache == "bfloat16" else cache, tokens=profile.most_tokens)
+        reading = round_trip(engine, replace(request, served=served, cluster=cluster), tmp_path)
+        _, held, workspace, token = _RankMemory(space, request.layout, weights).row(served.sequences)
+        read = serving(reading, request.model, cluster)
+        assert (read.weights, read.workspace, read.a_token) == (int(held), workspace, token), request.layout
+        seen.add(read.weights)
+    assert len(seen) > 4
