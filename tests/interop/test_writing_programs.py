@@ -72,9 +72,9 @@ def _start(folder: Path, made: dict[str, tuple[Path, str, list[float]]], family:
 
 
 def _run(engine: str, text: str, start: tuple[Path, str, list[float]], folder: Path, *more: str):
-    """(layout's prediction, losses, bytes by operation) of an emitted program."""
+    """(predicted bytes by operation, losses, bytes by operation) of an emitted program."""
     weights, corpus, _ = start
-    model, layout = resolve(str(weights)), Layout.parse(f"{text},precision=fp32")
+    model, layout = resolve(str(weights)), Layout.parse(text)
     file = write(engine, WriteRequest(model, layout, WORK, source=str(weights)))
     path = folder / file.file
     path.write_text(file.text)
@@ -83,23 +83,31 @@ def _run(engine: str, text: str, start: tuple[Path, str, list[float]], folder: P
         port = free.getsockname()[1]
     arguments = ["--corpus", corpus, "--steps", f"{STEPS}", *more]
     losses, sent = run_ranks("harness.emitted_program:run", layout.ranks, (str(path), arguments, port), LIMIT)[0]
-    return estimate(model, layout, WORK, Cluster.parse(f"{layout.ranks}xcpu")), losses, sent
+    predicted: Counter[str] = Counter()
+    report = estimate(model, file.layout, WORK, Cluster.parse(f"{layout.ranks}xcpu"))
+    for row in (row for row in report.roles[0].ledger if row.op in LEDGER_OPS.values()):
+        predicted[row.op] += row.elements * DTYPE_BYTES[row.dtype] * row.count * STEPS
+    return dict(predicted), losses, {op: sent[op] for op in predicted}
 
 
 @pytest.mark.parametrize(("engine", "family", "text"), some_of(PROGRAMS, 2, "emitted programs"))
 def test_a_program_has_our_losses_and_our_ledger(engine, family, text, started, tmp_path):
     start = started(family)
-    report, losses, sent = _run(engine, text, start, tmp_path)
+    predicted, losses, sent = _run(engine, f"{text},precision=fp32", start, tmp_path)
     assert losses == pytest.approx(start[2], rel=1e-6)
-    predicted: Counter[str] = Counter()
-    for row in (row for row in report.roles[0].ledger if row.op in LEDGER_OPS.values()):
-        predicted[row.op] += row.elements * DTYPE_BYTES[row.dtype] * row.count * STEPS
-    assert {op: sent[op] for op in predicted} == dict(predicted)
+    assert sent == predicted
+
+
+def test_a_program_in_half_precision_sends_our_bytes(started, tmp_path):
+    start = started("llama")
+    predicted, losses, sent = _run("fsdp2", "dp=2,zero=3", start, tmp_path)
+    assert losses == pytest.approx(start[2], rel=0.02) and losses != pytest.approx(start[2], rel=1e-6)
+    assert sent == predicted
 
 
 def test_a_program_saves_what_it_has_trained(started, tmp_path):
     start = started("llama")
-    _run("fsdp2", "dp=2,zero=3", start, tmp_path, "--save", str(tmp_path / "saved"))
+    _run("fsdp2", "dp=2,zero=3,precision=fp32", start, tmp_path, "--save", str(tmp_path / "saved"))
     before, after = (load_file(path / "model.safetensors") for path in (start[0], tmp_path / "saved"))
     assert before.keys() == after.keys()
     moved = [(before[name] - after[name]).abs().max().item() for name in before]
