@@ -50,7 +50,7 @@ Random layouts of every engine are read back with every key of the table (a test
 parsers](emit_parsers.md), and some were [trained](emit_runs.md). `python docs/emit.py` makes this page.
 
 What an engine cannot express is an error that names the key, the version that was read, and the nearest layout that it
-can. A key of which the engine has one value gets that value, with a comment, such as `grads=fp32` with FSDP2.
+can. Where the engine has one value for a key, the file gets that value with a comment, such as `grads=fp32` for FSDP2.
 Sequence length and batch are assumed as in `plan` where they are left out. Defaults that differ
 are explicit: gradient clipping (1.0), the type that gradients are summed in, dropout, padding of the vocabulary, layers
 of a pipeline's ends, the batch in every unit that the engine counts. Learning rates, data and checkpoints are yours.

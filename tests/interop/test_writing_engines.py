@@ -116,6 +116,7 @@ def test_models_come_back(engine, tmp_path):
         ("megatron", "dp=4,zero=3,hpz=2", "hpz=2: Megatron-LM of August 2026 has no word for it; .*: dp=4,zero=3"),
         ("megatron", "pp=2,schedule=zb-h1", "schedule=zb-h1: .* nearest that it can: pp=2"),
         ("megatron", "dp=4,sync=async", "sync=async"),
+        ("torchtitan", "dp=4,sync=local,every=8", "TorchFT's, .* of dp / replicas ranks, .*semi_sync_method local_sgd"),
         ("deepspeed", "cp=2,tp=2,zero=1", "tp=2: AutoTP is written .*: dp=2,cp=2,zero=1,cpkind=ulysses"),
         ("torchtitan", "dp=4,zero=1", "zero=1: FSDP shards .* nearest that it can: dp=4,zero=3,grads=fp32"),
         (

@@ -1,8 +1,9 @@
 """A layout as the configuration of another engine: a file, or a script with the command.
 
 Training engines take --seq and --batch (where they are left out, usual ones, as in plan), servers (vllm and sglang)
---prompt, --output and --concurrency. What an engine cannot express is an error with the nearest layout that it can;
-what its files leave to your code is a comment. `shardwise explain` reads the file back.
+--prompt, --output and --concurrency. ddp and fsdp2 are programs of plain PyTorch. What an engine cannot express is an
+error with the nearest layout that it can; what its files leave to your code is a comment. `shardwise explain` reads the
+file back.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
     add_offline(parser)
     parser.add_argument("--for", dest="engine", metavar="ENGINE", required=True, help="the engine: megatron, "
-                        "torchtitan, deepspeed, accelerate, transformers, torchrun, vllm or sglang")  # fmt: skip
+                        "torchtitan, deepspeed, accelerate, transformers, ddp, fsdp2, torchrun, vllm, sglang")  # fmt: skip
     parser.add_argument("--engine-version", metavar="V", default="", help="version of the engine, where names changed")
     add_cluster(parser, network=False)
     add_flags(parser, Workload, "seq", "batch", "optimizer")

@@ -71,12 +71,12 @@ class Limit:
         return changes
 
 
-def absent(expressed: Iterable[str], left: Iterable[str], source: str) -> list[Limit]:
+def absent(expressed: Iterable[str], left: Iterable[str], source: str, missing: Mapping[str, str]) -> list[Limit]:
     """Limits for every key that an engine has no word for. left: keys that its files may leave to the user's code.
-    source: the version that was read."""
+    source: the version that was read. missing: key -> what the engine has in place of a word."""
     known = {*expressed, *left}
     keys = [key for key in DEFAULTS if key not in known and (key not in SYNC or key == "sync")]
-    return [Limit(key, f"{source} has no word for it", plain=f"{key}*") for key in keys]
+    return [Limit(key, missing.get(key, f"{source} has no word for it"), plain=f"{key}*") for key in keys]
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,8 @@ class EngineSpec:
     options: Mapping[str, EngineOption] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     """Layout key -> comment where it is not the default: what the user's code or environment has to do."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Layout key that is in neither table -> what the engine has in place of it."""
     limits: tuple[Limit, ...] = ()
     """Bounds beside the keys that are in neither table."""
     harmless: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -240,7 +242,7 @@ class EngineSpec:
     @cached_property
     def bounds(self) -> tuple[Limit, ...]:
         """Every limit: keys without a word first."""
-        return (*absent(self.keys, self.left, self.source), *self.limits)
+        return (*absent(self.keys, self.left, self.source, self.missing), *self.limits)
 
     @cached_property
     def standing_alone(self) -> frozenset[str]:
