@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
     add_offline(parser)
     parser.add_argument("--for", dest="engine", metavar="ENGINE", required=True, help="the engine: megatron, "
-                        "torchtitan, deepspeed, accelerate, transformers, ddp, fsdp2, torchrun, vllm, sglang")  # fmt: skip
+                        "torchtitan, deepspeed, accelerate, transformers, ddp, fsdp2, torchrun, vllm, "
+                        "sglang")  # fmt: skip
     parser.add_argument("--engine-version", metavar="V", default="", help="version of the engine, where names changed")
     add_cluster(parser, network=False)
     add_flags(parser, Workload, "seq", "batch", "optimizer")

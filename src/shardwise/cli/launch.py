@@ -178,7 +178,8 @@ def _checked(training: argparse.Namespace, cluster: Cluster) -> tuple[ModelConfi
 
 
 def show_job(args: argparse.Namespace, job: ClusterJob, file: JobFile) -> int:
-    """Write the job's file, and start it with --submit. Returns the exit code of the command that starts it."""
+    """Write the job's file, and start it with --submit. Returns the exit code of the command that starts it. Raises
+    `UserError` where the file cannot be written, or the job not started."""
     path = Path(args.out or file.file)
     name = f"./{path}" if str(path).startswith("-") else str(path)
     start = file.start.format(file=shlex.quote(name))

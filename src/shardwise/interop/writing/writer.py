@@ -89,7 +89,7 @@ def _check_layout(layout: Layout, request: WriteRequest) -> None:
 
 
 def forced_layout(writer: EngineSpec, layout: Layout, model: ModelConfig, searched: bool = True) -> Layout:
-    """The layout with the engine's own values of keys that it forces. searched: of keys that plans search, too."""
+    """The layout with the engine's values of keys that it forces. searched: of keys that plans search, too."""
     keys = set(writer.forced) - (set() if searched else set(SEARCHED))
     limits = [limit for limit in writer.bounds if limit.key in keys]
     return canonical(nearest(limits, layout, model) or layout, model)
