@@ -39,19 +39,31 @@ HEAD = """\
 ... --emit ENGINE` does it for the best layout that the engine can express: it prices with the engine's profile, and
 shows the step under every engine's. `shardwise explain FILE` reads the result back.
 
-```
+```sh
 shardwise emit llama-3-8b --layout dp=8,tp=2,zero=1,sp --seq 8192 --batch 128 --for megatron --out train.sh
 shardwise emit llama-3-8b --layout tp=4,dp=2 --prompt 1024 --output 256 --concurrency 64 --for vllm
+shardwise emit llama-3-8b --layout dp=16,zero=3 --for fsdp2 --cluster 2x8xH100 --slurm
 shardwise plan llama-3-8b --cluster 8xH100 --seq 4096 --batch 64 --emit deepspeed --out ds.json
 ```
 
 Random layouts of every engine are read back with every key of the table (a test), [accepted by the engines' own
 parsers](emit_parsers.md), and some were [trained](emit_runs.md). `python docs/emit.py` makes this page.
 
-What an engine cannot express is an error that names the key and the nearest layout that it can. Defaults that differ
+What an engine cannot express is an error that names the key, the version that was read, and the nearest layout that it
+can. Where the engine has one value for a key, the file gets that value with a comment, such as `grads=fp32` for FSDP2.
+Sequence length and batch are assumed as in `plan` where they are left out. Defaults that differ
 are explicit: gradient clipping (1.0), the type that gradients are summed in, dropout, padding of the vocabulary, layers
 of a pipeline's ends, the batch in every unit that the engine counts. Learning rates, data and checkpoints are yours.
-Ranks per node come from `--cluster`; without it a node has 8.
+Ranks per node come from `--cluster`; without it a node has 8. With `--cluster`, a server whose weights do not fit is an
+error, and a training that does not fit has a comment. `--slurm` writes the job that starts the engine on all nodes.
+
+`ddp` and `fsdp2` are programs of plain PyTorch for `torchrun`: they load a Hugging Face folder with transformers, read
+the tokens that `shardwise train` has prepared in the same order, and have its AdamW and learning rate. On gloo, a test
+compares 12 layouts with `shardwise train --weights FOLDER`: losses to 1e-6 in fp32, and the bytes of each kind of
+collective with the communication ledger (every collective of a step). DDP's bf16 gradients need NCCL.
+Where they differ: a tied table is gathered once
+per micro-batch, since the ends of a model are one FSDP unit, and recomputation beside `tp` stops before a block's last
+all-reduce.
 
 ## Keys
 An option expresses the key, all its values or those named. *code*: the file says in a comment what your code or

@@ -61,7 +61,7 @@ def accelerate(text: str, layout: Layout) -> None:
     sizes = getattr(config, "parallelism_config", None) or {}
     if sizes:
         bare = {key.removeprefix("parallelism_config_"): value for key, value in sizes.items()}
-        bare.pop("cp_comm_strategy", None)
+        bare = {key: value for key, value in bare.items() if key.endswith(("_size", "_backend"))}
         assert import_module("accelerate").ParallelismConfig(**bare).total_size == layout.ranks
 
 

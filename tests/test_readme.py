@@ -6,6 +6,8 @@ import runpy
 import pytest
 
 from harness.documents import ROOT, blocks, commands, python, run
+from shardwise.cli.main import main
+from shardwise.interop import WRITERS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
@@ -42,6 +44,15 @@ def test_the_commands_run_in_the_order_given(tmp_path):
     (times,) = re.findall(r"sends ([\d,]+) times the bytes", COMMANDS.replace("\n", " "))
     assert any(f"{times} times" in out for out in said), "the comparison of strategies"
     assert (tmp_path / "runs/first/result.json").is_file() and (tmp_path / "runs/second/result.json").is_file()
+
+
+@pytest.mark.parametrize("engine", WRITERS)
+def test_the_line_of_emit_writes_for_every_engine(engine, capsys):
+    (line,) = re.findall(r"`shardwise (emit [^`]+)`", README)
+    layout = "tp=8" if WRITERS[engine].serves else "dp=8" if engine == "ddp" else "dp=8,zero=3"
+    values = {"MODEL": "llama-3-8b", "LAYOUT": layout, "ENGINE": engine}
+    assert main([values.get(word, word) for word in line.split()]) == 0
+    assert layout in capsys.readouterr().out
 
 
 def test_the_plan_shown_first_is_what_the_command_prints():

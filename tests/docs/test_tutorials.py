@@ -9,7 +9,18 @@ from harness.documents import ROOT, blocks, commands, run
 from harness.hosts import needs_hosts
 from harness.today import some_of
 
-PAGES = ("quickstart", "laptop", "plan_a_cluster", "zero", "tensor_parallel", "memory", "experts", "launch", "lab")
+PAGES = (
+    "quickstart",
+    "laptop",
+    "plan_a_cluster",
+    "zero",
+    "tensor_parallel",
+    "memory",
+    "experts",
+    "launch",
+    "lab",
+    "emit",
+)
 pytestmark = pytest.mark.usefixtures("leftovers")
 
 

@@ -72,7 +72,7 @@ def test_an_engine_can_be_named(tmp_path):
     assert read([str(path)], 8, "torchtitan").layout.tp == 2
     with pytest.raises(UserError, match="torchrun is read from its arguments"):
         read([str(path)], 8, "torchrun")
-    assert len(ENGINES) == 12
+    assert len(ENGINES) == 14
 
 
 VALUE = st.sampled_from(

@@ -20,8 +20,8 @@ READING = {"value", "meaning", "usual", "raw", "fields", "ranks", "other", "titl
 WRITING = {
     "word", "words", "usual", "written", "layout", "work", "model", "nodes", "steps", "source", "unnamed", "stored",
     "stored_cache",
-    "version", "engine", "seq", "batch", "optimizer", "isolate_documents", "weights", "cache", "length", "sequences",
-    "tokens", "memory",
+    "version", "engine", "file", "launch", "seq", "batch", "optimizer", "isolate_documents", "weights", "cache",
+    "length", "sequences", "tokens", "memory",
 }  # fmt: skip
 DERIVED = {"others", "kind", "processes", "machines", "plain"}
 """Names that an engine's functions give, or that the engine which includes a file has."""
@@ -46,7 +46,7 @@ def expressions(one: EngineSpec) -> Iterator[tuple[str, set[str]]]:
             yield remark.when, known
             yield f"f{remark.say!r}", known
     for limit in one.limits:
-        yield limit.when, LAYOUT | set(BUILTINS)
+        yield limit.when, LAYOUT | set(BUILTINS) | {"model"}
         yield f"dict({limit.set})", LAYOUT | set(BUILTINS)
 
 

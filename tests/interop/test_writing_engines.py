@@ -6,12 +6,18 @@ import pytest
 
 from harness.emitted import requests
 from harness.today import EVERYTHING, seed
+from shardwise.cli.show.explain_table import serving
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.interop import WRITERS, WriteRequest, nearest_layout, read, write
 from shardwise.interop.reading.settings import ServerSettings
 from shardwise.interop.writing.canonical import canonical
+from shardwise.interop.writing.writer import forced_layout
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import catalog, get
+from shardwise.planner.serving import _RankMemory, _Space
+from shardwise.predict.memory.engine_workspace import engine_room
+from shardwise.predict.time.profiles import engine as profile_of
 
 COUNT = 500 if EVERYTHING else 40
 STEP = Workload(2048, 64)
@@ -33,7 +39,7 @@ def test_every_expressed_key_comes_back(engine, tmp_path):
     seen = set()
     for number, (asked, request) in enumerate(requests(engine, COUNT, f"{seed()}")):
         request = replace(request, version=writer.versions[number % len(writer.versions)])
-        if canonical(replace(canonical(asked.layout, asked.model), **writer.fixed), asked.model) != request.layout:
+        if forced_layout(writer, canonical(asked.layout, asked.model), asked.model) != request.layout:
             with pytest.raises(UserError, match="cannot express") as raised:
                 write(engine, asked)
             assert f"nearest that it can: {request.layout}" in str(raised.value)
@@ -107,21 +113,19 @@ def test_models_come_back(engine, tmp_path):
     ("engine", "layout", "line"),
     [
         ("megatron", "dp=2,zero=3,hpz=2", "dp=2"),
-        ("megatron", "dp=4,zero=3,hpz=2", "hpz=2: it has no word for it; nearest that it can: dp=4,zero=3"),
+        ("megatron", "dp=4,zero=3,hpz=2", "hpz=2: Megatron-LM of August 2026 has no word for it; .*: dp=4,zero=3"),
         ("megatron", "pp=2,schedule=zb-h1", "schedule=zb-h1: .* nearest that it can: pp=2"),
         ("megatron", "dp=4,sync=async", "sync=async"),
-        ("deepspeed", "cp=4", "cpkind=ring: its sequence parallelism is Ulysses; .*: cp=4,cpkind=ulysses"),
-        ("deepspeed", "tp=2,sp", "sp: it has no word for it; nearest that it can: tp=2"),
+        ("torchtitan", "dp=4,sync=local,every=8", "TorchFT's, .* of dp / replicas ranks, .*semi_sync_method local_sgd"),
+        ("deepspeed", "cp=2,tp=2,zero=1", "tp=2: AutoTP is written .*: dp=2,cp=2,zero=1,cpkind=ulysses"),
         ("torchtitan", "dp=4,zero=1", "zero=1: FSDP shards .* nearest that it can: dp=4,zero=3,grads=fp32"),
-        ("torchtitan", "tp=2,grads=fp32", "sp=False: .* nearest that it can: tp=2,sp,grads=fp32"),
         (
             "accelerate",
-            "cp=4,zero=3,cpkind=ulysses,grads=fp32",
-            "DeepSpeed's; .*: cp=4,zero=3,grads=fp32",
+            "cp=4,tp=2,zero=3,cpkind=ulysses",
+            "tp=2: its Ulysses .sp_size. is DeepSpeed's, .*: dp=2,cp=4,zero=3,cpkind=ulysses",
         ),
-        ("transformers", "pp=2,grads=fp32", "pp=2: it has no word for it; .*: dp=2,grads=fp32"),
-        ("sglang", "dp=2,tp=2,sp", "sp: it has no word for it; nearest that it can: dp=2,tp=2"),
-        ("vllm", "cp=2", "cp=2: it has no word for it; nearest that it can: dp=2"),
+        ("transformers", "pp=2,grads=fp32", "pp=2: transformers 5.24 has no word for it; .*: dp=2,grads=fp32"),
+        ("vllm", "cp=2", "cp=2: vLLM 0.33 has no word for it; nearest that it can: dp=2"),
         ("vllm", "dp=2,zero=3", "zero=3"),
     ],
 )
@@ -157,3 +161,42 @@ def test_ranks_fill_nodes():
     assert "--nnodes 2" in write("megatron", request).text
     with pytest.raises(UserError, match="12 ranks do not fill nodes of 8"):
         write("megatron", replace(request, layout=Layout(dp=12), workload=Workload(2048, 24)))
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "layout", "written", "comment"),
+    [
+        ("torchtitan", "llama-3-8b", "tp=2", "tp=2,sp,grads=fp32", "sp=True in place of False"),
+        ("deepspeed", "llama-3-8b", "tp=2,sp", "tp=2", "sp=False in place of True"),
+        ("deepspeed", "llama-3-8b", "cp=4", "cp=4,cpkind=ulysses", "cpkind=ulysses in place of ring"),
+        ("megatron", "mixtral-8x7b", "tp=2,ep=2", "tp=2,ep=2,sp", "sp=True in place of False"),
+        ("fsdp2", "llama-3-8b", "dp=2,tp=2,zero=3,sp", "dp=2,tp=2,zero=3,grads=fp32", "sp=False in place of True"),
+        ("vllm", "llama-3-8b", "tp=2,sp,micro=2,recompute=full", "tp=2", "micro=1 in place of 2"),
+    ],
+)
+def test_a_key_with_one_value_gets_it_with_a_comment(engine, model, layout, written, comment):
+    request = WriteRequest(get(model), Layout.parse(layout), STEP)
+    if WRITERS[engine].serves:
+        request = replace(request, workload=Workload(), served=ServerSettings())
+    file = write(engine, request)
+    assert str(file.layout) == written and f"{comment}: {WRITERS[engine].title} has no other" in file.comments
+
+
+@pytest.mark.parametrize("engine", [name for name, writer in WRITERS.items() if writer.serves])
+def test_a_server_read_back_needs_what_the_planner_counts(engine, tmp_path):
+    cluster, profile = Cluster.parse("8x8xB300"), profile_of("vllm")
+    room, seen = engine_room(cluster, profile), set()
+    for asked, request in requests(engine, COUNT, f"memory {seed()}"):
+        if asked.layout.precision != "bf16":
+            continue
+        work = Workload(prompt=3072, output=1024, concurrency=64)
+        space = _Space(request.model, cluster, work, profile, room, kv_cache=request.served.cache or "bf16")
+        weights = request.served.weights
+        cache = space.cache_of(weights)
+        served = replace(request.served, cache="" if cache == "bfloat16" else cache, tokens=profile.most_tokens)
+        reading = round_trip(engine, replace(request, served=served, cluster=cluster), tmp_path)
+        _, held, workspace, token = _RankMemory(space, request.layout, weights).row(served.sequences)
+        read = serving(reading, request.model.replace(attention_dropout=0.0), cluster)
+        assert (read.weights, read.workspace, read.a_token) == (int(held), workspace, token), request.layout
+        seen.add(read.weights)
+    assert len(seen) > 4

@@ -1,13 +1,15 @@
 """A layout as the configuration of another engine: a file, or a script with the command.
 
 Training engines take --seq and --batch (where they are left out, usual ones, as in plan), servers (vllm and sglang)
---prompt, --output and --concurrency. What an engine cannot express is an error with the nearest layout that it can;
-what its files leave to your code is a comment. `shardwise explain` reads the file back.
+--prompt, --output and --concurrency. ddp and fsdp2 are programs of plain PyTorch. What an engine cannot express is an
+error with the nearest layout that it can; what its files leave to your code is a comment. `shardwise explain` reads the
+file back.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.cli.clusters import add_cluster, cluster_of
@@ -17,15 +19,22 @@ from shardwise.cli.output import print_json
 from shardwise.cli.plan_emit import source_of
 from shardwise.cli.quantities import length_of
 from shardwise.cli.workloads import workload_of
+from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
-from shardwise.interop import EngineFile, ServerSettings, WriteRequest, write
+from shardwise.interop import EngineFile, EngineSpec, Reading, ServerSettings, WriteRequest, write
+from shardwise.interop.jobs import ClusterJob, JobOptions, write_job
 from shardwise.interop.reading.settings import PREFILL_TOKENS
-from shardwise.interop.writing.writer import writer_for
+from shardwise.interop.writing.request import nodes_for
+from shardwise.interop.writing.writer import WRITERS, command_of, writer_for
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
+from shardwise.model.hub import hub_models
+from shardwise.report.units import format_bytes
 
 SERVING = ("prompt", "output", "concurrency")
+JOB = ("name", "time", "sbatch", "setup", "logs")
+"""Options of --slurm."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
     add_offline(parser)
     parser.add_argument("--for", dest="engine", metavar="ENGINE", required=True, help="the engine: megatron, "
-                        "torchtitan, deepspeed, accelerate, transformers, torchrun, vllm or sglang")  # fmt: skip
+                        "torchtitan, deepspeed, accelerate, transformers, ddp, fsdp2, torchrun, vllm, "
+                        "sglang")  # fmt: skip
     parser.add_argument("--engine-version", metavar="V", default="", help="version of the engine, where names changed")
     add_cluster(parser, network=False)
     add_flags(parser, Workload, "seq", "batch", "optimizer")
@@ -44,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, metavar="N", help="servers: clients at the same time")
     parser.add_argument("--weights", metavar="NAME", help="the model's folder or hub name, as the engine loads it")
     parser.add_argument("--out", metavar="FILE", help="write the file here instead of to standard output")
+    parser.add_argument("--slurm", action="store_true", help="write a SLURM job that runs it, too: --out, or "
+                        "shardwise.sbatch")  # fmt: skip
+    add_flags(parser, JobOptions, *JOB)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,12 +69,20 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name} must be a positive integer")
     writer = writer_for(args.engine)
+    if args.slurm and not args.cluster:
+        raise UserError("--slurm needs --cluster: nodes and devices of the job, such as 2x8xH100")
+    if not args.slurm and (options := given(args, JobOptions)):
+        raise UserError(f"--{next(iter(options))} is for --slurm: add it, or leave that out")
     if args.set and writer.loads_model:
         raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
-    model, layout = change(resolve(args.model), ",".join(args.set)), Layout.parse(args.layout)
-    workload, assumed = Workload(**given(args, Workload)), tuple[str, ...]()
-    if not writer.serves and all(getattr(args, name) is None for name in SERVING):
-        workload, assumed = workload_of(args, model, layout.dp * layout.micro)
+    named = resolve(args.model, stored=writer.serves)
+    model, layout = change(named, ",".join(args.set)), Layout.parse(args.layout)
+    given_here = [name for name in (("seq", "batch") if writer.serves else SERVING) if getattr(args, name) is not None]
+    if given_here:
+        right = SERVING if writer.serves else ("seq", "batch")
+        kind, flags = ("serves" if writer.serves else "trains"), " and ".join(f"--{name}" for name in right)
+        raise UserError(f"{writer.title} {kind}: give {flags} in place of --{given_here[0]}")
+    workload, assumed = (Workload(), ()) if writer.serves else workload_of(args, model, layout.dp * layout.micro)
     request = WriteRequest(
         model,
         layout,
@@ -70,10 +91,66 @@ def run(args: argparse.Namespace) -> int:
         cluster_of(args) if args.cluster else None,
         args.weights or source_of(args.model),
         args.engine_version,
+        args.slurm,
         tuple(f"assumed {note}" for note in assumed),
     )
     file = write(args.engine, request)
-    return _show_file(args, file)
+    if request.cluster and writer.serves:
+        _check_server(replace(request, layout=file.layout), request.cluster, writer)
+    elif request.cluster and (note := _too_large(replace(request, layout=file.layout), request.cluster, writer)):
+        file = write(args.engine, replace(request, notes=(*request.notes, note)))
+    return _show_job(args, file, request.cluster) if args.slurm else _show_file(args, file)
+
+
+def _show_job(args: argparse.Namespace, file: EngineFile, cluster: Cluster | None) -> int:
+    """Write the job that runs the file, and the file, unless the job has its command."""
+    from shardwise.cli.launch import show_job
+
+    assert cluster is not None
+    words, variables = command_of(file)
+    options = JobOptions(**given(args, JobOptions) | {"env": tuple(variables)})
+    nodes, ranks = nodes_for(file.layout, cluster)
+    title = f"{WRITERS[file.engine].title}, layout {file.layout}, on {nodes} x {ranks} {cluster.device.name}"
+    job = ClusterJob(title, tuple(words), nodes, ranks, cluster.device.kind == "cuda", str(Path.cwd()), "", options,
+                     own=True, per_node=True)  # fmt: skip
+    if not file.file.endswith(".sh"):
+        with os_errors(f"write {file.file}"):
+            Path(file.file).write_text(file.text, encoding="utf-8")
+    args.submit = False
+    code = show_job(args, job, write_job("slurm", job))
+    if not args.json:
+        print("".join(f"  {line}\n" for line in file.comments), end="")
+    return code
+
+
+def _check_server(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -> None:
+    """Raise `UserError` where the weights, as the engine loads them, do not fit."""
+    from shardwise.cli.show.explain_table import serving
+
+    try:
+        serving(Reading(writer.title, request.layout, served=request.served), request.model, cluster)
+    except UserError as error:
+        names = (name for name in hub_models() if name.lower().endswith(f"/{request.model.name}"))
+        stored = {name: model.counted for name in names if (model := resolve(name, fetch=False, stored=True)).counted}
+        files = (f"; the files of {name} are in {one.stored}: emit {name}" for name, one in stored.items() if one)
+        raise UserError(f"{error}{''.join(files)}") from None
+
+
+def _too_large(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -> str:
+    """Comment on a training that does not fit; empty where it does."""
+    from shardwise.planner.exact import ExactMemory
+    from shardwise.planner.runnable import training_engine
+    from shardwise.predict.memory.capacity import room_of
+
+    profile = training_engine(writer.profile)
+    room = room_of(cluster, profile.name, bool(request.model.experts), None).safe
+    held = ExactMemory(request.model, request.workload, cluster, engine=profile.name).total(request.layout, room)
+    if held <= room:
+        return ""
+    return (
+        f"does not fit: {format_bytes(held)} per device, of which {format_bytes(room)} may be used on "
+        f"{cluster.device.name}; plan --emit {writer.name} finds a layout that does"
+    )
 
 
 def _served_of(args: argparse.Namespace, serves: bool) -> ServerSettings | None:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         options.python or _python(args, options), options, described.out, hosts, own, own and options.per != "rank",
     )  # fmt: skip
     file = write_job(args.system or "ssh", job)
-    return _write(args, job, file)
+    return show_job(args, job, file)
 
 
 def _shardwise_words(words: list[str]) -> list[str]:
@@ -177,8 +177,9 @@ def _checked(training: argparse.Namespace, cluster: Cluster) -> tuple[ModelConfi
     return model, layout
 
 
-def _write(args: argparse.Namespace, job: ClusterJob, file: JobFile) -> int:
-    """Write the job's file, and start it with --submit. Returns the exit code of the command that starts it."""
+def show_job(args: argparse.Namespace, job: ClusterJob, file: JobFile) -> int:
+    """Write the job's file, and start it with --submit. Returns the exit code of the command that starts it. Raises
+    `UserError` where the file cannot be written, or the job not started."""
     path = Path(args.out or file.file)
     name = f"./{path}" if str(path).startswith("-") else str(path)
     start = file.start.format(file=shlex.quote(name))

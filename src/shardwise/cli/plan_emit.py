@@ -58,12 +58,12 @@ def refusals(args: argparse.Namespace, model: Model) -> Callable[[Layout], str] 
     engine does not take the model at all."""
     if not args.emit or not isinstance(model, ModelConfig):
         return None
-    from shardwise.interop.writing.writer import why_not_written, writer_for
+    from shardwise.interop.writing.writer import forced_layout, why_not_written, writer_for
 
     writer = writer_for(args.emit)
     if writer.objection(model):
         return None
-    return cache(lambda layout: why_not_written(writer, replace(layout, **writer.fixed), model))
+    return cache(lambda layout: why_not_written(writer, forced_layout(writer, layout, model, searched=False), model))
 
 
 def source_of(text: str) -> str:
@@ -78,19 +78,17 @@ def best_file(
     search, where that `fits`; and why it does not express the very first, "" where it does. Raises `UserError` with
     that reason where none is expressed."""
     from shardwise.interop import write
-    from shardwise.interop.writing.writer import writer_for
 
-    own, reason = writer_for(engine).fixed, ""
+    reason = ""
     for request in requests:
-        changed = replace(request.layout, **own)
         try:
             file = write(engine, request)
         except UserError as error:
             reason = reason or str(error)
             continue
-        if changed == request.layout or fits(changed):
+        if file.layout == request.layout or fits(file.layout):
             return file, reason
-        reason = reason or f"{changed}, as the engine has it, does not fit"
+        reason = reason or f"{file.layout}, as the engine has it, does not fit"
     raise UserError(f"none of the {len(requests)} best layouts can be written (more with --top): {reason}")
 
 

@@ -43,7 +43,7 @@ class Limit:
     """The layout key that messages name."""
     why: str
     when: str = "True"
-    """Expression of a layout that is outside."""
+    """Expression of a layout, and its `model`, that are outside."""
     set: str = ""
     """Arguments of the layout that is nearest, such as zero=3."""
     plain: str = ""
@@ -51,11 +51,11 @@ class Limit:
     experts: bool = False
     """Whether it bounds models with experts alone."""
 
-    def broken(self, layout: Layout) -> bool:
-        """Whether a layout is outside."""
+    def broken(self, layout: Layout, model: ModelConfig) -> bool:
+        """Whether a layout of a model is outside."""
         if not self.set and getattr(layout, self.key) == DEFAULTS[self.key]:
             return False
-        return bool(evaluate(self.when, Names(layout)))
+        return bool(evaluate(self.when, Names(layout, model=model)))
 
     def repair(self, layout: Layout) -> dict[str, Any]:
         """Key -> value of the nearest layout within the bound."""
@@ -71,11 +71,12 @@ class Limit:
         return changes
 
 
-def absent(expressed: Iterable[str], left: Iterable[str]) -> list[Limit]:
-    """Limits for every key that an engine has no word for. left: keys that its files may leave to the user's code."""
+def absent(expressed: Iterable[str], left: Iterable[str], source: str, missing: Mapping[str, str]) -> list[Limit]:
+    """Limits for every key that an engine has no word for. left: keys that its files may leave to the user's code.
+    source: the version that was read. missing: key -> what the engine has in place of a word."""
     known = {*expressed, *left}
     keys = [key for key in DEFAULTS if key not in known and (key not in SYNC or key == "sync")]
-    return [Limit(key, "it has no word for it", plain=f"{key}*") for key in keys]
+    return [Limit(key, missing.get(key, f"{source} has no word for it"), plain=f"{key}*") for key in keys]
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ class EngineSpec:
     name: str
     title: str = ""
     """Name in sentences; empty for a file that others share."""
+    source: str = "it"
+    """The version whose names were read."""
     like: str = ""
     """File with what several engines share."""
     include: Mapping[str, str] = field(default_factory=dict)
@@ -151,6 +154,8 @@ class EngineSpec:
     options: Mapping[str, EngineOption] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     """Layout key -> comment where it is not the default: what the user's code or environment has to do."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Layout key that is in neither table -> what the engine has in place of it."""
     limits: tuple[Limit, ...] = ()
     """Bounds beside the keys that are in neither table."""
     harmless: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -195,12 +200,16 @@ class EngineSpec:
     """Whether torchrun starts it."""
     remarks: Mapping[str, tuple[Remark, ...]] = field(default_factory=dict)
     """Kind -> sentences."""
+    job: str = ""
+    """Command of a job that runs its `file`, where that is no script."""
+    template: str = ""
+    """File beside this one with a program's text: between `#if EXPRESSION` and `#end` is what some layouts need."""
     file: str = ""
     """Usual name of the file; its suffix tells the reader its kind."""
     profile: str = ""
     """Profile of the planner (`predict.time.ENGINES`) that prices it."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Layout keys that plans do not search, with the only value that it has: it replaces another."""
+    forced: tuple[str, ...] = ()
+    """Layout keys of which a layout gets the engine's value in place of an error."""
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     serves: bool = False
     loads_model: bool = False
@@ -233,7 +242,7 @@ class EngineSpec:
     @cached_property
     def bounds(self) -> tuple[Limit, ...]:
         """Every limit: keys without a word first."""
-        return (*absent(self.keys, self.left), *self.limits)
+        return (*absent(self.keys, self.left, self.source, self.missing), *self.limits)
 
     @cached_property
     def standing_alone(self) -> frozenset[str]:
@@ -257,6 +266,18 @@ class EngineSpec:
         """Why the engine does not support a model; empty where it does."""
         names = Names(model, **self.functions, model=model, options=self.options, catalog=catalog())
         return next((sentence(one.say, names) for one in self.remarks["objections"] if evaluate(one.when, names)), "")
+
+    def program_text(self, names: Mapping[str, Any]) -> str:
+        """The template's lines for these names."""
+        text, kept = [], True
+        for line in (_FOLDER / self.template).read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.startswith("#if "):
+                kept = bool(evaluate(line.removeprefix("#if ").strip(), names))
+            elif line.rstrip() == "#end":
+                kept = True
+            elif kept:
+                text.append(line)
+        return "".join(text)
 
     def left_to_code(self, layout: Layout) -> list[str]:
         """Comments on keys that the file leaves to others."""
@@ -284,18 +305,19 @@ def spec(name: str) -> EngineSpec:
         "options": {**base.options, **rows},
         "harmless": {**base.harmless, **data.pop("harmless", {})},
         "left": {**base.left, **data.pop("left", {})},
-        "limits": (*base.limits, *(Limit(**row) for row in data.pop("limits", ()))),
-        "fixed": {**base.fixed, **data.pop("fixed", {})},
+        "limits": (*(Limit(**row) for row in data.pop("limits", ())), *base.limits),
+        "forced": (*base.forced, *data.pop("forced", ())),
         "remarks": {
             kind: (*(remark for one in (base, *included.values()) for remark in one.remarks.get(kind, ())), *more)
             for kind, more in remarks.items()
         },
     }
-    inherited = {"serves": base.serves, "loads_model": base.loads_model, "flags": base.flags, "profile": base.profile}
+    inherited = {key: getattr(base, key) for key in _INHERITED}
     given: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in data.items()}
     return EngineSpec(**{"name": name, **inherited, **given, **words, **merged})
 
 
+_INHERITED = ("source", "job", "serves", "loads_model", "flags", "profile", "template", "optimizers")
 REMARKS = ("errors", "facts", "notes", "doubts", "unpriced", "comments", "objections")
 """Kinds of sentences."""
 

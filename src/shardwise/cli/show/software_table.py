@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.cluster import Cluster
 from shardwise.interop.writing.canonical import DEFAULTS
-from shardwise.interop.writing.writer import WRITERS, why_not_written
+from shardwise.interop.writing.writer import WRITERS, forced_layout, why_not_written
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.planner.pricing import price_all
@@ -36,11 +36,12 @@ def software_steps(
 ) -> tuple[SoftwareStep, ...]:
     """A row for each engine that trains and that `emit` writes for."""
     writers = [writer for writer in WRITERS.values() if not writer.serves]
-    reasons = {one.name: why_not_written(one, replace(layout, **one.fixed), model) for one in writers}
+    layouts = {one.name: forced_layout(one, layout, model) for one in writers}
+    reasons = {one.name: why_not_written(one, layouts[one.name], model) for one in writers}
     can = [writer for writer in writers if not reasons[writer.name]]
     # A profile has the type in which its software sums gradients; plans do not search it.
-    searched = replace(layout, grads=DEFAULTS["grads"])
-    asked = [(searched, training_engine(writer.profile)) for writer in can]
+    searched = [replace(layouts[writer.name], grads=DEFAULTS["grads"]) for writer in can]
+    asked = [(one, training_engine(writer.profile)) for one, writer in zip(searched, can, strict=True)]
     steps = dict(zip([writer.name for writer in can], price_all(model, asked, workload, Pricing(cluster)), strict=True))
     rows = []
     for writer in writers:

@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.data.extras import require
 from shardwise.errors import UserError
 from shardwise.interop.reading.arguments import parse
-from shardwise.interop.reading.recognized import engines
+from shardwise.interop.reading.recognized import engine_of, engines, names
 from shardwise.interop.reading.shell import Command, commands
 
 _TABLES = (".json", ".toml", ".yaml", ".yml")
@@ -203,7 +203,8 @@ def _contained(node: Any, folder: Path, replicas: int = 1, depth: int = 0) -> It
 
 def _called(text: str, path: Path) -> list[ConfigInput]:
     """Calls of engines in a Python program: LLM(model=..., tensor_parallel_size=4) is a table. A value that is no
-    constant is "$" and its text. Raises `UserError` where there is none."""
+    constant is "$" and its text. Without calls, dictionaries with an engine's keys. Raises `UserError` where there is
+    none."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -231,6 +232,10 @@ def _called(text: str, path: Path) -> list[ConfigInput]:
                 continue
             spread = ("a dictionary of arguments (**) is not read",) * any(one.arg is None for one in call.keywords)
             inputs.append(ConfigInput(table, folder=path.parent, engine=engine, open=spread))
+    if not inputs:
+        tables = [_constant(value, values) for value in values.values() if isinstance(value, ast.Dict)]
+        named = [one for one in tables if isinstance(one, dict) and all(isinstance(key, str) for key in one)]
+        inputs = [ConfigInput(one, folder=path.parent, engine=name) for one in named if (name := engine_of(names(one)))]
     if not inputs:
         raise UserError(f"{path} is a Python program without a call that is known here: {', '.join(calls)}")
     return inputs

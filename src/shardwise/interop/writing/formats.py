@@ -63,9 +63,18 @@ def commented(comments: Sequence[str]) -> str:
     return "".join(f"# {' '.join(line.split())}\n" for line in comments)
 
 
+def program(text: str, values: Mapping[str, Any]) -> str:
+    """A program of Python with its table of settings."""
+    shown = {key: json.dumps(value) if isinstance(value, str) else repr(value) for key, value in values.items()}
+    rows = "".join(f'    "{key}": {value},\n' for key, value in shown.items() if value != "None")
+    return text.replace("SETTINGS = {}\n", f"SETTINGS = {{\n{rows}}}\n")
+
+
 def torchrun(request: WriteRequest) -> list[str]:
     """torchrun's words, before the program. Every node runs the same line; HEAD_ADDRESS is the first node's."""
     nodes, ranks = nodes_for(request.layout, request.cluster)
+    if request.launched:
+        return ["torchrun"]
     if nodes == 1:
         return ["torchrun", "--standalone", f"--nproc-per-node {ranks}"]
     return [
@@ -87,6 +96,14 @@ def flag_words(flags: Mapping[str, Any], dashes: bool = True) -> list[str]:
 def _quoted(text: str) -> str:
     # A variable has its quotes.
     return text if text.startswith('"$') else shlex.quote(text)
+
+
+def job_words(text: str) -> tuple[list[str], list[str]]:
+    """(Words of a script's command, variables that it exports as NAME=VALUE), for a job; arguments of the script itself
+    are left out."""
+    lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
+    exports = [line[1] for line in lines if line[:1] == ["export"]]
+    return [word for line in lines if line[:1] != ["export"] for word in line if word != "$@"], exports
 
 
 def command(words: Sequence[str]) -> str:

@@ -31,6 +31,8 @@ class WriteRequest:
     """The model as the engine loads it: a folder, a hub's name, or the catalog's."""
     version: str = ""
     """Version of the engine; empty for its newest that is known."""
+    launched: bool = False
+    """Whether a job says which nodes there are."""
     notes: tuple[str, ...] = ()
     """Comments on numbers that were not given."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,9 +13,19 @@ from shardwise.interop.expressions import Names, evaluate, sentence
 from shardwise.interop.reading.settings import SERVED, ServerSettings
 from shardwise.interop.spec import EngineSpec, Limit, specs
 from shardwise.interop.writing.canonical import DEFAULTS, canonical
-from shardwise.interop.writing.formats import command, flag_words, tables, torchrun, with_comments
+from shardwise.interop.writing.formats import (
+    command,
+    commented,
+    flag_words,
+    job_words,
+    program,
+    tables,
+    torchrun,
+    with_comments,
+)
 from shardwise.interop.writing.request import EngineFile, WriteRequest, nodes_for
 from shardwise.layout import Layout, check
+from shardwise.layout.keys import SEARCHED
 from shardwise.layout.legality import check_served
 from shardwise.model import ModelConfig
 
@@ -45,12 +56,13 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     if reason := writer.objection(request.model):
         raise UserError(f"{writer.title} cannot express {request.model.name}: {reason}")
     given = canonical(request.layout, request.model)
-    request = replace(request, layout=canonical(replace(given, **writer.fixed), request.model))
+    request = replace(request, layout=forced_layout(writer, given, request.model))
+    _check_layout(request.layout, request)
     _check_limits(writer, request)
     version = f" {request.version}" if request.version else ""
     head = f"{writer.title}{version}: {request.model.name}, layout {request.layout}, {request.layout.ranks} ranks"
     forced = [f"{key}={getattr(request.layout, key)} in place of {getattr(given, key)}: {writer.title} has no other"
-              for key in writer.fixed if getattr(request.layout, key) != getattr(given, key)]  # fmt: skip
+              for key in DEFAULTS if getattr(request.layout, key) != getattr(given, key)]  # fmt: skip
     text, every = _text(writer, request, [head, *request.notes, *forced, *writer.left_to_code(request.layout)])
     return EngineFile(
         engine,
@@ -62,11 +74,25 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     )
 
 
+def command_of(file: EngineFile) -> tuple[list[str], list[str]]:
+    """(Command of a job that runs an engine's file, variables that it needs as NAME=VALUE)."""
+    if file.file.endswith(".sh"):
+        return job_words(file.text)
+    return shlex.split(sentence(WRITERS[file.engine].job, {"file": file.file})), []
+
+
 def _check_layout(layout: Layout, request: WriteRequest) -> None:
     if request.served is not None:
         check_served(layout, request.model)
     else:
         check(layout, request.model, request.workload if request.workload.batch else None)
+
+
+def forced_layout(writer: EngineSpec, layout: Layout, model: ModelConfig, searched: bool = True) -> Layout:
+    """The layout with the engine's values of keys that it forces. searched: of keys that plans search, too."""
+    keys = set(writer.forced) - (set() if searched else set(SEARCHED))
+    limits = [limit for limit in writer.bounds if limit.key in keys]
+    return canonical(nearest(limits, layout, model) or layout, model)
 
 
 def nearest_layout(engine: str, request: WriteRequest) -> Layout | None:
@@ -148,6 +174,8 @@ def _text(spec: EngineSpec, request: WriteRequest, comments: list[str]) -> tuple
     own = [sentence(one.say, names) for one in spec.remarks["comments"] if evaluate(one.when, names)]
     comments = [*comments, *own]
     kind = spec.files.get(request.version, spec.file).rpartition(".")[2]
+    if kind == "py":
+        return commented(comments) + program(spec.program_text(names), values), comments
     if kind != "sh":
         return tables(kind, values, comments), comments
     head = [sentence(word, names) for word in spec.command]
@@ -160,19 +188,20 @@ def _names(spec: EngineSpec, request: WriteRequest) -> Names:
     """The layout's keys and properties, the step's, the server's, and the request's."""
     layout, work, served = request.layout, request.workload, request.served or ServerSettings()
     nodes, _ = nodes_for(layout, request.cluster)
+    nodes = 1 if request.launched else nodes
     return Names(
         layout, **vars(served), **vars(work), **spec.functions, layout=layout, work=work, model=request.model,
         nodes=nodes, steps=work.micro_batches(layout) if work.batch else 0, source=request.source or request.model.name,
         unnamed=request.source in ("", request.model.name) and "/" not in request.model.name, stored=request.stored,
         stored_cache=request.stored_cache,
-        version=request.version, engine=spec.name,
+        version=request.version, engine=spec.name, file=spec.file, launch=" ".join(torchrun(request)),
     )  # fmt: skip
 
 
 def first_broken(limits: Iterable[Limit], layout: Layout, model: ModelConfig) -> Limit | None:
     """The first limit that a layout of a model breaks; None when it keeps all."""
     bounds = (limit for limit in limits if model.experts or not limit.experts)
-    return next((limit for limit in bounds if limit.broken(layout)), None)
+    return next((limit for limit in bounds if limit.broken(layout, model)), None)
 
 
 def nearest(limits: Collection[Limit], layout: Layout, model: ModelConfig) -> Layout | None:
