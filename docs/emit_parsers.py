@@ -77,12 +77,9 @@ def transformers(text: str, layout: Layout) -> None:
 def torchrun(text: str, layout: Layout) -> None:
     parsed = import_module("torch.distributed.run").get_args_parser().parse_args(words_of(text, "torchrun"))
     assert int(parsed.nnodes.partition(":")[0]) * int(parsed.nproc_per_node) == layout.ranks and parsed.module
-    from shardwise.cli import train
-    from shardwise.cli.main import Parser
+    from shardwise.cli.declare import read
 
-    parser = Parser(allow_abbrev=False)
-    train.add_arguments(parser)
-    parser.parse_args(parsed.training_script_args[1:])
+    read("train", parsed.training_script_args[1:])
 
 
 def torchtitan(text: str, layout: Layout) -> None:

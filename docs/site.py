@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cli.commands import COMMANDS
+from shardwise.cli.declare import parser_of
 from shardwise.cli.examples import EXAMPLES, broken
-from shardwise.cli.main import parser_of
 from shardwise.layout.keys import CHOICES, KEYS
 
 ROOT = Path(__file__).resolve().parents[1]

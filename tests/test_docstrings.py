@@ -14,7 +14,7 @@ PACKAGE = Path(shardwise.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 OUR_ERRORS = {"UserError", "LayoutError"}
 
-COMMAND = {"add_arguments", "run"}
+COMMAND = {"run"}
 """Every module of `cli/` that is a command has these; `cli/main.py` says what they are."""
 
 Definition = ast.FunctionDef | ast.ClassDef

@@ -50,7 +50,7 @@ def test_two_ranks_make_a_cluster_file_that_predicts(ranks_command, capfd, tmp_p
     assert cheapest.name in capfd.readouterr().out and cheapest.price.seconds > 0
 
 
-def measured(args, algorithms, sizes):
+def measured(args, algorithms, sizes, *limits):
     """What ranks would have measured on a busy host with links of 10 µs and 1 GB/s."""
     link = Link(1e-5, 1e9)
     network = Network.of(replace(Cluster.parse(f"{args.ranks}xcpu"), intra=link), args.ranks)
@@ -86,7 +86,7 @@ def test_tables_name_figures_and_what_was_held_back(calibrate, monkeypatch, tmp_
     assert not Cluster.parse(str(file)).intra.reads and Cluster.parse(str(file)).devices_per_node == 4
 
 
-def erratic(args, algorithms, sizes):
+def erratic(args, algorithms, sizes, *limits):
     """As `measured`, but that what takes how long has nothing to do with what is done."""
     told, failure = measured(args, algorithms, sizes)
     for at, row in enumerate(row for cell in told["cells"] for row in cell["rows"]):

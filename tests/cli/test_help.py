@@ -19,8 +19,8 @@ from harness.documents import ENVIRONMENT, ROOT, commands
 from harness.today import some_of
 from shardwise.cli.commands import COMMANDS, GROUPS, overview
 from shardwise.cli.completion import SHELLS
+from shardwise.cli.declare import read
 from shardwise.cli.examples import EXAMPLES, broken
-from shardwise.cli.main import parser_of
 from shardwise.cluster.catalog import accelerators
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import catalog
@@ -112,11 +112,10 @@ def test_every_command_has_two_examples_in_its_help(command: Command) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_are_what_the_parser_reads(name: str) -> None:
-    parser = parser_of(name)
     for example in EXAMPLES[name]:
         assert shlex.split(broken(example).replace("\\\n", "")) == shlex.split(example)
         assert max(map(len, broken(example).splitlines())) <= 88
-        parser.parse_args(shlex.split(example)[2:])
+        read(name, shlex.split(example)[2:])
 
 
 @pytest.mark.parametrize("example", some_of(SHORT, 5, "examples"))
@@ -143,9 +142,7 @@ def test_help_loads_little_beside_the_interpreter() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
     loaded = set(done.stderr.split())
     ours = {name for name in loaded if name.startswith("shardwise.")}
-    assert ours == {
-        f"shardwise.{name}" for name in ("cli", "cli.main", "cli.actions", "cli.commands", "errors", "lazy")
-    }
+    assert ours == {f"shardwise.{name}" for name in ("cli", "cli.main", "cli.commands", "errors", "lazy")}
     assert not loaded & {"numpy", "torch", "rich", "json", "tomllib", "dataclasses", "inspect", "shtab"}
 
 

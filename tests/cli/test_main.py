@@ -247,7 +247,7 @@ class TestEstimate:
 
     @pytest.mark.parametrize(("text", "params"), [("7e9", 7e9), ("7B", 7e9), ("350m", 350e6), ("1.5T", 1.5e12)])
     def test_numbers_of_parameters(self, text, params):
-        assert parameters_of(text) == params
+        assert parameters_of("--params", text) == params
 
 
 class TestSet:

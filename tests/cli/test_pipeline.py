@@ -122,7 +122,7 @@ def test_what_a_file_says_itself_is_not_given_beside_it(pipeline, tmp_path, acti
     file.write_text(to_text(build("1f1b", 2, 2)))
     pretend = ["--emulate", "F=1ms,B=1ms"] if action == "run" else []
     code, out, err = pipeline(action, "--file", file, *flag.split(), *pretend)
-    assert (code, out) == (2, "") and f"leave {flag.split()[0]} out" in err and err.count("\n") == 1
+    assert (code, out) == (2, "") and f"{flag.split()[0]} is in the schedule of --file" in err and err.count("\n") == 1
 
 
 def test_a_wrong_schedule_is_shown_without_times(pipeline, tmp_path):

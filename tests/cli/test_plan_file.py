@@ -86,9 +86,9 @@ def test_mistakes(command: Command, plan: Path, written: dict[str, Any]) -> None
 
     mistake(command("train", "--plan", plan, "--row", 4), "the plan has rows 1 to 3, not 4")
     mistake(command("train", "--plan", plan, "--row", 0), "the plan has rows 1 to 3, not 0")
-    mistake(command("train", "tiny-llama", "--plan", plan), "leave out MODEL")
-    mistake(command("train", "--plan", plan, "--seq", 8), "leave out --seq")
-    mistake(command("train", "--plan", plan, "--resume", "x"), "leave out --resume")
+    mistake(command("train", "tiny-llama", "--plan", plan), "MODEL is decided by --plan")
+    mistake(command("train", "--plan", plan, "--seq", 8), "--seq is decided by --plan")
+    mistake(command("train", "--plan", plan, "--resume", "x"), "--resume is decided by --plan")
     mistake(with_(format="other"), "plan.json is no plan: write one with shardwise plan")
     mistake(with_(ranked=3), "plan.json is a damaged plan")
     mistake(with_(workload={"seq": -1}), "plan.json: workload: seq must be")

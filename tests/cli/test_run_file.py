@@ -7,7 +7,6 @@ import json
 import resource
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,9 +19,8 @@ from harness.cases import from_table
 from harness.command_line import mistake
 from harness.today import EVERYTHING
 from shardwise.api import configure
-from shardwise.cli import train
-from shardwise.cli.main import main, parser_of
-from shardwise.cli.run_file import parsed
+from shardwise.cli import declare, train
+from shardwise.cli.main import main
 from shardwise.errors import file_limit
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig
@@ -38,10 +36,11 @@ TINY = sorted(name for name in catalog() if name.startswith("tiny-"))
 SMALL = 'model = "tiny-llama"\nlayout = "dp=2"\ndata = "stdlib"\nseq = 32\nbatch = 4\n'
 
 
-def read(text: str, tmp_path: Path, *argv: str) -> Namespace:
+def read(text: str, tmp_path: Path, *argv: str) -> train.TrainOptions:
     file = tmp_path / "run.toml"
     file.write_text(text)
-    return parsed(parser_of("train"), ["--config", str(file), *argv], train.FILE_KEYS)
+    options: train.TrainOptions = declare.read("train", ["--config", str(file), *argv])[0]
+    return options
 
 
 @st.composite
@@ -84,7 +83,7 @@ def test_a_resumed_run_has_its_own_options_alone(
     """Its checkpoint has other values where the run has the defaults, and decides what cannot be changed."""
     former = "runs/corpora/x" if new_text else None
     config = replace(config, resume="runs/x/checkpoints/step-4", weights="folder", former_corpus=former)
-    changes = train._changes(read(run_file(config), tmp_path_factory.mktemp("run")))
+    changes = declare.given(read(run_file(config), tmp_path_factory.mktemp("run")), TrainConfig)
     text = {"data", "text_field", "max_bytes", "tokenizer"}
     assert "weights" not in changes and bool(changes.keys() & text) == ("data" in changes) == new_text
     for name, value in changes.items():
@@ -93,7 +92,7 @@ def test_a_resumed_run_has_its_own_options_alone(
 
 
 def test_every_option_of_a_run_is_a_key() -> None:
-    flags = {action.dest for action in parser_of("train")._actions}
+    flags = declare.declared(train.TrainOptions).keys()
     own = {"model", "workload", "optimizer", "corpus", "corpus_fingerprint", "former_corpus", "restart", "adapters"}
     own.add("schedule_steps")
     assert {field.name for field in fields(TrainConfig)} - own <= flags
@@ -102,7 +101,7 @@ def test_every_option_of_a_run_is_a_key() -> None:
 def test_flags_take_the_place_of_the_file(tmp_path: Path) -> None:
     text = SMALL + 'steps = 7\nslow = ["rank=0,factor=2", "rank=1,factor=3"]\ntensorboard = false\n'
     args = read(text, tmp_path, "tiny-gpt", "--steps", "100", "--slow", "rank=1,factor=4")
-    assert (args.model, args.steps, args.slow, args.seq) == ("tiny-gpt", 100, ["rank=1,factor=4"], 32)
+    assert (args.model, args.steps, args.slow, args.seq) == ("tiny-gpt", 100, ("rank=1,factor=4",), 32)
     assert args.tensorboard is False and read(SMALL + "tensorboard = true", tmp_path).tensorboard is None
     assert read('[model]\nname = "mine"\nvocab = 9\n', tmp_path, "tiny-gpt").model == "tiny-gpt"
 
@@ -116,7 +115,7 @@ def test_mistakes_name_the_file(command: Command, tmp_path: Path, text: str, wor
 def test_other_commands_read_files(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('model = "missing"\nlayout = "tp=2"\nquantize = "int8"\nport = 0\n')
-    args = parsed(parser_of("serve"), ["--config", str(file), "--port", "80"])
+    args, _ = declare.read("serve", ["--config", str(file), "--port", "80"])
     assert (args.model, args.layout, args.quantize, args.port) == ("missing", "tp=2", "int8", 80)
     file.write_text('model = "llama-3-8b"\ncluster = "8xH100"\ncompare = ["tp=8", "pp=8"]\n')
     code, out, _ = command("generate", "--config", file, "--json")

@@ -19,7 +19,8 @@ from harness.command_line import mistake
 from harness.hosts import namespaces
 from harness.processes import alive
 from shardwise.cli import serve
-from shardwise.cli.main import Parser, main
+from shardwise.cli.declare import read
+from shardwise.cli.main import main
 from shardwise.lab.job import is_shardwise
 from shardwise.lab.network import remove_abandoned
 from shardwise.predict.memory.serving import MemoryFit
@@ -86,9 +87,7 @@ def test_a_missing_extra_is_named(command, model, package, monkeypatch):
 
 
 def fit_of(model: Path, *arguments: str) -> MemoryFit:
-    parser = Parser()
-    serve.add_arguments(parser)
-    return serve.fit_of(serve.job_of(parser.parse_args([str(model), *arguments])))
+    return serve.fit_of(serve.job_of(read("serve", [str(model), *arguments])[0]))
 
 
 def test_the_fit_of_a_cache_given_in_bytes_is_that_cache(model):

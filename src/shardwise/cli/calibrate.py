@@ -11,30 +11,30 @@ copying, and says how well that predicts sizes that the fit has not seen.
 
 from __future__ import annotations
 
-import argparse
 import shlex
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import calibrate_device, calibrate_topology, collective_bench
-from shardwise.cli.actions import actions
-from shardwise.cli.clusters import known_cluster, write_cluster
+from shardwise.cli import calibrate_device, collective_bench
+from shardwise.cli.clusters import check_name, known_cluster, write_cluster
+from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_json, show
-from shardwise.cli.quantities import bytes_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.report.table import plain_table
 from shardwise.report.units import format_bytes, format_share, format_time
 
 if TYPE_CHECKING:
+    from shardwise.cluster.topology import Topology
     from shardwise.schedule.fit import Accuracy, Figure, NetworkFit, Sample
 
 SIZES = ",".join(f"{1 << k}KiB" for k in range(17))
-SECONDS = 90.0
 _SETTLED = 0.1
 """Share by which the two quickest rounds of a call may differ to end its rounds."""
 USELESS = 0.4
@@ -47,75 +47,80 @@ _SPEEDS = {"intra.beta": "bandwidth", "again": "again", "gamma": "addition", "lo
 """Figures of a fit -> their names in the file."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    action = actions(parser)
-    device = "time products, attention, memory and collectives on this host's CPU or GPU"
-    calibrate_device.add_arguments(action("device", device, calibrate_device.run))
-    topology = "read nvidia-smi topo -m: a cluster file with the links of such nodes"
-    calibrate_topology.add_arguments(action("topology", topology, calibrate_topology.run))
-    network = action("network", "fit latency and speeds to collectives of this host's processes", _network)
-    network.add_argument("--ranks", type=int, required=True, metavar="P", help="processes to start")
-    network.add_argument("--transport", choices=("shared", "sends"), default="shared", help="(shared)")
-    network.add_argument("--sizes", default=SIZES, metavar="SIZE,...", help="every second is held back (1KiB-64MiB)")
-    network.add_argument("--rounds", type=int, default=7, metavar="N", help="how often each has its turn (7)")
-    network.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="after about which each has two "
-                         f"turns and no more; fewer where the numbers settle earlier ({SECONDS:g})")  # fmt: skip
-    network.add_argument("--force", action="store_true", help="write numbers whose own check fails, too")
-    network.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write, or to bring up to date")
+@dataclass
+class FitNetwork(CommandOptions):
+    """Fit latency and speeds to collectives of this host's processes."""
 
+    ranks: int = arg("processes to start", "P")
+    transport: str = arg(default="shared", choices=("shared", "sends"))
+    sizes: list[int] = arg(
+        "every second is held back (1KiB-64MiB)", "SIZE,...", SIZES, read=collective_bench.sizes_of, shown=""
+    )
+    rounds: int = arg("how often each has its turn", "N", 7, positive=True)
+    seconds: float = arg(
+        "after about which each has two turns and no more; fewer where the numbers settle earlier",
+        "S",
+        90.0,
+        positive=True,
+    )
+    force: bool = arg("write numbers whose own check fails, too")
+    out: Path | None = arg("cluster file to write, or to bring up to date", "FILE")
 
-def _network(args: argparse.Namespace) -> int:
-    from shardwise.runtime.job.launch import RunFailed
-    from shardwise.runtime.job.output import say
-    from shardwise.schedule import algorithms
-    from shardwise.schedule.fit import accuracy, fit
-    from shardwise.schedule.network import Network
+    def run(self) -> int:
+        from shardwise.runtime.job.launch import RunFailed
+        from shardwise.runtime.job.output import say
+        from shardwise.schedule import algorithms
+        from shardwise.schedule.fit import accuracy, fit
+        from shardwise.schedule.network import Network
 
-    sizes = _sizes(args)
-    cluster = known_cluster(args.out) or Cluster.parse(f"{args.ranks}xcpu")
-    chosen = [algorithm for algorithm in algorithms() if not algorithm.most or args.ranks <= algorithm.most]
-    say(_announced(args, chosen, sizes))
-    samples, spread = _measured(args, chosen, sizes)
-    held_back = set(sorted({sample.nbytes for sample in samples})[1::2])
-    network_fit = fit([s for s in samples if s.nbytes not in held_back], reads=args.transport == "shared")
-    command = f"shardwise calibrate network --ranks {args.ranks} --transport {args.transport} --rounds {args.rounds}"
-    link = replace(network_fit.link("intra", f"{command}, {date.today()}, {_cpu()}"), kind=cluster.intra.kind)
-    cluster = replace(cluster.without_paths(), intra=link, devices_per_node=max(cluster.devices_per_node, args.ranks))
-    checked = accuracy([s for s in samples if s.nbytes in held_back], Network.of(cluster, args.ranks, repeated=True))
-    useless = checked.median_error is not None and checked.median_error > USELESS
-    written = args.out and (args.force or not useless)
-    if written:
-        memory = "tensors that live in shared memory" if args.transport == "shared" else "gloo sends"
-        lines = [f"{args.ranks} ranks of one host, {memory}; {date.today()}, {_cpu()}"]
-        lines += [_verdict(checked), _noise(spread), "Behind figures: the interval of 80 of 100 resampled fits."]
-        _write(args.out, cluster, network_fit, lines)
-    if args.json:
-        print_json({"samples": len(samples), "spread": spread, **_as_json(network_fit, checked, held_back)})
-    else:
-        _print(network_fit, checked)
-        show(_noise(spread))
-        if written:
-            print(f"written: --cluster {shlex.quote(str(args.out))}")
-    if args.out and not written:
-        raise RunFailed(
-            f"{args.out} is not written: the median error of the sizes held back is {checked.median_error:.0%}, above "
-            f"{USELESS:.0%}; measure again when the host has nothing else to do, or give --force"
+        sizes = _sizes(self)
+        cluster = known_cluster(self.out) or Cluster.parse(f"{self.ranks}xcpu")
+        chosen = [algorithm for algorithm in algorithms() if not algorithm.most or self.ranks <= algorithm.most]
+        say(_announced(self, chosen, sizes))
+        samples, spread = _measured(self, chosen, sizes)
+        held_back = set(sorted({sample.nbytes for sample in samples})[1::2])
+        network_fit = fit([s for s in samples if s.nbytes not in held_back], reads=self.transport == "shared")
+        command = (
+            f"shardwise calibrate network --ranks {self.ranks} --transport {self.transport} --rounds {self.rounds}"
         )
-    return 0
+        link = replace(network_fit.link("intra", f"{command}, {date.today()}, {_cpu()}"), kind=cluster.intra.kind)
+        cluster = replace(
+            cluster.without_paths(), intra=link, devices_per_node=max(cluster.devices_per_node, self.ranks)
+        )
+        checked = accuracy(
+            [s for s in samples if s.nbytes in held_back], Network.of(cluster, self.ranks, repeated=True)
+        )
+        useless = checked.median_error is not None and checked.median_error > USELESS
+        written = self.force or not useless
+        if self.out and written:
+            memory = "tensors that live in shared memory" if self.transport == "shared" else "gloo sends"
+            lines = [f"{self.ranks} ranks of one host, {memory}; {date.today()}, {_cpu()}"]
+            lines += [_verdict(checked), _noise(spread), "Behind figures: the interval of 80 of 100 resampled fits."]
+            _write(self.out, cluster, network_fit, lines)
+        if self.json:
+            print_json({"samples": len(samples), "spread": spread, **_as_json(network_fit, checked, held_back)})
+        else:
+            _print(network_fit, checked)
+            show(_noise(spread))
+            if self.out and written:
+                print(f"written: --cluster {shlex.quote(str(self.out))}")
+        if self.out and not written:
+            raise RunFailed(
+                f"{self.out} is not written: the median error of the sizes held back is {checked.median_error:.0%}, "
+                f"above {USELESS:.0%}; measure again when the host has nothing else to do, or give --force"
+            )
+        return 0
 
 
-def _sizes(args: argparse.Namespace) -> list[int]:
-    sizes = sorted({bytes_of("--sizes", word) for word in args.sizes.split(",")})
+def _sizes(args: FitNetwork) -> list[int]:
+    sizes = sorted(set(args.sizes))
     if len(sizes) < 3:
-        raise UserError(f"--sizes {args.sizes}: give three sizes or more, since every second one is held back")
-    if not 0 < args.seconds < float("inf"):
-        raise UserError(f"--seconds must be a positive number, not {args.seconds:g}")
-    args.limit, args.settled, args.cluster = args.seconds, _SETTLED, None
-    collective_bench.check(args, sizes)
+        raise UserError("--sizes: give three sizes or more, since every second one is held back")
+    collective_bench.check(args.ranks, sizes)
     return sizes
 
 
-def _announced(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> str:
+def _announced(args: FitNetwork, chosen: list[Any], sizes: list[int]) -> str:
     """Announcement of a measurement and its duration."""
     rounds = f"up to {args.rounds} rounds each, fewer where they agree within {_SETTLED:.0%}"
     return (
@@ -124,13 +129,13 @@ def _announced(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) ->
     )
 
 
-def _measured(args: argparse.Namespace, chosen: list[Any], sizes: list[int]) -> tuple[list[Sample], float]:
+def _measured(args: FitNetwork, chosen: list[Any], sizes: list[int]) -> tuple[list[Sample], float]:
     """One sample for each algorithm and size, the lower quartile of its rounds, since what else runs on the host only
     ever adds to them; and their usual spread, the middle round over the quickest one."""
     from shardwise.schedule import build
     from shardwise.schedule.fit import Sample
 
-    measured, failure = collective_bench.measure(args, chosen, sizes)
+    measured, failure = collective_bench.measure(args, chosen, sizes, args.seconds, _SETTLED)
     if failure is not None:
         raise failure
     schedules: dict[tuple[str, str], Any] = {}
@@ -220,3 +225,83 @@ def _as_json(network_fit: NetworkFit, checked: Accuracy, held_back: set[float]) 
             "cells": [cell._asdict() for cell in checked.cells],
         },
     }
+
+
+@dataclass
+class ReadTopology(CommandOptions):
+    """Read nvidia-smi topo -m: a cluster file with the links of such nodes."""
+
+    table: str | None = word("output of nvidia-smi topo -m, - for standard input (ask NVML)", "FILE")
+    device: str | None = arg("of the catalog (what nvidia-smi -L above the table says)", "NAME")
+    nodes: int = arg("how many such nodes there are", "N", 1)
+    nic_gbits: float | None = arg("Gb/s of a NIC (the catalog's usual network)", "X")
+    islands: bool = arg("groups that NVLinks join are nodes, PCIe between them")
+    out: Path | None = arg("cluster file to write (standard output)", "FILE")
+
+    def run(self) -> int:
+        from shardwise.cluster.topology import advice, cluster_of, device_of, explained
+        from shardwise.cluster.writing import to_toml
+
+        check_name(self.out)
+        topology = _read_topology(self.table)
+        device = device_of(topology, self.device)
+        cluster = cluster_of(topology, device, self.nodes, self.nic_gbits, self.islands)
+        lines = [*explained(topology), *advice(cluster)]
+        if self.json:
+            print_json(_topology_json(topology, cluster, lines))
+        if self.out:
+            write_cluster(self.out, cluster, lines)
+            if not self.json:
+                print("\n".join([*lines, *_links(cluster), f"written: --cluster {shlex.quote(str(self.out))}"]))
+        elif not self.json:
+            print(to_toml(cluster, lines), end="")
+        return 0
+
+
+def _read_topology(table: str | None) -> Topology:
+    from shardwise.cluster.topology import MOST_TEXT, ask, read
+
+    if table is None:
+        return ask()
+    if table == "-":
+        return read(sys.stdin.read(MOST_TEXT + 1))
+    try:
+        with Path(table).open(encoding="utf-8", errors="replace") as file:
+            return read(file.read(MOST_TEXT + 1))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {table}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _links(cluster: Cluster) -> Iterator[str]:
+    for name, link in (("inside a node", cluster.intra), ("between nodes", cluster.inter)):
+        if name == "inside a node" or cluster.nodes > 1:
+            speed = f"{format_bytes(link.bandwidth)}/s" if link.bandwidth else "speed not known"
+            yield f"{name}: {speed} a device, one direction ({link.source})"
+
+
+def _topology_json(topology: Topology, cluster: Cluster, lines: list[str]) -> dict[str, object]:
+    links = {
+        name: {"bandwidth": link.bandwidth, "alpha": link.alpha, "source": link.source}
+        for name, link in (("intra", cluster.intra), ("inter", cluster.inter))
+    }
+    return {
+        "cluster": str(cluster),
+        "nodes": cluster.nodes,
+        "devices_per_node": cluster.devices_per_node,
+        "paths": dict(topology.between()),
+        "islands": [list(island) for island in topology.islands()],
+        "nics": list(topology.nics),
+        "near_nics": list(topology.near_nics()),
+        "explained": lines,
+        "order": [int(gpu.removeprefix("GPU")) for gpu in topology.ordered().gpus],
+        "by_pair": [list(row) for row in cluster.paths.names] if cluster.paths else None,
+        "shared_nics": cluster.nics or None,
+        **links,
+    }
+
+
+ACTIONS = {
+    "device": (calibrate_device.DeviceOptions, calibrate_device.run),
+    "topology": ReadTopology,
+    "network": FitNetwork,
+}

@@ -5,7 +5,6 @@ The file is the one that `calibrate network` writes: whichever comes second brin
 
 from __future__ import annotations
 
-import argparse
 import platform
 import shlex
 import tempfile
@@ -17,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardwise.cli import collective_bench
 from shardwise.cli.clusters import known_cluster, write_cluster
+from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.output import print_json, show
 from shardwise.cluster import Cluster, Device, Host, Link
 from shardwise.cluster.catalog import lookup, machine_memory
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.report.table import plain_table
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
@@ -30,8 +31,6 @@ from shardwise.runtime.installed import require
 if TYPE_CHECKING:
     from shardwise.runtime.measure.hardware import DiskRates
 
-SECONDS = 60.0
-
 
 class DiskSpeeds(NamedTuple):
     """Bytes/s of a disk; None where not known."""
@@ -40,23 +39,20 @@ class DiskSpeeds(NamedTuple):
     write: float | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=1, metavar="P", help="CPU processes that measure at once (1)")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto: cuda if there is one)"
-    )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each rank's matrix products (1)")
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="of ranks, as in train")
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, metavar="S", help=f"of measuring, about ({SECONDS:g})"
-    )
-    parser.add_argument(
-        "--disk", type=Path, metavar="DIR", help="whose disk's direct reads and writes are measured (the temporary one)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write, or to bring up to date")
+@dataclass
+class DeviceOptions(CommandOptions):
+    """Time products, attention, memory and collectives on this host's CPU or GPU."""
+
+    ranks: int = arg("CPU processes that measure at once", "P", 1)
+    device: str = arg("(auto: cuda if there is one)", default="auto", choices=("auto", "cpu", "cuda"), shown="")
+    threads: int = arg("of each rank's matrix products", "N", 1, positive=True)
+    transport: str = arg("of ranks, as in train", default="auto", choices=TRANSPORTS, shown="")
+    seconds: float = arg("of measuring, about", "S", 60.0, positive=True)
+    disk: Path | None = arg("whose disk's direct reads and writes are measured (the temporary one)", "DIR")
+    out: Path | None = arg("cluster file to write, or to bring up to date", "FILE")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: DeviceOptions) -> int:
     """Measure, write the file, print it. Raises `UserError`, and `RunFailed` when a rank dies."""
     _check(args)
     before = known_cluster(args.out)
@@ -85,17 +81,13 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: DeviceOptions) -> None:
     require("measuring", "torch")
     if not 1 <= args.ranks <= collective_bench.MOST_RANKS:
         raise UserError(f"--ranks {args.ranks}: between 1 and {collective_bench.MOST_RANKS} can measure on one host")
-    if args.threads < 1:
-        raise UserError(f"--threads must be a positive integer, not {args.threads}")
-    if not 0 < args.seconds < float("inf"):
-        raise UserError(f"--seconds must be a positive number, not {args.seconds:g}")
 
 
-def _kind(args: argparse.Namespace) -> Literal["cpu", "cuda"]:
+def _kind(args: DeviceOptions) -> Literal["cpu", "cuda"]:
     from shardwise.runtime.measure.hardware import has_cuda
 
     there = has_cuda()
@@ -107,7 +99,7 @@ def _kind(args: argparse.Namespace) -> Literal["cpu", "cuda"]:
     return kind
 
 
-def _measured(args: argparse.Namespace, kind: str) -> dict[str, Any]:
+def _measured(args: DeviceOptions, kind: str) -> dict[str, Any]:
     from shardwise.runtime.measure.job import whole
     from shardwise.runtime.measure.probes import usual_job
 
@@ -133,7 +125,7 @@ def _check_limits(samples: list[dict[str, Any]], kind: str) -> None:
         )
 
 
-def _device(measured: dict[str, Any], args: argparse.Namespace, kind: Literal["cpu", "cuda"]) -> Device:
+def _device(measured: dict[str, Any], args: DeviceOptions, kind: Literal["cpu", "cuda"]) -> Device:
     from shardwise.predict.time.measuring import device_of
     from shardwise.runtime.measure.probes import MODEL
 
@@ -159,7 +151,7 @@ def _cluster(before: Cluster | None, device: Device, ranks: int) -> Cluster:
     return replace(kept, device=device, devices_per_node=most, intra=intra)
 
 
-def _disk(args: argparse.Namespace) -> tuple[DiskRates | None, str]:
+def _disk(args: DeviceOptions) -> tuple[DiskRates | None, str]:
     """(speed of the disk, ""), or (None, why it could not be measured) of the temporary directory. Raises `UserError`
     for a folder that was given."""
     from shardwise.runtime.measure.hardware import disk_rates

@@ -5,7 +5,6 @@ A checkpoint is a folder with a manifest.json. A run directory, or its folder of
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,97 +12,206 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.actions import actions
+from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_result
-from shardwise.cli.quantities import length_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.records import dataclass
 from shardwise.report.table import plain_table
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Checkpoint, TensorDifference
-    from shardwise.checkpoint.huggingface import Exported
     from shardwise.checkpoint.manifest import Manifest
 
+DTYPES = ("bfloat16", "float32", "float16")
 _SHOWN = 20
 """Lines of a table of differences; --json has them all."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    action = actions(parser)
-    inspect = action("inspect", "show what a checkpoint contains", _inspect)
-    inspect.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    verify = action("verify", "read all of a checkpoint and check every checksum", _verify)
-    verify.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    rewrite = action("reshard", "rewrite a checkpoint for another layout", _reshard)
-    rewrite.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    rewrite.add_argument("--layout", required=True, metavar="LAYOUT", help="such as tp=2,dp=2,zero=1")
-    rewrite.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new checkpoint's folder")
-    compare = action("diff", "compare two checkpoints by tensor; the exit code is 1 when they differ", _diff)
-    compare.add_argument("a", metavar="A", type=Path)
-    compare.add_argument("b", metavar="B", type=Path)
-    _export_arguments(action("export", "write weights for Hugging Face, adapters for peft, or all state for FSDP2 or "
-                             "DeepSpeed", _export))  # fmt: skip
-    merge = action("merge", "add low-rank adapters to their weights, as a Hugging Face folder", _merge)
-    merge.add_argument("adapters", metavar="ADAPTERS", type=Path, help="a run, a checkpoint, or a folder of peft's")
-    merge.add_argument("--base", type=Path, metavar="FOLDER", help="their weights, if these "
-                       "are elsewhere by now")  # fmt: skip
-    merge.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new folder")
-    merge.add_argument(
-        "--dtype", choices=("bfloat16", "float32", "float16"), help="of every tensor (that of their weights)"
-    )
-    _import_arguments(action("import", "convert another trainer's checkpoint (FSDP2, DeepSpeed)", _import))
+@dataclass
+class StoredOptions(CommandOptions):
+    """A checkpoint."""
+
+    checkpoint: Path = word("", "CHECKPOINT")
 
 
-def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new folder")
-    parser.add_argument(
-        "--format",
-        choices=("huggingface", "dcp", "deepspeed-universal"),
+@dataclass
+class InspectCheckpoint(StoredOptions):
+    """Show what a checkpoint contains."""
+
+    tensors: bool = arg("list every tensor")
+
+    def run(self) -> int:
+        from shardwise.checkpoint import find
+
+        checkpoint = find(self.checkpoint)
+        tensors = {name: {"shape": spec.shape, "dtype": spec.dtype} for name, spec in checkpoint.tensors.items()}
+        return print_result(self, {**_summary(checkpoint), "tensors": tensors}, _contents(checkpoint, self.tensors))
+
+
+@dataclass
+class VerifyCheckpoint(StoredOptions):
+    """Read all of a checkpoint and check every checksum."""
+
+    def run(self) -> int:
+        from shardwise.checkpoint import DamagedError, find, with_older
+
+        checkpoint = find(self.checkpoint)
+        try:
+            nonfinite = checkpoint.verify()
+        except DamagedError as error:
+            raise with_older(error, checkpoint.folder) from None
+        lines = [*_lines(checkpoint), "", "every checksum is correct"]
+        _warn_of_nonfinite(nonfinite, len(checkpoint.tensors), checkpoint.folder)
+        print_result(self, {**_summary(checkpoint), "whole": True, "nonfinite": nonfinite}, lines)
+        return 1 if nonfinite else 0
+
+
+@dataclass
+class ReshardCheckpoint(StoredOptions):
+    """Rewrite a checkpoint for another layout."""
+
+    layout: str = arg("such as tp=2,dp=2,zero=1", "LAYOUT")
+    out: Path = arg("the new checkpoint's folder", "FOLDER")
+
+    def run(self) -> int:
+        from shardwise.checkpoint import find, reshard
+
+        layout = Layout.parse(self.layout)
+        manifest = reshard(find(self.checkpoint), self.out, layout)
+        count = len(manifest.parts)
+        files = f"{count} file{'s' * (count != 1)}, {format_bytes(manifest.nbytes)}"
+        line = f"wrote {self.out}: step {manifest.step} under {layout}, {files}"
+        _warn_of_nonfinite(manifest.nonfinite, len(manifest.tensors), self.out)
+        return print_result(self, {"checkpoint": str(self.out), "layout": str(layout), **_counts(manifest)}, [line])
+
+
+@dataclass
+class DiffCheckpoints(CommandOptions):
+    """Compare two checkpoints by tensor; the exit code is 1 when they differ."""
+
+    a: Path = word("", "A")
+    b: Path = word("", "B")
+
+    def run(self) -> int:
+        from shardwise.checkpoint import diff, find
+
+        a, b = find(self.a), find(self.b)
+        result = diff(a, b)
+        differences = [asdict(d) | {"largest": _number(d.largest)} for d in result]
+        data = {"a": str(a.folder), "b": str(b.folder), "equal": not result, "differences": differences}
+        print_result(self, data, _differences(result, a, b))
+        return 1 if result else 0
+
+
+@dataclass
+class ExportCheckpoint(StoredOptions):
+    """Write weights for Hugging Face, adapters for peft, or all state for FSDP2 or DeepSpeed."""
+
+    out: Path = arg("the new folder", "FOLDER")
+    format: str = arg(
+        "dcp: torch.distributed.checkpoint, which FSDP2 loads; weights alone for huggingface",
         default="huggingface",
-        help="dcp: torch.distributed.checkpoint, which FSDP2 loads; weights alone for huggingface (huggingface)",
+        choices=("huggingface", "dcp", "deepspeed-universal"),
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32", "float16"),
-        help="huggingface: of every tensor (that of the weights that training started from, else bfloat16)",
+    dtype: str | None = arg(
+        "huggingface: of every tensor (that of the weights that training started from, else bfloat16)", choices=DTYPES
     )
-    parser.add_argument(
-        "--names", choices=("huggingface", "shardwise"), help="other formats: whose names parameters have (huggingface)"
+    names: str | None = arg(
+        "other formats: whose names parameters have (huggingface)", choices=("huggingface", "shardwise")
     )
-    parser.add_argument("--weights-only", action="store_true", help="dcp: leave the optimizer's state out")
+    weights_only: bool = arg("dcp: leave the optimizer's state out")
+
+    def run(self) -> int:
+        from shardwise.checkpoint import find
+        from shardwise.checkpoint.resharding import model_of as model_in
+
+        if self.format != "huggingface":
+            return _export_foreign(self)
+        if self.names or self.weights_only:
+            raise UserError("a Hugging Face folder has weights by its own names: leave out --names and --weights-only")
+
+        from shardwise.checkpoint.huggingface import dtype_of, export, export_adapters
+
+        checkpoint = find(self.checkpoint)
+        step = checkpoint.manifest.step
+        if model_in(checkpoint).lora:
+            made = export_adapters(checkpoint, self.out)
+            what = f"peft's adapters of step {step}, {made.tensors} tensors"
+            return _written(self, made, what, {"step": step, "dtype": "float32", "files": made.files})
+        dtype = dtype_of(checkpoint, self.dtype)
+        made = export(checkpoint, self.out, dtype)
+        what = f"the weights of step {step}, {made.tensors} tensors in {dtype}"
+        notes = [] if "tokenizer.json" in made.files else ["without a tokenizer: the run's own tokenizer is gone"]
+        return _written(self, made, what, {"step": step, "dtype": dtype, "files": made.files}, *notes)
 
 
-def _import_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the other trainer's checkpoint")
-    parser.add_argument("--format", choices=("auto", "dcp", "deepspeed"), default="auto", help="its format (auto)")
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="a name of the catalog, a config.json, or the folder that holds one",
-    )
-    parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the new checkpoint's folder")
-    parser.add_argument("--weights-only", action="store_true", help="leave the optimizer's state out")
-    group = parser.add_argument_group("for train --resume", "settings that the other trainer's checkpoint lacks")
-    group.add_argument("--data", metavar="SOURCE", help="file, folder, saved dataset, or stdlib")
-    group.add_argument("--tokenizer", metavar="FILE", help="the model's tokenizer.json")
-    group.add_argument("--seq", type=length_of, metavar="N", help="tokens per sequence")
-    group.add_argument("--batch", type=int, metavar="N", help="sequences per step (DeepSpeed's own)")
+@dataclass
+class MergeAdapters(CommandOptions):
+    """Add low-rank adapters to their weights, as a Hugging Face folder."""
+
+    adapters: Path = word("a run, a checkpoint, or a folder of peft's", "ADAPTERS")
+    base: Path | None = arg("their weights, if these are elsewhere by now", "FOLDER")
+    out: Path = arg("the new folder", "FOLDER")
+    dtype: str | None = arg("of every tensor (that of their weights)", choices=DTYPES)
+
+    def run(self) -> int:
+        from shardwise.checkpoint import find
+        from shardwise.checkpoint.huggingface import merge, merge_checkpoint
+
+        if (self.adapters / "adapter_config.json").exists():
+            made = merge(self.adapters, self.out, self.base, self.dtype)
+        else:
+            made = merge_checkpoint(find(self.adapters), self.out, self.base, self.dtype)
+        what = f"merged weights, {made.tensors} tensors in {made.dtype}"
+        return _written(self, made, what, {"dtype": made.dtype, "files": made.files})
 
 
-def _inspect(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint import find
+@dataclass
+class ResumeOptions(CommandOptions):
+    """Settings for `train --resume` that another trainer's checkpoint lacks."""
 
-    checkpoint = find(args.checkpoint)
-    tensors = {name: {"shape": spec.shape, "dtype": spec.dtype} for name, spec in checkpoint.tensors.items()}
-    return print_result(args, {**_summary(checkpoint), "tensors": tensors}, _contents(checkpoint, args.tensors))
+    title = "for train --resume: settings that the other trainer's checkpoint lacks"
+    data: str | None = arg("file, folder, saved dataset, or stdlib", "SOURCE", needs="tokenizer seq")
+    tokenizer: str | None = arg("the model's tokenizer.json", "FILE", needs="data seq")
+    seq: int | None = arg("tokens per sequence", "N", tokens=True, needs="data tokenizer")
+    batch: int | None = arg("sequences per step (DeepSpeed's own)", "N", needs="data tokenizer seq")
+
+
+@dataclass
+class ImportCheckpoint(ResumeOptions):
+    """Convert another trainer's checkpoint (FSDP2, DeepSpeed)."""
+
+    folder: Path = word("the other trainer's checkpoint", "FOLDER")
+    format: str = arg("its format", default="auto", choices=("auto", "dcp", "deepspeed"))
+    model: str = arg("a name of the catalog, a config.json, or the folder that holds one", "MODEL")
+    set: tuple[str, ...] = arg("change the model", "FIELD=VALUE,...", ())
+    out: Path = arg("the new checkpoint's folder", "FOLDER")
+    weights_only: bool = arg("leave the optimizer's state out")
+
+    def run(self) -> int:
+        from shardwise.checkpoint.foreign import ResumeSettings, import_checkpoint
+
+        run = None
+        if self.data is not None and self.tokenizer is not None and self.seq is not None:
+            run = ResumeSettings(self.data, self.tokenizer, self.seq, self.batch)
+        manifest = import_checkpoint(
+            self.folder, self.out, model_of(self), format=self.format, weights_only=self.weights_only, run=run
+        )
+        for line in _differences_of_import(manifest):
+            print(f"shardwise: warning: {line}", file=sys.stderr)
+        _warn_of_nonfinite(manifest.nonfinite, len(manifest.tensors), self.out)
+        size = format_bytes(manifest.nbytes)
+        lines = [f"wrote {self.out}: {len(manifest.tensors)} tensors after {manifest.step} steps, {size}"]
+        if run is not None:
+            lines.append(f"resume with: shardwise train --resume {self.out} --layout LAYOUT --steps N --out RUN")
+        else:
+            lines.append(f"its weights for train --weights: shardwise checkpoint export {self.out} --out FOLDER")
+        data = {"checkpoint": str(self.out), "imported": manifest.about["imported"], **_counts(manifest)}
+        return print_result(self, data, lines)
 
 
 def _contents(checkpoint: Checkpoint, tensors: bool) -> Iterator[Renderable]:
@@ -119,20 +227,6 @@ def _contents(checkpoint: Checkpoint, tensors: bool) -> Iterator[Renderable]:
         yield from ("", table)
 
 
-def _verify(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint import DamagedError, find, with_older
-
-    checkpoint = find(args.checkpoint)
-    try:
-        nonfinite = checkpoint.verify()
-    except DamagedError as error:
-        raise with_older(error, checkpoint.folder) from None
-    lines = [*_lines(checkpoint), "", "every checksum is correct"]
-    _warn_of_nonfinite(nonfinite, len(checkpoint.tensors), checkpoint.folder)
-    print_result(args, {**_summary(checkpoint), "whole": True, "nonfinite": nonfinite}, lines)
-    return 1 if nonfinite else 0
-
-
 def _warn_of_nonfinite(names: Sequence[str], count: int, where: Path) -> None:
     """Say that some of `count` tensors are not finite."""
     if names:
@@ -140,84 +234,7 @@ def _warn_of_nonfinite(names: Sequence[str], count: int, where: Path) -> None:
         print(f"shardwise: warning: {_plain(line)}", file=sys.stderr)
 
 
-def _reshard(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint import find, reshard
-
-    layout = Layout.parse(args.layout)
-    manifest = reshard(find(args.checkpoint), args.out, layout)
-    count = len(manifest.parts)
-    files = f"{count} file{'s' * (count != 1)}, {format_bytes(manifest.nbytes)}"
-    line = f"wrote {args.out}: step {manifest.step} under {layout}, {files}"
-    _warn_of_nonfinite(manifest.nonfinite, len(manifest.tensors), args.out)
-    return print_result(args, {"checkpoint": str(args.out), "layout": str(layout), **_counts(manifest)}, [line])
-
-
-def _import(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint.foreign import ResumeSettings, import_checkpoint
-
-    settings = {name: getattr(args, name) for name in ("data", "tokenizer", "seq")}
-    missing = [f"--{name}" for name, value in settings.items() if value is None]
-    run = None
-    if len(missing) < len(settings) or args.batch is not None:
-        if missing:
-            raise UserError(f"for train --resume the new checkpoint needs {', '.join(missing)} as well")
-        run = ResumeSettings(**settings, batch=args.batch)
-    manifest = import_checkpoint(
-        args.folder, args.out, model_of(args), format=args.format, weights_only=args.weights_only, run=run
-    )
-    for line in _differences_of_import(manifest):
-        print(f"shardwise: warning: {line}", file=sys.stderr)
-    _warn_of_nonfinite(manifest.nonfinite, len(manifest.tensors), args.out)
-    size = format_bytes(manifest.nbytes)
-    lines = [f"wrote {args.out}: {len(manifest.tensors)} tensors after {manifest.step} steps, {size}"]
-    if run is not None:
-        lines.append(f"resume with: shardwise train --resume {args.out} --layout LAYOUT --steps N --out RUN")
-    else:
-        lines.append(f"its weights for train --weights: shardwise checkpoint export {args.out} --out FOLDER")
-    data = {"checkpoint": str(args.out), "imported": manifest.about["imported"], **_counts(manifest)}
-    return print_result(args, data, lines)
-
-
-def _diff(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint import diff, find
-
-    a, b = find(args.a), find(args.b)
-    result = diff(a, b)
-    differences = [asdict(d) | {"largest": _number(d.largest)} for d in result]
-    data = {"a": str(a.folder), "b": str(b.folder), "equal": not result, "differences": differences}
-    print_result(args, data, _differences(result, a, b))
-    return 1 if result else 0
-
-
-def _export(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint import find
-    from shardwise.checkpoint.resharding import model_of as model_in
-
-    if args.format != "huggingface":
-        return _export_foreign(args)
-    if args.names or args.weights_only:
-        raise UserError("a Hugging Face folder has weights by its own names: leave out --names and --weights-only")
-
-    from shardwise.checkpoint.huggingface import dtype_of, export, export_adapters
-
-    checkpoint = find(args.checkpoint)
-    if model_in(checkpoint).lora:
-        return _export_adapters(args, checkpoint, export_adapters(checkpoint, args.out))
-    dtype = dtype_of(checkpoint, args.dtype)
-    made = export(checkpoint, args.out, dtype)
-    _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
-    what = f"{made.tensors} tensors in {dtype}, {format_bytes(made.nbytes)}"
-    lines = [f"wrote {made.folder}: the weights of step {checkpoint.manifest.step}, {what}"]
-    if "tokenizer.json" not in made.files:
-        lines.append("without a tokenizer: the run's own tokenizer is gone")
-    data = {
-        "folder": str(made.folder), "step": checkpoint.manifest.step, "dtype": dtype, "files": made.files,
-        "tensors": made.tensors, "bytes": made.nbytes, "nonfinite": made.nonfinite,
-    }  # fmt: skip
-    return print_result(args, data, lines)
-
-
-def _export_foreign(args: argparse.Namespace) -> int:
+def _export_foreign(args: ExportCheckpoint) -> int:
     from shardwise.checkpoint import find
     from shardwise.checkpoint.foreign import export_foreign
 
@@ -225,38 +242,18 @@ def _export_foreign(args: argparse.Namespace) -> int:
         raise UserError(f"--format {args.format} keeps every element's bits: leave out --dtype")
     checkpoint, names = find(args.checkpoint), args.names or "huggingface"
     made = export_foreign(checkpoint, args.out, args.format, names=names, weights_only=args.weights_only)
-    _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
     state = "weights" if args.weights_only else "weights and AdamW's state"
-    data = {
-        "folder": str(made.folder), "step": checkpoint.manifest.step, "format": args.format, "names": names,
-        "weights_only": args.weights_only, "tensors": made.tensors, "bytes": made.nbytes, "nonfinite": made.nonfinite,
-    }  # fmt: skip
-    line = f"wrote {made.folder}: {state} of step {checkpoint.manifest.step}, {made.tensors} tensors"
-    return print_result(args, data, [f"{line}, {format_bytes(made.nbytes)}"])
-
-
-def _export_adapters(args: argparse.Namespace, checkpoint: Checkpoint, made: Exported) -> int:
     step = checkpoint.manifest.step
+    more = {"step": step, "format": args.format, "names": names, "weights_only": args.weights_only}
+    return _written(args, made, f"{state} of step {step}, {made.tensors} tensors", more)
+
+
+def _written(args: CommandOptions, made: Any, what: str, more: dict[str, Any], *notes: str) -> int:
+    """Print what an export or a merge has written, and warn of elements that are not finite."""
     _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
-    line = f"wrote {made.folder}: peft's adapters of step {step}, {made.tensors} tensors, {format_bytes(made.nbytes)}"
-    data = {"folder": str(made.folder), "step": step, "dtype": "float32", "files": made.files,
-            "tensors": made.tensors, "bytes": made.nbytes, "nonfinite": made.nonfinite}  # fmt: skip
-    return print_result(args, data, [line])
-
-
-def _merge(args: argparse.Namespace) -> int:
-    from shardwise.checkpoint import find
-    from shardwise.checkpoint.huggingface import merge, merge_checkpoint
-
-    if (args.adapters / "adapter_config.json").exists():
-        made = merge(args.adapters, args.out, args.base, args.dtype)
-    else:
-        made = merge_checkpoint(find(args.adapters), args.out, args.base, args.dtype)
-    _warn_of_nonfinite(made.nonfinite, made.tensors, made.folder)
-    line = f"wrote {made.folder}: merged weights, {made.tensors} tensors in {made.dtype}, {format_bytes(made.nbytes)}"
-    data = {"folder": str(made.folder), "dtype": made.dtype, "files": made.files, "tensors": made.tensors,
-            "bytes": made.nbytes, "nonfinite": made.nonfinite}  # fmt: skip
-    return print_result(args, data, [line])
+    counts = {"tensors": made.tensors, "bytes": made.nbytes, "nonfinite": made.nonfinite}
+    line = f"wrote {made.folder}: {what}, {format_bytes(made.nbytes)}"
+    return print_result(args, {"folder": str(made.folder), **more, **counts}, [line, *notes])
 
 
 def _differences(differences: list[TensorDifference], a: Checkpoint, b: Checkpoint) -> Iterator[Renderable]:
@@ -321,3 +318,9 @@ def _lines(checkpoint: Checkpoint) -> list[str]:
 def _plain(text: str) -> str:
     """Text from a file without what would steer a terminal."""
     return "".join(c if c.isprintable() else "?" for c in str(text))
+
+
+ACTIONS = {
+    "inspect": InspectCheckpoint, "verify": VerifyCheckpoint, "reshard": ReshardCheckpoint, "diff": DiffCheckpoints,
+    "export": ExportCheckpoint, "merge": MergeAdapters, "import": ImportCheckpoint,
+}  # fmt: skip

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.quantities import bytes_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -20,50 +21,51 @@ VARIABLE = "SHARDWISE_CLUSTER"
 """Names the cluster where --cluster is left out."""
 
 
-def add_cluster(
-    parser: argparse.ArgumentParser, required: bool = False, host: bool = True, network: bool = True
-) -> None:
-    """Add --cluster and, with `host`, --host-memory, with `network`, --network."""
-    parser.add_argument(
-        "--cluster",
-        metavar="TEXT",
-        required=required and not os.environ.get(VARIABLE),
-        help=f"[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file ({VARIABLE})",
+NETWORK = arg(
+    "links between nodes: 100Gb (of a node), 8x400Gb, NDR, RoCE 400Gb, EFA (the device's usual network)", "TEXT"
+)
+
+
+@dataclass
+class WhereOptions(CommandOptions):
+    """The cluster."""
+
+    cluster: str | None = arg(f"[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file ({VARIABLE})", "TEXT")
+
+
+@dataclass
+class NetworkOptions(WhereOptions):
+    """The cluster, and its network."""
+
+    network: str | None = NETWORK
+
+
+@dataclass
+class HostOptions(WhereOptions):
+    """The cluster, and memory of its hosts."""
+
+    host_memory: int | None = arg(
+        "memory of each node's host for offloaded state, such as 128GB", "SIZE", read=bytes_of
     )
-    if network:
-        add_network(parser)
-    if not host:
-        return
-    parser.add_argument(
-        "--host-memory", metavar="SIZE", help="memory of each node's host for offloaded state, such as 128GB"
-    )
 
 
-def add_network(parser: argparse._ActionsContainer, action: Any = "store") -> None:
-    """Add --network. action: of argparse."""
-    parser.add_argument(
-        "--network",
-        metavar="TEXT",
-        action=action,
-        help="links between nodes: 100Gb (of a node), 8x400Gb, NDR, RoCE 400Gb, EFA (the device's usual network)",
-    )
-
-
-def usual_cluster(args: argparse.Namespace) -> None:
+def usual_cluster(args: Any) -> None:
     """Let the environment name a cluster that was left out."""
     if args.cluster is None:
         args.cluster = os.environ.get(VARIABLE) or None
 
 
-def cluster_of(args: argparse.Namespace) -> Cluster:
+def cluster_of(args: Any) -> Cluster:
     """The cluster of --cluster, or of the environment, with --network and --host-memory. Raises `UserError`."""
     usual_cluster(args)
+    if args.cluster is None:
+        raise UserError(f"the cluster is missing: give --cluster, such as 8xH100, or set {VARIABLE}")
     cluster = Cluster.parse(args.cluster)
     if getattr(args, "network", None) is not None:
         cluster = cluster.with_network(args.network)
     if getattr(args, "host_memory", None) is None:
         return cluster
-    return cluster.with_host_memory(bytes_of("--host-memory", args.host_memory))
+    return cluster.with_host_memory(args.host_memory)
 
 
 def check_name(file: Path | None) -> None:

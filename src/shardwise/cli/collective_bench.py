@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
 import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.output import print_result
+from shardwise.cli.quantities import bytes_of
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.report.table import plain_table
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_time
@@ -24,25 +26,32 @@ MOST_RANKS = 64
 _TIMEOUT = 60.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All but the names of collective and algorithm."""
-    parser.add_argument("--all", action="store_true", help="every collective")
-    parser.add_argument("--ranks", type=int, required=True, metavar="P", help="processes to start on this host")
-    parser.add_argument("--transport", choices=("shared", "sends", "both"), default="both", help="(both)")
-    parser.add_argument("--sizes", default=SIZES, metavar="SIZE,...", help=f"of the full tensor ({SIZES})")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="how often each has its turn (7)")
-    parser.add_argument(
-        "--limit", type=float, default=600.0, metavar="SECONDS", help="start nothing new after it (600)"
-    )
-    parser.add_argument("--cluster", metavar="TEXT", help="predict for it, too: such as 2xA100, or a TOML file")
+def sizes_of(option: str, text: str) -> list[int]:
+    """Sizes in bytes: 1KB,64MB. Raises `UserError`."""
+    sizes = [bytes_of(option, word) for word in text.split(",")]
+    if min(sizes) < 1:
+        raise UserError(f"{option} {text}: give sizes of at least one byte")
+    return sizes
 
 
-def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int]) -> int:
-    """Measure these algorithms at these sizes in bytes, and print it. Raises `UserError`, `RunFailed` when a rank dies,
-    and `KeyboardInterrupt`, with what was measured until then printed."""
-    check(args, sizes)
+@dataclass
+class BenchOptions(CommandOptions):
+    """A measurement, and what it is compared with."""
+
+    ranks: int = arg("processes to start on this host", "P")
+    transport: str = arg(default="both", choices=("shared", "sends", "both"))
+    sizes: list[int] = arg("of the full tensor", "SIZE,...", SIZES, read=sizes_of)
+    rounds: int = arg("how often each has its turn", "N", 7, positive=True)
+    limit: float = arg("start nothing new after it", "SECONDS", 600.0, positive=True)
+    cluster: str | None = arg("predict for it, too: such as 2xA100, or a TOML file", "TEXT")
+
+
+def run(args: BenchOptions, algorithms: list[Algorithm]) -> int:
+    """Measure these algorithms, and print it. Raises `UserError`, `RunFailed` when a rank dies, and
+    `KeyboardInterrupt`, with what was measured until then printed."""
+    check(args.ranks, args.sizes)
     network = _network(args)
-    measurement, failure = measure(args, algorithms, sizes)
+    measurement, failure = measure(args, algorithms, args.sizes, args.limit)
     result = {
         "ranks": args.ranks,
         "dtype": "float32",
@@ -59,29 +68,23 @@ def run(args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int])
     return 0
 
 
-def check(args: argparse.Namespace, sizes: list[int]) -> None:
-    """Raise `UserError` without torch, for ranks, rounds or a limit that make no sense, and for sizes in bytes of which
+def check(ranks: int, sizes: list[int]) -> None:
+    """Raise `UserError` without torch, for a number of ranks that cannot be measured, and for sizes in bytes of which
     this host cannot hold one on each rank."""
     from shardwise.cluster.catalog import lookup
 
     require("measuring", "torch")
-    if not 1 < args.ranks <= MOST_RANKS:
-        raise UserError(f"--ranks {args.ranks}: between 2 and {MOST_RANKS} can be measured on one host")
-    if args.rounds < 1:
-        raise UserError(f"--rounds must be a positive integer, not {args.rounds}")
-    if not args.limit > 0:
-        raise UserError(f"--limit must be a positive number of seconds, not {args.limit:g}")
-    if min(sizes) < 1:
-        raise UserError(f"--sizes {args.sizes}: give sizes of at least one byte")
+    if not 1 < ranks <= MOST_RANKS:
+        raise UserError(f"--ranks {ranks}: between 2 and {MOST_RANKS} can be measured on one host")
     room, largest = lookup("CPU").device.memory_bytes, max(sizes)
-    if room is not None and args.ranks * largest > room:
+    if room is not None and ranks * largest > room:
         raise UserError(
-            f"--sizes {args.sizes}: {format_bytes(largest)} on each of {args.ranks} ranks are more than this machine's "
+            f"--sizes: {format_bytes(largest)} on each of {ranks} ranks are more than this machine's "
             f"{format_bytes(room)}"
         )
 
 
-def _network(args: argparse.Namespace) -> Network | None:
+def _network(args: BenchOptions) -> Network | None:
     if args.cluster is None:
         return None
     from shardwise.cluster import Cluster
@@ -98,9 +101,10 @@ def cores() -> set[int]:
 
 
 def measure(
-    args: argparse.Namespace, algorithms: list[Algorithm], sizes: list[int]
+    args: Any, algorithms: list[Algorithm], sizes: list[int], limit: float, settled: float = 0.0
 ) -> tuple[dict[str, Any], BaseException | None]:
-    """(what the ranks wrote, how it ended if not well). Raises where there is nothing."""
+    """(what the ranks wrote, how it ended if not well). limit: seconds after which nothing new is started; settled:
+    share by which the two quickest rounds of a call may differ to end its rounds. Raises where there is nothing."""
     from shardwise.runtime.measure.job import measured
 
     def job(out: str) -> dict[str, Any]:
@@ -109,8 +113,8 @@ def measure(
             "sizes": sizes,
             "transports": ["shared", "sends"] if args.transport == "both" else [args.transport],
             "rounds": args.rounds,
-            "limit": args.limit,
-            "settled": getattr(args, "settled", 0.0),
+            "limit": limit,
+            "settled": settled,
             "timeout": _TIMEOUT,
             "out": out,
         }

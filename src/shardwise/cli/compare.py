@@ -9,12 +9,13 @@ Two predictions (`estimate --json > a.json`) need not be equal: they are shown s
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.declare import CommandOptions, word
 from shardwise.cli.output import print_json, print_result, show
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.report import StepReport, compare
 from shardwise.report.predictions import are_predictions, prediction_tables, predictions_json
 from shardwise.report.run_directory import RunDirectory
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from shardwise.layout.recorded_run import RecordedRun
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", type=Path, help="a report file, or a run directory")
-    parser.add_argument("b", metavar="B", type=Path, nargs="?", help="another one; left out if A is a run directory")
+@dataclass
+class CompareOptions(CommandOptions):
+    a: Path = word("a report file, or a run directory", "A")
+    b: Path | None = word("another one; left out if A is a run directory", "B")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: CompareOptions) -> int:
     if args.b is None:
         if args.a.is_file():
             raise UserError(f"{args.a} is one report; name the report or run directory to compare it with")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,9 @@ from fractions import Fraction
 from functools import partial
 from itertools import chain
 from statistics import median
+from typing import Any
 
+from shardwise.cli.declare import changed
 from shardwise.cli.engine import job_of
 from shardwise.codec import Json
 from shardwise.layout import Layout, Mesh
@@ -63,16 +64,15 @@ class Here(Json):
     """Of the fullest rank, before the last tokens."""
 
 
-def measure(args: argparse.Namespace, layouts: Sequence[Layout], prompts: Sequence[Sequence[int]], output: int,
+def measure(args: Any, layouts: Sequence[Layout], prompts: Sequence[Sequence[int]], output: int,
             echo: Callable[[str], object]) -> list[Here]:  # fmt: skip
     """Run each layout on the weights in `args.model`. Raises `UserError`, and `RunFailed` when a rank dies."""
     jobs = []
     for layout in layouts:
         # One prompt is every rank's under weight gathering; several are shared out.
         same = layout.stage == 3 and len(prompts) == 1
-        params = vars(args) | {"layout": str(layout), "prompts": "same" if same else None, "precision": None}
-        params["batch"] = max(len(prompts), args.batch or 1)
-        jobs.append(job_of(argparse.Namespace(**params)))
+        prompts_of, batch = "same" if same else None, max(len(prompts), args.batch or 1)
+        jobs.append(job_of(changed(args, layout=str(layout), prompts=prompts_of, precision=None, batch=batch)))
         check_generation(layout, jobs[-1].model)
     return [_run(job, prompts, output, echo) for job in jobs]
 

@@ -13,8 +13,10 @@ import argparse
 from collections.abc import Iterator
 
 from shardwise.cli.commands import COMMANDS
+from shardwise.cli.declare import CommandOptions, parser_of, word
 from shardwise.cli.output import print_json
 from shardwise.model.catalog import catalog
+from shardwise.records import dataclass
 
 SHELLS = ("bash", "zsh")
 
@@ -48,11 +50,12 @@ _HEADS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="bash or zsh")
+@dataclass
+class CompletionOptions(CommandOptions):
+    shell: str = word("bash or zsh", choices=SHELLS)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: CompletionOptions) -> int:
     text = script(args.shell)
     if args.json:
         print_json({"shell": args.shell, "script": text})
@@ -79,8 +82,6 @@ def script(shell: str) -> str:
 
 def _places() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """(words, parser) of every command and every action."""
-    from shardwise.cli.main import parser_of
-
     for name in COMMANDS:
         parser = parser_of(name)
         yield name, parser

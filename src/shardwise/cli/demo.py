@@ -7,13 +7,14 @@ other layouts.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.output import print_json, show
+from shardwise.records import dataclass
 from shardwise.report.tables import comparison_tables, zero_table
 from shardwise.report.terminal import Renderable
 
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     from shardwise.demo import ResumedRun, Tour
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="DIR", help="run directory, new or empty (runs/demo-N)")
+@dataclass
+class DemoOptions(CommandOptions):
+    out: Path | None = arg("run directory, new or empty (runs/demo-N)", "DIR")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: DemoOptions) -> int:
     from shardwise import demo
     from shardwise.runtime.installed import require
 

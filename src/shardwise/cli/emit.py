@@ -8,16 +8,14 @@ file back.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.cli.clusters import add_cluster, cluster_of
-from shardwise.cli.flags import add_flags, given
-from shardwise.cli.models import add_offline
+from shardwise.cli.clusters import HostOptions, cluster_of
+from shardwise.cli.declare import HIDDEN, arg, borrow, changed, given, leave_out, word
+from shardwise.cli.models import OfflineOptions
 from shardwise.cli.output import print_json
 from shardwise.cli.plan_emit import source_of
-from shardwise.cli.quantities import length_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
@@ -30,49 +28,44 @@ from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
 from shardwise.model.hub import hub_models
+from shardwise.records import dataclass
 from shardwise.report.units import format_bytes
 
 SERVING = ("prompt", "output", "concurrency")
-JOB = ("name", "time", "sbatch", "setup", "logs")
+JOB = "name time sbatch setup logs"
 """Options of --slurm."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a name of the catalog, a config.json, or its folder")
-    parser.add_argument("--layout", metavar="TEXT", help="how the model is split, such as tp=8,dp=8,zero=1")
-    parser.add_argument("--model", dest="former", help=argparse.SUPPRESS)
-    parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
-    add_offline(parser)
-    parser.add_argument("--for", dest="engine", metavar="ENGINE", required=True, help="the engine: megatron, "
-                        "torchtitan, deepspeed, accelerate, transformers, ddp, fsdp2, torchrun, vllm, "
-                        "sglang")  # fmt: skip
-    parser.add_argument("--engine-version", metavar="V", default="", help="version of the engine, where names changed")
-    add_cluster(parser, network=False)
-    add_flags(parser, Workload, "seq", "batch", "optimizer")
-    parser.add_argument("--prompt", type=length_of, metavar="N", help="servers: tokens of a prompt")
-    parser.add_argument("--output", type=length_of, metavar="N", help="servers: tokens of an answer")
-    parser.add_argument("--concurrency", type=int, metavar="N", help="servers: clients at the same time")
-    parser.add_argument("--weights", metavar="NAME", help="the model's folder or hub name, as the engine loads it")
-    parser.add_argument("--out", metavar="FILE", help="write the file here instead of to standard output")
-    parser.add_argument("--slurm", action="store_true", help="write a SLURM job that runs it, too: --out, or "
-                        "shardwise.sbatch")  # fmt: skip
-    add_flags(parser, JobOptions, *JOB)
+@dataclass
+class EmitOptions(HostOptions, OfflineOptions):
+    borrowed = borrow((Workload, "seq batch optimizer"), (JobOptions, JOB))
+    model: str = word("a name of the catalog, a config.json, or its folder", "MODEL")
+    layout: str | None = arg("how the model is split, such as tp=8,dp=8,zero=1", "TEXT")
+    former: str | None = arg(HIDDEN, flag="--model")
+    set: tuple[str, ...] = arg("change the model", "FIELD=VALUE,...", ())
+    engine: str = arg(
+        "the engine: megatron, torchtitan, deepspeed, accelerate, transformers, ddp, fsdp2, torchrun, vllm, sglang",
+        "ENGINE",
+        flag="--for",
+    )
+    engine_version: str = arg("version of the engine, where names changed", "V", "")
+    prompt: int | None = arg("servers: tokens of a prompt", "N", positive=True, tokens=True)
+    output: int | None = arg("servers: tokens of an answer", "N", positive=True, tokens=True)
+    concurrency: int | None = arg("servers: clients at the same time", "N", positive=True)
+    weights: str | None = arg("the model's folder or hub name, as the engine loads it", "NAME")
+    out: str | None = arg("write the file here instead of to standard output", "FILE")
+    slurm: bool = arg("write a SLURM job that runs it, too: --out, or shardwise.sbatch", needs="cluster")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: EmitOptions) -> int:
     if args.former is not None:
         # The former order, emit LAYOUT --model MODEL.
         args.model, args.layout = args.former, args.model
     if args.layout is None:
         raise UserError("emit needs --layout, such as tp=8,dp=8,zero=1; plan --emit finds one")
-    for name in ("seq", "batch", *SERVING):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f"--{name} must be a positive integer")
     writer = writer_for(args.engine)
-    if args.slurm and not args.cluster:
-        raise UserError("--slurm needs --cluster: nodes and devices of the job, such as 2x8xH100")
-    if not args.slurm and (options := given(args, JobOptions)):
-        raise UserError(f"--{next(iter(options))} is for --slurm: add it, or leave that out")
+    if not args.slurm:
+        leave_out(args, JOB, "is for --slurm: add it, or leave that out")
     if args.set and writer.loads_model:
         raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
     named = resolve(args.model, stored=writer.serves)
@@ -102,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     return _show_job(args, file, request.cluster) if args.slurm else _show_file(args, file)
 
 
-def _show_job(args: argparse.Namespace, file: EngineFile, cluster: Cluster | None) -> int:
+def _show_job(args: EmitOptions, file: EngineFile, cluster: Cluster | None) -> int:
     """Write the job that runs the file, and the file, unless the job has its command."""
     from shardwise.cli.launch import show_job
 
@@ -116,8 +109,7 @@ def _show_job(args: argparse.Namespace, file: EngineFile, cluster: Cluster | Non
     if not file.file.endswith(".sh"):
         with os_errors(f"write {file.file}"):
             Path(file.file).write_text(file.text, encoding="utf-8")
-    args.submit = False
-    code = show_job(args, job, write_job("slurm", job))
+    code = show_job(changed(args, submit=False), job, write_job("slurm", job))
     if not args.json:
         print("".join(f"  {line}\n" for line in file.comments), end="")
     return code
@@ -153,19 +145,19 @@ def _too_large(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -> s
     )
 
 
-def _served_of(args: argparse.Namespace, serves: bool) -> ServerSettings | None:
+def _served_of(args: EmitOptions, serves: bool) -> ServerSettings | None:
     """A server's numbers; None for training. Raises `UserError` for one of the three without the others."""
     missing = [f"--{name}" for name in SERVING if getattr(args, name) is None]
     if len(missing) == len(SERVING):
         return ServerSettings() if serves else None
-    if missing:
+    if args.prompt is None or args.output is None or args.concurrency is None:
         raise UserError(f"a server needs {', '.join(missing)}, too")
     # Each replica takes its share of the clients.
-    share = -(-args.concurrency // Layout.parse(args.layout).dp)
+    share = -(-args.concurrency // Layout.parse(args.layout or "").dp)
     return ServerSettings(length=args.prompt + args.output, sequences=share, tokens=PREFILL_TOKENS)
 
 
-def _show_file(args: argparse.Namespace, file: EngineFile) -> int:
+def _show_file(args: EmitOptions, file: EngineFile) -> int:
     """Print the file, or write it to --out; with --json all about it."""
     if args.out:
         with os_errors(f"write {args.out}"):

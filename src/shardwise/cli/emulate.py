@@ -5,7 +5,6 @@ The engine runs as it does for a prompt; only a stage's arithmetic is replaced b
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -26,19 +25,12 @@ ROUNDS = 5
 """Times that the prompt is read, after one that is not counted."""
 
 
-def add_argument(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--pretend", dest="emulate", help=argparse.SUPPRESS)
-    group.add_argument("--emulate", metavar="TIME", help="instead of generating: every stage of a pipeline waits TIME "
-                       "(20ms) for a chunk in place of its arithmetic; prints the bubble of the prompt (of a whole "
-                       "context where none is given) as measured and as simulated")  # fmt: skip
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Any) -> int:
     from shardwise.runtime.job.locks import temporary_folder
     from shardwise.schedule.pipeline.times import seconds_of
     from shardwise.serving import recording
 
-    seconds = seconds_of(args.emulate)
+    seconds = seconds_of(args.emulate or "")
     _check(args, seconds)
     with temporary_folder() as notes:
         job = job_of(args, str(notes))
@@ -53,25 +45,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace, seconds: float) -> None:
+def _check(args: Any, seconds: float) -> None:
     """Raise `UserError` for options of computations, which emulation replaces."""
     if not seconds > 0:
         raise UserError(f"--emulate {args.emulate}: give the time of a chunk, such as 20ms")
     if len(args.prompt) + len(args.prompt_file) + len(args.tokens) > 1:
         raise UserError("--emulate reads one prompt: give one, or none for a whole context")
-    unused = {
-        "--report": args.report,
-        "--max-new-tokens": args.max_tokens,
-        "--batch": args.batch,
-        "--cache": args.cache,
-    }
-    if wrong := [name for name, value in unused.items() if value is not None]:
-        raise UserError(f"--emulate reads a prompt and generates nothing: leave {wrong[0]} out")
     if args.device not in (None, "cpu"):
         raise UserError("--emulate needs no GPU: leave --device out")
 
 
-def _prompt(args: argparse.Namespace, job: ServingJob) -> list[int]:
+def _prompt(args: Any, job: ServingJob) -> list[int]:
     if args.prompt or args.prompt_file or args.tokens:
         ((prompt,), _) = read_prompts(args)
         return prompt

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.flags import add_flags, given
+from shardwise.cli.declare import CommandOptions, arg, borrow, given
 from shardwise.cli.gpus import cuda_memory
 from shardwise.cli.quantities import bytes_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout
+from shardwise.records import dataclass
 from shardwise.serving.job import ServingJob, weights_in
 
 if TYPE_CHECKING:
     from shardwise.predict.memory.serving import MemoryFit
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Options of the engine itself."""
-    group = parser.add_argument_group("the engine")
-    group.add_argument("--layout", metavar="TEXT", default="", help="how it is split: tp=2, pp=2, dp=2,zero=3 (dp=1)")
-    group.add_argument("--precision", choices=("bf16", "fp32", "fp64"), help="in place of the layout's (bf16)")
-    add_flags(group, ServingJob, "quantize", "context")
-    group.add_argument("--cache", metavar="SIZE", help="of keys and values on each rank, such as 1GiB (as batch and "
-                       "context need)")  # fmt: skip
-    add_flags(group, ServingJob, "batch", "chunk", "reuse", "prompts", "transport", "device", "threads", "hang")
+@dataclass
+class ServingOptions(CommandOptions):
+    """The engine that serves a folder of weights."""
+
+    title = "the engine"
+    borrowed = borrow((ServingJob, "quantize context batch chunk reuse prompts transport device threads hang"))
+    layout: str = arg("how it is split: tp=2, pp=2, dp=2,zero=3 (dp=1)", "TEXT", "")
+    precision: str | None = arg("in place of the layout's (bf16)", choices=("bf16", "fp32", "fp64"))
+    cache: int | None = arg(
+        "of keys and values on each rank, such as 1GiB (as batch and context need)", "SIZE", read=bytes_of
+    )
 
 
-def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
-    """The engine that the arguments of `add_engine`, and `args.model`, describe. Raises `UserError`."""
+def job_of(args: ServingOptions, report: str | None = None) -> ServingJob:
+    """The engine that the options describe. Raises `UserError`."""
     from shardwise.predict.memory.serving import largest_page_bytes
     from shardwise.predict.serving_layout import check_generation
 
@@ -43,9 +45,9 @@ def job_of(args: argparse.Namespace, report: str | None = None) -> ServingJob:
     options = given(args, ServingJob) | {"report": report}
     if args.cache is not None:
         page = largest_page_bytes(model, layout)
-        options["pages"] = bytes_of("--cache", args.cache) // page
+        options["pages"] = args.cache // page
         if not options["pages"]:
-            raise UserError(f"--cache {args.cache} holds no page: one takes {page:,} bytes")
+            raise UserError(f"--cache holds no page: one takes {page:,} bytes, not {args.cache:,}")
     return ServingJob(model, layout, str(folder), **options)
 
 

@@ -18,7 +18,6 @@ collectives.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,11 +25,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import estimate_measure
-from shardwise.cli.clusters import add_cluster, cluster_of, usual_cluster
-from shardwise.cli.flags import add_flags
-from shardwise.cli.models import add_lora, add_model, model_of, subject_of
-from shardwise.cli.output import print_json, print_result, show, working
-from shardwise.cli.workloads import workload_of
+from shardwise.cli.clusters import HostOptions, NetworkOptions, cluster_of, usual_cluster
+from shardwise.cli.declare import arg, borrow
+from shardwise.cli.estimate_measure import MeasureOptions
+from shardwise.cli.models import LoraOptions, ModelOptions, model_of, subject_of
+from shardwise.cli.output import print_result, working
+from shardwise.cli.workloads import EngineOptions, StepOptions, engine_of, workload_of
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
@@ -39,6 +39,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
 from shardwise.predict.cluster_links import link_lines, links_line, with_links
+from shardwise.records import dataclass
 from shardwise.report.units import format_count
 from shardwise.runtime.job.slow_ranks import SlowRanks
 
@@ -47,192 +48,132 @@ if TYPE_CHECKING:
     from shardwise.report.terminal import Renderable
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, optional=True)
-    parser.add_argument("--layout", metavar="TEXT", help="how the model is split, such as tp=8,dp=8,zero=1")
-    add_cluster(parser)
-    add_flags(parser, Workload, "seq", "batch", "isolate_documents", "optimizer")
-    add_lora(parser)
-    add_flags(parser, SlowRanks, "slow", "emulate")
-    add_engine(parser)
-    parser.add_argument("--dry-run", action="store_true", help="run the training step on fake tensors; needs torch")
-    parser.add_argument("--verbose", action="store_true", help="list every collective of the step instead of sums")
-    parser.add_argument("--breakdown", action="store_true", help="show the terms behind the totals")
-    parser.add_argument("--compare", metavar="TEXT", help="another layout to compare with")
-    parser.add_argument("--links", action="store_true", help="show communication by axis and link")
-    parser.add_argument("--zero-table", metavar="N,...", help="show a table of ZeRO stages for these numbers of GPUs")
-    parser.add_argument("--params", metavar="P", help="parameters for --zero-table: 7e9, 7B, 350M")
-    estimate_measure.add_arguments(parser)
+def parameters_of(option: str, text: str) -> float:
+    """A number of parameters: 7e9, 7B, 350M. Raises `UserError`."""
+    digits, scale = text.strip(), 1.0
+    if digits[-1:].upper() in ("K", "M", "B", "T"):
+        digits, scale = digits[:-1], {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[digits[-1].upper()]
+    try:
+        params = float(digits) * scale
+    except ValueError:
+        params = math.nan
+    if not 1 <= params < math.inf:
+        raise UserError(f"{option} {text}: give a number of parameters, such as 7e9 or 7B")
+    return params
 
 
-ENGINE_FLAGS = ("engine", "precision", "recompute_modules", "recompute_layers")
-"""Flags of another engine's software."""
+def gpus_of(option: str, text: str) -> list[int]:
+    """Numbers of GPUs: 1,2,4. Raises `UserError`."""
+    try:
+        gpus = [int(word) for word in text.split(",")]
+    except ValueError:
+        gpus = []
+    if not gpus or min(gpus) < 1:
+        raise UserError(f"{option} {text}: give numbers of GPUs, such as 1,2,4,8,16")
+    return gpus
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Flags of `ENGINE_FLAGS`."""
-    parser.add_argument("--engine", metavar="NAME", help="software whose memory and time are predicted (shardwise)")
-    parser.add_argument("--precision", metavar="TYPE", help="that engine's products: fp8 or mxfp8")
-    parser.add_argument("--recompute-modules", metavar="A+B", help="modules that it recomputes: layernorm+mlp")
-    parser.add_argument("--recompute-layers", metavar="N", type=int, help="blocks of a chunk that it recomputes")
+ENGINE = "engine precision recompute_modules recompute_layers"
+"""EstimateOptions of another engine's software."""
+SLOW = "slow emulate"
 
 
-def engine_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `predict.estimate` for `ENGINE_FLAGS`, where they were given. Raises `UserError`."""
-    if all(getattr(args, name) is None for name in ENGINE_FLAGS):
-        return {}
-    from shardwise.predict.memory.engine_rows import engine_memory
-    from shardwise.predict.memory.engine_settings import EngineSettings
-    from shardwise.predict.time.profiles import engine
+@dataclass
+class EstimateOptions(
+    MeasureOptions, EngineOptions, LoraOptions, StepOptions, HostOptions, NetworkOptions, ModelOptions
+):
+    borrowed = borrow((SlowRanks, SLOW))
+    layout: str | None = arg("how the model is split, such as tp=8,dp=8,zero=1", "TEXT")
+    zero_table: list[int] | None = arg(
+        "show a table of ZeRO stages for these numbers of GPUs",
+        "N,...",
+        read=gpus_of,
+        uses="model set offline params",
+        idle="belongs to one step's estimate: leave it out with --zero-table",
+    )
+    params: float | None = arg(
+        "parameters for --zero-table: 7e9, 7B, 350M", "P", read=parameters_of, needs="zero_table", excludes="set"
+    )
+    compare: str | None = arg("another layout to compare with", "TEXT", excludes="dry_run breakdown links verbose")
+    links: bool = arg("show communication by axis and link", excludes=f"{ENGINE} {SLOW} dry_run breakdown verbose")
+    breakdown: bool = arg("show the terms behind the totals", excludes=f"{ENGINE} {SLOW} dry_run verbose")
+    dry_run: bool = arg("run the training step on fake tensors; needs torch", excludes=f"{ENGINE} {SLOW}")
+    verbose: bool = arg("list every collective of the step instead of sums")
 
-    if args.engine is not None and engine_memory(args.engine) is None:
-        engine(args.engine)
-    modules = tuple((args.recompute_modules or "").replace("+", " ").split())
-    settings = EngineSettings(args.precision or "", modules, args.recompute_layers or 0)
-    return {"engine": args.engine, "settings": settings}
+
+@dataclass
+class EstimatedStep:
+    """The step that is estimated."""
+
+    model: Model
+    layout: Layout
+    workload: Workload
+    cluster: Cluster
+    assumed: tuple[str, ...]
+    """Numbers of the workload that were not given."""
+
+    def estimate(self, **more: Any) -> StepReport:
+        """The prediction, with a note for each number that was not given. more: for `predict.estimate`."""
+        from shardwise.predict import estimate
+
+        return self.noted(estimate(*self.subject, **more))
+
+    def noted(self, report: StepReport) -> StepReport:
+        """The report with what was assumed."""
+        return replace(report, notes=(*(f"assumed: {note}" for note in self.assumed), *report.notes))
+
+    @property
+    def subject(self) -> tuple[Model, Layout, Workload, Cluster]:
+        """The step as functions of `predict` take it."""
+        return self.model, self.layout, self.workload, self.cluster
+
+    @property
+    def title(self) -> str:
+        """The step in one line."""
+        return (
+            f"{self.model.name}: {size_words(self.model)}, layout {self.layout} on {self.cluster}, "
+            f"{self.workload.batch} sequences of {self.workload.seq} tokens a step\n"
+        )
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """What was assumed, the links, and the title."""
+        return *(f"assumed: {note}" for note in self.assumed), *link_lines(self.cluster), self.title
 
 
-def run(args: argparse.Namespace) -> int:
-    return _step(args) if args.zero_table is None and args.params is None else _zero_table(args)
+def run(args: EstimateOptions) -> int:
+    if args.zero_table is not None:
+        return _zero_table(args, args.zero_table)
+    step, other = _step(args)
+    slowed = _slowed(args)
+    if args.measure:
+        return _measure(args, step)
+    if other is not None:
+        return _compare(args, step, other, slowed | engine_of(args))
+    if args.links:
+        return _links(args, step)
+    if args.breakdown:
+        return _breakdown(args, step)
+    report = _dry_run(step) if args.dry_run else step.estimate(**slowed, **engine_of(args))
+    shown = _lines(report, step, args.dry_run, args.verbose)
+    return print_result(args, lambda: report.to_json() | {"size": size_json(step.model)}, shown)
 
 
-def _step(args: argparse.Namespace) -> int:
+def _step(args: EstimateOptions) -> tuple[EstimatedStep, Layout | None]:
+    """The step, and the layout to compare with. Raises `UserError`."""
     usual_cluster(args)
     model = subject_of(args) if args.model else None
     missing = [f"--{name}" for name in ("layout", "cluster") if getattr(args, name) is None]
     if model is None or missing:
         raise UserError(f"estimate needs {', '.join(missing if args.model else ['MODEL', *missing])}")
-
-    from shardwise.predict import estimate
-
-    layout, cluster = Layout.parse(args.layout), cluster_of(args)
-    other = Layout.parse(args.compare) if args.compare is not None else layout
-    parts = math.lcm(layout.dp * layout.micro, other.dp * other.micro)
+    layout, cluster = Layout.parse(args.layout or ""), cluster_of(args)
+    other = None if args.compare is None else Layout.parse(args.compare)
+    parts = math.lcm(*(each.dp * each.micro for each in (layout, other or layout)))
     workload, assumed = workload_of(args, model, parts)
-    slowed = _slowed(args)
-    if args.measure:
-        check_alone(args, "measure", *ENGINE_FLAGS)
-        return _measure(args, model, layout, workload, cluster, assumed)
-    estimate_measure.check_unused(args)
-    if args.compare is not None:
-        from shardwise.report.predictions import prediction_tables, predictions_json
-
-        check_alone(args, "compare", "dry_run", "breakdown", "links", "verbose")
-        slowed |= engine_of(args)
-        a, b = (estimate(model, each, workload, cluster, **slowed) for each in (layout, other))
-        head = (*(f"assumed: {note}" for note in assumed), *link_lines(cluster))
-        return print_result(args, with_links(predictions_json(a, b), cluster), chain(head, prediction_tables(a, b)))
-    if args.links:
-        return _links(args, model, layout, workload, cluster, assumed)
-    if args.breakdown:
-        return _breakdown(args, model, layout, workload, cluster, assumed)
-    if args.dry_run:
-        check_alone(args, "dry_run", *ENGINE_FLAGS)
-        if slowed:
-            raise UserError("--dry-run has no times: leave out --slow and --emulate")
-        from shardwise.runtime.installed import require
-
-        if isinstance(model, Blueprint):
-            raise UserError("--dry-run needs a configuration, and a trace was observed already: leave it out")
-        require("--dry-run", "torch")
-        from shardwise.runtime.dryrun import dry_run
-
-        with working(f"dry run of {model.name}") as progress:
-            report = dry_run(model, layout, workload, cluster, progress)
-    else:
-        report = estimate(model, layout, workload, cluster, **slowed, **engine_of(args))
-    report = noted(report, assumed)
-    shown = _lines(report, model, layout, workload, cluster, args.dry_run, args.verbose)
-    return print_result(args, lambda: report.to_json() | {"size": size_json(model)}, shown)
+    return EstimatedStep(model, layout, workload, cluster, assumed), other
 
 
-def _measure(
-    args: argparse.Namespace, model: Model, layout: Layout, workload: Workload, cluster: Cluster,
-    assumed: tuple[str, ...],
-) -> int:  # fmt: skip
-    from shardwise.cli.show.measured_table import measured_lines
-
-    report, measured = estimate_measure.measured_report(args, model, layout, workload, cluster)
-    data = noted(report, assumed).to_json() | {"measured": measured.to_json()}
-    head = _head(model, layout, workload, cluster, assumed)
-    return print_result(
-        args, data, chain(head, measured_lines(report, measured, workload.batch * workload.seq), report.notes)
-    )
-
-
-def _links(
-    args: argparse.Namespace,
-    model: Model,
-    layout: Layout,
-    workload: Workload,
-    cluster: Cluster,
-    assumed: tuple[str, ...],
-) -> int:
-    from shardwise.cli.show.link_table import link_tables
-    from shardwise.predict import estimate
-    from shardwise.predict.time.link_use import link_uses
-
-    check_alone(args, "links", *ENGINE_FLAGS, "dry_run", "slow", "emulate", "breakdown", "verbose")
-    report = noted(estimate(model, layout, workload, cluster), assumed)
-    if report.time is None:
-        raise UserError(f"--links needs the time of a step, which has none on {cluster}: {'; '.join(report.notes)}")
-    uses = link_uses(model, layout, cluster, report.roles)
-    data = report.to_json() | {"links": [use.to_json() for use in uses]}
-    return print_result(
-        args, data, chain(_head(model, layout, workload, cluster, assumed), link_tables(uses, report.time))
-    )
-
-
-def check_alone(args: argparse.Namespace, flag: str, *others: str) -> None:
-    """Raise `UserError` where one of `others` is given, which change nothing beside --`flag`."""
-    for name in others:
-        if getattr(args, name):
-            raise UserError(f"--{name.replace('_', '-')} does nothing with --{flag}: leave it out")
-
-
-def noted(report: StepReport, assumed: tuple[str, ...]) -> StepReport:
-    """The report with a note for each number of the workload that was not given."""
-    return replace(report, notes=(*(f"assumed: {note}" for note in assumed), *report.notes))
-
-
-def _breakdown(
-    args: argparse.Namespace, model: Model, layout: Layout, workload: Workload, cluster: Cluster,
-    assumed: tuple[str, ...],
-) -> int:  # fmt: skip
-    from shardwise.cli.show.breakdown_table import breakdown_tables
-    from shardwise.predict import estimate
-    from shardwise.predict.breakdown import breakdown
-    from shardwise.predict.recompute_modes import recompute_modes
-
-    check_alone(args, "breakdown", *ENGINE_FLAGS, "dry_run", "slow", "emulate", "verbose")
-    if isinstance(model, Blueprint):
-        raise UserError("--breakdown needs a model with a configuration, which a traced module has not: leave it out")
-    report = noted(estimate(model, layout, workload, cluster), assumed)
-    terms, modes = (
-        breakdown(model, layout, workload, cluster, report),
-        recompute_modes(model, layout, workload, cluster),
-    )
-    breakdown_json = terms.to_json() | {"recompute": modes}
-    data = report.to_json() | {"breakdown": breakdown_json}
-    head = _head(model, layout, workload, cluster, assumed)
-    return print_result(args, data, chain(head, breakdown_tables(terms, modes)))
-
-
-def _head(
-    model: Model, layout: Layout, workload: Workload, cluster: Cluster, assumed: tuple[str, ...]
-) -> tuple[str, ...]:
-    notes = (f"assumed: {note}" for note in assumed)
-    return *notes, *link_lines(cluster), _title(model, layout, workload, cluster)
-
-
-def _title(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> str:
-    return (
-        f"{model.name}: {size_words(model)}, layout {layout} on {cluster}, "
-        f"{workload.batch} sequences of {workload.seq} tokens a step\n"
-    )
-
-
-def _slowed(args: argparse.Namespace) -> dict[str, Any]:
+def _slowed(args: EstimateOptions) -> dict[str, Any]:
     """The arguments of `predict.estimate` for --slow and --emulate, where they were given."""
     if not args.slow and args.emulate is None:
         return {}
@@ -241,21 +182,74 @@ def _slowed(args: argparse.Namespace) -> dict[str, Any]:
     return {"slow": Stragglers.parse(args.slow or ()), "emulated": emulated_seconds(args.emulate)}
 
 
-def _lines(
-    report: StepReport,
-    model: Model,
-    layout: Layout,
-    workload: Workload,
-    cluster: Cluster,
-    observed: bool,
-    verbose: bool,
-) -> Iterator[Renderable]:
+def _dry_run(step: EstimatedStep) -> StepReport:
+    from shardwise.runtime.installed import require
+
+    if isinstance(step.model, Blueprint):
+        raise UserError("--dry-run needs a configuration, and a trace was observed already: leave it out")
+    require("--dry-run", "torch")
+    from shardwise.runtime.dryrun import dry_run
+
+    with working(f"dry run of {step.model.name}") as progress:
+        return step.noted(dry_run(step.model, *step.subject[1:], progress))
+
+
+def _measure(args: EstimateOptions, step: EstimatedStep) -> int:
+    from shardwise.cli.show.measured_table import measured_lines
+
+    report, measured = estimate_measure.measured_report(args, *step.subject)
+    data = step.noted(report).to_json() | {"measured": measured.to_json()}
+    tokens = step.workload.batch * step.workload.seq
+    return print_result(args, data, chain(step.head, measured_lines(report, measured, tokens), report.notes))
+
+
+def _compare(args: EstimateOptions, step: EstimatedStep, other: Layout, more: dict[str, Any]) -> int:
+    from shardwise.predict import estimate
+    from shardwise.report.predictions import prediction_tables, predictions_json
+
+    a, b = (estimate(*replace(step, layout=layout).subject, **more) for layout in (step.layout, other))
+    data = with_links(predictions_json(a, b), step.cluster)
+    return print_result(args, data, chain(step.head[:-1], prediction_tables(a, b)))
+
+
+def _links(args: EstimateOptions, step: EstimatedStep) -> int:
+    from shardwise.cli.show.link_table import link_tables
+    from shardwise.predict.time.link_use import link_uses
+
+    report = step.estimate()
+    if report.time is None:
+        notes = "; ".join(report.notes)
+        raise UserError(f"--links needs the time of a step, which has none on {step.cluster}: {notes}")
+    uses = link_uses(step.model, step.layout, step.cluster, report.roles)
+    data = report.to_json() | {"links": [use.to_json() for use in uses]}
+    return print_result(args, data, chain(step.head, link_tables(uses, report.time)))
+
+
+def _breakdown(args: EstimateOptions, step: EstimatedStep) -> int:
+    from shardwise.cli.show.breakdown_table import breakdown_tables
+    from shardwise.predict.breakdown import breakdown
+    from shardwise.predict.recompute_modes import recompute_modes
+
+    model, layout, workload, cluster = step.subject
+    if isinstance(model, Blueprint):
+        raise UserError("--breakdown needs a model with a configuration, which a traced module has not: leave it out")
+    report = step.estimate()
+    terms, modes = (
+        breakdown(model, layout, workload, cluster, report),
+        recompute_modes(model, layout, workload, cluster),
+    )
+    data = report.to_json() | {"breakdown": terms.to_json() | {"recompute": modes}}
+    return print_result(args, data, chain(step.head, breakdown_tables(terms, modes)))
+
+
+def _lines(report: StepReport, step: EstimatedStep, observed: bool, verbose: bool) -> Iterator[Renderable]:
     from shardwise.predict.memory.capacity import explained, try_room
     from shardwise.predict.node_bytes import node_bytes
     from shardwise.predict.tables import balance_lines, kinds_table, node_line, timing_lines
     from shardwise.report import tables
 
-    yield _title(model, layout, workload, cluster)
+    model, layout, workload, cluster = step.subject
+    yield step.title
     room = try_room(cluster, routed=bool(model.experts))
     yield f"{report.conclusion(room)}\n"
     yield tables.memory_table(report, room)
@@ -277,77 +271,27 @@ def _lines(
     yield from report.notes
 
 
-def _zero_table(args: argparse.Namespace) -> int:
-    if args.zero_table is None:
-        raise UserError("--params needs the numbers of GPUs: add --zero-table 1,2,4,8,16")
+def _zero_table(args: EstimateOptions, gpus: list[int]) -> int:
     if (args.params is None) == (args.model is None):
         raise UserError("--zero-table needs either MODEL or --params")
-    single = ("layout", "cluster", "host_memory", "seq", "batch", "isolate_documents", "optimizer", "slow", "emulate")
-    for name in (
-        *single,
-        *ENGINE_FLAGS,
-        "lora",
-        "compare",
-        "dry_run",
-        "breakdown",
-        "verbose",
-        "measure",
-        *estimate_measure.OWN,
-    ):
-        if getattr(args, name) not in (None, False):
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} belongs to one step's estimate: leave it out with --zero-table")
-    if args.params is not None and args.set:
-        raise UserError("--set changes a model, and --params names none: give MODEL in its place")
 
     from shardwise.predict import zero_table
     from shardwise.predict.memory.states import zero_sent
     from shardwise.report import tables
 
-    params = parameters_of(args.params) if args.params is not None else float(count(model_of(args)))
-    table = zero_table(params, gpus_of(args.zero_table))
+    params = args.params if args.params is not None else float(count(model_of(args)))
+    table = zero_table(params, gpus)
     sent = {stage: zero_sent(stage) for stage in table}
-    if args.json:
-        gigabytes = {str(stage): {str(n): held / 1e9 for n, held in row.items()} for stage, row in table.items()}
-        print_json(
-            {
-                "params": params,
-                "gigabytes_per_gpu": gigabytes,
-                "sent_per_parameter": {str(stage): elements for stage, elements in sent.items()},
-            }
-        )
-    else:
-        title = f"{format_count(params)} parameters: weights, gradients and optimizer state on each GPU"
-        show(tables.zero_table(table, title, sent=sent), _SENT)
-    return 0
+    data = {
+        "params": params,
+        "gigabytes_per_gpu": {stage: {n: held / 1e9 for n, held in row.items()} for stage, row in table.items()},
+        "sent_per_parameter": sent,
+    }
+    title = f"{format_count(params)} parameters: weights, gradients and optimizer state on each GPU"
+    return print_result(args, data, [tables.zero_table(table, title, sent=sent), _SENT])
 
 
 _SENT = (
     "communication: elements sent per step, over the 2 per parameter of ZeRO 0 (gradients reduced, sums gathered); "
     "ZeRO 3 gathers weights for forward and for backward"
 )
-
-
-def parameters_of(text: str) -> float:
-    """A number of parameters: 7e9, 7B, 350M. Raises `UserError`."""
-    digits, scale = text.strip(), 1.0
-    if digits[-1:].upper() in ("K", "M", "B", "T"):
-        digits, scale = digits[:-1], {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[digits[-1].upper()]
-    try:
-        params = float(digits) * scale
-    except ValueError:
-        params = math.nan
-    if not 1 <= params < math.inf:
-        raise UserError(f"--params {text}: give a number of parameters, such as 7e9 or 7B")
-    return params
-
-
-def gpus_of(text: str) -> list[int]:
-    """Numbers of GPUs: 1,2,4. Raises `UserError`."""
-    try:
-        gpus = [int(word) for word in text.split(",")]
-    except ValueError:
-        gpus = []
-    if not gpus or min(gpus) < 1:
-        raise UserError(f"--zero-table {text}: give numbers of GPUs, such as 1,2,4,8,16")
-    return gpus

@@ -3,15 +3,16 @@ predicted length in place of its collectives."""
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Literal
 
+from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.output import progress
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
+from shardwise.records import dataclass
 from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
 
@@ -20,45 +21,30 @@ if TYPE_CHECKING:
     from shardwise.layout.units import Backend
     from shardwise.report import StepReport
 
-MOST_REPEATS = 1000
-_OTHERS = ("compare", "dry_run", "slow", "emulate", "breakdown", "links", "verbose")
-OWN = ("device", "transport", "repeats")
-"""Options of a measurement alone."""
 
+@dataclass
+class MeasureOptions(CommandOptions):
+    """Options of a measurement."""
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("measuring")
-    group.add_argument(
-        "--measure", action="store_true",
-        help="run one rank's real share on the device at hand, with waits of predicted length in place of collectives; "
+    title = "measuring"
+    measure: bool = arg(
+        "run one rank's real share on the device at hand, with waits of predicted length in place of collectives; "
         "needs torch",
-    )  # fmt: skip
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where it runs (auto: the cluster's kind)")
-    group.add_argument("--transport", choices=TRANSPORTS, help="of CPU ranks, as in train (auto)")
-    group.add_argument("--repeats", type=int, metavar="N", help="steps that count, after two that do not (5)")
-
-
-def check_unused(args: argparse.Namespace) -> None:
-    """Raise `UserError` for options of a measurement without --measure."""
-    for name in OWN:
-        if getattr(args, name) is not None:
-            raise UserError(f"--{name} belongs to --measure: add it, or leave --{name} out")
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """Raise `UserError` for options that do not go with --measure."""
-    for name in _OTHERS:
-        if getattr(args, name):
-            raise UserError(f"--{name.replace('_', '-')} does nothing with --measure: leave it out")
-    if args.repeats is not None and not 1 <= args.repeats <= MOST_REPEATS:
-        raise UserError(f"--repeats {args.repeats}: give a number of steps from 1 to {MOST_REPEATS}")
+        excludes="compare dry_run slow emulate breakdown links verbose engine precision recompute_modules "
+        "recompute_layers",
+        missing="belongs to --measure: add it, or leave {} out",
+    )
+    device: str | None = arg(
+        "where it runs (auto: the cluster's kind)", choices=("auto", "cpu", "cuda"), needs="measure"
+    )
+    transport: str | None = arg("of CPU ranks, as in train (auto)", choices=TRANSPORTS, needs="measure")
+    repeats: int | None = arg("steps that count, after two that do not (5)", "N", needs="measure", least=1, most=1000)
 
 
 def measured_report(
-    args: argparse.Namespace, model: Model, layout: Layout, workload: Workload, cluster: Cluster
+    args: MeasureOptions, model: Model, layout: Layout, workload: Workload, cluster: Cluster
 ) -> tuple[StepReport, MeasuredStep]:
     """The layout's prediction, and the step as measured. Raises `UserError`, and `RunFailed` when a process dies."""
-    check_arguments(args)
     if not isinstance(model, ModelConfig):
         raise UserError("--measure needs a model with a configuration, which a traced module has not: leave it out")
     require("--measure", "torch")

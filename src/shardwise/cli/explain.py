@@ -7,14 +7,13 @@ file around one; a Python program that calls one), or the arguments as one text:
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shardwise.cli.clusters import add_network, cluster_of
-from shardwise.cli.models import add_offline
+from shardwise.cli.clusters import NetworkOptions, cluster_of
+from shardwise.cli.declare import arg, word
+from shardwise.cli.models import OfflineOptions
 from shardwise.cli.output import print_result
-from shardwise.cli.quantities import length_of
 from shardwise.cli.show import explain_table
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -24,35 +23,27 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, resolve
 from shardwise.model.changes import change
 from shardwise.predict.cluster_links import link_lines, with_links
+from shardwise.records import dataclass
 from shardwise.report.terminal import Renderable
 
 Outlook = explain_table.Training | explain_table.CacheRoom | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="+", metavar="CONFIG", help="a file, or arguments as one text (or after --)")
-    parser.add_argument(
-        "--engine", metavar="NAME", help=f"the engine, where it is not recognized: {', '.join(ENGINES)}"
-    )
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes, where neither it nor --cluster says")
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), help="what DeepSpeed's file leaves to a trainer"
-    )
-    parser.add_argument("--strict", action="store_true", help="exit 2 where a key is unknown or the layout is in doubt")
-    parser.add_argument("--cluster", metavar="TEXT", help="[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file")
-    add_network(parser)
-    parser.add_argument("--model", metavar="MODEL", help="a name of the catalog, a config.json, or its folder")
-    parser.add_argument("--set", metavar="FIELD=VALUE,...", action="append", default=[], help="change the model")
-    add_offline(parser)
-    parser.add_argument("--seq", type=length_of, metavar="N", help="tokens per sequence, where it does not say")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences a step, where it does not say")
-    parser.add_argument("--micro", type=int, metavar="N", help="sequences a micro-batch, where it does not say")
+@dataclass
+class ExplainOptions(NetworkOptions, OfflineOptions):
+    config: tuple[str, ...] = word("a file, or arguments as one text (or after --)", "CONFIG")
+    engine: str | None = arg(f"the engine, where it is not recognized: {', '.join(ENGINES)}", "NAME")
+    ranks: int | None = arg("processes, where neither it nor --cluster says", "N", positive=True)
+    precision: str | None = arg("what DeepSpeed's file leaves to a trainer", choices=("bf16", "fp16", "fp32"))
+    strict: bool = arg("exit 2 where a key is unknown or the layout is in doubt")
+    model: str | None = arg("a name of the catalog, a config.json, or its folder", "MODEL")
+    set: tuple[str, ...] = arg("change the model", "FIELD=VALUE,...", ())
+    seq: int | None = arg("tokens per sequence, where it does not say", "N", positive=True, tokens=True)
+    batch: int | None = arg("sequences a step, where it does not say", "N", positive=True)
+    micro: int | None = arg("sequences a micro-batch, where it does not say", "N", positive=True)
 
 
-def run(args: argparse.Namespace) -> int:
-    for name in ("ranks", "seq", "batch", "micro"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f"--{name} must be a positive integer")
+def run(args: ExplainOptions) -> int:
     if args.network is not None and not args.cluster:
         raise UserError("--network is between the nodes of a cluster: add --cluster, such as 2x8xH100")
     cluster = cluster_of(args) if args.cluster else None
@@ -83,7 +74,7 @@ def _lines(
     yield from _section("Not known here:", reading.unknown)
 
 
-def _model(reading: Reading, args: argparse.Namespace) -> ModelConfig | None:
+def _model(reading: Reading, args: ExplainOptions) -> ModelConfig | None:
     """The model of --model, else the one that the configuration describes, or names as the catalog does.
 
     Raises `UserError` for a --model that there is not.

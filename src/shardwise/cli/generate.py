@@ -5,24 +5,25 @@ MODEL is a Hugging Face folder, or a checkpoint or run of `shardwise train`, wha
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import emulate
-from shardwise.cli.engine import add_engine, fit_of, job_of
-from shardwise.cli.flags import add_flags, given
+from shardwise.cli.declare import CommandOptions, arg, borrow, given, word
+from shardwise.cli.engine import ServingOptions, fit_of, job_of
 from shardwise.cli.interrupts import ended_as_interrupted
 from shardwise.cli.output import print_json, progress
-from shardwise.cli.prompts import add_prompts, read_prompts
-from shardwise.cli.run_file import add_config
+from shardwise.cli.prompts import PromptOptions, read_prompts
+from shardwise.cli.run_file import ConfigOptions
 from shardwise.cli.show import compare_table
+from shardwise.cli.show.compare_table import StrategyOptions
 from shardwise.errors import UserError, os_errors
+from shardwise.records import dataclass
 from shardwise.runtime.installed import require
 from shardwise.serving.messages import Finished, Sampling, Token
 
@@ -34,27 +35,36 @@ if TYPE_CHECKING:
 MAX_TOKENS = 64
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder of weights; with --compare also a catalog's name")
-    add_config(parser)
-    add_prompts(parser)
-    group = parser.add_argument_group("how tokens are chosen")
-    add_flags(group, Sampling, "max_tokens", "temperature", "top_k", "top_p", "seed")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text")
-    add_engine(parser)
-    group = parser.add_argument_group("what it cost")
-    group.add_argument("--report", type=Path, metavar="DIR", help="write a StepReport per engine step to a new folder")
-    emulate.add_argument(group)
-    compare_table.add_arguments(parser)
+@dataclass
+class SamplingOptions(CommandOptions):
+    """The choice of tokens."""
+
+    title = "how tokens are chosen"
+    borrowed = borrow((Sampling, "max_tokens temperature top_k top_p seed"))
+    stop: tuple[str, ...] = arg("end an answer before this text", "TEXT", ())
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass
+class GenerateOptions(StrategyOptions, ServingOptions, SamplingOptions, PromptOptions, ConfigOptions):
+    title = "what it cost"
+    model: str = word("a folder of weights; with --compare also a catalog's name", "MODEL")
+    report: Path | None = arg("write a StepReport per engine step to a new folder", "DIR")
+    emulate: str | None = arg(
+        "instead of generating: every stage of a pipeline waits TIME (20ms) for a chunk in place of its arithmetic; "
+        "prints the bubble of the prompt (of a whole context where none is given) as measured and as simulated",
+        "TIME",
+        excludes="report max_tokens batch cache",
+        idle="is for answers, and --emulate reads a prompt and generates nothing: leave it out",
+    )
+
+
+def run(args: GenerateOptions) -> int:
     with ended_as_interrupted():
         return _run(args)
 
 
-def _run(args: argparse.Namespace) -> int:
-    if args.compare is not None:
+def _run(args: GenerateOptions) -> int:
+    if args.compare is not None or any(name in args.named for name in compare_table.COMPARED.split()):
         return compare_table.run(args)
     require("generation", "torch")
     if args.emulate is not None:
@@ -83,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fitted(args: argparse.Namespace, job: ServingJob, prompts: list[list[int]], sampling: Sampling) -> ServingJob:
+def _fitted(args: GenerateOptions, job: ServingJob, prompts: list[list[int]], sampling: Sampling) -> ServingJob:
     """The engine with a cache for these prompts, unless --cache is given. Raises `UserError` when weights
     and cache do not fit here."""
     if args.cache is None:

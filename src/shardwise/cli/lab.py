@@ -8,14 +8,16 @@ shardwise lab --nodes 2 --link 100Mb/s -- torchrun --nproc-per-node 2 train.py
 
 from __future__ import annotations
 
-import argparse
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.clusters import check_name, write_cluster
+from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_json
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.report.units import format_bytes, format_time
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.runtime.job.output import say
@@ -29,23 +31,29 @@ if TYPE_CHECKING:
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, default=2, metavar="N", help="hosts, 2 to 8 (2)")
-    parser.add_argument("--link", action="append", metavar="TEXT", help="of each host to the switch: "
-                        "1Gb/s[,latency=5ms][,loss=0.1%%]; once for all hosts, or once for each (1Gb/s)")  # fmt: skip
-    parser.add_argument("--cluster", type=Path, metavar="FILE", help="this machine as `calibrate device --ranks N "
-                        "--transport gloo` measured it: reports of runs in the lab then predict time")  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the hosts as a cluster file, for "
-                        "estimate and plan; needs --cluster")  # fmt: skip
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+@dataclass
+class LabOptions(CommandOptions):
+    nodes: int = arg("hosts, 2 to 8", "N", 2)
+    link: tuple[str, ...] = arg(
+        "of each host to the switch: 1Gb/s[,latency=5ms][,loss=0.1%%]; once for all hosts, or once for each (1Gb/s)",
+        "TEXT",
+        (),
+    )
+    cluster: Path | None = arg(
+        "this machine as `calibrate device --ranks N --transport gloo` measured it: reports of runs in the lab then "
+        "predict time",
+        "FILE",
+    )
+    out: Path | None = arg("write the hosts as a cluster file, for estimate and plan; needs --cluster", "FILE")
+    command: tuple[str, ...] = word("what to run", "-- COMMAND", (), nargs="...")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: LabOptions) -> int:
     from shardwise.lab.job import run_command
     from shardwise.lab.network import lab_network
 
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    links = links_of(args.nodes, args.link or ["1Gb/s"])
+    command = list(args.command[args.command[:1] == ("--",) :])
+    links = links_of(args.nodes, args.link or ("1Gb/s",))
     if not command and args.out is None:
         raise UserError("name a command: shardwise lab --nodes 2 --link 1Gb/s -- shardwise train ...")
     received: list[int] = []
@@ -59,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     return 128 + received[0] if received and not result.code else result.code
 
 
-def links_of(nodes: int, texts: list[str]) -> list[LabLink]:
+def links_of(nodes: int, texts: Sequence[str]) -> list[LabLink]:
     """The links of so many hosts. Raises `UserError`."""
     from shardwise.lab.link import LabLink
     from shardwise.lab.network import MOST_HOSTS
@@ -72,7 +80,7 @@ def links_of(nodes: int, texts: list[str]) -> list[LabLink]:
     return links * nodes if len(links) == 1 else links
 
 
-def _cluster_file(args: argparse.Namespace, links: list[LabLink], folder: Path) -> Path | None:
+def _cluster_file(args: LabOptions, links: list[LabLink], folder: Path) -> Path | None:
     """The file that describes the hosts as a cluster; None where this machine has not been measured."""
     from shardwise.cluster import Cluster
     from shardwise.lab.link import lab_cluster
@@ -90,7 +98,7 @@ def _cluster_file(args: argparse.Namespace, links: list[LabLink], folder: Path) 
     return file
 
 
-def _show(args: argparse.Namespace, network: LabNetwork, result: LabResult) -> None:
+def _show(args: LabOptions, network: LabNetwork, result: LabResult) -> None:
     """What crossed the ports: standard output is the command's, but with --json."""
     hosts = [
         {"host": node, "address": host.address, "link": str(link), "sent_bytes": sent, "received_bytes": received}

@@ -7,22 +7,19 @@ cluster's devices is an error. --submit starts the job on SLURM or over ssh.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli import serve, train
-from shardwise.cli.clusters import add_cluster, cluster_of
+from shardwise.cli import train
+from shardwise.cli.clusters import HostOptions, cluster_of
 from shardwise.cli.commands import COMMANDS
-from shardwise.cli.flags import add_flags, given
+from shardwise.cli.declare import arg, borrow, given, read, word
 from shardwise.cli.models import model_of
 from shardwise.cli.output import print_json
 from shardwise.cli.plan_file import apply_plan
-from shardwise.cli.run_file import parsed as parsed_with_file
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError, os_errors
 from shardwise.interop.jobs import ClusterJob, JobFile, JobOptions, write_job
@@ -31,30 +28,35 @@ from shardwise.interop.writing.request import nodes_for
 from shardwise.lab.job import is_shardwise
 from shardwise.layout import Layout, Workload, check_runnable
 from shardwise.model import ModelConfig
+from shardwise.records import dataclass
 
 TRAIN, SERVE = "train", "serve"
-_OPTIONS = (
-    "name", "restarts", "signal", "time", "requeue", "sbatch", "port", "head", "interface", "env", "setup", "container",
-    "volume", "logs", "python", "per",
-)  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    system = parser.add_mutually_exclusive_group(required=True)
-    system.add_argument("--slurm", dest="system", action="store_const", const="slurm", help="a script for sbatch")
-    system.add_argument("--k8s", dest="system", action="store_const", const="k8s", help="objects for kubectl apply")
-    system.add_argument("--ssh", metavar="HOST,...", help="a script that starts the ranks on these hosts")
-    add_cluster(parser, required=True, network=False)
-    add_flags(parser, JobOptions, *_OPTIONS)
-    parser.add_argument("--out", metavar="FILE", help="write the job here (NAME.sbatch, NAME.json or NAME.sh)")
-    parser.add_argument("--submit", action="store_true", help="start the job, too: sbatch, or the script for ssh")
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="train, serve, or a program"
+@dataclass
+class LaunchOptions(HostOptions):
+    borrowed = borrow(
+        (JobOptions, "name restarts signal time requeue sbatch port head interface env setup container volume logs"),
+        (JobOptions, "python per"),
     )
+    slurm: bool = arg("a script for sbatch", excludes="k8s ssh")
+    k8s: bool = arg("objects for kubectl apply", excludes="ssh")
+    ssh: str | None = arg("a script that starts the ranks on these hosts", "HOST,...")
+    out: str | None = arg("write the job here (NAME.sbatch, NAME.json or NAME.sh)", "FILE")
+    submit: bool = arg("start the job, too: sbatch, or the script for ssh")
+    command: tuple[str, ...] = word("train, serve, or a program", "-- COMMAND ...", (), nargs="...")
+
+    @property
+    def system(self) -> str:
+        """The kind of job. Raises `UserError`."""
+        for name in ("slurm", "k8s", "ssh"):
+            if getattr(self, name) not in (False, None):
+                return name
+        raise UserError("launch needs one of --slurm, --k8s and --ssh HOST,...")
 
 
-def run(args: argparse.Namespace) -> int:
-    words = _shardwise_words(args.command[1:] if args.command[:1] == ["--"] else args.command)
+def run(args: LaunchOptions) -> int:
+    words = _shardwise_words(list(args.command[args.command[:1] == ("--",) :]))
     options, cluster = JobOptions(**given(args, JobOptions)), cluster_of(args)
     described = _described(words, cluster)
     own = words[0] not in (TRAIN, SERVE)
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         described.nodes, described.ranks, cluster.device.kind == "cuda", str(Path.cwd()),
         options.python or _python(args, options), options, described.out, hosts, own, own and options.per != "rank",
     )  # fmt: skip
-    file = write_job(args.system or "ssh", job)
+    file = write_job(args.system, job)
     return show_job(args, job, file)
 
 
@@ -79,7 +81,7 @@ def _shardwise_words(words: list[str]) -> list[str]:
     return words[1 if Path(words[0]).name == "shardwise" else 3 :]
 
 
-def _python(args: argparse.Namespace, options: JobOptions) -> str:
+def _python(args: LaunchOptions, options: JobOptions) -> str:
     return "python3" if args.system == "k8s" or options.container else sys.executable
 
 
@@ -107,7 +109,7 @@ def _described(words: list[str], cluster: Cluster) -> _Described:
         title = f"{model.name}, layout {layout}"
         return _Described(_on_devices(words, training, cluster), title, f"{layout}", nodes, ranks, training.out)
     if words[:1] == [SERVE]:
-        server = _arguments(SERVE, words)
+        server, _ = read(SERVE, words[1:])
         layout = Layout.parse(server.layout)
         nodes, ranks = nodes_for(layout, cluster)
         return _Described(_on_devices(words, server, cluster), f"server, layout {layout}", f"{layout}", nodes, ranks)
@@ -122,28 +124,18 @@ def _described(words: list[str], cluster: Cluster) -> _Described:
     return _Described(tuple(words), words[0], words[0], nodes, ranks)
 
 
-def _on_devices(words: list[str], parsed: argparse.Namespace, cluster: Cluster) -> tuple[str, ...]:
+def _on_devices(words: list[str], parsed: Any, cluster: Cluster) -> tuple[str, ...]:
     """A command's words, and the cluster's kind of device where they name none."""
     device = ["--device", "cuda"] if cluster.device.kind == "cuda" and parsed.device is None else []
     return (words[0], *device, *words[1:])
 
 
-def _arguments(name: str, words: list[str]) -> argparse.Namespace:
-    """The arguments of one of shardwise's commands, with those of its --config."""
-    from shardwise.cli.main import Parser
-
-    module = {TRAIN: train, SERVE: serve}[name]
-    parser = Parser(prog=f"shardwise {name}", allow_abbrev=False)
-    module.add_arguments(parser)
-    return parsed_with_file(parser, words[1:], getattr(module, "FILE_KEYS", None))
-
-
-def _training(words: list[str]) -> argparse.Namespace:
+def _training(words: list[str]) -> train.TrainOptions:
     """The arguments of `train`. Raises `UserError`."""
-    parsed = _arguments(TRAIN, words)
-    apply_plan(parsed, here=False)
-    if parsed.resume is not None:
+    if any(item.partition("=")[0] == "--resume" for item in words):
         raise UserError("a job resumes its own run by itself: give it the run's first arguments, without --resume")
+    parsed, _ = read(TRAIN, words[1:])
+    apply_plan(parsed, here=False)
     missing = [f"--{name}" for name in ("data", "seq", "batch", "layout", "out") if getattr(parsed, name) is None]
     if parsed.model is None or missing:
         raise UserError(f"the training needs {', '.join(missing if parsed.model else ['MODEL', *missing])}")
@@ -152,7 +144,7 @@ def _training(words: list[str]) -> argparse.Namespace:
     return parsed
 
 
-def _checked(training: argparse.Namespace, cluster: Cluster) -> tuple[ModelConfig, Layout]:
+def _checked(training: train.TrainOptions, cluster: Cluster) -> tuple[ModelConfig, Layout]:
     """The training's model and layout. Raises `UserError` for what does not run, or does not fit."""
     from shardwise.predict import estimate
     from shardwise.predict.memory.capacity import capacity_of
@@ -161,8 +153,6 @@ def _checked(training: argparse.Namespace, cluster: Cluster) -> tuple[ModelConfi
     model, layout = model_of(training), Layout.parse(training.layout)
     if training.vocab is not None:
         model = model.replace(vocab=training.vocab)
-    if training.seq < 1 or training.batch < 1:
-        raise UserError("--seq and --batch must be positive integers")
     workload = Workload(**given(training, Workload))
     check_runnable(layout, model, workload)
     room = capacity_of(cluster)
@@ -177,7 +167,7 @@ def _checked(training: argparse.Namespace, cluster: Cluster) -> tuple[ModelConfi
     return model, layout
 
 
-def show_job(args: argparse.Namespace, job: ClusterJob, file: JobFile) -> int:
+def show_job(args: Any, job: ClusterJob, file: JobFile) -> int:
     """Write the job's file, and start it with --submit. Returns the exit code of the command that starts it. Raises
     `UserError` where the file cannot be written, or the job not started."""
     path = Path(args.out or file.file)

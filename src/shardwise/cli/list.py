@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Iterator
 from typing import Any
 
-from shardwise.cli import collective
-from shardwise.cli.actions import actions
-from shardwise.cli.models import add_offline
+from shardwise.cli.declare import CommandOptions, Run, arg, summary_of, word
+from shardwise.cli.models import OfflineOptions
 from shardwise.cli.output import print_result
-from shardwise.cli.pipeline import listing
 from shardwise.cluster.catalog import accelerators
 from shardwise.cluster.device import KINDS
 from shardwise.layout.keys import CHOICES, KEYS
@@ -19,56 +17,60 @@ from shardwise.model.caches import cache_json
 from shardwise.model.catalog import catalog, resolve
 from shardwise.model.families import family_of
 from shardwise.model.hub import hub_models
+from shardwise.records import dataclass
 from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_time
 
-MODELS = "models of the catalog, or those named"
 BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 """Bits of a weight by format."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    action = actions(parser, required=False)
-    models = action("models", MODELS, _models)
-    models.add_argument("models", nargs="*", metavar="MODEL", help="names, or config.json files (the whole catalog)")
-    models.add_argument("--hub", action="store_true", help="add the popular models of the hub that are known offline")
-    add_offline(models)
-    models.add_argument("--weights", action="store_true", help="bytes of the weights in fp32, bf16, int8 and int4")
-    for name, (summary, run_action) in OTHERS.items():
-        action(name, summary, run_action)
+@dataclass
+class ListModels(OfflineOptions):
+    """Models of the catalog, or those named."""
+
+    models: tuple[str, ...] = word("names, or config.json files (the whole catalog)", "MODEL", ())
+    hub: bool = arg("add the popular models of the hub that are known offline")
+    weights: bool = arg("bytes of the weights in fp32, bf16, int8 and int4")
+
+    def run(self) -> int:
+        named = [resolve(text) for text in self.models] or list(catalog().values())
+        named += [resolve(name) for name in hub_models()] if self.hub else []
+        groups: dict[str, list[ModelConfig]] = {}
+        for model in named:
+            groups.setdefault(model.counted.family if model.counted else family_of(model).model_type, []).append(model)
+        more = map(Column, BITS) if self.weights else (
+            Column("active"), Column("cache/token", drop=2), Column("layers", drop=4), Column("experts", drop=3),
+            Column("positions", drop=5), Column("here", left=True, drop=1),
+        )  # fmt: skip
+        table, data = FittedTable((Column("model", left=True), Column("parameters"), *more)), []
+        for number, (family, members) in enumerate(groups.items()):
+            if len(named) > 1:
+                table.add_row(f"{family}:", *[""] * (len(table.columns) - 1))
+            for model in members:
+                row = {
+                    "name": model.name,
+                    "family": family,
+                    **size_json(model),
+                    **cache_json(model),
+                    "here": _here(model),
+                }
+                row |= {"weight_bytes": {name: row["parameters"] * bits // 8 for name, bits in BITS.items()}}
+                row |= {key: value for key, value in model.to_json().items() if key not in ("counted", "name")}
+                row["runs"] = "train" in row["here"]
+                data.append(row)
+                last = model is members[-1] and number < len(groups) - 1
+                cells = map(format_bytes, row["weight_bytes"].values()) if self.weights else _cells(row)
+                name = f"{'  ' * (len(named) > 1)}{model.name}"
+                table.add_row(name, format_count(row["parameters"]), *cells, end_section=last)
+        return print_result(self, data, [table, *_model_notes(self)])
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: CommandOptions) -> int:
     """Without an action: what there is to list."""
-    kinds = {"models": MODELS} | {name: summary for name, (summary, _) in OTHERS.items()}
+    kinds = {name: summary_of(action) for name, action in ACTIONS.items()}
     return print_result(args, kinds, (f"shardwise list {name:<13}{summary}" for name, summary in kinds.items()))
-
-
-def _models(args: argparse.Namespace) -> int:
-    named = [resolve(text) for text in args.models] or list(catalog().values())
-    named += [resolve(name) for name in hub_models()] if args.hub else []
-    groups: dict[str, list[ModelConfig]] = {}
-    for model in named:
-        groups.setdefault(model.counted.family if model.counted else family_of(model).model_type, []).append(model)
-    more = map(Column, BITS) if args.weights else (
-        Column("active"), Column("cache/token", drop=2), Column("layers", drop=4), Column("experts", drop=3),
-        Column("positions", drop=5), Column("here", left=True, drop=1),
-    )  # fmt: skip
-    table, data = FittedTable((Column("model", left=True), Column("parameters"), *more)), []
-    for number, (family, members) in enumerate(groups.items()):
-        if len(named) > 1:
-            table.add_row(f"{family}:", *[""] * (len(table.columns) - 1))
-        for model in members:
-            row = {"name": model.name, "family": family, **size_json(model), **cache_json(model), "here": _here(model)}
-            row |= {"weight_bytes": {name: row["parameters"] * bits // 8 for name, bits in BITS.items()}}
-            row |= {key: value for key, value in model.to_json().items() if key not in ("counted", "name")}
-            row["runs"] = "train" in row["here"]
-            data.append(row)
-            last = model is members[-1] and number < len(groups) - 1
-            cells = map(format_bytes, row["weight_bytes"].values()) if args.weights else _cells(row)
-            name = f"{'  ' * (len(named) > 1)}{model.name}"
-            table.add_row(name, format_count(row["parameters"]), *cells, end_section=last)
-    return print_result(args, data, [table, *_model_notes(args)])
 
 
 def _here(model: ModelConfig) -> list[str]:
@@ -85,7 +87,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return active, cache, str(row["layers"]), experts, str(row["max_positions"]), here
 
 
-def _model_notes(args: argparse.Namespace) -> list[str]:
+def _model_notes(args: ListModels) -> list[str]:
     if args.weights:
         return ["weights alone, without the scales that quantized ones have beside them"]
     notes = [
@@ -96,7 +98,7 @@ def _model_notes(args: argparse.Namespace) -> list[str]:
     return [*notes, *([more] if not args.hub and not args.models else [])]
 
 
-def _devices(args: argparse.Namespace) -> int:
+def _devices(args: CommandOptions) -> int:
     aliases: dict[str, list[str]] = {}
     for alias, name in accelerators().aliases.items():
         aliases.setdefault(name, []).append(alias)
@@ -126,7 +128,7 @@ def _devices(args: argparse.Namespace) -> int:
     return print_result(args, data, [table, "any other device is described in a TOML file (calibrate writes one)"])
 
 
-def _links(args: argparse.Namespace) -> int:
+def _links(args: CommandOptions) -> int:
     columns = (
         Column("link", left=True), Column("kind", left=True, drop=1), Column("one way"), Column("latency"),
         Column("1 GB takes"), Column("devices", left=True, drop=2, wraps=True),
@@ -147,14 +149,14 @@ def _links(args: argparse.Namespace) -> int:
     return print_result(args, data, [table, f"latency is per step of a collective; of a kind: {', '.join(kinds)}"])
 
 
-def _engines(args: argparse.Namespace) -> int:
+def _engines(args: CommandOptions) -> int:
     from shardwise.predict.time.profiles import ENGINES
 
     data = [{"name": name, "attention": engine.attention} for name, engine in ENGINES.items()]
     return print_result(args, data, [", ".join(ENGINES)])
 
 
-def _keys(args: argparse.Namespace) -> int:
+def _keys(args: CommandOptions) -> int:
     columns = (Column("key", left=True), Column("default", left=True), Column("meaning", left=True, wraps=True))
     table, data = FittedTable(columns), []
     for key in KEYS.values():
@@ -165,12 +167,73 @@ def _keys(args: argparse.Namespace) -> int:
     return print_result(args, data, [table])
 
 
-OTHERS = {
-    "devices": ("devices for --cluster", _devices),
-    "links": ("links inside nodes and between them", _links),
-    "engines": ("software that plan and estimate can price (plan --engine)", _engines),
-    "schedules": ("pipeline schedules (schedule=)", listing.run),
-    "algorithms": ("algorithms of collectives (algorithm=)", collective.list_all),
-    "layout-keys": ("keys of a layout, with defaults", _keys),
+def _schedules(args: CommandOptions) -> int:
+    from shardwise.schedule.pipeline import generators
+    from shardwise.schedule.pipeline.closed_forms import FORMS
+
+    fields = ("name", "summary", "source", "shape", "train", "virtual", "options")
+    data = [
+        {name: getattr(g, name) for name in fields} | {"bubble": FORMS[g.name].text, "holds": FORMS[g.name].note}
+        for g in generators()
+    ]
+    return print_result(args, data, _schedule_lines())
+
+
+def _schedule_lines() -> Iterator[Renderable]:
+    from shardwise.schedule.pipeline import generators
+    from shardwise.schedule.pipeline.closed_forms import FORMS
+
+    table = FittedTable(
+        [
+            Column("schedule", left=True), Column("V", left=True, drop=1), Column("options", left=True, drop=3),
+            Column("bubble", left=True), Column("what it does", left=True, wraps=True),
+            Column("source", left=True, drop=2, wraps=True),
+        ]
+    )  # fmt: skip
+    for g in generators():
+        virtual = "1" if g.virtual == 1 else "2" if g.shape == "vee" else "2 or more"
+        table.add_row(g.name, virtual, ", ".join(g.options), FORMS[g.name].text, g.summary, g.source)
+    yield from (table, "\nwhere the bubbles of the table hold, while messages take no time:")
+    yield from (f"{g.name}: {FORMS[g.name].note}" for g in generators() if FORMS[g.name].note)
+
+
+def _algorithms(args: CommandOptions) -> int:
+    from shardwise.schedule import algorithms
+
+    fields = ("collective", "name", "summary", "natural", "source", "reads", "options")
+    data = [{name: getattr(algorithm, name) for name in fields} for algorithm in algorithms()]
+    return print_result(args, data, _algorithm_lines())
+
+
+def _algorithm_lines() -> Iterator[Renderable]:
+    from shardwise.schedule import algorithms
+    from shardwise.schedule.comm import COLLECTIVES
+
+    table = FittedTable(
+        [
+            Column("algorithm", left=True), Column("made for", left=True, drop=2),
+            Column("options", left=True, drop=3), Column("what it does", left=True, wraps=True),
+            Column("source", left=True, drop=1, wraps=True),
+        ]
+    )  # fmt: skip
+    for collective, meaning in COLLECTIVES.items():
+        table.add_row(collective, "", "", meaning, "")
+        for a in algorithms(collective):
+            table.add_row(f"  {a.name}", a.natural, ", ".join(a.options), a.summary, a.source)
+    yield table
+
+
+def _listing(summary: str, run: Run) -> type[CommandOptions]:
+    """An action without options."""
+    return type("Listing", (CommandOptions,), {"__doc__": summary, "run": run})
+
+
+ACTIONS = {
+    "models": ListModels,
+    "devices": _listing("devices for --cluster", _devices),
+    "links": _listing("links inside nodes and between them", _links),
+    "engines": _listing("software that plan and estimate can price (plan --engine)", _engines),
+    "schedules": _listing("pipeline schedules (schedule=)", _schedules),
+    "algorithms": _listing("algorithms of collectives (algorithm=)", _algorithms),
+    "layout-keys": _listing("keys of a layout, with defaults", _keys),
 }
-"""Action -> its help text, and what runs it."""

@@ -3,62 +3,23 @@
 0 success, 1 a dead rank or a defect, 2 a user's mistake, 128 + the number of a signal that ended it. Results go to
 standard output, everything else to standard error. With --json an error is on standard output, too, as one JSON object.
 
-A command is a module of this room named like it, with `add_arguments(parser)` and, unless it has actions,
-`run(args) -> exit code`; its docstring is its help.
+A command is a module of this package named like it, with `NameOptions` (a `declare.CommandOptions`) and
+`run(options) -> exit code`, or with `ACTIONS`: name -> both, or a class with `run`. Its docstring is its help.
 """
 
 from __future__ import annotations
 
-import argparse
 import errno
 import gc
 import os
 import sys
 from contextlib import suppress
-from importlib import import_module
-from typing import Any, NoReturn
 
-from shardwise.cli.actions import FLAGS, Run
 from shardwise.cli.commands import COMMANDS, overview
 from shardwise.errors import DivergedError, UserError, did_you_mean, file_limit
 
 NEW_OBJECTS = 20_000
 """New objects after which the interpreter looks for garbage: modules that are loaded have many, and none is garbage."""
-
-
-class _Formatter(argparse.HelpFormatter):
-    """Keeps paragraphs apart, and commands as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if text.startswith("examples:"):
-            return text
-        return "\n\n".join(
-            part if part.startswith("shardwise ") else super(_Formatter, self)._fill_text(part, width, indent)
-            for part in text.strip().split("\n\n")
-        )
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are `UserError`s, and name the option that is near one that it does not have."""
-
-    def error(self, message: str) -> NoReturn:
-        first = message.removeprefix("unrecognized arguments: ").split(maxsplit=1)[0].partition("=")[0]
-        if message.startswith("unrecognized") and first.startswith("-"):
-            hint = did_you_mean(first, self._options(), "")
-            message += f"; {hint}" if hint.endswith("?") else ""
-        raise UserError(f"{message} (see {self.prog} --help)")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            names = [str(choice) for choice in action.choices]
-            hint = did_you_mean(str(value), names, "one of")
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
-
-    def _options(self) -> list[str]:
-        """Its options, and those of its actions."""
-        nested = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))
-        parsers = [self, *(parser for each in nested for parser in each.choices.values())]
-        return sorted({option for parser in parsers for option in parser._option_string_actions})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -161,43 +122,25 @@ def _dispatch(argv: list[str]) -> int:
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         raise UserError(f"unknown {kind} {name!r}; {did_you_mean(name, COMMANDS, 'commands:')}")
-    args = _arguments(name, rest)
-    run: Run = args.run if "run" in args else import_module(f"shardwise.cli.{name}").run
-    return run(args)
+    return _run(name, rest)
 
 
 FORMER = {
     "checkpoint": {"--to": "--out"},
     "collective": {"--frames": "--out"},
-    "generate": {"--max-tokens": "--max-new-tokens"},
+    "generate": {"--max-tokens": "--max-new-tokens", "--pretend": "--emulate"},
+    "pipeline": {"--pretend": "--emulate"},
     "studio": {"--export": "--out"},
 }
-"""Command -> former names of options, which are still accepted and which no help text shows."""
+"""CommandOptions -> former names of options, which are still accepted and which no help text shows."""
 FORMER_ACTIONS = {"collective list": ["list", "algorithms"], "pipeline list": ["list", "schedules"]}
 
 
-def _arguments(name: str, argv: list[str]) -> argparse.Namespace:
-    """The arguments of a command, those of a file included."""
-    parser, former = parser_of(name), FORMER.get(name, {})
+def _run(name: str, argv: list[str]) -> int:
+    """Run a command, or its action, with the options of a command line and of the file that --config names."""
+    from shardwise.cli.declare import read
+
+    former = FORMER.get(name, {})
     argv = [former.get(flag, flag) + equals + value for flag, equals, value in (word.partition("=") for word in argv)]
-    if not any(word.partition("=")[0] == "--config" for word in argv):
-        return parser.parse_args(argv)
-    from shardwise.cli.run_file import parsed
-
-    return parsed(parser, argv, getattr(import_module(f"shardwise.cli.{name}"), "FILE_KEYS", None))
-
-
-def parser_of(name: str) -> Parser:
-    """The parser of one of `COMMANDS`."""
-    from shardwise.cli.examples import EXAMPLES, broken
-
-    command = import_module(f"shardwise.cli.{name}")
-    examples = "\n\n".join(map(broken, EXAMPLES[name]))
-    parser = Parser(
-        prog=f"shardwise {name}", description=command.__doc__, epilog=f"examples:\n{examples}", allow_abbrev=False,
-        formatter_class=_Formatter,
-    )  # fmt: skip
-    command.add_arguments(parser)
-    for flag, text in FLAGS.items():
-        parser.add_argument(flag, action="store_true", help=text)
-    return parser
+    options, run = read(name, argv)
+    return run(options)

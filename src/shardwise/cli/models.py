@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.errors import UserError
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint_file import read_blueprint
@@ -16,51 +15,41 @@ from shardwise.model.changes import change
 from shardwise.model.hub import OFFLINE
 from shardwise.model.lora import Lora
 from shardwise.model.parameters import Model, blueprint
+from shardwise.records import dataclass
 
 
-def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    """Add MODEL and --set."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?" if optional else None,
-        help="a name from `list models` (llama-3-70b) or the Hugging Face Hub (Qwen/Qwen2.5-32B), a config.json, a "
-        "folder with one, or a file that `trace` wrote",
+@dataclass
+class OfflineOptions(CommandOptions):
+    """Access to the hub."""
+
+    offline: bool = arg("do not fetch an unknown model's config.json from the hub", environment=OFFLINE)
+
+
+@dataclass
+class ModelOptions(OfflineOptions):
+    """MODEL, which several commands need not have."""
+
+    model: str | None = word(
+        "a name from `list models` (llama-3-70b) or the Hugging Face Hub (Qwen/Qwen2.5-32B), a config.json, a folder "
+        "with one, or a file that `trace` wrote",
+        "MODEL",
     )
-    parser.add_argument(
-        "--set",
-        metavar="FIELD=VALUE,...",
-        action="append",
-        default=[],
-        help="change fields of the model, such as layers=2",
-    )
-    add_offline(parser)
+    set: tuple[str, ...] = arg("change fields of the model, such as layers=2", "FIELD=VALUE,...", ())
 
 
-def add_offline(parser: argparse.ArgumentParser) -> None:
-    """Add --offline, which holds for the whole command."""
-    parser.add_argument(
-        "--offline", action=_Offline, nargs=0, help="do not fetch an unknown model's config.json from the hub"
-    )
+@dataclass
+class LoraOptions(CommandOptions):
+    """Adapters of a model."""
 
-
-class _Offline(argparse.Action):
-    def __call__(self, *_: Any) -> None:
-        os.environ[OFFLINE] = "1"
-
-
-def add_lora(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --lora."""
-    group.add_argument(
-        "--lora",
-        metavar="TEXT",
-        help="train only LoRA adapters: rank=16,alpha=32,targets=q_proj+v_proj (alpha: 2 x rank; targets: all linear "
-        "layers), or a folder that peft wrote; base=int8 stores frozen weights in 8 bits; nf4, in 4, is "
-        "for estimate and plan",
+    lora: str | None = arg(
+        "train only LoRA adapters: rank=16,alpha=32,targets=q_proj+v_proj (alpha: 2 x rank; targets: all linear "
+        "layers), or a folder that peft wrote; base=int8 stores frozen weights in 8 bits; nf4, in 4, is for estimate "
+        "and plan",
+        "TEXT",
     )
 
 
-def model_of(args: argparse.Namespace, runs: bool = False) -> ModelConfig:
+def model_of(args: Any, runs: bool = False) -> ModelConfig:
     """The model that the arguments describe. runs: whether a run follows, which warns of what adapters' settings it
     leaves out. Raises `UserError`."""
     described = isinstance(args.model, ModelConfig)
@@ -81,7 +70,7 @@ def model_of(args: argparse.Namespace, runs: bool = False) -> ModelConfig:
     return adapted
 
 
-def adapters_of(args: argparse.Namespace) -> Path | None:
+def adapters_of(args: Any) -> Path | None:
     """The folder of adapters that --lora names."""
     if args.lora is None or "=" in _folder(args.lora)[0]:
         return None
@@ -94,7 +83,7 @@ def _folder(text: str) -> tuple[str, str]:
     return folder, base
 
 
-def subject_of(args: argparse.Namespace) -> Model:
+def subject_of(args: Any) -> Model:
     """The model that the arguments describe, or the traced module of a file, whose rows are the usual --seq. Raises
     `UserError`."""
     traced = read_blueprint(args.model)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.codec import plain
 from shardwise.report.strict_json import strict
 from shardwise.report.terminal import Renderable, wrap
+
+if TYPE_CHECKING:
+    from shardwise.cli.declare import CommandOptions
 
 PATIENCE = 1.0
 """Seconds before a command says that it is working."""
@@ -23,7 +25,7 @@ def print_json(data: Any) -> None:
     print(json.dumps(strict(plain(data)), indent=1, allow_nan=False))
 
 
-def print_result(args: Namespace, data: Any, lines: Iterable[Renderable]) -> int:
+def print_result(args: CommandOptions, data: Any, lines: Iterable[Renderable]) -> int:
     """Print `data`, or what it returns, with --json, else the texts and tables of `lines`. Returns the exit code 0."""
     if args.json:
         print_json(data() if callable(data) else data)

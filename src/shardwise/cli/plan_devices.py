@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from shardwise.cli.declare import leave_out
 from shardwise.cli.models import model_of, subject_of
 from shardwise.cli.output import print_result
 from shardwise.cli.plan_emit import profile_of
-from shardwise.cli.quantities import bytes_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster.catalog import price_date
 from shardwise.errors import UserError
@@ -31,26 +30,12 @@ from shardwise.report.table import Column, FittedTable
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_time
 
-ON_A_CLUSTER = (
-    "fix", "reserve", "tokens", "pue", "host_watts", "mtbf", "save", "restart", "deadline", "host_memory", "network",
-    "emit", "out",
-)  # fmt: skip
-"""Options of `plan` that are about a given cluster."""
 
-
-def check_no_cluster(args: argparse.Namespace) -> None:
-    """Raise `UserError` for an option that needs --cluster."""
-    named = [name for name in (*ON_A_CLUSTER, "find") if getattr(args, name) is not None]
-    if named or args.by != "throughput":
-        option = (named or ["by"])[0].replace("_", "-")
-        raise UserError(
-            f"--{option} needs --cluster, such as 8xH100; without one, plan MODEL says which GPUs the model needs"
-        )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Any) -> int:
     """The smallest number of each device of the catalog. Raises `UserError`."""
-    check_no_cluster(args)
+    message = "needs --cluster, such as 8xH100; without one, plan MODEL says which GPUs the model needs"
+    others = "fix reserve tokens pue host_watts mtbf save restart deadline host_memory network emit out find by"
+    leave_out(args, others, message)
     if args.serve:
         model = model_of(args)
         workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
@@ -113,11 +98,15 @@ def _needs_table(needs: list[DeviceNeed]) -> FittedTable:
     return table
 
 
-def find_models(args: argparse.Namespace) -> int:
+def find_models(args: Any) -> int:
     """The models of the catalog that fit one device of --memory. Raises `UserError`."""
+    if args.memory is not None and (args.model is not None or args.find != "model"):
+        raise UserError("--memory is for --find model without MODEL: the models of the catalog that fit one device")
+    if args.find != "model":
+        raise UserError("plan needs MODEL, a name of `shardwise list models`; only --find model --memory has none")
     if args.cluster is not None or args.memory is None:
         raise UserError("plan --find model needs MODEL and --cluster (the largest of its family), or --memory SIZE")
-    memory = bytes_of("--memory", args.memory)
+    memory = args.memory
     fits = models_that_fit(memory)
     data: dict[str, Any] = {"memory_bytes": memory, "tokens": LENGTH, "models": [one.to_json() for one in fits]}
     return print_result(args, data, _fit_lines(memory, fits))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,28 +18,24 @@ if TYPE_CHECKING:
     from shardwise.interop import EngineFile, WriteRequest
 
 
-def check_emit(args: argparse.Namespace) -> None:
+def check_emit(args: Any) -> None:
     """Raise `UserError` for --emit with what has no layout, for an unknown engine, one of the other kind, or a model
     that the engine does not load by name."""
     if args.emit is None:
-        if args.out is not None and (args.serve or getattr(args, "find", None)):
+        if args.out is not None and (args.serve or args.find):
             raise UserError("--out writes a training plan, or the file of --emit: leave it out")
         return
     from shardwise.interop.writing.writer import writer_for
 
     writer = writer_for(args.emit)
-    if getattr(args, "find", None):
-        raise UserError("--emit writes the best layout: leave it out with --find")
     if writer.serves != args.serve:
         instead = "add --serve" if writer.serves else "leave out --serve"
         raise UserError(f"--emit {args.emit}: {writer.title} {'serves' if writer.serves else 'trains'}; {instead}")
-    if args.lora is not None:
-        raise UserError("--emit writes layouts, and no engine's file here has adapters: leave out --lora")
     if args.set and writer.loads_model:
         raise UserError(f"{writer.title} loads the model by its name, which --set changes: give a folder with it")
 
 
-def profile_of(args: argparse.Namespace) -> str | None:
+def profile_of(args: Any) -> str | None:
     """The profile that prices a plan: of --engine, which may name an engine that `emit` writes for, else of --emit;
     None for the usual one."""
     if args.engine is None and not args.emit:
@@ -49,11 +44,11 @@ def profile_of(args: argparse.Namespace) -> str | None:
     from shardwise.predict.time.profiles import ENGINES
 
     if args.engine is None:
-        return WRITERS[args.emit].profile
+        return WRITERS[args.emit or ""].profile
     return WRITERS[args.engine].profile if args.engine in WRITERS and args.engine not in ENGINES else str(args.engine)
 
 
-def refusals(args: argparse.Namespace, model: Model) -> Callable[[Layout], str] | None:
+def refusals(args: Any, model: Model) -> Callable[[Layout], str] | None:
     """What the engine of --emit cannot express of a layout, for the search; None where nothing is to be written, or the
     engine does not take the model at all."""
     if not args.emit or not isinstance(model, ModelConfig):
@@ -93,12 +88,12 @@ def best_file(
 
 
 def emitted(
-    args: argparse.Namespace, requests: Sequence[WriteRequest], fits: Callable[[Layout], bool] = lambda layout: True
+    args: Any, requests: Sequence[WriteRequest], fits: Callable[[Layout], bool] = lambda layout: True
 ) -> tuple[dict[str, Any], Iterator[str]]:
     """({"emitted": ...} for --json, lines), both empty without --emit. Writes --out."""
     if args.emit is None:
         return {}, iter(())
-    named = [replace(request, source=source_of(args.model)) for request in requests]
+    named = [replace(request, source=source_of(args.model or "")) for request in requests]
     file, reason = best_file(args.emit, named, fits)
     if args.out:
         with os_errors(f"write {args.out}"):

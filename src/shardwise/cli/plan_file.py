@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from shardwise.planner.plan import Plan
 
 FORMAT = "shardwise plan 1"
-_FIXED = ("model", "layout", "seq", "batch", "optimizer")
-"""Arguments of `train` that a plan decides."""
 
 
 def write_plan(out: str, plan: Plan) -> list[str]:
@@ -38,24 +35,11 @@ def write_plan(out: str, plan: Plan) -> list[str]:
     return [f"\n{out}: {len(plan.ranked)} layouts. {trained}."]
 
 
-def add_plan(group: argparse._ArgumentGroup) -> None:
-    """Add --plan and --row."""
-    group.add_argument("--plan", metavar="FILE", help="take model, layout, --seq, --batch and --optimizer from a "
-                       "file that `plan --out` wrote")  # fmt: skip
-    group.add_argument("--row", type=int, metavar="N", help="which layout of the plan; 1 is the best (1)")
-
-
-def apply_plan(args: argparse.Namespace, here: bool = True) -> None:
+def apply_plan(args: Any, here: bool = True) -> None:
     """Put what the plan of --plan decides into the arguments of `train`. here: whether this machine runs it. Raises
     `UserError` for a file that is no plan, and for a layout that cannot run, or not here."""
     if args.plan is None:
-        if args.row is not None:
-            raise UserError("--row is a row of a plan: add --plan FILE")
         return
-    named = [name for name in _FIXED if getattr(args, name) is not None]
-    named += [name for name in ("set", "lora", "resume") if getattr(args, name)]
-    if named:
-        raise UserError(f"--plan decides it: leave out {'MODEL' if named[0] == 'model' else '--' + named[0]}")
     path = Path(args.plan)
     data = _read(path)
     try:
@@ -83,7 +67,7 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _check_row(args: argparse.Namespace, plan: dict[str, Any], row: dict[str, Any], number: int, here: bool) -> None:
+def _check_row(args: Any, plan: dict[str, Any], row: dict[str, Any], number: int, here: bool) -> None:
     """Raise `UserError` for a row that `train` rejects, or for devices that are not here."""
     if reason := row["not_runnable"]:
         raise UserError(f"row {number}, {row['layout']}, does not run: {reason}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shardwise.cli.clusters import cluster_of
+from shardwise.cli.declare import changed, leave_out
 from shardwise.cli.models import model_of, subject_of
 from shardwise.cli.output import print_result, progress
 from shardwise.cli.plan_emit import profile_of
@@ -24,9 +24,6 @@ from shardwise.report.table import Column, FittedTable
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
-ALONE = ("tokens", "pue", "host_watts", "mtbf", "save", "restart", "find", "deadline", "emit", "out")
-"""Options that are about the plan of one model."""
-
 
 def several(text: str) -> list[str]:
     """The models of a list a,b,c; empty for one model, and for a file whose name has a comma."""
@@ -35,18 +32,17 @@ def several(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def run(args: argparse.Namespace, names: list[str]) -> int:
+def run(args: Any, names: list[str]) -> int:
     """Plan each of the models, and print a row for each. Raises `UserError` where none can be planned."""
     if args.cluster is None:
         raise UserError("several models side by side need --cluster, such as 8xH100")
-    for option in ALONE:
-        if getattr(args, option) is not None:
-            raise UserError(f"--{option.replace('_', '-')} is for one model: give a single MODEL")
+    alone = "tokens pue host_watts mtbf save restart find deadline emit out"
+    leave_out(args, alone, "is for one model: give a single MODEL")
     cluster = cluster_of(args)
     rows = []
     for name in names:
         progress(name)
-        rows.append(_row(argparse.Namespace(**vars(args) | {"model": name}), cluster))
+        rows.append(_row(changed(args, model=name), cluster))
     progress()
     if all(row["layout"] is None for row in rows):
         raise UserError(f"none of the {len(rows)} models can be planned; the first: {rows[0]['reason']}")
@@ -54,7 +50,7 @@ def run(args: argparse.Namespace, names: list[str]) -> int:
     return print_result(args, data, _lines(args, cluster, rows))
 
 
-def _row(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
+def _row(args: Any, cluster: Cluster) -> dict[str, Any]:
     """The best of one model. A model that cannot be planned has the reason alone."""
     row: dict[str, Any] = {"model": args.model, "parameters": None, "layout": None, "reason": None}
     try:
@@ -63,15 +59,15 @@ def _row(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         return row | {"reason": str(error)}
 
 
-def _trained(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
-    from shardwise.cli.plan import fixed_keys, reserved
+def _trained(args: Any, cluster: Cluster) -> dict[str, Any]:
+    from shardwise.cli.plan import fixed_keys
     from shardwise.planner import plan
 
     model = subject_of(args)
     workload, assumed = workload_of(args, model, odd_part(cluster.devices))
     best = plan(
         model, cluster, workload, engine=profile_of(args), by=args.by, top=1, fixed=fixed_keys(args),
-        reserved=reserved(args), explain=False,
+        reserved=args.reserve, explain=False,
     )  # fmt: skip
     one = best.winner
     return {
@@ -89,10 +85,11 @@ def _trained(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _served(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
+def _served(args: Any, cluster: Cluster) -> dict[str, Any]:
     from shardwise.planner.serving import plan_serving, type_name
 
-    model, workload = model_of(args), Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
+    model = model_of(args)
+    workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
     one = plan_serving(model, cluster, workload, engine=profile_of(args), by=args.by, top=1).winner
     return {
         "model": model.name,
@@ -107,7 +104,7 @@ def _served(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _lines(args: argparse.Namespace, cluster: Cluster, rows: list[dict[str, Any]]) -> Iterator[Renderable]:
+def _lines(args: Any, cluster: Cluster, rows: list[dict[str, Any]]) -> Iterator[Renderable]:
     yield f"the best of each model on {cluster}, {'serving' if args.serve else 'training'}"
     yield from link_lines(cluster)
     yield ""

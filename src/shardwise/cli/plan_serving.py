@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from itertools import chain
+from typing import Any
 
 from shardwise.cli.clusters import cluster_of
 from shardwise.cli.models import model_of
@@ -15,7 +15,7 @@ from shardwise.layout import Workload
 from shardwise.planner.serving import Deployment, ServingPlan, plan_serving
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Any) -> int:
     """Plan serving as `args` asks. Raises `UserError`."""
     clients = 1 if args.concurrency is None else args.concurrency
     workload = Workload(prompt=args.prompt, output=args.output, concurrency=clients)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.declare import CommandOptions, arg
 from shardwise.errors import UserError, os_errors
+from shardwise.records import dataclass
 
 if TYPE_CHECKING:
     from shardwise.serving.text import Text
 
 
-def add_prompts(parser: argparse.ArgumentParser) -> None:
-    """Adds `--prompt`, `--prompt-file` and `--tokens`, each of which may be given several times."""
-    group = parser.add_argument_group("what is continued; several options, several prompts")
-    group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text")
-    group.add_argument("--prompt-file", action="append", default=[], type=Path, metavar="FILE", help="a file's text")
-    group.add_argument("--tokens", action="append", default=[], metavar="1,2,3", help="token ids; needs no tokenizer")
+@dataclass
+class PromptOptions(CommandOptions):
+    """Prompts, each of which may be given several times."""
+
+    title = "what is continued; several options, several prompts"
+    prompt: tuple[str, ...] = arg("a text", "TEXT", ())
+    prompt_file: tuple[Path, ...] = arg("a file's text", "FILE", ())
+    tokens: tuple[str, ...] = arg("token ids; needs no tokenizer", "1,2,3", ())
 
 
-def read_prompts(args: argparse.Namespace) -> tuple[list[list[int]], Text | None]:
+def read_prompts(args: PromptOptions) -> tuple[list[list[int]], Text | None]:
     """(token ids of every prompt, what makes text of tokens where something does). Raises `UserError`."""
     from shardwise.serving.job import tokenizer_of
     from shardwise.serving.text import Text

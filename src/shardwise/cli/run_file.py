@@ -3,55 +3,48 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.declare import CommandOptions, Parser, arg, command_of, declared, is_required, parser_of
 from shardwise.errors import UserError, did_you_mean, os_errors
 from shardwise.model import ModelConfig
 from shardwise.options import check_type, kinds
+from shardwise.records import dataclass
 from shardwise.small_files import read_small
 
 _NEVER = ("help", "json", "traceback", "config")
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add --config."""
-    help = "options from a TOML file, such as a run's run.toml: seq = 64; flags override it"
-    parser.add_argument("--config", metavar="FILE", help=help)
+@dataclass
+class ConfigOptions(CommandOptions):
+    """Options from a file."""
+
+    config: str | None = arg("options from a TOML file, such as a run's run.toml: seq = 64; flags override it", "FILE")
 
 
-def parsed(parser: argparse.ArgumentParser, argv: list[str], more: type | None = None) -> argparse.Namespace:
-    """The arguments of a command line, and of the file that its --config names.
+def values_of(name: str, argv: list[str]) -> dict[str, Any]:
+    """The values of a command's line, and of the file that its --config names, in which `FILE_KEYS` of the command has
+    keys without a flag. A table `model` is a `ModelConfig`.
 
-    more: a dataclass whose fields without a flag a file may have, too. A table `model` is a `ModelConfig`. Raises
-    `UserError` for a file that cannot be read, for an unknown key, with the nearest one, and for a wrong value.
+    Raises `UserError` for a file that cannot be read, an unknown key, with the nearest one, and a wrong value.
     """
-    given = _given(parser, argv)
-    if "config" not in given:
-        return parser.parse_args(argv)
+    parser, module = parser_of(name, lenient=True), import_module(f"shardwise.cli.{name}")
+    given = vars(parser.parse_args(argv))
     path = Path(given["config"])
     try:
-        words, lists, extra = _words(parser, _read(path), given, more)
-        _given(parser, [*words, *lists])
+        values = _values(parser, _read(path), given, getattr(module, "FILE_KEYS", None))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    args = parser.parse_args([*words, *argv, *lists])
-    for name, value in extra.items():
-        setattr(args, name, value)
-    return args
-
-
-def _given(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
-    """What a command line names itself: nothing is required, and there are no defaults."""
-    lenient = copy.deepcopy(parser)
-    for action in lenient._actions:
-        action.default, action.required = argparse.SUPPRESS, False
-        if not action.option_strings and action.nargs is None:
-            action.nargs = "?"
-    return vars(lenient.parse_args(argv))
+    values |= given
+    items = declared(command_of(name)[0]).values()
+    missing = [item.flag for item in items if is_required(item) and item.name not in values]
+    if missing:
+        parser_of(name).error(f"the following arguments are required: {', '.join(missing)}")
+    return values
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -63,30 +56,25 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"not valid TOML: {error}") from None
 
 
-def _words(
-    parser: argparse.ArgumentParser, values: dict[str, Any], given: dict[str, Any], more: type | None
-) -> tuple[list[str], list[str], dict[str, Any]]:
-    """(words of a command line, words of options that take all words behind them, values without a flag) of a file,
-    without what is given."""
+def _values(parser: Parser, table: dict[str, Any], given: dict[str, Any], more: type | None) -> dict[str, Any]:
+    """The values of a file that are not given. more: a dataclass whose fields without a flag are keys, too."""
     actions = {action.dest: action for action in parser._actions if action.dest not in _NEVER}
     types = {name: kind for name, kind in kinds(more).items() if name not in actions} if more else {}
-    words: list[str] = []
-    lists: list[str] = []
-    extra: dict[str, Any] = {}
-    for key, value in values.items():
+    values: dict[str, Any] = {}
+    for key, value in table.items():
         name = key.replace("-", "_")
         if name in types:
-            extra[name] = tuple(value) if isinstance(value, list) else value
-            check_type(key, extra[name], types[name])
+            values[name] = tuple(value) if isinstance(value, list) else value
+            check_type(key, values[name], types[name])
         elif name not in actions:
             raise UserError(f"unknown key {key!r}; {did_you_mean(name, [*actions, *types], 'keys:')}")
+        elif name in given:
+            continue
         elif name == "model" and isinstance(value, dict):
-            if name not in given:
-                extra[name] = ModelConfig.from_json(_lists_as_tuples(value))
-        elif name not in given:
-            greedy = bool(actions[name].option_strings) and actions[name].nargs in ("*", "+")
-            (lists if greedy else words).extend(_of(actions[name], key, value))
-    return words, lists, extra
+            values[name] = ModelConfig.from_json(_lists_as_tuples(value))
+        else:
+            values |= vars(parser.parse_args(list(_of(actions[name], key, value))))
+    return values
 
 
 def _of(action: argparse.Action, key: str, value: Any) -> Iterator[str]:

@@ -9,16 +9,17 @@ launch writes such jobs.
 
 from __future__ import annotations
 
-import argparse
 import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.engine import add_engine, fit_of, job_of
+from shardwise.cli.declare import arg, word
+from shardwise.cli.engine import ServingOptions, fit_of, job_of
 from shardwise.cli.interrupts import ended_as_interrupted
-from shardwise.cli.run_file import add_config
+from shardwise.cli.run_file import ConfigOptions
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
@@ -27,26 +28,22 @@ if TYPE_CHECKING:
     from shardwise.serving.job import Ready, ServingJob
     from shardwise.serving.text import Text
 
-PORT, QUEUE, GRACE = 8000, 256, 30.0
 KEY = "SHARDWISE_API_KEY"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder of weights, with a tokenizer.json")
-    add_config(parser)
-    group = parser.add_argument_group("the server")
-    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0 for all networks (127.0.0.1)")
-    group.add_argument("--port", type=int, default=PORT, metavar="N", help=f"0 for a free one ({PORT})")
-    group.add_argument("--api-key", metavar="KEY", help=f"what clients must know; better put into {KEY} (none)")
-    group.add_argument("--name", metavar="NAME", help="what clients call the model (its folder's name)")
-    group.add_argument("--queue", type=int, default=QUEUE, metavar="N", help="sequences that may wait; more are "
-                       f"rejected with 429 ({QUEUE})")  # fmt: skip
-    group.add_argument("--grace", type=float, default=GRACE, metavar="S", help="seconds that running requests get to "
-                       f"finish after a signal ({GRACE:g})")  # fmt: skip
-    add_engine(parser)
+@dataclass
+class ServeOptions(ServingOptions, ConfigOptions):
+    title = "the server"
+    model: str = word("a folder of weights, with a tokenizer.json", "MODEL")
+    host: str = arg("0.0.0.0 for all networks", "ADDRESS", "127.0.0.1")
+    port: int = arg("0 for a free one", "N", 8000)
+    api_key: str | None = arg(f"what clients must know; better put into {KEY} (none)", "KEY")
+    name: str | None = arg("what clients call the model (its folder's name)", "NAME")
+    queue: int = arg("sequences that may wait; more are rejected with 429", "N", 256, least=0)
+    grace: float = arg("seconds that running requests get to finish after a signal", "S", 30.0, least=0)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: ServeOptions) -> int:
     require("serving", "starlette", "uvicorn", "jinja2", "tokenizers", "torch", extra="serve")
     from shardwise import __version__
     from shardwise.runtime.job import rank
@@ -85,13 +82,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _checked(args: argparse.Namespace) -> tuple[str | None, str]:
+def _checked(args: ServeOptions) -> tuple[str | None, str]:
     """(API key, name of the model)."""
     key = args.api_key if args.api_key is not None else os.environ.get(KEY) or None
     if key is not None and (not key or key != key.strip() or not key.isascii() or not key.isprintable()):
         raise UserError("an API key has printable ASCII characters, without blanks around them, and at least one")
-    if args.queue < 0 or not args.grace >= 0:
-        raise UserError("--queue and --grace must be at least 0")
     return key, args.name or Path(args.model).absolute().name
 
 

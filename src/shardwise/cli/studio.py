@@ -5,42 +5,45 @@ With --out, write views into a file that opens without a server.
 
 from __future__ import annotations
 
-import argparse
 from contextlib import suppress
 from pathlib import Path
 
+from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.output import print_json, working
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="left out, one that is free")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where the runs are (runs)")
-    parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write one self-contained page instead")
-    parser.add_argument("--view", action="append", default=[], metavar="VIEW", help="what to open or export: "
-                        "collectives, or pipelines?ranks=8&micro=16; a file may show several")  # fmt: skip
+@dataclass
+class StudioOptions(CommandOptions):
+    port: int = arg("left out, one that is free", "N", 0, shown="")
+    runs: Path = arg("where the runs are", "DIR", Path("runs"))
+    no_browser: bool = arg("print the address and open nothing")
+    out: Path | None = arg("write one self-contained page instead", "FILE")
+    view: tuple[str, ...] = arg(
+        "what to open or export: collectives, or pipelines?ranks=8&micro=16; a file may show several", "VIEW", ()
+    )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: StudioOptions) -> int:
     if args.runs.exists() and not args.runs.is_dir():
         raise UserError(f"--runs {args.runs}: that is a file; name the folder that holds runs")
-    return _export(args) if args.out else _serve(args)
+    return _export(args, args.out) if args.out else _serve(args)
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: StudioOptions, out: Path) -> int:
     from shardwise.studio.page import write_export
 
     with working("drawing"):
-        write_export(args.out, *(args.view or [""]), runs=args.runs)
+        write_export(out, *(args.view or ("",)), runs=args.runs)
     if args.json:
-        print_json({"written": str(args.out)})
+        print_json({"written": str(out)})
     else:
-        print(f"wrote {args.out}")
+        print(f"wrote {out}")
     return 0
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(args: StudioOptions) -> int:
     from shardwise.studio.data.registry import VIEWS
     from shardwise.studio.page import parse_view
     from shardwise.studio.server import Studio

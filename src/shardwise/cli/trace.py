@@ -12,18 +12,19 @@ and `loss`, in the same file, are as for `verify` and `SplitModule.train_step`.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+from shardwise.cli.declare import arg
 from shardwise.cli.output import print_result, working
-from shardwise.cli.verify import plan_of
+from shardwise.cli.verify import ModuleOptions, plan_of
 from shardwise.errors import UserError
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.blueprint_file import write_blueprint
 from shardwise.model.parameters import count
 from shardwise.model.trace import Trace
+from shardwise.records import dataclass
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes, format_count
 from shardwise.runtime.installed import require
@@ -32,22 +33,26 @@ SUGGEST = "suggest"
 """Value of --plan for the plan that is suggested."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="FILE.py:NAME", help="the function that builds the module")
-    parser.add_argument("--out", metavar="FILE", help="the file that is written: model.json")
-    parser.add_argument(
-        "--example", default="example", metavar="NAME", help="a micro-batch, in the same file (example)"
+def degrees_of(option: str, text: str) -> list[int]:
+    """Tensor-parallel degrees: 1,2,4. Raises `UserError`."""
+    degrees = [int(word) if word.strip().isdigit() else 0 for word in text.split(",")]
+    if min(degrees) < 1:
+        raise UserError(f"{option} {text}: give positive integers, such as 1,2,4")
+    return degrees
+
+
+@dataclass
+class TraceOptions(ModuleOptions):
+    plan: str | None = arg(
+        "PATTERN=STYLE,... of tensor parallelism, or suggest for one that is found (the model's own)", "TEXT"
     )
-    parser.add_argument("--loss", metavar="NAME", help="its loss, in the same file (the sum of the outputs)")
-    parser.add_argument("--plan", metavar="TEXT", help="PATTERN=STYLE,... of tensor parallelism, or suggest for one "
-                        "that is found (the model's own)")  # fmt: skip
-    parser.add_argument("--blocks", metavar="NAMES", help="classes or paths, by commas, of what is gathered alone")
-    parser.add_argument("--parts", metavar="NAMES", help="paths in the order of the forward pass, by commas, for pp")
-    parser.add_argument("--tp", metavar="N,...", help="tensor-parallel degrees (those of 1, 2, 4, 8 that suit)")
-    parser.add_argument("--precision", default="bf16", metavar="NAMES", help="of layouts, by commas (bf16)")
+    out: str | None = arg("the file that is written: model.json", "FILE")
+    loss: str | None = arg("its loss, in the same file (the sum of the outputs)", "NAME")
+    tp: list[int] | None = arg("tensor-parallel degrees (those of 1, 2, 4, 8 that suit)", "N,...", read=degrees_of)
+    precision: str = arg("of layouts, by commas", "NAMES", "bf16")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: TraceOptions) -> int:
     require("trace", "torch")
     from shardwise.runtime.module.suggest import suggest
     from shardwise.runtime.module.trace import trace
@@ -63,24 +68,15 @@ def run(args: argparse.Namespace) -> int:
         found = suggestion.to_json()
     loss = FromFile(build.path, args.loss).loaded() if args.loss else None
     parts = args.parts.split(",") if args.parts else None
-    degrees = None if args.tp is None else degrees_of(args.tp)
     with working(f"tracing {args.model}"):
         blueprint = trace(
-            module, example, plan, loss=loss, blocks=blocks, parts=parts, tp=degrees,
+            module, example, plan, loss=loss, blocks=blocks, parts=parts, tp=args.tp,
             precisions=args.precision.split(","),
         )  # fmt: skip
     if args.out:
         write_blueprint(blueprint, args.out)
     data = {"model": blueprint.name, "out": args.out, "suggestion": found or None, **_summary(blueprint)}
     return print_result(args, data, _lines(data))
-
-
-def degrees_of(text: str) -> list[int]:
-    """Tensor-parallel degrees: 1,2,4. Raises `UserError`."""
-    degrees = [int(word) if word.strip().isdigit() else 0 for word in text.split(",")]
-    if min(degrees) < 1:
-        raise UserError(f"--tp {text}: give positive integers, such as 1,2,4")
-    return degrees
 
 
 def _summary(blueprint: Blueprint) -> dict[str, Any]:

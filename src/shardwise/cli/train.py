@@ -5,54 +5,78 @@ Under torchrun, on one host or several, the same command runs one rank: torchrun
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwise.cli.flags import add_flags, given
+from shardwise.cli.declare import CommandOptions, arg, borrow, given
 from shardwise.cli.interrupts import ended_as_interrupted
-from shardwise.cli.models import adapters_of, add_lora, add_model, model_of
+from shardwise.cli.models import LoraOptions, ModelOptions, adapters_of, model_of
 from shardwise.cli.output import print_json
-from shardwise.cli.plan_file import add_plan, apply_plan
-from shardwise.cli.run_file import add_config
+from shardwise.cli.plan_file import apply_plan
+from shardwise.cli.run_file import ConfigOptions
 from shardwise.errors import UserError
 from shardwise.layout import Workload
+from shardwise.records import dataclass
 from shardwise.runtime.job.config import LaunchConfig, OptimizerConfig, TrainConfig
 
 FILE_KEYS = OptimizerConfig
 """Fields that a file of --config may have without a flag."""
-_OPTIMIZER = ("lr", "momentum", "warmup", "weight_decay", "clip")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, optional=True)
-    add_config(parser)
-    group = parser.add_argument_group("model, data and layout")
-    add_plan(group)
-    add_flags(group, TrainConfig, "layout", "data", "text_field", "max_bytes", "tokenizer")
-    group.add_argument("--vocab", type=int, metavar="N", help="vocabulary size instead of the model's")
-    add_flags(group, Workload, "seq", "batch", "isolate_documents")
-    add_flags(group, TrainConfig, "steps")
-    group = parser.add_argument_group("optimizer")
-    add_flags(group, Workload, "optimizer")
-    add_flags(group, OptimizerConfig, *_OPTIMIZER)
-    group = parser.add_argument_group("the run")
-    add_flags(group, TrainConfig, "out", "seed", "validate_every", "validate_batches", "save_every", "keep_last")
-    add_flags(group, TrainConfig, "save_async", "on_nonfinite", "offload_dir", "weights")
-    add_lora(group)
-    group.add_argument("--resume", type=Path, metavar="DIR", help="resume a run or a checkpoint, with its settings "
-                       "and its text (other text: --data)")  # fmt: skip
-    add_flags(group, TrainConfig, "schedule")
-    add_flags(group, TrainConfig, "report", "tensorboard", "device", "threads", "matmul", "transport", "overlap")
-    add_flags(group, LaunchConfig, "port")
-    add_flags(group, TrainConfig, "hang")
-    add_flags(group, LaunchConfig, "restarts", "elastic")
-    add_flags(parser.add_argument_group("slow ranks"), TrainConfig, "slow", "emulate")
+@dataclass
+class DataOptions(ConfigOptions, ModelOptions):
+    """A model, its layout and its text."""
+
+    title = "model, data and layout"
+    borrowed = borrow(
+        (TrainConfig, "layout data text_field max_bytes tokenizer steps"), (Workload, "seq batch isolate_documents")
+    )
+    plan: str | None = arg(
+        "take model, layout, --seq, --batch and --optimizer from a file that `plan --out` wrote",
+        "FILE",
+        excludes="model layout seq batch optimizer set lora resume",
+        idle="is decided by --plan: leave it out",
+        missing="is a row of a plan: add --plan FILE",
+    )
+    row: int | None = arg("which layout of the plan; 1 is the best (1)", "N", needs="plan")
+    vocab: int | None = arg("vocabulary size instead of the model's", "N")
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass
+class OptimizerOptions(CommandOptions):
+    """The optimizer."""
+
+    title = "optimizer"
+    borrowed = borrow((Workload, "optimizer"), (OptimizerConfig, "lr momentum warmup weight_decay clip"))
+
+
+@dataclass
+class RunOptions(LoraOptions):
+    """The run."""
+
+    title = "the run"
+    borrowed = borrow(
+        (TrainConfig, "out seed validate_every validate_batches save_every keep_last save_async on_nonfinite"),
+        (TrainConfig, "offload_dir weights schedule report tensorboard device threads matmul transport overlap hang"),
+        (LaunchConfig, "port restarts elastic"),
+    )
+    resume: Path | None = arg(
+        "resume a run or a checkpoint, with its settings and its text (other text: --data)",
+        "DIR",
+        excludes="model set vocab seq batch isolate_documents optimizer lr momentum warmup weight_decay clip lora",
+        idle="is a setting of the run that is resumed, which keeps its model and settings: leave it out",
+    )
+
+
+@dataclass
+class TrainOptions(RunOptions, OptimizerOptions, DataOptions):
+    title = "slow ranks"
+    borrowed = borrow((TrainConfig, "slow emulate"))
+
+
+def run(args: TrainOptions) -> int:
     from shardwise.api import resume, train, under_torchrun
     from shardwise.runtime.job.output import tolerant_output
 
@@ -63,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     started = given(args, LaunchConfig) | {"rank0_stdout": 2 if args.json else None}
     with ended_as_interrupted():  # while there are no ranks: the launcher of these hears signals itself
         if args.resume is not None:
-            result = resume(args.resume, **_changes(args), **started)
+            result = resume(args.resume, **given(args, TrainConfig), **started)
         else:
             result = train(**_request(args), **started)
     if args.json:
@@ -74,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_as_rank(args: argparse.Namespace) -> NoReturn:
+def _run_as_rank(args: TrainOptions) -> NoReturn:
     """Be the rank that torchrun has started."""
     from shardwise.api import configure, configure_resumed, train_as_rank
     from shardwise.runtime.job.output import tolerant_output
@@ -89,8 +113,10 @@ def _run_as_rank(args: argparse.Namespace) -> NoReturn:
     out: list[str] = []
 
     def config() -> TrainConfig:
-        resumed = args.resume is not None
-        made = configure_resumed(args.resume, **_changes(args)) if resumed else configure(**_request(args))
+        if args.resume is None:
+            made = configure(**_request(args))
+        else:
+            made = configure_resumed(args.resume, **given(args, TrainConfig))
         out.append(made.out)
         return made
 
@@ -102,7 +128,7 @@ def _run_as_rank(args: argparse.Namespace) -> NoReturn:
     raise AssertionError("left")
 
 
-def _request(args: argparse.Namespace) -> dict[str, Any]:
+def _request(args: TrainOptions) -> dict[str, Any]:
     """The arguments of `configure` for a new run."""
     if args.model is None and args.weights is not None:
         args.model = str(Path(args.weights).absolute())
@@ -111,28 +137,12 @@ def _request(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"train needs {', '.join(missing if args.model else ['MODEL', *missing])}, or --resume DIR")
     if args.schedule is not None:
         raise UserError("--schedule is for --resume: the schedule of a new run has --steps")
-    if args.seq < 1 or args.batch < 1:
-        raise UserError("--seq and --batch must be positive integers")
     vocab = {} if args.vocab is None else {"vocab": args.vocab}
     workload, optimizer = Workload(**given(args, Workload)), OptimizerConfig(**given(args, OptimizerConfig))
     whole: dict[str, Any] = {"model": model_of(args, runs=True), "workload": workload, "optimizer": optimizer}
     if (folder := adapters_of(args)) is not None:
         whole["adapters"] = str(folder)
     return {"layout": "dp=1", **given(args, TrainConfig), **vocab, **whole}
-
-
-def _changes(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `configure_resumed`: a resumed run has its model, text and sequence length already."""
-    fixed = [
-        f"--{name.replace('_', '-')}"
-        for name in ("vocab", "seq", "batch", "optimizer", *_OPTIMIZER)
-        if getattr(args, name) is not None
-    ]
-    fixed += ["--lora"] * (args.lora is not None)
-    if args.model is not None or args.set or fixed or args.isolate_documents:
-        named = ", ".join(["MODEL"] * (args.model is not None) + ["--set"] * bool(args.set) + fixed)
-        raise UserError(f"a resumed run keeps its model and settings: leave out {named or '--isolate-documents'}")
-    return given(args, TrainConfig)
 
 
 def _where(out: Path) -> None:

@@ -5,7 +5,6 @@ TABLE.json is a list of objects, one a measurement; without it, the project's ow
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -13,9 +12,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_result
 from shardwise.codec import plain
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.report.table import FittedTable, plain_table
 from shardwise.report.terminal import Renderable
 
@@ -24,27 +25,22 @@ if TYPE_CHECKING:
     from shardwise.validation.scoreboard import Prediction, Score
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("tables", nargs="*", type=Path, metavar="TABLE.json", help="published measurements")
-    parser.add_argument("--runs", action="store_true", help="large published runs, which no constant is fitted on")
-    parser.add_argument("--rows", action="store_true", help="every row, not the missed ones alone")
-    parser.add_argument(
-        "--experts", action="store_true", help="models with experts instead, each with ranges fitted without it"
-    )
-    parser.add_argument(
-        "--left-out",
-        action="store_true",
-        help="errors and ranges with each source left out of the fit, beside in-sample",
-    )
-    parser.add_argument("--memory", action="store_true", help="peak memory of published runs, engine by engine")
-    parser.add_argument("--blocks", type=Path, metavar="FILE", help="kernels and blocks measured on one device instead")
+@dataclass
+class ValidateOptions(CommandOptions):
+    tables: tuple[Path, ...] = word("published measurements", "TABLE.json", ())
+    runs: bool = arg("large published runs, which no constant is fitted on")
+    rows: bool = arg("every row, not the missed ones alone")
+    experts: bool = arg("models with experts instead, each with ranges fitted without it")
+    left_out: bool = arg("errors and ranges with each source left out of the fit, beside in-sample")
+    memory: bool = arg("peak memory of published runs, engine by engine")
+    blocks: Path | None = arg("kernels and blocks measured on one device instead", "FILE")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: ValidateOptions) -> int:
     from shardwise.validation import scoreboard
 
     if args.blocks:
-        return _blocks(args)
+        return _blocks(args, args.blocks)
     rows = [row for table in _tables(args) for row in scoreboard.read(table)]
     if args.memory:
         return _memory(args, scoreboard.memory_scores(rows))
@@ -62,17 +58,17 @@ def run(args: argparse.Namespace) -> int:
     return print_result(args, sources, chain([_scores(ranked)], *shown))
 
 
-def _tables(args: argparse.Namespace) -> list[Path]:
+def _tables(args: ValidateOptions) -> list[Path]:
     from shardwise.validation import scoreboard
 
     if args.runs:
         return [*args.tables, scoreboard.RUNS]
     if args.memory:
-        return args.tables or [scoreboard.MEMORY]
-    return args.tables or [scoreboard.PUBLISHED]
+        return list(args.tables) or [scoreboard.MEMORY]
+    return list(args.tables) or [scoreboard.PUBLISHED]
 
 
-def _memory(args: argparse.Namespace, ranked: list[scoreboard.MemoryScore]) -> int:
+def _memory(args: ValidateOptions, ranked: list[scoreboard.MemoryScore]) -> int:
     """Print the errors of peak memory, source by source; all rows with --rows."""
     headings = ("rows", "mean error", "held out", "mean error, held out", "bias")
     table = plain_table(["source"], headings, "peak memory, predicted against measured")
@@ -104,7 +100,7 @@ def _memory_json(score: scoreboard.MemoryScore) -> dict[str, Any]:
     }
 
 
-def _experts(args: argparse.Namespace, predictions: list[Prediction]) -> int:
+def _experts(args: ValidateOptions, predictions: list[Prediction]) -> int:
     """Print the errors of models with experts, one model at a time."""
     from shardwise.validation import scoreboard
 
@@ -120,7 +116,7 @@ def _experts(args: argparse.Namespace, predictions: list[Prediction]) -> int:
     return print_result(args, ranked, [table, note])
 
 
-def _left_out(args: argparse.Namespace, ranked: list[scoreboard.LeftOutScore]) -> int:
+def _left_out(args: ValidateOptions, ranked: list[scoreboard.LeftOutScore]) -> int:
     """Print each source's error with and without it among what was fitted on."""
     from shardwise.validation import scoreboard
 
@@ -144,11 +140,11 @@ def _left_out(args: argparse.Namespace, ranked: list[scoreboard.LeftOutScore]) -
     return print_result(args, ranked, chain(lines, _skipped_lines(ranked)))
 
 
-def _blocks(args: argparse.Namespace) -> int:
+def _blocks(args: ValidateOptions, file: Path) -> int:
     """Print the errors of kernels and blocks, one model left out at a time."""
     from shardwise.validation import scoreboard
 
-    scores = scoreboard.block_scores(*scoreboard.read_blocks(args.blocks))
+    scores = scoreboard.block_scores(*scoreboard.read_blocks(file))
     table = plain_table(["kind"], ("rows", "mean error", "bias", "worst model"), "each model left out")
     for score in scores:
         shares = (score.mean_abs_error, score.bias, score.worst)

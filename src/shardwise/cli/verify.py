@@ -11,24 +11,31 @@ forward pass, or a function that makes them: a dictionary of keyword arguments, 
 
 from __future__ import annotations
 
-import argparse
-
-from shardwise.cli.output import print_json, show
+from shardwise.cli.declare import CommandOptions, arg, word
+from shardwise.cli.output import print_result
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.runtime.installed import require
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="FILE.py:NAME", help="the function that builds the module")
-    parser.add_argument("--layout", required=True, metavar="TEXT", help="how it is split: dp=2,tp=2,zero=3")
-    parser.add_argument("--example", default="example", metavar="NAME", help="inputs, in the same file (example)")
-    parser.add_argument("--plan", metavar="TEXT", help="PATTERN=STYLE,... of tensor parallelism (the model's own)")
-    parser.add_argument("--blocks", metavar="NAMES", help="classes or paths, by commas, of what is gathered alone")
-    parser.add_argument("--parts", metavar="PATTERNS", help="all modules in order, by commas, for pp (the model's own)")
-    parser.add_argument("--tolerance", type=float, metavar="X", help="largest error as a share of a norm (1e-9)")
+@dataclass
+class ModuleOptions(CommandOptions):
+    """A module in a file, and its split."""
+
+    model: str = word("the function that builds the module", "FILE.py:NAME")
+    example: str = arg("inputs of a forward pass, in the same file", "NAME", "example")
+    plan: str | None = arg("PATTERN=STYLE,... of tensor parallelism (the model's own)", "TEXT")
+    blocks: str | None = arg("classes or paths, by commas, of what is gathered alone", "NAMES")
+    parts: str | None = arg("all modules in order of the forward pass, by commas, for pp (the model's own)", "PATTERNS")
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass
+class VerifyOptions(ModuleOptions):
+    layout: str = arg("how it is split: dp=2,tp=2,zero=3", "TEXT")
+    tolerance: float | None = arg("largest error as a share of a norm (1e-9)", "X")
+
+
+def run(args: VerifyOptions) -> int:
     from shardwise.runtime.module.verify import TOLERANCE, FromFile, verify
 
     require("verify", "torch")
@@ -42,19 +49,16 @@ def run(args: argparse.Namespace) -> int:
         parts=args.parts.split(",") if args.parts else None,
         tolerance=TOLERANCE if args.tolerance is None else args.tolerance,
     )
-    if args.json:
-        print_json(result.to_json())
-    else:
-        show(str(result))
+    print_result(args, result.to_json(), [str(result)])
     return 0 if result else 1
 
 
 def plan_of(text: str) -> dict[str, str]:
     """The plan of `PATTERN=STYLE,...`. Raises `UserError`."""
     plan = {}
-    for word in text.split(","):
-        pattern, equals, style = (part.strip() for part in word.partition("="))
+    for item in text.split(","):
+        pattern, equals, style = (part.strip() for part in item.partition("="))
         if not (pattern and equals and style):
-            raise UserError(f"--plan: {word!r} is not PATTERN=STYLE, such as blocks.*.up=column")
+            raise UserError(f"--plan: {item!r} is not PATTERN=STYLE, such as blocks.*.up=column")
         plan[pattern] = style
     return plan

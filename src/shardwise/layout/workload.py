@@ -17,8 +17,8 @@ class Workload(Json):
 
     json_omits = EVERY
 
-    seq: int = option(0, "tokens per sequence, such as 8192 or 8k", metavar="N", shown="", tokens=True)
-    batch: int = option(0, "sequences per step, over all ranks", metavar="N", shown="", tokens=True)
+    seq: int = option(0, "tokens per sequence, such as 8192 or 8k", metavar="N", shown="", tokens=True, positive=True)
+    batch: int = option(0, "sequences per step, over all ranks", metavar="N", shown="", tokens=True, positive=True)
     isolate_documents: bool = option(False, "attention does not cross documents")
     optimizer: str = option(
         DEFAULT,

@@ -2,82 +2,95 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.declare import CommandOptions, arg, leave_out, word
 from shardwise.cli.quantities import bytes_of
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 
 if TYPE_CHECKING:
     from shardwise.schedule.pipeline import PipelineSchedule
     from shardwise.schedule.pipeline.times import Times
 
-GENERATOR_OPTIONS = {
-    "warmup": "forwards of rank 0 before its first pair (1f1b); left out, P - 1",
-    "tokens": "tokens of each micro-batch (decode)",
-}
+IN_FILE = "is in the schedule of --file: leave it out"
 
 
-def add_schedule(parser: argparse.ArgumentParser) -> None:
-    """Flags that `schedule_of` reads."""
-    parser.add_argument("schedule", metavar="SCHEDULE", nargs="?")
-    parser.add_argument("--file", type=Path, help="instead: a schedule written by show, or by torch (.csv)")
-    parser.add_argument("--ranks", type=int, metavar="P", help="stages of the pipeline, one a rank")
-    parser.add_argument("--micro", type=int, metavar="M", help="micro-batches of a step")
-    parser.add_argument(
-        "--virtual", type=int, metavar="V", help="chunks of the model on each rank (as few as possible)"
+@dataclass
+class VariantOptions(CommandOptions):
+    """What any schedule may have besides."""
+
+    zero: int = arg("ZeRO stage: adds gathers and reductions", "Z", 0, shown="")
+    tied: bool = arg("the embedding is the head's table, too")
+    early: bool = arg("a B sends its input's gradient before it computes those of weights (as training does)")
+
+
+@dataclass
+class ScheduleOptions(VariantOptions):
+    """A schedule, for `schedule_of`."""
+
+    schedule: str | None = word("", "SCHEDULE")
+    file: Path | None = arg(
+        "instead: a schedule written by show, or by torch (.csv)",
+        excludes="schedule ranks micro virtual early warmup tokens",
+        idle=IN_FILE,
     )
-    add_variants(parser)
-    for option, text in GENERATOR_OPTIONS.items():
-        parser.add_argument(f"--{option}", type=int, metavar="N", help=text)
+    ranks: int | None = arg("stages of the pipeline, one a rank", "P", positive=True)
+    micro: int | None = arg("micro-batches of a step", "M", positive=True)
+    virtual: int | None = arg("chunks of the model on each rank (as few as possible)", "V", positive=True)
+    warmup: int | None = arg("forwards of rank 0 before its first pair (1f1b); left out, P - 1", "N")
+    tokens: int | None = arg("tokens of each micro-batch (decode)", "N", positive=True)
 
 
-def add_variants(parser: argparse.ArgumentParser) -> None:
-    """Flags of what any schedule may have besides."""
-    parser.add_argument("--zero", type=int, default=0, metavar="Z", help="ZeRO stage: adds gathers and reductions")
-    parser.add_argument("--tied", action="store_true", help="the embedding is the head's table, too")
-    text = "a B sends its input's gradient before it computes those of weights (as training does)"
-    parser.add_argument("--early", action="store_true", help=text)
+@dataclass
+class TimeOptions(CommandOptions):
+    """Times of computations and messages, for `timing_of`."""
 
-
-def add_times(parser: argparse.ArgumentParser) -> None:
-    """Flags that `timing_of` reads."""
-    text = "what a rank takes for one micro-batch, all its chunks: F=20ms,I=20ms,W=20ms or F=20ms,B=40ms"
-    parser.add_argument("--times", default="F=1,I=1,W=1", metavar="F=,I=,W=", help=text)
-    parser.add_argument("--together", type=float, default=1.0, metavar="X", help="an overlapped F&B takes X (F + B)")
-    parser.add_argument("--hop", default="0", metavar="TIME", help="latency of a message between stages")
-    parser.add_argument("--bytes", metavar="SIZE", help="of one message, such as 16MB; with --bandwidth")
-    parser.add_argument("--bandwidth", metavar="SIZE", help="bytes a second of a link, such as 50GB")
-    parser.add_argument("--no-overlap", action="store_true", help="a sender stands still while its message leaves")
-
-
-def add_stages(parser: argparse.ArgumentParser) -> None:
-    """Flags that `shares_of` reads, and what stages hold."""
-    parser.add_argument("--layers", type=int, metavar="N", help="layers of the model, as evenly as can be")
-    parser.add_argument("--stages", metavar="N/N/...", help="layers of each stage: 21/20/20/19")
-    parser.add_argument("--head", type=float, default=0.0, metavar="X", help="the head's work, in layers")
-    parser.add_argument(
-        "--weight-share", type=float, default=1.0, metavar="X", help="part of what F saves that W needs"
+    times: str = arg(
+        "what a rank takes for one micro-batch, all its chunks: F=20ms,I=20ms,W=20ms or F=20ms,B=40ms",
+        "F=,I=,W=",
+        "F=1,I=1,W=1",
     )
-    text = "recompute in backward: F keeps the part X of what it saves otherwise, and I does F once more"
-    parser.add_argument("--recompute", type=float, metavar="X", help=text)
+    together: float = arg("an overlapped F&B takes X (F + B)", "X", 1.0, positive=True, most=1)
+    hop: str = arg("latency of a message between stages", "TIME", "0")
+    bytes: int | None = arg("of one message, such as 16MB", "SIZE", needs="bandwidth", read=bytes_of)
+    bandwidth: int | None = arg(
+        "bytes a second of a link, such as 50GB", "SIZE", needs="bytes", read=bytes_of, positive=True
+    )
+    no_overlap: bool = arg("a sender stands still while its message leaves")
 
 
-def schedule_of(args: argparse.Namespace) -> PipelineSchedule:
+@dataclass
+class StageOptions(CommandOptions):
+    """Layers of the stages, for `shares_of`, and what stages hold."""
+
+    layers: int | None = arg("layers of the model, as evenly as can be", "N", positive=True)
+    stages: str | None = arg("layers of each stage: 21/20/20/19", "N/N/...")
+    head: float = arg("the head's work, in layers", "X", 0.0)
+    weight_share: float = arg("part of what F saves that W needs", "X", 1.0, least=0, most=1)
+    recompute: float | None = arg(
+        "recompute in backward: F keeps the part X of what it saves otherwise, and I does F once more",
+        "X",
+        least=0,
+        most=1,
+    )
+
+
+def schedule_of(args: ScheduleOptions) -> PipelineSchedule:
     """The schedule of --file, or of a name and numbers. Raises `UserError` where these are missing or not legal."""
     from shardwise.schedule.pipeline import build, find
 
-    if bool(args.schedule) == bool(args.file):
-        raise UserError(f"{args.action} needs either SCHEDULE or --file")
     if args.file:
-        return read(args, ("ranks", "micro", "virtual", "early", *GENERATOR_OPTIONS))
+        return read(args)
+    if args.schedule is None:
+        raise UserError("give either SCHEDULE or --file")
     if args.ranks is None or args.micro is None:
-        raise UserError(f"{args.action} needs --ranks and --micro")
+        raise UserError(f"{args.schedule} needs --ranks and --micro")
     known = find(args.schedule)
-    options = {name: value for name in GENERATOR_OPTIONS if (value := getattr(args, name)) is not None}
+    options = {name: value for name in ("warmup", "tokens") if (value := getattr(args, name)) is not None}
     virtual = known.virtual if args.virtual is None else args.virtual
     sized(args.ranks, args.micro, virtual, options.get("tokens", known.options.get("tokens", 1)))
     return build(
@@ -89,9 +102,6 @@ def sized(ranks: int, micro: int, virtual: int, tokens: int = 1) -> None:
     """Raise `UserError` for numbers that make no schedule, or one too large to be written out action by action."""
     from shardwise.schedule.pipeline.plan import MOST_PASSES
 
-    for name, value in (("ranks", ranks), ("micro", micro), ("virtual", virtual), ("tokens", tokens)):
-        if value < 1:
-            raise UserError(f"--{name} must be a positive integer, not {value}")
     item = ranks * virtual * tokens
     if (cells := item * micro) > MOST_PASSES:
         counts = [count(ranks, "rank"), count(micro, "micro-batch")]
@@ -100,17 +110,13 @@ def sized(ranks: int, micro: int, virtual: int, tokens: int = 1) -> None:
         raise UserError(f"{' x '.join(counts)} are {cells:,} passes; up to {MOST_PASSES:,} are written out{most}")
 
 
-def read(args: argparse.Namespace, others: Sequence[str]) -> PipelineSchedule:
-    """The schedule of --file. Raises `UserError` that names it, and for those of the flags `others`, and of --zero and
-    --tied, that say what stands in the file."""
+def read(args: Any) -> PipelineSchedule:
+    """The schedule of --file. Raises `UserError` that names it, and for --zero and --tied, where these are in it."""
     from shardwise.schedule.pipeline.show import from_csv, from_text
 
     path: Path = args.file
     if path.suffix != ".csv":
-        others = (*others, "zero", "tied")
-    absent = {"zero": 0, "tied": False, "early": False}
-    if params := [name for name in others if getattr(args, name) != absent.get(name)]:
-        raise UserError(f"a schedule of --file has its own numbers: leave --{params[0]} out")
+        leave_out(args, "zero tied", IN_FILE)
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -129,35 +135,27 @@ def check(schedule: PipelineSchedule) -> None:
         raise UserError(f"this schedule is wrong: {wrong[0]}")
 
 
-def timing_of(args: argparse.Namespace) -> Callable[[PipelineSchedule], Times]:
+def timing_of(args: TimeOptions) -> Callable[[PipelineSchedule], Times]:
     """Schedule -> times, from the flags. Raises `UserError` for flags without effect."""
     from shardwise.schedule.pipeline.times import Times, parse_times, seconds_of
 
     params, alpha = parse_times(args.times), seconds_of(args.hop)
-    if (args.bytes is None) != (args.bandwidth is None):
-        raise UserError("--bytes and --bandwidth go together: a message takes --hop + bytes / bandwidth")
-    nbytes = 0 if args.bytes is None else bytes_of("--bytes", args.bytes)
-    bandwidth = 1 if args.bandwidth is None else bytes_of("--bandwidth", args.bandwidth)
-    if not bandwidth or not 0 < args.together <= 1:
-        raise UserError("--bandwidth must be positive, and --together above 0 and at most 1")
     recompute = getattr(args, "recompute", None) is not None
 
     def timing(schedule: PipelineSchedule) -> Times:
         again = params["F"] if recompute else 0.0
         times = Times.shared(schedule, params["F"], params["I"] + again, params["W"], shares_of(args, schedule))
-        times = times.with_hop(alpha, 1 / bandwidth, nbytes, not args.no_overlap)
+        times = times.with_hop(alpha, 1 / (args.bandwidth or 1), args.bytes or 0, not args.no_overlap)
         return replace(times, together=args.together)
 
     return timing
 
 
-def shares_of(args: argparse.Namespace, schedule: PipelineSchedule) -> tuple[float, ...]:
+def shares_of(args: Any, schedule: PipelineSchedule) -> tuple[float, ...]:
     """Each stage's part of the model's work; empty for equal ones. Raises `UserError` for layers that do not fit."""
     from shardwise.schedule.pipeline.plan import MOST_PASSES, StageLayers
 
     layers = getattr(args, "layers", None)
-    if layers is not None and layers < 1:
-        raise UserError(f"--layers must be a positive integer, not {layers}")
     if getattr(args, "stages", None) is not None:
         stages = StageLayers.parse(args.stages, schedule.stages, layers)
     elif layers:

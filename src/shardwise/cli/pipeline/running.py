@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.declare import HIDDEN, arg
 from shardwise.cli.output import print_json
-from shardwise.cli.pipeline.arguments import add_schedule, check, count, schedule_of, title
+from shardwise.cli.pipeline.arguments import ScheduleOptions, check, count, schedule_of, title
 from shardwise.cli.quantities import bytes_of
 from shardwise.cli.show import pipeline_table
 from shardwise.errors import UserError
+from shardwise.records import dataclass
 from shardwise.report.trace import write_trace
 from shardwise.report.units import format_bytes, format_time
 from shardwise.runtime import TRANSPORTS
@@ -28,27 +29,35 @@ _LONG = 10.0
 """Seconds from which on a run says beforehand how long it takes."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_schedule(parser)
-    parser.add_argument("--all", action="store_true", help="instead: every schedule that is legal for these numbers")
-    text = "what a rank waits for one micro-batch, all its chunks: F=20ms,I=20ms,W=20ms or F=20ms,B=40ms"
-    parser.add_argument("--emulate", metavar="F=,I=,W=", help=text)
-    parser.add_argument("--pretend", dest="emulate", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to measure (3)")
-    parser.add_argument("--bytes", default="1MB", metavar="SIZE", help="of one message (1MB)")
-    text = "what a rank, all its chunks, saves of one micro-batch for backward (as much as a message)"
-    parser.add_argument("--saved", metavar="SIZE", help=text)
-    text = "part of what F saves that W needs (1)"
-    parser.add_argument("--weight-share", type=float, default=1.0, metavar="X", help=text)
-    text = "latency of a message in the simulation; auto: that between neighbours, measured first (auto)"
-    parser.add_argument("--hop", default="auto", metavar="TIME", help=text)
-    text = "what carries messages: shared memory, or gloo; auto prefers the first (auto)"
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help=text)
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the measured timelines for ui.perfetto.dev")
-    parser.add_argument("--layout", help=argparse.SUPPRESS)  # only to say where layouts are run
+@dataclass
+class RunScheduleOptions(ScheduleOptions):
+    """Run schedules on processes of this host, with a timed wait in place of arithmetic."""
+
+    all: bool = arg(
+        "instead: every schedule that is legal for these numbers", excludes="schedule file warmup tokens trace"
+    )
+    emulate: str | None = arg(
+        "what a rank waits for one micro-batch, all its chunks: F=20ms,I=20ms,W=20ms or F=20ms,B=40ms", "F=,I=,W="
+    )
+    steps: int = arg("steps to measure", "N", 3, positive=True)
+    bytes: int = arg("of one message", "SIZE", "1MB", read=bytes_of)
+    saved: int | None = arg(
+        "what a rank, all its chunks, saves of one micro-batch for backward (as much as a message)",
+        "SIZE",
+        read=bytes_of,
+    )
+    weight_share: float = arg("part of what F saves that W needs", "X", 1.0, least=0, most=1)
+    hop: str = arg(
+        "latency of a message in the simulation; auto: that between neighbours, measured first", "TIME", "auto"
+    )
+    transport: str = arg(
+        "what carries messages: shared memory, or gloo; auto prefers the first", default="auto", choices=TRANSPORTS
+    )
+    trace: Path | None = arg("write the measured timelines for ui.perfetto.dev", "FILE")
+    layout: str | None = arg(HIDDEN)  # only to say where layouts are run
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: RunScheduleOptions) -> int:
     from shardwise.emulate.job import measure
     from shardwise.schedule.pipeline.times import seconds_of
 
@@ -57,8 +66,6 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"run replaces arithmetic by waits: give --emulate F=20ms,I=20ms,W=20ms; a model: {model}")
     require("running schedules", "torch")
     hop = None if args.hop == "auto" else seconds_of(args.hop)
-    if args.trace and args.all:
-        raise UserError("--trace draws one schedule: leave --all out")
     cases, left_out = _cases(args)
     _feasible(args, cases)
     measured = measure(cases, _nbytes(args), args.steps, args.transport)
@@ -75,24 +82,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _nbytes(args: argparse.Namespace) -> int:
+def _nbytes(args: RunScheduleOptions) -> int:
     """Bytes of a message, in whole words."""
     from shardwise.emulate.job import WORD
 
-    return max(1, -(-bytes_of("--bytes", args.bytes) // WORD)) * WORD
+    return max(1, -(-args.bytes // WORD)) * WORD
 
 
-def _cases(args: argparse.Namespace) -> tuple[list[EmulationCase], dict[str, str]]:
+def _cases(args: RunScheduleOptions) -> tuple[list[EmulationCase], dict[str, str]]:
     """What is to be run; and with --all the schedules that these numbers are not for: name -> why."""
     from shardwise.emulate.job import EmulationCase
     from shardwise.schedule.pipeline.times import parse_times
 
-    params = parse_times(args.emulate)
-    saved = _nbytes(args) if args.saved is None else bytes_of("--saved", args.saved)
-    if not 0 <= args.weight_share <= 1:
-        raise UserError("--weight-share is a part: 0 to 1")
-    if args.steps < 1:
-        raise UserError(f"--steps must be a positive integer, not {args.steps}")
+    params = parse_times(args.emulate or "")
+    saved = _nbytes(args) if args.saved is None else args.saved
     left_out: dict[str, str] = {}
     schedules = _every(args, left_out) if args.all else [schedule_of(args)]
     for schedule in schedules:
@@ -101,14 +104,12 @@ def _cases(args: argparse.Namespace) -> tuple[list[EmulationCase], dict[str, str
     return [EmulationCase.shared(schedule, *times, saved, args.weight_share) for schedule in schedules], left_out
 
 
-def _every(args: argparse.Namespace, left_out: dict[str, str]) -> list[PipelineSchedule]:
+def _every(args: RunScheduleOptions, left_out: dict[str, str]) -> list[PipelineSchedule]:
     """Every schedule that is legal, with --virtual chunks a rank where it can have that many."""
     from shardwise.schedule.pipeline import build, generators
 
-    if args.schedule or args.file or args.warmup is not None or args.tokens is not None:
-        raise UserError("run takes either --all, or SCHEDULE or --file with the options of that schedule")
-    if args.ranks is None or args.micro is None or min(args.ranks, args.micro, args.virtual or 1) < 1:
-        raise UserError("run --all needs --ranks and --micro, and they and --virtual must be positive integers")
+    if args.ranks is None or args.micro is None:
+        raise UserError("run --all needs --ranks and --micro")
     results = []
     for g in generators():
         target = g.virtual if args.virtual is None else args.virtual
@@ -121,7 +122,7 @@ def _every(args: argparse.Namespace, left_out: dict[str, str]) -> list[PipelineS
     return results
 
 
-def _feasible(args: argparse.Namespace, cases: list[EmulationCase]) -> None:
+def _feasible(args: RunScheduleOptions, cases: list[EmulationCase]) -> None:
     """Refuse what this host cannot do, and say how long it takes where that is long."""
     from shardwise.schedule.pipeline.memory import peaks
     from shardwise.schedule.pipeline.simulate import simulate

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.clusters import add_network, cluster_of
+from shardwise.cli.clusters import NETWORK, cluster_of
+from shardwise.cli.declare import CommandOptions, arg, leave_out
 from shardwise.cli.output import print_result
 from shardwise.cli.prompts import read_prompts
 from shardwise.errors import UserError
@@ -19,6 +19,7 @@ from shardwise.layout.model_size import size_words
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.model.changes import change
+from shardwise.records import dataclass
 from shardwise.report import time_parts
 from shardwise.report.table import rows_by_name
 from shardwise.report.terminal import Renderable
@@ -34,55 +35,40 @@ SHORT_PROMPT, SHORT_OUTPUT = 32, 32
 """Strategies measured here."""
 
 
-HERE = ["prompt", "prompt_file", "tokens", "context", "cache", "reuse", "transport", "device", "threads", "hang"]
+HERE = "prompt prompt_file tokens context cache reuse transport device threads hang"
 """Options of what runs on this machine, of which a prediction for a cluster knows nothing."""
 
-
-class _Compared(argparse.Action):
-    """An option of the comparison asks for it: --compare without layouts."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        before = getattr(namespace, self.dest, None)
-        setattr(namespace, self.dest, [*before, values] if isinstance(before, list) else values)
-        if getattr(namespace, "compare", None) is None:
-            namespace.compare = []
+COMPARED = "cluster set network link prompt_tokens train_seq engine"
+"""Options of the comparison, which ask for it."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --compare and what belongs to it."""
-    group = parser.add_argument_group("strategies side by side")
-    group.add_argument(
-        "--compare",
+@dataclass
+class StrategyOptions(CommandOptions):
+    """Strategies side by side."""
+
+    title = "strategies side by side"
+    compare: tuple[str, ...] | None = arg(
+        'for one prompt, such as "tp=4" "zero=3,dp=4" "pp=4"; with --cluster and none named, those on all devices',
+        "LAYOUT",
         nargs="*",
-        metavar="LAYOUT",
-        help='for one prompt, such as "tp=4" "zero=3,dp=4" "pp=4"; with --cluster and none named, those on all devices',
     )
-
-    def add(name: str, metavar: str, text: str, kind: type = str) -> None:
-        default: list[str] | None = [] if name == "--set" else None
-        group.add_argument(name, type=kind, metavar=metavar, action=_Compared, default=default, help=text)
-
-    add("--cluster", "TEXT", "predict for [NODESx]GPUSxDEVICE or a TOML file; needs no weights")
-    add("--set", "FIELD=VALUE,...", "change the model that is predicted, such as layers=2")
-    add_network(group, _Compared)
-    add("--link", "GB/S", "what a device sends inside a node, one direction, in place of the cluster's", float)
-    add("--prompt-tokens", "N", f"of the prompt, in place of a text ({PROMPT:,})", int)
-    add("--train-seq", "N", "tokens of a sequence of the training step beside it (8,192)", int)
-    add("--engine", "PROFILE", "the software assumed on the cluster (tensorrt-llm; on CPUs shardwise-cpu)")
+    cluster: str | None = arg("predict for [NODESx]GPUSxDEVICE or a TOML file; needs no weights", "TEXT")
+    network: str | None = NETWORK
+    set: tuple[str, ...] = arg("change the model that is predicted, such as layers=2", "FIELD=VALUE,...", ())
+    link: float | None = arg("what a device sends inside a node, one direction, in place of the cluster's", "GB/S")
+    prompt_tokens: int | None = arg(f"of the prompt, in place of a text ({PROMPT:,})", "N")
+    train_seq: int | None = arg("tokens of a sequence of the training step beside it (8,192)", "N")
+    engine: str | None = arg("the software assumed on the cluster (tensorrt-llm; on CPUs shardwise-cpu)", "PROFILE")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Any) -> int:
     """Print the comparison that `args` asks for: measured here, where there is no --cluster or a prompt for a folder of
     weights; predicted with --cluster. Raises `UserError`, and `RunFailed` when a rank dies."""
     prompted = bool(args.prompt or args.prompt_file or args.tokens)
     here = args.cluster is None or (prompted and Path(args.model).is_dir())
-    idle = ["layout", "report", "emulate", "stop", "prompts", "temperature", "top_k", "top_p", "seed"]
-    idle += ["engine", "train_seq", "link", "network"] if args.cluster is None else []
-    idle += ["prompt_tokens"] if prompted else []
-    idle += ["set"] if here else HERE
-    if unused := [name for name in idle if (value := getattr(args, name)) or value is False]:
-        flag = {"prompts": "same", "reuse": "no-reuse"}.get(unused[0], unused[0].replace("_", "-"))
-        raise UserError(f"--{flag} does nothing here: leave it out with --compare")
+    idle = "layout report emulate stop prompts temperature top_k top_p seed"
+    idle += " engine train_seq link network" * (args.cluster is None) + " prompt_tokens" * prompted
+    leave_out(args, f"{idle} {'set' if here else HERE}", "does nothing here: leave it out with --compare")
     measured = _measured(args, prompted) if here else None
     data = {"measured": measured.to_json()} if measured else {}
     lines: Iterable[Renderable] = measured.tables() if measured else ()
@@ -114,7 +100,7 @@ class LocalMeasurement:
         return tables(self.model, self.strategies, len(self.prompts))
 
 
-def _measured(args: argparse.Namespace, prompted: bool) -> LocalMeasurement:
+def _measured(args: Any, prompted: bool) -> LocalMeasurement:
     from shardwise.cli import compare_local
     from shardwise.planner.strategies import check_different
 
@@ -138,7 +124,7 @@ def _stand_ins(vocab: int, request: Asked) -> list[list[int]]:
     return [[(7919 * i + 104729 * n + 1) % vocab for i in range(request.prompt)] for n in range(request.batch)]
 
 
-def _predicted(args: argparse.Namespace, measured: LocalMeasurement | None) -> StrategyComparison:
+def _predicted(args: Any, measured: LocalMeasurement | None) -> StrategyComparison:
     from shardwise.planner.strategies import compare, usual_layouts
 
     model, cluster = model_named(args), cluster_of(args)
@@ -154,13 +140,13 @@ def _predicted(args: argparse.Namespace, measured: LocalMeasurement | None) -> S
     return compare(model, layouts, cluster, request, args.engine)
 
 
-def layouts_of(args: argparse.Namespace) -> list[Layout]:
+def layouts_of(args: Any) -> list[Layout]:
     """Those that --compare names."""
-    layouts = [Layout.parse(text) for text in args.compare]
+    layouts = [Layout.parse(text) for text in args.compare or ()]
     return [replace(layout, precision=args.precision) for layout in layouts] if args.precision else layouts
 
 
-def _asked(args: argparse.Namespace, prompt: int = PROMPT, output: int = OUTPUT) -> Asked:
+def _asked(args: Any, prompt: int = PROMPT, output: int = OUTPUT) -> Asked:
     from shardwise.planner.strategies import CHUNK, SEQ, Asked
 
     def given(name: str, otherwise: int) -> int:
@@ -173,7 +159,7 @@ def _asked(args: argparse.Namespace, prompt: int = PROMPT, output: int = OUTPUT)
     )  # fmt: skip
 
 
-def model_named(args: argparse.Namespace) -> ModelConfig:
+def model_named(args: Any) -> ModelConfig:
     """The model of the catalog, of a config.json, or of a folder of weights. Raises `UserError`."""
     folder, changes = Path(args.model), ",".join(args.set)
     if folder.is_dir() and not (folder / "config.json").exists():
