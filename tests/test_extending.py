@@ -53,6 +53,7 @@ def test_the_cluster_file_is_one(tmp_path: Path) -> None:
         (0, "cluster/accelerators.toml"),
         (1, "model/families/olmo.py"),
         (2, "decoder/blocks.py"),
+        (-2, "cli/plan.py"),
         (-1, "layout/tensor.py"),
     ],
 )

@@ -1,6 +1,6 @@
 """Options declared once: a dataclass field holds the default, the limits, the help text and the command-line flag.
 
-`check_fields` checks a whole configuration; `cli/flags.py` makes the flags. Imports no other room.
+`check_fields` checks a whole configuration; `cli/declare.py` makes the options. Imports no other room.
 """
 
 import sys

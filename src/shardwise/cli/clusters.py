@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.cli.declare import CommandOptions, arg
 from shardwise.cli.quantities import bytes_of
@@ -13,13 +13,8 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 
-if TYPE_CHECKING:
-    from shardwise.cluster import Cluster
-
-
 VARIABLE = "SHARDWISE_CLUSTER"
 """Names the cluster where --cluster is left out."""
-
 
 NETWORK = arg(
     "links between nodes: 100Gb (of a node), 8x400Gb, NDR, RoCE 400Gb, EFA (the device's usual network)", "TEXT"
@@ -76,7 +71,6 @@ def check_name(file: Path | None) -> None:
 
 def known_cluster(file: Path | None) -> Cluster | None:
     """The cluster in a file; None where there is none yet. Raises `UserError` where it could not be written later."""
-    from shardwise.cluster import Cluster
     from shardwise.report.files import check_place
 
     check_name(file)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, field, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -127,6 +127,8 @@ def declared(kind: type[CommandOptions]) -> dict[str, Declared]:
                     option = Argument(**vars(option))
                 elif hints[name] is bool:
                     default = False
+                elif get_origin(hints[name]) is Literal:
+                    option = replace(option, choices=get_args(hints[name]))
                 flag = option.flag or (f"--no-{dashed}" if default is True else f"--{dashed}")
                 flag = (option.metavar or name.upper()) if option.positional else flag
                 arguments.setdefault(name, Declared(owner, name, hints[name], default, option, flag))
@@ -258,8 +260,7 @@ def _typed(item: Declared, lenient: bool) -> dict[str, Any]:
     while get_origin(kind) in (UnionType, tuple):
         several |= get_origin(kind) is tuple
         kind = get_args(kind)[0]
-    choices = option.choices or (get_args(kind) if get_origin(kind) is Literal else ())
-    more: dict[str, Any] = {"choices": choices} if choices else {"metavar": option.metavar}
+    more: dict[str, Any] = {"choices": option.choices} if option.choices else {"metavar": option.metavar}
     plain = kind if kind in (int, float, Path) else str
     more["type"] = length_of if option.tokens else partial(option.read, item.flag) if option.read else plain
     required = is_required(item) and not lenient

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.cli.clusters import HostOptions, NetworkOptions, cluster_of, usual_cluster
 from shardwise.cli.declare import arg, borrow, leave_out
-from shardwise.cli.models import LoraOptions, ModelOptions, subject_of
+from shardwise.cli.models import LoraOptions, ModelOptions, model_of, subject_of
 from shardwise.cli.output import print_result, progress, working
 from shardwise.cli.plan_emit import check_emit, emitted, profile_of, refusals
 from shardwise.cli.quantities import bytes_of
@@ -149,9 +149,7 @@ def run(args: PlanOptions) -> int:
 
         return which_devices(args)
     if args.serve:
-        from shardwise.cli.plan_serving import run as serve
-
-        return serve(args)
+        return _serve(args)
     model, cluster = subject_of(args), cluster_of(args)
     workload, assumed = workload_of(args, model, odd_part(cluster.devices))
     if args.find == "sequence" and args.seq is None:
@@ -175,6 +173,30 @@ def _check(args: PlanOptions) -> None:
         leave_out(args, "tokens pue host_watts", f"does nothing with --find {args.find}: leave it out")
     if args.tokens is None:
         leave_out(args, "pue host_watts", "needs --tokens: how long the run is")
+
+
+def _serve(args: PlanOptions) -> int:
+    from shardwise.interop import ServerSettings, WriteRequest
+    from shardwise.interop.reading.settings import PREFILL_TOKENS
+    from shardwise.planner.serving import plan_serving
+
+    clients = 1 if args.concurrency is None else args.concurrency
+    workload = Workload(prompt=args.prompt or 0, output=args.output or 0, concurrency=clients)
+    model, cluster = model_of(args), cluster_of(args)
+    with working(f"pricing deployments of {model.name} on {cluster}"):
+        result = plan_serving(
+            model, cluster, workload, engine=profile_of(args), top=args.top, price=args.price, rate=args.rate,
+            by=args.by,  # type: ignore[arg-type]
+            weights=(args.weights or "").replace(" ", "").split(",") if args.weights else (),
+            kv_cache=args.kv_cache or "auto",
+        )  # fmt: skip
+    length, requests = workload.prompt + workload.output, []
+    for one in result.ranked:
+        weights = result.words(one.weights)
+        served = ServerSettings(weights, one.cache, length, one.batch, PREFILL_TOKENS, result.share)
+        requests.append(WriteRequest(result.model, one.layout, served=served, cluster=result.cluster))
+    file, lines = emitted(args, requests)
+    return print_result(args, result.to_json() | file, chain(result.tables(), lines))
 
 
 def _plan(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload, assumed: tuple[str, ...]) -> int:

@@ -91,18 +91,14 @@ def _of(action: argparse.Action, key: str, value: Any) -> Iterator[str]:
         if value == stored:
             yield action.option_strings[-1]
         return
-    several = isinstance(action, argparse._AppendAction) or action.nargs in ("*", "+")
-    if isinstance(value, list) and not several:
+    greedy = action.nargs in ("*", "+")
+    if isinstance(value, list) and not (greedy or isinstance(action, argparse._AppendAction)):
         raise UserError(f"{key} must be one value, not a list")
     texts = [str(item) for item in (value if isinstance(value, list) else [value])]
-    if not action.option_strings:
-        yield from texts
-    elif isinstance(action, argparse._AppendAction):
-        yield from (f"{action.option_strings[-1]}={text}" for text in texts)
-    elif several:
-        yield from (action.option_strings[-1], *texts)
+    if greedy or not action.option_strings:
+        yield from (*action.option_strings[-1:], *texts)
     else:
-        yield f"{action.option_strings[-1]}={texts[0]}"
+        yield from (f"{action.option_strings[-1]}={text}" for text in texts)
 
 
 def _lists_as_tuples(value: Any) -> Any:

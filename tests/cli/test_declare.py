@@ -1,0 +1,91 @@
+"""A command from its declaration: parser, help, required values, limits and rules."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from shardwise.cli.declare import CommandOptions, Parser, add_arguments, arg, borrow, changed, options_of, word
+from shardwise.cli.quantities import bytes_of
+from shardwise.errors import UserError
+from shardwise.layout import Workload
+from shardwise.records import dataclass
+
+
+@dataclass
+class SharedOptions(CommandOptions):
+    """Options of several commands."""
+
+    title = "shared: by two commands"
+    borrowed = borrow((Workload, "seq"))
+    size: int | None = arg("memory; of one device", "SIZE", read=bytes_of)
+
+
+@dataclass
+class BakeOptions(SharedOptions):
+    """A command."""
+
+    file: Path = word("what is read", "FILE")
+    more: tuple[str, ...] = arg("repeatable", "TEXT", ())
+    kind: Literal["fast", "slow"] = arg("a choice", default="fast", excludes="count", missing="is for a kind: add {}?")
+    count: int = arg("a number", "N", 3, positive=True, most=5000)
+    share: float | None = arg("a part", "X", least=0, most=1, needs="size")
+    room: int = arg("memory", "SIZE", "2KB", read=bytes_of)
+    table: bool = arg("a table instead", uses="file")
+    warm: bool = arg("warm", needs="kind")
+
+
+def read(*argv: str) -> BakeOptions:
+    parser = Parser(prog="bake")
+    add_arguments(parser, BakeOptions)
+    options: BakeOptions = options_of(BakeOptions, vars(parser.parse_args(argv)))
+    return options
+
+
+def test_values_have_the_types_of_their_fields() -> None:
+    options = read(
+        "a.txt", "--more", "x", "--more=y", "--count", "4", "--size", "1KiB", "--share", "0.5", "--seq", "8k"
+    )
+    assert (options.file, options.more, options.count, options.size) == (Path("a.txt"), ("x", "y"), 4, 1024)
+    assert (options.share, options.seq, options.json) == (0.5, 8192, False)
+
+
+def test_what_is_left_out_has_its_default_and_is_not_named() -> None:
+    options = read("a.txt", "--count", "3")
+    assert (options.kind, options.count, options.room, options.table) == ("fast", 3, 2000, False)
+    assert (options.size, options.more, options.seq) == (None, (), None)
+    assert set(options.named) == {"file", "count"} and changed(options, count=4).count == 4 and options.count == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "the following arguments are required: FILE (see bake --help)"),
+        ("a --size 3XB", "--size 3XB: give a size, such as 4096, 64MB or 1GiB"),
+        ("a --share 0.5", "--share needs --size SIZE: memory"),
+        ("a --size 1 --share 2", "--share must be at most 1, not 2"),
+        ("a --size 1 --share -1", "--share must be at least 0, not -1"),
+        ("a --size 1 --share nan", "--share must be at least 0, not nan"),
+        ("a --count 0", "--count must be a positive integer, not 0"),
+        ("a --count 5001", "--count must be at most 5,000, not 5,001"),
+        ("a --seq 0", "--seq must be a positive integer, not 0"),
+        ("a --kind slow --count 1", "--count does nothing with --kind slow: leave it out"),
+        ("a --table --more x", "--more does nothing with --table: leave it out"),
+        ("a --warm", "--warm is for a kind: add --warm?"),
+        ("a --kind quick", "argument --kind: invalid choice: 'quick'; one of fast, slow (see bake --help)"),
+        ("a --cuont 1", "unrecognized arguments: --cuont 1; did you mean --count? (see bake --help)"),
+    ],
+)
+def test_mistakes(words: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        read(*words.split())
+    assert str(error.value) == message
+
+
+def test_the_help_has_groups_defaults_and_what_an_option_needs() -> None:
+    parser = Parser(prog="bake")
+    add_arguments(parser, BakeOptions)
+    text = " ".join(parser.format_help().split())
+    assert "shared: by two commands --size SIZE memory; of one device --seq N tokens per sequence" in text
+    assert "--count N a number (3)" in text and "--share X with --size: a part" in text and "usage: bake" in text
+    assert "--kind {fast,slow} a choice (fast)" in text and "--room SIZE memory (2KB)" in text
