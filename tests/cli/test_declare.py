@@ -5,7 +5,8 @@ from typing import Literal
 
 import pytest
 
-from shardwise.cli.declare import CommandOptions, Parser, add_arguments, arg, borrow, changed, options_of, word
+from harness.cases import from_table
+from shardwise.cli.declare import HIDDEN, CommandOptions, Parser, add_arguments, arg, borrow, changed, options_of, word
 from shardwise.cli.quantities import bytes_of
 from shardwise.errors import UserError
 from shardwise.layout import Workload
@@ -33,6 +34,7 @@ class BakeOptions(SharedOptions):
     room: int = arg("memory", "SIZE", "2KB", read=bytes_of)
     table: bool = arg("a table instead", uses="file")
     warm: bool = arg("warm", needs="kind")
+    former: str | None = arg(HIDDEN)
 
 
 def read(*argv: str) -> BakeOptions:
@@ -57,25 +59,7 @@ def test_what_is_left_out_has_its_default_and_is_not_named() -> None:
     assert set(options.named) == {"file", "count"} and changed(options, count=4).count == 4 and options.count == 3
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "the following arguments are required: FILE (see bake --help)"),
-        ("a --size 3XB", "--size 3XB: give a size, such as 4096, 64MB or 1GiB"),
-        ("a --share 0.5", "--share needs --size SIZE: memory"),
-        ("a --size 1 --share 2", "--share must be at most 1, not 2"),
-        ("a --size 1 --share -1", "--share must be at least 0, not -1"),
-        ("a --size 1 --share nan", "--share must be at least 0, not nan"),
-        ("a --count 0", "--count must be a positive integer, not 0"),
-        ("a --count 5001", "--count must be at most 5,000, not 5,001"),
-        ("a --seq 0", "--seq must be a positive integer, not 0"),
-        ("a --kind slow --count 1", "--count does nothing with --kind slow: leave it out"),
-        ("a --table --more x", "--more does nothing with --table: leave it out"),
-        ("a --warm", "--warm is for a kind: add --warm?"),
-        ("a --kind quick", "argument --kind: invalid choice: 'quick'; one of fast, slow (see bake --help)"),
-        ("a --cuont 1", "unrecognized arguments: --cuont 1; did you mean --count? (see bake --help)"),
-    ],
-)
+@from_table
 def test_mistakes(words: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         read(*words.split())
@@ -89,3 +73,4 @@ def test_the_help_has_groups_defaults_and_what_an_option_needs() -> None:
     assert "shared: by two commands --size SIZE memory; of one device --seq N tokens per sequence" in text
     assert "--count N a number (3)" in text and "--share X with --size: a part" in text and "usage: bake" in text
     assert "--kind {fast,slow} a choice (fast)" in text and "--room SIZE memory (2KB)" in text
+    assert "former" not in text and read("a", "--former", "b").former == "b"

@@ -13,6 +13,7 @@ import pytest
 
 import shardwise
 from harness import forked
+from harness.cases import from_table
 from harness.command_line import mistake
 from shardwise.api import TrainResult
 from shardwise.cli.estimate import parameters_of
@@ -403,18 +404,9 @@ class TestTrain:
         mistake(command(*small, "--port", 1234), "leave out --port")
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["checkpoint", "export", "nowhere", "--to", "x"], "nowhere"),
-        (["checkpoint", "merge", "nowhere", "--to=x"], "nowhere"),
-        (["generate", "nowhere", "--prompt", "x", "--max-tokens", "3"], "nowhere"),
-        (["studio", "--export", ".", "--view", "pipelines"], "cannot write .: it is a folder"),
-        (["emit", "tp=8", "--model", "llama-3-9b", "--for", "vllm"], "no model 'llama-3-9b'"),
-    ],
-)  # fmt: skip
+@from_table
 def test_former_names_of_options_are_accepted(command, words, line):
-    mistake(command(*words), line)
+    mistake(command(*words.split()), line)
 
 
 @pytest.mark.parametrize("words", [["collective", "list"], ["pipeline", "list"]])

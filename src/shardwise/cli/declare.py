@@ -245,7 +245,10 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type[CommandOptions], l
             groups[item.owner] = parser.add_argument_group(*title.split(": ")) if title else parser
         needed = [items[name].flag for name in item.option.needs.split()]
         text = f"{f'with {needed[0]}: ' if needed else ''}{item.option.help}{_default_text(item)}"
-        more = _typed(item, lenient) | {"default": argparse.SUPPRESS, "help": text or None}
+        more = _typed(item, lenient) | {
+            "default": argparse.SUPPRESS,
+            "help": HIDDEN if item.option.help is HIDDEN else text or None,
+        }
         if item.option.positional:
             groups[item.owner].add_argument(item.name, **more)
         else:

@@ -91,9 +91,7 @@ class EstimateOptions(
         uses="model set offline params",
         idle="belongs to one step's estimate: leave it out with --zero-table",
     )
-    params: float | None = arg(
-        "parameters for --zero-table: 7e9, 7B, 350M", "P", read=parameters_of, needs="zero_table", excludes="set"
-    )
+    params: float | None = arg("parameters: 7e9, 7B, 350M", "P", read=parameters_of, needs="zero_table", excludes="set")
     compare: str | None = arg("another layout to compare with", "TEXT", excludes="dry_run breakdown links verbose")
     links: bool = arg("show communication by axis and link", excludes=f"{ENGINE} {SLOW} dry_run breakdown verbose")
     breakdown: bool = arg("show the terms behind the totals", excludes=f"{ENGINE} {SLOW} dry_run verbose")

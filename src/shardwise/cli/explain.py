@@ -32,6 +32,7 @@ Outlook = explain_table.Training | explain_table.CacheRoom | None
 @dataclass
 class ExplainOptions(NetworkOptions, OfflineOptions):
     config: tuple[str, ...] = word("a file, or arguments as one text (or after --)", "CONFIG")
+    cluster: str | None = arg("[NODESx]GPUSxDEVICE, such as 8x8xH100, or a TOML file", "TEXT")
     engine: str | None = arg(f"the engine, where it is not recognized: {', '.join(ENGINES)}", "NAME")
     ranks: int | None = arg("processes, where neither it nor --cluster says", "N", positive=True)
     precision: str | None = arg("what DeepSpeed's file leaves to a trainer", choices=("bf16", "fp16", "fp32"))

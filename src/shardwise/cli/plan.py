@@ -124,7 +124,9 @@ class PlanOptions(LoraOptions, HostOptions, NetworkOptions, ModelOptions):
     kv_cache: str | None = arg(
         "bf16, fp8, or auto: as a quantized model's files say, else the engine's own", "TYPE", needs="serve"
     )
-    rate: float | None = arg("requests per second", "X", needs="serve", excludes="concurrency")
+    rate: float | None = arg(
+        "requests per second, in place of --concurrency", "X", needs="serve", excludes="concurrency"
+    )
 
 
 def run(args: PlanOptions) -> int:
