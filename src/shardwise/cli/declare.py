@@ -51,17 +51,10 @@ class Argument(Option):
     """Variable that the option sets to 1."""
 
     def _check_number(self, name: str, value: float) -> None:
-        shown, least, most = (
-            f"{n:g}" if isinstance(n, float) else f"{n:,}" for n in (value, self.least or 0, self.most or 0)
-        )
-        if self.positive and not value > 0:
-            raise UserError(f"{name} must be a positive {'integer' if type(value) is int else 'number'}, not {shown}")
-        if self.least is not None and not value >= self.least:
-            raise UserError(f"{name} must be at least {least}, not {shown}")
-        if self.most is not None and not value <= self.most:
-            raise UserError(f"{name} must be at most {most}, not {shown}")
-        if (self.positive or self.least is not None) and value == float("inf"):
-            raise UserError(f"{name} must be finite")
+        if self.positive and type(value) is int and value < 1:
+            raise UserError(f"{name} must be a positive integer, not {value}")
+        if self.positive or self.least is not None or self.most is not None:
+            super()._check_number(name, value)
 
 
 def arg(help: str = "", metavar: str | None = None, default: Any = None, **more: Any) -> Any:
