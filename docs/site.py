@@ -98,7 +98,7 @@ def _section(parser: argparse.ArgumentParser, summary: str) -> Iterator[str]:
 
 def _row(action: argparse.Action) -> Iterator[str]:
     """A row of the table, unless every command has the option or it is a list of actions."""
-    if isinstance(action, (argparse._SubParsersAction, argparse._HelpAction)):
+    if isinstance(action, (argparse._SubParsersAction, argparse._HelpAction)) or action.help == argparse.SUPPRESS:
         return
     if not {"--json", "--traceback"}.isdisjoint(action.option_strings):
         return

@@ -188,7 +188,17 @@ def test_the_bubble_of_pretended_stages_is_laid_beside_the_simulated_one(
     refused(capsys, "measures one pipeline", folder, "--layout", "tp=2", "--emulate", "1ms")
     refused(capsys, "such as 20ms", folder, "--layout", "pp=2", "--emulate", "0ms")
     refused(capsys, "one prompt", folder, "--layout", "pp=2", "--emulate", "1ms", "--tokens", 1, "--tokens", 2)
-    refused(capsys, "--max-new-tokens is for answers, and --emulate reads a prompt", folder, "--layout", "pp=2", "--emulate", "1ms", "--max-new-tokens", 3)
+    refused(
+        capsys,
+        "--max-new-tokens is for answers, and --emulate reads a prompt",
+        folder,
+        "--layout",
+        "pp=2",
+        "--emulate",
+        "1ms",
+        "--max-new-tokens",
+        3,
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
