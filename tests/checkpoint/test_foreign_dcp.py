@@ -320,7 +320,7 @@ def test_the_command_imports(small, tmp_path, capsys):
     assert told["imported"]["optimizer"] == [{"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-7, "weight_decay": 0.2}]
     assert main(["checkpoint", "verify", str(tmp_path / "out")]) == 0
     assert main([*arguments[:4], str(tmp_path / "other"), *_model_arguments(), "--data", "stdlib"]) == 2
-    assert "--tokenizer, --seq" in capsys.readouterr().err
+    assert "--data needs --tokenizer FILE, --seq N" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("now", [1e-4, 0.0])

@@ -311,9 +311,11 @@ def options_of(kind: type[CommandOptions], values: dict[str, Any]) -> Any:
         os.environ |= {item.option.environment: "1"} if item.option.environment else {}
         _check_idle(item, getattr(options, item.name), stated)
     for item in stated:
-        for needed in (items[name] for name in item.option.needs.split() if name not in values):
-            meaning = f"needs {needed.flag} {needed.option.metavar}: {needed.option.help.partition(';')[0]}"
-            raise UserError(f"{item.flag} {needed.option.missing.replace('{}', item.flag) or meaning}")
+        if needed := [items[name] for name in item.option.needs.split() if name not in values]:
+            flags = ", ".join(f"{other.flag} {other.option.metavar}" for other in needed)
+            help = f": {needed[0].option.help.partition(';')[0]}" if len(needed) == 1 else ""
+            message = needed[0].option.missing.replace("{}", item.flag) or f"needs {flags}{help}"
+            raise UserError(f"{item.flag} {message}")
         item.option.check(item.flag, getattr(options, item.name))
     return options
 
