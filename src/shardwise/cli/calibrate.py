@@ -73,7 +73,10 @@ class FitNetwork(CommandOptions):
         from shardwise.schedule.fit import accuracy, fit
         from shardwise.schedule.network import Network
 
-        sizes = _sizes(self)
+        sizes = sorted(set(self.sizes))
+        if len(sizes) < 3:
+            raise UserError("--sizes: give three sizes or more, since every second one is held back")
+        collective_bench.check(self.ranks, sizes)
         cluster = known_cluster(self.out) or Cluster.parse(f"{self.ranks}xcpu")
         chosen = [algorithm for algorithm in algorithms() if not algorithm.most or self.ranks <= algorithm.most]
         say(_announced(self, chosen, sizes))
@@ -110,14 +113,6 @@ class FitNetwork(CommandOptions):
                 f"above {USELESS:.0%}; measure again when the host has nothing else to do, or give --force"
             )
         return 0
-
-
-def _sizes(args: FitNetwork) -> list[int]:
-    sizes = sorted(set(args.sizes))
-    if len(sizes) < 3:
-        raise UserError("--sizes: give three sizes or more, since every second one is held back")
-    collective_bench.check(args.ranks, sizes)
-    return sizes
 
 
 def _announced(args: FitNetwork, chosen: list[Any], sizes: list[int]) -> str:
