@@ -219,7 +219,7 @@ def test_explain_times_the_engines_that_have_a_profile(command):
         "explain", "torchrun pretrain_gpt.py --tensor-model-parallel-size 2 --micro-batch-size 1 --bf16", *rest
     )
     report = json.loads(out)["outlook"]["report"]
-    assert code == 0 and report["timing"]["engine"] == "megatron-bridge" and report["time"] > 0
+    assert code == 0 and report["timing"]["engine"] == "megatron-core" and report["time"] > 0
 
 
 # -- `shardwise calibrate topology`: from the text of nvidia-smi to a file that `plan` reads

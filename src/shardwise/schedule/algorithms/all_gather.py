@@ -50,4 +50,5 @@ def hierarchical(p: int, node: int = 0) -> Draft:
     "all-gather", "one-shot", natural="one node", source="TensorRT-LLM custom all-reduce", reads=True, most=PAIRS
 )
 def one_shot(p: int) -> Draft:
+    """Each rank reads all others' pieces."""
     return Draft(p, patterns.read_all(p, reduce=False))

@@ -19,11 +19,13 @@ _THAKUR = "Thakur, Rabenseifner, Gropp 2005"
 
 @algorithm("all-reduce", "ring", source="Patarasuk and Yuan 2009")
 def ring(p: int) -> Draft:
+    """Reduce-scatter around a ring, then all-gather."""
     return Draft(p, [*patterns.simple_ring(p, reduce=True), *patterns.simple_ring(p, reduce=False)])
 
 
 @algorithm("all-reduce", "tree", source="Chan et al. 2007")
 def tree(p: int) -> Draft:
+    """Up a binomial tree, and down again."""
     return Draft(1, [*patterns.tree_up(p), *patterns.tree_down(p)])
 
 

@@ -33,6 +33,7 @@ def gather(p: int, root: int = 0) -> Draft:
 
 @algorithm("broadcast", "binomial", source="Chan et al. 2007")
 def binomial(p: int, root: int = 0) -> Draft:
+    """Whole buffers down a binomial tree."""
     return Draft(1, patterns.tree_down(p, root))
 
 
@@ -51,4 +52,5 @@ def chain(p: int, root: int = 0, segments: int = 8) -> Draft:
 
 @algorithm("reduce", "binomial", source="Chan et al. 2007")
 def binomial_reduce(p: int, root: int = 0) -> Draft:
+    """Whole buffers up a binomial tree."""
     return Draft(1, patterns.tree_up(p, root))

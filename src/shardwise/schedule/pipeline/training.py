@@ -36,6 +36,7 @@ def naive(p: int, m: int, v: int, rank: int) -> Order:
 
 @generator("gpipe", source="Huang et al. 2019", settles=2, grows=True)
 def gpipe(p: int, m: int, v: int, rank: int) -> Order:
+    """All forwards, then all backwards."""
     return [F(rank, k) for k in range(m)] + [B(rank, k) for k in range(m)]
 
 
