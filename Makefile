@@ -31,7 +31,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-day test-all test-changed durations mutation faults baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling families check-gpu check-kernels bench-gpu clean
+.PHONY: help demo test test-day test-all test-changed durations mutation faults baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling families recordings check-gpu check-kernels bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ lessons: $(VENV)/.docs  ## the lessons as notebooks: build/lessons/
 
 families: $(VENV)/.test  ## record the shapes of every language model class of the installed transformers: src/shardwise/model/shapes/; FAMILIES="llama qwen3" for some
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/record_families.py $(FAMILIES)
+
+recordings: $(VENV)/.test  ## record the tensors that the decoder's parts save for backward: src/shardwise/predict/memory/recordings.json
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/record_memory.py
 
 fit: $(VENV)/.test  ## fit the time model's constants: make fit TABLES="training.json serving.json"
 	@$(BIN)/python benchmarks/fit_constants.py $(TABLES) --write

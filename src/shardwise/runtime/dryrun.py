@@ -12,9 +12,10 @@ whose period is counted as often as it comes. Roles are observed side by side, o
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, fields, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
@@ -22,6 +23,9 @@ from shardwise.layout import Layout, Mesh, Workload, check_runnable
 from shardwise.layout.units import Backend, UnitPlan, unit_plan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import Bytes, Role, StepReport
+
+if TYPE_CHECKING:
+    from shardwise.runtime.transport.comms import Comms
 
 MOST_PROCESSES = 8
 """Concurrent processes; each imports torch."""
@@ -154,25 +158,37 @@ def _observe_each(pipe: Connection, asked: Sequence[tuple[UnitPlan, int]]) -> No
             pipe.send((str(error).splitlines() or [type(error).__name__])[0])
 
 
-def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
-    import torch
+@contextmanager
+def fake_comms(plan: UnitPlan, rank: int) -> Iterator[Comms]:
+    """The process groups of `rank` without other ranks, which send nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from shardwise.runtime.job.config import OptimizerConfig
-    from shardwise.runtime.job.setup import axes_of, blank_batch
-    from shardwise.runtime.measure.memory import StepMeasurement
-    from shardwise.runtime.pipeline.step import TrainProgram
+    from shardwise.runtime.job.setup import axes_of
     from shardwise.runtime.torch_versions import know_fake_collectives
     from shardwise.runtime.transport.comms import Comms
 
     know_fake_collectives()
     dist.init_process_group("fake", rank=rank, world_size=plan.layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    try:
+        mesh, connect = Mesh.of(plan.layout, plan.model), fake_transport(plan.backend)
+        comms = Comms(mesh, rank, axes_of(plan.model), timeout=60.0, backend=plan.backend, connect=connect)
+        comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
+        yield comms
+    finally:
+        dist.destroy_process_group()
+
+
+def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
+    import torch
+
+    from shardwise.runtime.job.config import OptimizerConfig
+    from shardwise.runtime.job.setup import blank_batch
+    from shardwise.runtime.measure.memory import StepMeasurement
+    from shardwise.runtime.pipeline.step import TrainProgram
+
     short = _run(plan)
-    mesh, connect = Mesh.of(plan.layout, plan.model), fake_transport(plan.backend)
-    comms = Comms(mesh, rank, axes_of(plan.model), timeout=60.0, backend=plan.backend, connect=connect)
-    comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
-    with fake:
+    with fake_comms(plan, rank) as comms, fake:
         program = TrainProgram(
             short, comms, OptimizerConfig(), lambda parameter, index: index.double(), torch.device("cpu")
         )
@@ -182,7 +198,6 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
             program.step(given, 1e-3)
         role = replace(measurement.role(rank), transport=())
         inputs = measurement.followed(_tensors(*batches[0]))
-    dist.destroy_process_group()
     return _lengthened(role, plan, given, inputs)
 
 

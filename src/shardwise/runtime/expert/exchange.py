@@ -151,13 +151,16 @@ class RankExchange(TokenExchange):
         theirs = torch.empty_like(sent)
         self.comms.all_to_all(theirs, sent, self.axes, self.part)
         if not self.comms.moves_data:
-            expected = even(self.plan.routed_pairs, ranks)
-            return expected, [even(rows, len(sent) // ranks) for rows in expected]
+            mine, (pairs, come) = self.comms.index(self.axes), self.plan.routed_rows(self.part)
+            expected = even(pairs, ranks)
+            received = even(come - expected[mine], ranks - 1) if ranks > 1 else []
+            received.insert(mine, expected[mine])
+            return expected, [even(rows, len(sent) // ranks) for rows in received]
         both = torch.stack([sent, theirs]).unflatten(1, (ranks, -1)).tolist()
         return [sum(of_rank) for of_rank in both[0]], both[1]
 
     def kept(self, order: Tensor, takes: Tensor) -> Tensor:
-        return order[takes] if self.comms.moves_data else order[: self.plan.routed_pairs].clone()
+        return order[takes] if self.comms.moves_data else order[: self.plan.routed_rows(self.part)[0]].clone()
 
     def to_experts(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return self._exchange(rows, sent, received)
