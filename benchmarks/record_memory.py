@@ -5,8 +5,6 @@ are products of distinct primes, so that bytes factor into a coefficient and sym
 Equal branches of the tree of modes are joined.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -9,6 +9,8 @@ layers differ in names alone; and of a long step, a shorter one with the same st
 whose period is counted as often as it comes. Roles are observed side by side, on as many cores as there are.
 """
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

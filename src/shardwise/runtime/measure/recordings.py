@@ -1,7 +1,5 @@
 """Tensors that autograd saves in the forward pass of each part of a decoder, on fake tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
