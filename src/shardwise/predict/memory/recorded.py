@@ -6,8 +6,6 @@ Recordings are looked up by the form of a part (the model's mechanisms, without 
 layout and the workload changes the tensors); those that no recording has are None.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache, cached_property
@@ -19,7 +17,6 @@ from shardwise.layout.experts import gathers_sequences
 from shardwise.layout.placement import kv_heads_held, width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
-from shardwise.model.config import Experts
 from shardwise.ops.limits import LONGEST_SHORT, SHORTEST
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -60,12 +57,16 @@ def keys_of(plan: UnitPlan, part: str) -> tuple[Key, ...]:
         return ((_joined(["fused", *outer, *_attention_words(model)]), (layout.recompute, *attention)),)
     inner, route = ["gated" * model.gated], ""
     if model.experts and plan.routes_in(part):
-        inner, route = ["experts", "shared" * bool(model.experts.shared)], _route_of(plan, model.experts)
+        inner = ["experts", "shared" * bool(model.experts.shared)]
+        route = ("spread" if layout.ep > 1 else "here") + "-split" * gathers_sequences(layout)
+        padded = plan.routed_places * model.experts.active != plan.routed_pairs
+        route += "-capacity" if model.experts.capacity else "-padded" * padded
     outer += ["adapters" * plan.blueprint.freezes]
-    outside, inside = _frozen(plan, part, "attention.qkv", "attention.out"), _frozen(plan, part, *_mlp_maps(model))
+    inner += _frozen(plan, part, "mlp.gate_up" if model.gated else "mlp.up", "mlp.down")
+    words = [*_attention_words(model), *_frozen(plan, part, "attention.qkv", "attention.out")]
     return (
-        (_joined(["attention", *outer, *_attention_words(model), *outside]), (layout.recompute, *attention)),
-        (_joined(["feed-forward", *outer, *inner, *inside]), ("", "", "", "", tensor, route)),
+        (_joined(["attention", *outer, *words]), (layout.recompute, *attention)),
+        (_joined(["feed-forward", *outer, *inner]), ("", "", "", "", tensor, route)),
     )
 
 
@@ -81,10 +82,6 @@ def _attention_words(model: ModelConfig) -> list[str]:
         "attention-dropout" * bool(model.attention_dropout),
         ("latent-q" if latent.q_rank else "latent") if latent else "",
     ]  # fmt: skip
-
-
-def _mlp_maps(model: ModelConfig) -> tuple[str, str]:
-    return "mlp.gate_up" if model.gated else "mlp.up", "mlp.down"
 
 
 def _frozen(plan: UnitPlan, part: str, *maps: str) -> list[str]:
@@ -104,13 +101,6 @@ def _core_of(plan: UnitPlan) -> tuple[str, str, str]:
     short = SHORTEST <= plan.workload.seq <= LONGEST_SHORT.get(layout.dtype, 0) and context != "cut"
     plain = model.plain_attention and not model.narrow_values and documents == "no"
     return "short" if layout.attention == "sdpa" and short and plain else layout.attention, documents, context
-
-
-def _route_of(plan: UnitPlan, experts: Experts) -> str:
-    """Where the experts of a block are, and which of its rows they compute."""
-    route = ("spread" if plan.layout.ep > 1 else "here") + "-split" * gathers_sequences(plan.layout)
-    padded = plan.routed_places * experts.active != plan.routed_pairs
-    return route + ("-capacity" if experts.capacity else "-padded" * padded)
 
 
 def sizes_of(plan: UnitPlan, part: str) -> dict[str, int]:
@@ -147,12 +137,6 @@ def sizes_of(plan: UnitPlan, part: str) -> dict[str, int]:
     return sizes | {"h": model.hidden}
 
 
-@cache
-def recordings() -> Recordings:
-    """Those that come with the package."""
-    return Recordings(json.loads(files("shardwise.predict.memory").joinpath("recordings.json").read_text("utf-8")))
-
-
 class Recordings:
     """Formulas of saved tensors by form and mode."""
 
@@ -160,9 +144,10 @@ class Recordings:
         self.data = data
 
     @cached_property
-    def lists(self) -> list[list[tuple[int, tuple[str, ...]]]]:
+    def lists(self) -> list[list[tuple[int, list[str]]]]:
         """(coefficient, symbols) of the saved tensors of each list of formulas."""
-        return [[_parsed(formula) for formula in formulas] for formulas in self.data["lists"]]
+        words = [[formula.split("*") for formula in formulas] for formulas in self.data["lists"]]
+        return [[(int(w[0]), w[1:]) if w[0].isdecimal() else (1, w) for w in formulas] for formulas in words]
 
     def find(self, key: Key) -> int | None:
         """The number of the list of formulas of a form and a mode, on CPUs; None where there is no recording."""
@@ -190,7 +175,7 @@ class Recordings:
         return [prod((c, *map(sizes.__getitem__, symbols))) for n in numbers for c, symbols in self.lists[n]]
 
 
-def _parsed(formula: str) -> tuple[int, tuple[str, ...]]:
-    words = formula.split("*")
-    first = words[0].isdecimal()
-    return (int(words[0]) if first else 1), tuple(words[first:])
+@cache
+def recordings() -> Recordings:
+    """Those that come with the package."""
+    return Recordings(json.loads(files("shardwise.predict.memory").joinpath("recordings.json").read_text("utf-8")))
