@@ -44,7 +44,7 @@ WORDS = {
 }  # fmt: skip
 """Keys that are words for other things as well, which nothing tells apart."""
 LATER = {
-    "dp": 66, "tp": 110, "pp": 87, "cp": 50, "ep": 46, "etp": 11, "zero": 59, "shard": 37, "sp": 40, "cpkind": 12,
+    "dp": 66, "tp": 110, "pp": 87, "cp": 50, "ep": 46, "etp": 11, "zero": 59, "shard": 37, "sp": 40, "cpkind": 13,
     "tpkind": 8, "sync": 19, "virtual": 37, "micro": 84, "recompute": 63, "offload": 22, "offload_params": 16,
     "offload_activations": 7, "precision": 40, "grads": 41,
 }  # fmt: skip
