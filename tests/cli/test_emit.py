@@ -63,7 +63,7 @@ def test_a_server_has_its_files_precision_and_must_fit(command):
 
 
 def test_a_training_that_does_not_fit_says_so(command):
-    fits = "# does not fit: 103 GB per device, of which 75.5 GB may be used on H100-80GB-SXM; plan --emit megatron"
+    fits = "# does not fit: 103 GB per device; 75.5 GB may be used on H100-80GB-SXM; plan --emit megatron"
     wide = (*MODEL, "dp=8,zero=1", "--batch", 64, "--cluster", "8xH100", "--for", "megatron")
     code, out, _ = command("emit", *wide)
     assert code == 0 and fits in out

@@ -201,7 +201,7 @@ def random_state(model: ModelConfig, dtype: torch.dtype = torch.float32, steps: 
 
 
 def save_dcp(state: dict, folder: Path) -> Path:
-    # torch warns that nobody else saves with it.
+    # torch warns that it is the only rank that saves.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=folder, no_dist=True)

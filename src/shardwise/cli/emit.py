@@ -140,7 +140,7 @@ def _too_large(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -> s
     if held <= room:
         return ""
     return (
-        f"does not fit: {format_bytes(held)} per device, of which {format_bytes(room)} may be used on "
+        f"does not fit: {format_bytes(held)} per device; {format_bytes(room)} may be used on "
         f"{cluster.device.name}; plan --emit {writer.name} finds a layout that does"
     )
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PromptOptions(CommandOptions):
-    """Prompts, each of which may be given several times."""
+    """Prompts; each may be given several times."""
 
     title = "what is continued; several options, several prompts"
     prompt: tuple[str, ...] = arg("a text", "TEXT", ())

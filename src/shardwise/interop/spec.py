@@ -209,7 +209,7 @@ class EngineSpec:
     profile: str = ""
     """Profile of the planner (`predict.time.ENGINES`) that prices it."""
     forced: tuple[str, ...] = ()
-    """Layout keys of which a layout gets the engine's value in place of an error."""
+    """Layout keys that get the engine's value in place of an error."""
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     serves: bool = False
     loads_model: bool = False

@@ -263,7 +263,7 @@ def _compared(args: PlotBubbles) -> list[tuple[ScheduleGenerator, int]]:
     results = []
     for g in named or others:
         virtual = args.virtual if args.virtual is not None else g.virtual
-        # Many micro-batches suit every schedule: what is refused then is refused for p or v.
+        # Many micro-batches suit every schedule: what fails then fails for p or v.
         if not named and g.objection(p, 4 * p, virtual):
             virtual = g.virtual
         if legal := g.objection(p, 4 * p, virtual):

@@ -186,7 +186,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     if fits < 1:
         raise UserError(
             f"{model.name} does not fit: {format_bytes(weights)} of weights and {format_bytes(workspace)} of workspace "
-            f"on each GPU, of which {format_bytes(memory * served.memory)} may be used; split it over more GPUs, or "
+            f"on each GPU, and {format_bytes(memory * served.memory)} may be used; split it over more GPUs, or "
             "store it in fewer bits"
         )
     fits = min(fits, served.cache_tokens or fits)

@@ -3,7 +3,7 @@
 A recording is one forward pass of the real runtime on fake tensors whose sizes are products of distinct primes, so that
 the bytes of each saved tensor factor into a formula: `2*e*B*S*f` is two elements per token and feed-forward width.
 Recordings are looked up by the form of a part (the model's mechanisms, without sizes) and by its mode (what of the
-layout and the workload changes the tensors); those that no recording has are None.
+layout and the workload changes the tensors); without a recording they are None.
 """
 
 import json
@@ -177,5 +177,5 @@ class Recordings:
 
 @cache
 def recordings() -> Recordings:
-    """Those that come with the package."""
+    """Of the package."""
     return Recordings(json.loads(files("shardwise.predict.memory").joinpath("recordings.json").read_text("utf-8")))
