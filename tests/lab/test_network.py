@@ -91,7 +91,8 @@ def test_what_a_killed_lab_has_left_is_removed_by_the_next() -> None:
         from shardwise.lab.link import LabLink
         from shardwise.lab.network import lab_network
         with lab_network([LabLink(1e8, 0.001)] * 2) as network:
-            subprocess.Popen([*network.hosts[1].enter, "sleep", "100"], stdout=subprocess.DEVNULL)
+            sleep = [*network.hosts[1].enter, "sh", "-c", "echo; exec sleep 100"]
+            subprocess.Popen(sleep, stdout=subprocess.PIPE).stdout.readline()  # it has entered the host
             for name in (network.hosts[1].name, network.hosts[1].name.replace("node1", "switch")):
                 subprocess.run(["ip", "netns", "pids", name])
             os.kill(os.getpid(), 9)
