@@ -37,6 +37,7 @@ FLOORS = {
     "serving": 7,
     "validation": 7,
     "emulate": 8,
+    "audit": 8,
     "lab": 8,
     "studio": 8,
     "api": 9,
