@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from harness import forked
 from harness.cases import from_table
-from harness.own_modules import OWN, PLANS, own_batch, summed_loss
+from harness.own_modules import OWN, PLANS, llama, own_batch, summed_loss
 from harness.pool import run_ranks
 from harness.today import some_of
-from harness.traced_jobs import TracedCase
+from harness.traced_jobs import TracedCase, token_loss
 from shardwise import Blueprint, Layout, UserError, Workload, estimate, trace
 from shardwise.errors import LayoutError
 from shardwise.layout import unit_plan
@@ -219,6 +219,13 @@ def test_sequence_parallelism_that_a_degree_cannot_have_is_not_tried_for_larger_
     model = trace(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(4, 8), {"0": "column", "1": "row"})
     assert model.trace.degrees == [1, 2, 4, 8] and "blocks of Sequential" in model.trace.uncut
     assert tried == [2]
+
+
+def test_the_sums_of_a_reduce_scatter_are_no_operations_of_the_module():
+    """gloo adds them up in chunks, more of them for more rows."""
+    module = llama(hidden_size=64, num_hidden_layers=1, num_key_value_heads=4, max_position_embeddings=4096)
+    example = {"input_ids": torch.zeros(2, 4096, dtype=torch.long)}
+    assert trace(module, example, loss=token_loss, tp=[4]).trace.uncut == ""
 
 
 def test_degrees_that_do_not_suit_are_left_out():

@@ -31,19 +31,20 @@ MICRO_BATCHES = 2
 """Micro-batches of a traced step: the first one, and one that adds its gradients to what is there."""
 
 
-def fake_copy(module: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """A copy whose parameters and buffers are fake; shared ones stay shared. No weight is copied."""
+def fake_copy(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy whose parameters and buffers are fake; shared ones stay shared. No weight is copied. dtype: of those that
+    are floating-point numbers; None for their own."""
     memo: dict[int, Any] = {}
     with fake:
         for parameter in module.parameters():
-            memo[id(parameter)] = nn.Parameter(_blank(parameter), parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(_blank(parameter, dtype), parameter.requires_grad)
         for buffer in module.buffers():
-            memo.setdefault(id(buffer), _blank(buffer))
+            memo.setdefault(id(buffer), _blank(buffer, dtype))
     return copy.deepcopy(module, memo)
 
 
-def _blank(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+def _blank(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=dtype if dtype and x.is_floating_point() else x.dtype)
 
 
 @contextmanager

@@ -167,6 +167,8 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         recorder = self._recorder
+        if recorder.program.comms.communicating:
+            return out
         if recorder.recording and func.namespace == "aten" and not func.is_view and not _makes_nothing(func):
             recorder.raw.operations.append(self._operation(func, args, kwargs or {}, out))
         return out

@@ -65,7 +65,8 @@ class StageRecorder(StepMeasurement):
         self._holders: dict[int, set[str]] = {}
         self._kept: dict[int, _Kept] = {}
         self._gone: list[tuple[int, _Kept]] = []
-        self._handed: dict[str, int] = {}
+        self._handed: dict[str, tuple[int, weakref.ref[Any] | None]] = {}
+        """Part -> the address of the storage that it hands on, and the storage."""
 
     def __enter__(self) -> StageRecorder:
         super().__enter__()
@@ -166,7 +167,8 @@ class StageRecorder(StepMeasurement):
         if not isinstance(x, Tensor):
             return  # `split` says it
         self.raw.messages[part] = str(x.dtype).removeprefix("torch."), x.numel()
-        self._handed[part] = x.untyped_storage()._cdata
+        key = x.untyped_storage()._cdata
+        self._handed[part] = key, self._storages.reference(key)
         if x.requires_grad:
             x.register_hook(lambda grad: self._arrived(part))
 
@@ -200,7 +202,9 @@ class StageRecorder(StepMeasurement):
 
     def _keeps(self, part: str) -> bool:
         """Whether the part after this one keeps what it takes."""
-        key, following = self._handed[part], self.parts[self.parts.index(part) + 1]
+        (key, there), following = self._handed[part], self.parts[self.parts.index(part) + 1]
+        if self._storages.reference(key) is not there:
+            return False  # another storage has got the address since
         return any(following in who.get(key, ()) for who in (self._savers if key in self._saved else {}, self._holders))
 
     def _note(self, key: int, nbytes: int) -> _Kept:

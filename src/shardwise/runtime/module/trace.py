@@ -13,8 +13,10 @@ from dataclasses import astuple, replace
 from itertools import product
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
@@ -36,6 +38,7 @@ from shardwise.runtime.module.inputs import row_count, row_length, with_rows
 from shardwise.runtime.module.masks import usual_masks
 from shardwise.runtime.module.program import LossFunction
 from shardwise.runtime.module.recorder import RawOp, RawStep
+from shardwise.runtime.module.repeats import GROUPS, NAMED, UnlikeRepeats, Whole, find_repeats, shortened
 from shardwise.runtime.module.stage_recorder import MICRO_BATCHES as STAGE_MICRO_BATCHES
 from shardwise.runtime.module.traced_chain import joined_stages, traced_chain
 
@@ -72,7 +75,13 @@ def trace(
     if not isinstance(module, nn.Module):
         raise UserError(f"trace takes an nn.Module or a function that builds one, not {type(module).__name__}")
     example = example() if callable(example) else example
-    return _Tracer(module, example, plan, blocks, parts, loss or default_loss).blueprint(tp, precisions)
+    tracer = _Tracer(module, example, plan, blocks, parts, loss or default_loss)
+    try:
+        if short := tracer.shortened():
+            return short.blueprint(tp, precisions)
+    except (UserError, UnlikeRepeats):
+        pass  # the whole module says what is wrong, or works all the same
+    return tracer.blueprint(tp, precisions)
 
 
 class _Tracer:
@@ -82,24 +91,50 @@ class _Tracer:
         self, module: nn.Module, example: Any, plan: Mapping[str, str] | None, blocks: Sequence[str] | None,
         parts: Sequence[str | nn.Module] | None, loss: LossFunction,
     ) -> None:  # fmt: skip
-        self.module, self.example, self.plan, self.loss = module, example, plan, loss
+        self.module, self.example, self.plan, self.loss, self.parts = module, example, plan, loss, parts
+        self.whole: Whole | None = None
+        """How a shortened module's steps become those of the whole one."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         rows = max(2, row_count(example))  # a single row needs fewer copies
         self.rows, self.seq = (rows, 2 * rows), row_length(example)
-        self.blocks = find_blocks(module, blocks)
+        self.blocks, self.blocks_named = find_blocks(module, blocks), list(blocks or ())
         if loss is default_loss and self.blocks:
             with readable(module), usual_masks(example):
                 blank = fake_copy(module, self.fake)
                 with self.fake:
                     self.blocks = run_order(blank, self.blocks, with_rows(example, self.rows[0]))
+        self.described = module, self.blocks
+        """The module and its blocks that the blueprint has."""
         self.ordered = parts is not None
         self.chain, self.unpiped = traced_chain(module, parts, self.blocks)
         self.uncut = ""
 
+    def shortened(self) -> _Tracer | None:
+        """The tracer of a module without the blocks that repeat others; None where there are too few. Raises
+        `UserError` for a module that cannot run on fake tensors, and `UnlikeRepeats`."""
+        named = [*(self.plan or ()), *self.blocks_named, *(self.parts or ())]
+        if len(self.blocks) <= GROUPS + 1 or not all(
+            isinstance(name, str) and not NAMED.search(name) for name in named
+        ):
+            return None
+        with readable(self.module), usual_masks(self.example):
+            blank = fake_copy(self.module, self.fake, torch.bfloat16)
+            with self.fake:
+                batch = with_rows(self.example, self.rows[0])
+                batch = _pytree.tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, batch)
+                repeats = find_repeats(blank, self.blocks, lambda: self.loss(blank, batch))
+        if not repeats.left_out:
+            return None
+        short = _Tracer(
+            shortened(self.module, repeats), self.example, self.plan, self.blocks_named or None, self.parts, self.loss
+        )
+        short.described, short.whole = self.described, Whole(repeats, short.blocks)
+        return short
+
     def blueprint(self, degrees: Sequence[int] | None, precisions: Sequence[str]) -> Blueprint:
         """The description with all traced steps."""
         described = self._described(degrees)
-        largest = described[max(described)].blueprint
+        largest = describe(self.described[0], Layout(tp=max(described)), self.plan, self.described[1]).blueprint
         steps = []
         for (tp, parts), precision, recompute in product(described.items(), precisions, RECOMPUTE):
             layout = Layout(tp=tp, precision=precision, recompute=recompute)  # type: ignore[arg-type]
@@ -119,7 +154,8 @@ class _Tracer:
         try:
             described = describe(self.module, Layout(tp=tp, sp=True), self.plan, self.blocks)
             layouts = [Layout(tp=tp, sp=True, precision=p, recompute=r) for p, r in product(precisions, RECOMPUTE)]  # type: ignore[arg-type]
-            return described.blueprint, [self._step(described, layout) for layout in layouts]
+            whole = describe(self.described[0], layouts[0], self.plan, self.described[1]).blueprint
+            return whole, [self._step(described, layout) for layout in layouts]
         except UserError as error:
             self.uncut = self.uncut or str(error)
             return None
@@ -151,7 +187,9 @@ class _Tracer:
                     units, raw = fake_step(blank, described, layout, batches, self.loss)
                 raws.append(raw)
         step = _joined(layout, units, *raws)
-        return step if self.chain is None or layout.sp else self._with_stages(step, self.chain, layout)
+        if self.chain is not None and not layout.sp:
+            step = self._with_stages(step, self.chain, layout)
+        return step if self.whole is None else self.whole.step(step)
 
     def _with_stages(self, step: TracedStep, chain: Chain, layout: Layout) -> TracedStep:
         """The step with its parts as stages. Where the module itself publishes their order, an error is the reason why

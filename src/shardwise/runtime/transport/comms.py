@@ -100,7 +100,9 @@ class PendingCollective:
         self._flight: CollectiveObserver | None = None
         if not self._lazy:
             self._issue(at_once)
+        comms.communicating = True
         self._work: Work | None = start()
+        comms.communicating = False
         if self._flight is not None:
             self._flight.follow([self._work])
 
@@ -119,7 +121,9 @@ class PendingCollective:
         self._comms.pulse.wait(self._words)
         if self._flight is not None:
             self._flight.awaited()
+        self._comms.communicating = True
         work.wait()
+        self._comms.communicating = False
         if self._flight is not None:
             self._flight.arrived()
         self._comms.pulse.work()
@@ -131,7 +135,7 @@ class PendingCollective:
             ended = time.perf_counter()
             self._timing.time += ended - self._issued
             self._timing.wait += ended - started
-        if self._comms.pause:
+        if self._comms.pause and self._comms.moves_data:
             del work  # what it still refers to would count as memory
             time.sleep(self._comms.pause)
 
@@ -177,6 +181,8 @@ class Comms:
         self.pause = 0.0
         """Seconds to stand still after each wait: gloo's thread holds on to a collective's buffers a moment longer than
         its result takes to arrive, and who measures memory wants to see them go."""
+        self.communicating = False
+        """Whether this rank is inside a collective, such as in the additions of a reduce-scatter."""
         self.timeline: Observer | None = None
         """Observer of each collective of a recorded step."""
         self._recording = False
