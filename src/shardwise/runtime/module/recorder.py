@@ -146,7 +146,9 @@ class FakeStepRecorder(StepMeasurement):
         self.raw.moments.append((when, part, nbytes))
 
     def _pack(self, tensor: Tensor) -> Any:
-        self._saver.setdefault(tensor.untyped_storage()._cdata, self.part)
+        key = tensor.untyped_storage()._cdata
+        if key not in self._saved:  # an earlier storage may have had its address
+            self._saver[key] = self.part
         return super()._pack(tensor)
 
     def _count(self, kept: list[WeightGradient]) -> None:

@@ -37,12 +37,13 @@ class UnlikeRepeats(Exception):
 @dataclass(frozen=True)
 class Repeats:
     """Which blocks of a module are traced. blocks: all, in order. cut: the first one that is left out. width: blocks of
-    a group. left_out: how many groups."""
+    a group. left_out: how many groups. buffers: bytes of a group's buffers that its forward pass reads."""
 
     blocks: tuple[str, ...]
     cut: int
     width: int
     left_out: int
+    buffers: int = 0
 
     @property
     def kept(self) -> list[int]:
@@ -51,9 +52,9 @@ class Repeats:
         return [*range(self.cut), *range(behind, len(self.blocks))]
 
 
-def find_repeats(module: nn.Module, blocks: Sequence[str], run: Callable[[], object]) -> Repeats:
-    """The longest repetition of a module's blocks. run: a forward pass of the module, which has no values."""
-    signatures, best = _signatures(module, blocks, run), Repeats(tuple(blocks), len(blocks), 1, 0)
+def find_repeats(module: nn.Module, blank: nn.Module, blocks: Sequence[str], run: Callable[[], object]) -> Repeats:
+    """The longest repetition of a module's blocks. run: a forward pass of a copy without values."""
+    signatures, best = _signatures(blank, blocks, run), Repeats(tuple(blocks), len(blocks), 1, 0)
     follows = [signature is not None and signature[0] for signature in signatures]
     for width in range(1, len(blocks) // (GROUPS + 1) + 1):
         pairs = zip(signatures, signatures[width:], follows[width:], strict=False)
@@ -66,6 +67,10 @@ def find_repeats(module: nn.Module, blocks: Sequence[str], run: Callable[[], obj
             if left_out * width > best.left_out * best.width:
                 best = Repeats(tuple(blocks), start + (GROUPS - 1) * width, width, left_out)
             start = place + 1
+    if best.left_out:
+        group = zip(blocks[best.cut - best.width : best.cut], signatures[best.cut - best.width :], strict=False)
+        read = [module.get_submodule(block).get_buffer(name) for block, known in group if known for name in known[1]]
+        best = replace(best, buffers=sum(buffer.untyped_storage().nbytes() for buffer in read))
     return best
 
 
@@ -92,6 +97,9 @@ class _Observer(TorchDispatchMode):
         self._alive: list[Any] = []
         """So that no two storages have one address."""
         self._within: set[int] = set()
+        self._buffers: dict[int, str] = {}
+        self.buffers: dict[str, set[str]] = {}
+        """Block -> the names of its buffers that it reads."""
         self._given: int | None = None
         self._givers: dict[int, str] = {}
         self.read: set[str] = set()
@@ -113,7 +121,8 @@ class _Observer(TorchDispatchMode):
             stream, *_ = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             taken, self.now = self._key(stream), name
             again = name in self.done
-            self._within = {taken, *(self._key(x) for x in block.parameters())}
+            self._buffers = {self._key(x): buffer for buffer, x in block.named_buffers()}
+            self._within = {taken, *self._buffers, *(self._key(x) for x in block.parameters())}
             # What comes between two blocks belongs to neither, and the second does not follow the first.
             follows = not self._between and taken == self._given and not again
             self.done[name] = [follows, tuple(stream.shape), str(stream.dtype)]
@@ -141,14 +150,16 @@ class _Observer(TorchDispatchMode):
                 words.append((tuple(x.shape), str(x.dtype), outside))
             else:
                 words.append(repr(x))
+        read = {self._buffers[self._key(x)] for x in tensors if self._key(x) in self._buffers}
+        self.buffers.setdefault(self.now, set()).update(read)
         self._within |= {self._key(x) for x in _pytree.tree_leaves(out) if isinstance(x, Tensor)}
         self.done[self.now].append(tuple(words))
         return out
 
 
 def _signatures(module: nn.Module, blocks: Sequence[str], run: Callable[[], object]) -> list[tuple[Any, ...] | None]:
-    """Of each block whether it takes what the one before it gives, what it is and does; None where it must be traced
-    for itself."""
+    """Of each block whether it takes what the one before it gives, the buffers that it reads, what it is and does; None
+    where it must be traced for itself."""
     owners: dict[int, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         home = next((block for block in blocks if name.startswith(f"{block}.")), "")
@@ -159,15 +170,16 @@ def _signatures(module: nn.Module, blocks: Sequence[str], run: Callable[[], obje
     for name in blocks:
         block = module.get_submodule(name)
         path, _, place = name.rpartition(".")
-        alone = all(len(owners[id(x)]) == 1 for x in block.parameters()) and not any(True for _ in block.buffers())
+        alone = all(len(owners[id(x)]) == 1 for x in block.parameters())
         listed = isinstance(module.get_submodule(path), nn.ModuleList) and place.isdecimal()
         follows, *done = observer.done.get(name, [False])
         if not (alone and listed) or (name in observer.read and name != blocks[-1]):
             found.append(None)
             continue
-        parameters = [(n, tuple(x.shape), str(x.dtype), x.requires_grad) for n, x in block.named_parameters()]
+        tensors = (*block.named_parameters(), *block.named_buffers())
+        held = [(n, tuple(x.shape), str(x.dtype), x.requires_grad) for n, x in tensors]
         kinds = [type(child) for child in block.modules()]
-        found.append((follows, path, kinds, parameters, done))
+        found.append((follows, observer.buffers.get(name, set()), path, kinds, held, done))
     return found
 
 
@@ -178,6 +190,7 @@ class Whole:
         if len(short) != len(repeats.kept):
             raise UnlikeRepeats
         self.repeats, self.groups, self.width = repeats, repeats.left_out, repeats.width
+        self.buffers = repeats.buffers, repeats.buffers
         self.places = {name: place for place, name in enumerate(short)}
         self.again = range(repeats.cut - self.width, repeats.cut)
         """Places, in the short module, of the group that stands for those left out."""
@@ -225,7 +238,8 @@ class Whole:
         first, later = (next(iter(grown.values())) for grown in adds)
 
         def grown(row: TracedMoment, part: str, groups: int) -> TracedMoment:
-            return TracedMoment(row.when, part, _plus(row.first, first, groups), _plus(row.later, later, groups))
+            pairs = (_plus(pair, each, groups) for pair, each in ((row.first, first), (row.later, later)))
+            return TracedMoment(row.when, part, *(_plus(pair, self.buffers, self.groups) for pair in pairs))
 
         yield from (grown(row, self._name(row.part), self.groups) for row in rows[: chunk[0]])
         for groups in reversed(range(1 + self.groups)):
@@ -258,7 +272,8 @@ class Whole:
             sizes[who] = _plus(row.nbytes, sizes.get(who, (0, 0)), 1)
         tensors = tuple(replace(who, nbytes=nbytes) for who, nbytes in sizes.items())
         messages = [replace(row, part=name) for row, name, _ in self._copies(stages.messages, lambda row: row.part)]
-        return TracedStages(tensors, tuple(peaks), tuple(messages), stages.buffers)
+        buffers = _plus(stages.buffers, self.buffers, self.groups)
+        return TracedStages(tensors, tuple(peaks), tuple(messages), buffers)
 
     def _tensors(self, row: TracedTensors) -> Iterator[TracedTensors]:
         """The rows of memory that the same parts keep: of one group, of two neighboring ones, or of all."""

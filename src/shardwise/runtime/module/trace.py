@@ -122,7 +122,7 @@ class _Tracer:
             with self.fake:
                 batch = with_rows(self.example, self.rows[0])
                 batch = _pytree.tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, batch)
-                repeats = find_repeats(blank, self.blocks, lambda: self.loss(blank, batch))
+                repeats = find_repeats(self.module, blank, self.blocks, lambda: self.loss(blank, batch))
         if not repeats.left_out:
             return None
         short = _Tracer(
