@@ -155,6 +155,9 @@ class Comms:
     Raises what torch.distributed raises when a peer is lost; `OSError`, on every rank, where memory cannot be shared.
     """
 
+    communicating = False
+    """Whether this rank is inside a collective, such as in the additions of a reduce-scatter."""
+
     def __init__(
         self,
         mesh: Mesh,
@@ -181,8 +184,6 @@ class Comms:
         self.pause = 0.0
         """Seconds to stand still after each wait: gloo's thread holds on to a collective's buffers a moment longer than
         its result takes to arrive, and who measures memory wants to see them go."""
-        self.communicating = False
-        """Whether this rank is inside a collective, such as in the additions of a reduce-scatter."""
         self.timeline: Observer | None = None
         """Observer of each collective of a recorded step."""
         self._recording = False
