@@ -17,7 +17,7 @@ _UNEVEN = {"all_to_all", "all_gather", "gather", "scatter", "barrier"}
 
 @dataclass(frozen=True)
 class Desync(Json):
-    """Ranks that differ from the others of a group at one call."""
+    """Ranks that differ from the others of a group at one call; "unfinished": none differs, and the call hangs."""
 
     kind: Literal["missing", "mismatch", "unfinished", "deadlock"]
     group: Group
@@ -26,7 +26,7 @@ class Desync(Json):
     call: Call
     """The call of a rank that made it as most did."""
     ranks: Group
-    """Ranks that did not make it, or made another one; of "unfinished", ranks in which it has not ended."""
+    """Ranks that did not make it, or made another one; of "unfinished", all ranks."""
     instead: tuple[Call | None, ...]
     """For each of `ranks`: the call that it made instead, or the last one before, in any group; None: there is none."""
 
@@ -37,8 +37,7 @@ class Desync(Json):
         of = f"call {self.number} of {format_ranks(self.group)}"
         who = format_ranks(self.ranks)
         if self.kind == "unfinished":
-            return f"all ranks entered {what}, {of}, and it has not ended on {who}: a slow or broken link, or a dump \
-taken while it ran"
+            return f"all ranks entered {what}, {of}: a broken or slow link, or dumps that were taken while it ran"
         first = self.instead[0]
         at = f": {describe(first)}" if first else ""
         if self.kind == "mismatch":
@@ -118,9 +117,9 @@ def _of_group(group: Group, rows: Mapping[int, Sequence[Call]], calls: Mapping[i
         missing = tuple(rank for rank in rows if rank not in here)
         if missing:
             return Desync("missing", group, number, call, missing, tuple(_last(calls[rank]) for rank in missing))
-        if any(call.state != "completed" for call in here.values()):
-            waiting = tuple(rank for rank, call in here.items() if call.state != "completed")
-            return Desync("unfinished", group, number, call, waiting, tuple(here[rank] for rank in waiting))
+        # Where it has ended on one rank, it is about to end on the others, or their dumps are older.
+        if all(call.state != "completed" for call in here.values()):
+            return Desync("unfinished", group, number, call, tuple(here), tuple(here.values()))
     return None
 
 

@@ -30,7 +30,7 @@ class Arrival(Json):
 
 
 @dataclass(frozen=True)
-class LateRank(Json):
+class LateArrivals(Json):
     """A rank for which others waited at one kind of call: operation, bytes and line."""
 
     rank: int
@@ -66,7 +66,7 @@ def arrivals(calls: Mapping[int, Sequence[Call]], numbers: Mapping[int, Sequence
     return sorted(result, key=lambda one: one.begin)
 
 
-def late_ranks(calls: Mapping[int, Sequence[Call]], came: Sequence[Arrival]) -> list[LateRank]:
+def late_ranks(calls: Mapping[int, Sequence[Call]], came: Sequence[Arrival]) -> list[LateArrivals]:
     """Ranks and kinds of calls by the time that others lost there, the most first."""
     by_order = {rank: {call.order: call for call in made} for rank, made in calls.items()}
     kinds: dict[tuple[int, str, int, str], list[Arrival]] = defaultdict(list)
@@ -74,7 +74,7 @@ def late_ranks(calls: Mapping[int, Sequence[Call]], came: Sequence[Arrival]) -> 
         call = by_order[one.last][one.orders[one.last]]
         kinds[one.last, call.op, call.inputs, call.where].append(one)
     rows = [
-        LateRank(*kind, len(ones), sum(one.late for one in ones), sum(max(one.waited.values()) for one in ones))
+        LateArrivals(*kind, len(ones), sum(one.late for one in ones), sum(max(one.waited.values()) for one in ones))
         for kind, ones in kinds.items()
     ]
     return sorted(rows, key=lambda row: -row.late)

@@ -124,8 +124,6 @@ def without(whole: Intervals, covered: Intervals) -> Intervals:
 
 # -- Planned -> measured
 
-_PLANNED = {COMPUTING: "compute", COMMUNICATION: "communication", WAITING: "bubble", HOST: "waiting"}
-
 
 @dataclass(frozen=True)
 class Bar(Json):
@@ -143,16 +141,26 @@ def bars(waterfalls: Sequence[Waterfall], planned: Mapping[str, float] | None = 
 
     planned: seconds by the parts of `time_parts.STEP`.
     """
-    of_plan = grouped(planned) if planned is not None else None
+    of_plan = _of_plan(planned) if planned is not None else None
     sums: dict[str, dict[tuple[str, str], int]] = {group: defaultdict(int) for group in CLASSES}
     for one in waterfalls:
         for part in one.parts:
             sums[part.group][part.name, part.cause] += part.time
     rows = []
     for group, parts in sums.items():
-        plan = None if of_plan is None else of_plan.get(_PLANNED.get(group, ""), 0.0)
-        if parts or plan:
+        plan = None if of_plan is None else of_plan.get(group, 0.0)
+        if waterfalls and (parts or plan):
             mean = {key: time / len(waterfalls) / 1e9 for key, time in parts.items()}
             ordered = sorted(((name, seconds, cause) for (name, cause), seconds in mean.items()), key=lambda p: -p[1])
             rows.append(Bar(group, plan, sum(mean.values()), tuple(ordered)))
     return tuple(rows)
+
+
+def _of_plan(parts: Mapping[str, float]) -> dict[str, float]:
+    groups, host = grouped(parts), parts.get("host", 0.0)
+    return {
+        COMPUTING: groups["compute"],
+        COMMUNICATION: groups["communication"],
+        WAITING: groups["bubble"] + groups["waiting"] - host,
+        HOST: host,
+    }

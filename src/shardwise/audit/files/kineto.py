@@ -41,8 +41,8 @@ class _Event:
         begin, duration = data["ts"], data.get("dur", 0)
         self.begin = base + round(begin * 1000)
         self.end = self.begin + round(duration * 1000)
-        if self.end < self.begin:
-            raise ValueError("a negative duration")
+        if not 0 <= self.begin <= self.end < 1 << 63:
+            raise ValueError("an event with a negative time")
         self.name, self.category = str(data.get("name", "")), str(data.get("cat", "")).lower()
         self.thread, self.args = (data.get("pid"), data.get("tid")), data.get("args") or {}
 

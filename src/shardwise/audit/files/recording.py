@@ -41,8 +41,21 @@ class Recording:
     unknown: tuple[str, ...] = ()
     """Questions that the file cannot answer."""
 
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for numbers that no program has."""
+        if not UNRANKED <= self.rank < MOST_RANKS:
+            raise ValueError(f"rank {self.rank}")
+        for call in self.calls:
+            if not all(0 <= size < 1 << 63 for size in (call.inputs, call.outputs)):
+                raise ValueError("a size out of range")
+            if not all(0 <= rank < MOST_RANKS for rank in (*call.group, call.peer or 0)):
+                raise ValueError("a rank out of range")
+            if not all(0 <= moment < 1e10 for moment in (call.begin, call.end) if moment is not None):
+                raise ValueError("a time out of range")
+
 
 UNRANKED = -1
+MOST_RANKS = 1 << 24
 
 _OPERATIONS = {
     "sendrecv": "send_recv",

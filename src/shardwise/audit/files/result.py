@@ -9,9 +9,10 @@ from shardwise.audit.calls import Call
 from shardwise.audit.desync import Desync, find_desync, sequences
 from shardwise.audit.files.reading import read_files
 from shardwise.audit.files.recording import Recording
-from shardwise.audit.waits import Arrival, LateRank, arrivals, late_ranks, on_one_clock
+from shardwise.audit.waits import Arrival, LateArrivals, arrivals, late_ranks, on_one_clock
 from shardwise.audit.waterfall import Bar, Waterfall, bars, waterfall
 from shardwise.codec import Json
+from shardwise.errors import UserError
 from shardwise.report.step_report import StepReport
 from shardwise.report.table import Column, FittedTable, headed
 from shardwise.report.terminal import Renderable
@@ -44,7 +45,7 @@ class FilesAudit(Json):
     axes: tuple[Axis, ...]
     arrivals: tuple[Arrival, ...]
     """The collectives to which a rank came latest, the worst first."""
-    late: tuple[LateRank, ...]
+    late: tuple[LateArrivals, ...]
     waiting: Mapping[int, float]
     """Rank -> seconds that it waited for others in all collectives."""
     waterfalls: tuple[Waterfall, ...]
@@ -111,11 +112,12 @@ class FilesAudit(Json):
                 seconds = sum(part[1] for part in rest)
                 table.add_row("", *[None] * planned, seconds, seconds / step, f"{len(rest)} other kinds")
         plan = [sum(bar.planned or 0.0 for bar in self.bars)] if planned else []
-        ranks = len({one.rank for one in self.waterfalls})
-        text = (
-            f"{len(self.waterfalls) // ranks} steps, {format_ranks(tuple(sorted({w.rank for w in self.waterfalls})))}"
+        ranks = tuple(sorted({one.rank for one in self.waterfalls}))
+        steps = len({one.step for one in self.waterfalls})
+        mean = "mean of " if len(self.waterfalls) > 1 else ""
+        table.add_row(
+            "in all", *plan, step, 1.0, f"{mean}{steps} step{'s' if steps > 1 else ''}, {format_ranks(ranks)}"
         )
-        table.add_row("in all", *plan, step, 1.0, f"mean of {text}")
         return table
 
 
@@ -131,11 +133,11 @@ def _axes_table(rows: Sequence[Axis]) -> FittedTable:
     return table
 
 
-def _kind(row: LateRank) -> str:
+def _kind(row: LateArrivals) -> str:
     return f"{row.op} of {format_bytes(row.nbytes)}" if row.nbytes else row.op
 
 
-def _late_table(rows: Sequence[LateRank]) -> FittedTable:
+def _late_table(rows: Sequence[LateArrivals]) -> FittedTable:
     table = headed(["last to come", "to", "line"], ["calls", "late by", "longest wait"])
     for row in rows[:SHOWN]:
         line = Path(row.where).name
@@ -150,6 +152,9 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
 
     Raises `UserError` for files that cannot be read, and a plan without times.
     """
+    if plan is not None and not (plan.timing and plan.timing.get("parts")):
+        raise UserError("the plan has no time: predict it with shardwise estimate ... --cluster CLUSTER --json")
+    parts = plan.timing["parts"] if plan is not None and plan.timing else None
     recordings, refused = read_files(paths)
     kinds: dict[str, dict[int, Recording]] = {}
     for one in recordings:
@@ -166,7 +171,6 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
     members = {rank for one in recordings for call in one.calls for rank in call.group}
     waiting = {rank: sum(one.waited.get(rank, 0.0) for one in came) for rank in calls}
     waiting |= {rank: sum(b - a for a, b in one.waits) / 1e9 for rank, one in timed.items() if one.waits}
-    parts = None if plan is None or plan.timing is None else plan.timing["parts"]
     return FilesAudit(
         files,
         tuple(refused),
