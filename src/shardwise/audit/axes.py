@@ -31,6 +31,17 @@ class Axis(Json):
         return f"{self.size} ranks{apart}" if self.size else "group unknown"
 
 
+_USES = {
+    "shards gathered, gradients scattered: FSDP or ZeRO-3 (or sequence parallelism)": (
+        "all_gather_into", "all_gather", "reduce_scatter",
+    ),
+    "sums: data parallelism (or tensor parallelism)": ("all_reduce",),
+    "rows to other ranks: experts or embeddings (or Ulysses)": ("all_to_all",),
+    "messages: a pipeline (or a ring)": ("send", "recv"),
+}  # fmt: skip
+"""Use of an axis -> operations that move most of its bytes."""
+
+
 def axes(calls: Iterable[Call]) -> list[Axis]:
     """The axes of all ranks' calls, the busiest first."""
     rows: dict[tuple[int, int], list[Call]] = defaultdict(list)
@@ -44,30 +55,14 @@ def axes(calls: Iterable[Call]) -> list[Axis]:
             continue
         ranks = len({call.rank for call in made})
         counts, total = Counter(call.op for call in made), Counter[str]()
+        moved = Counter[str]()
         for call in made:
             total[call.op] += call.inputs
+            moved[next((use for use, ops in _USES.items() if call.op in ops), "")] += max(call.inputs, call.outputs)
         result.append(
             Axis(
                 size, stride, len({call.group for call in made}), {op: n / ranks for op, n in counts.items()},
-                {op: n / ranks for op, n in total.items()}, _use(made),
+                {op: n / ranks for op, n in total.items()}, max(moved, key=lambda use: moved[use]),
             )
         )  # fmt: skip
     return sorted(result, key=lambda axis: -sum(axis.nbytes.values()))
-
-
-_USES = {
-    ("all_gather_into", "all_gather", "reduce_scatter"): "shards gathered, gradients scattered: FSDP or ZeRO-3 (or \
-sequence parallelism)",
-    ("all_reduce",): "sums: data parallelism (or tensor parallelism)",
-    ("all_to_all",): "rows to other ranks: experts or embeddings (or Ulysses)",
-    ("send", "recv"): "messages: a pipeline (or a ring)",
-}
-"""Operations -> use of an axis on which they move most bytes."""
-
-
-def _use(calls: Iterable[Call]) -> str:
-    total = Counter[str]()
-    for call in calls:
-        total[call.op] += max(call.inputs, call.outputs)
-    moved = {ops: sum(total[op] for op in ops) for ops in _USES if ops[-1] in total}
-    return _USES[max(moved, key=lambda ops: moved[ops])] if moved else ""

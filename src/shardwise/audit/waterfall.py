@@ -31,7 +31,7 @@ _CAUSES = {
 
 
 @dataclass(frozen=True)
-class Part(Json):
+class StepPart(Json):
     """Time of one cause in one step of one rank."""
 
     group: str
@@ -50,7 +50,7 @@ class Waterfall(Json):
     step: str
     time: int
     """Nanoseconds."""
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
 
     def of(self, group: str) -> int:
         """Nanoseconds of a class."""
@@ -75,7 +75,7 @@ def waterfall(
         covered = overlap(left, union(intervals))
         if covered:
             left = without(left, covered)
-            parts.append(Part(group, name, length(covered), cause))
+            parts.append(StepPart(group, name, length(covered), cause))
 
     for group, key in ((COMPUTING, "compute"), (COPIES, "copies")):
         take(group, group, spans.get(key, ()), _CAUSES[group] if device or group != COMPUTING else _HOST_COMPUTING)

@@ -19,6 +19,8 @@ from shardwise.records import dataclass
 
 @dataclass
 class AuditOptions(CommandOptions):
+    """Options of `audit` for files."""
+
     files: tuple[Path, ...] = word("files or folders", "FILES")
     plan: Path | None = arg("compare with this prediction (shardwise estimate --json > FILE)", "FILE")
 

@@ -7,6 +7,7 @@ Protobuf is read by its wire format (protobuf.dev/programming-guides/encoding): 
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardwise.audit.calls import Call
@@ -24,81 +25,59 @@ def read_execution_trace(data: Mapping[str, Any], path: str) -> Recording:
     calls: list[Call] = []
     rank, names = rank_in_name(path), []
     for node in nodes:
-        name, values = str(node["name"]), _inputs(node)
+        name, values = str(node["name"]), _values(node, "inputs")
         if "process_group:init" in name and values and isinstance(values[0], str):
-            groups |= _groups(json.loads(values[0]))
-        if name == _COMMS if recorded else name.startswith("gloo:"):
-            call, group, own = _recorded(node, values, groups) if recorded else (_annotated(node, values), "", None)
-            rank = own if rank is None else rank
-            if call:
-                calls.append(call)
-                names.append(group)
+            for group in json.loads(values[0]):  # without a list it is the first `group_size` ranks
+                everyone = tuple(range(int(group.get("group_size", 0))))
+                groups[str(group["pg_name"])] = ranks_of(group.get("ranks")) or everyone
+        elif name == _COMMS if recorded else name.startswith("gloo:"):
+            rank, call, group_name = _call(node, values, groups, rank)
+            if call.op:
+                calls.append(replace(call, order=len(calls)))
+                names.append(group_name)
     rank = UNRANKED if rank is None else rank
-    numbered = tuple(_at(call, rank, order) for order, call in enumerate(calls))
-    unknown = ["times", "lines of the program"] + (["groups"] if numbered and not any(names) else [])
-    return Recording(path, "execution trace", rank, numbered, tuple(names), unknown=tuple(unknown))
+    unknown = ["times", "lines of the program"] + (["groups"] if calls and not any(names) else [])
+    ranked = tuple(replace(call, rank=rank) for call in calls)
+    return Recording(path, "execution trace", rank, ranked, tuple(names), unknown=tuple(unknown))
 
 
-def _at(call: Call, rank: int, order: int) -> Call:
-    return Call(**{name: getattr(call, name) for name in Call.__slots__} | {"rank": rank, "order": order})
+def _values(node: Mapping[str, Any], side: str) -> list[Any]:
+    """Of "inputs" or "outputs"; lists before schema 1.0.2."""
+    values = node.get(side, [])
+    return list(values["values"] if isinstance(values, dict) else values)
 
 
-def _inputs(node: Mapping[str, Any]) -> list[Any]:
-    inputs = node.get("inputs", [])
-    return list(inputs["values"] if isinstance(inputs, dict) else inputs)
-
-
-def _groups(config: list[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
-    """Name -> ranks; a group without a list is the first `group_size` ranks."""
-    return {
-        str(group["pg_name"]): ranks_of(group.get("ranks")) or tuple(range(int(group.get("group_size", 0))))
-        for group in config
-    }
-
-
-def _recorded(
-    node: Mapping[str, Any], values: list[Any], groups: Mapping[str, tuple[int, ...]]
-) -> tuple[Call | None, str, int | None]:
-    """(call, group's name, rank) of a `record_param_comms` node, by its attributes or, before 1.1, its inputs."""
+def _call(
+    node: Mapping[str, Any], values: list[Any], groups: Mapping[str, tuple[int, ...]], rank: int | None
+) -> tuple[int | None, Call, str]:
+    """(rank, call, its group's name) of a node: by its attributes or, before schema 1.1, its inputs. An operation that
+    is "" is no collective. A `gloo:` node names no group."""
     about = {item["name"]: item["value"] for item in node.get("attrs", ())}
     place = next((i for i, value in enumerate(values) if isinstance(value, str) and i > 1), None)
-    op = operation(str(about.get("collective_name", values[place] if place is not None else "")))
-    rank = values[place - 1] if place is not None and isinstance(values[place - 1], int) else None
-    if not op:
-        return None, "", rank
-    name = str(about.get("pg_name", ""))
+    name = str(node["name"])
+    if name == _COMMS:
+        name = str(about.get("collective_name", values[place] if place is not None else ""))
+        if rank is None and place is not None and isinstance(values[place - 1], int):
+            rank = values[place - 1]
+    group = str(about.get("pg_name", ""))
     start, stride, size = (int(about.get(key, 0)) for key in ("global_rank_start", "global_rank_stride", "pg_size"))
-    members = groups.get(name) or (tuple(range(start, start + stride * size, stride)) if stride else ())
-    dtype, inputs, shape = _tensors(values[0] if values else [])
-    output = _tensors(_outputs(node))[1]
-    if "dtype" in about:
-        dtype, size = dtype_of(about["dtype"])
-        inputs = int(about.get("in_msg_nelems", 0)) * size
-        output = int(about.get("out_msg_nelems", 0)) * size
-    return Call(0, 0, op, members, dtype, shape, inputs, output), name, rank
+    members = groups.get(group) or (tuple(range(start, start + stride * size, stride)) if stride else ())
+    inputs, shape = _tensors(values if node["name"] != _COMMS else values[:1])
+    outputs, _ = _tensors(_values(node, "outputs"))
+    dtype, size = dtype_of(about.get("dtype", ""))
+    if dtype:
+        inputs, outputs = (int(about.get(f"{way}_msg_nelems", 0)) * size for way in ("in", "out"))
+    return rank, Call(0, 0, operation(name), members, dtype, shape, inputs, outputs), group
 
 
-def _annotated(node: Mapping[str, Any], values: list[Any]) -> Call | None:
-    """The call of a `gloo:` node, which names no group."""
-    dtype, inputs, shape = _tensors(values)
-    op = operation(str(node["name"]))
-    return Call(0, 0, op, (), dtype, shape, inputs) if op else None
-
-
-def _outputs(node: Mapping[str, Any]) -> Any:
-    outputs = node.get("outputs", [])
-    return outputs["values"] if isinstance(outputs, dict) else outputs
-
-
-def _tensors(value: Any) -> tuple[str, int, tuple[int, ...]]:
-    """(dtype, bytes, elements) of tensors [id, storage, offset, elements, bytes of one, device], however nested. Only
-    sizes are there: the dtype stays empty."""
+def _tensors(value: Any) -> tuple[int, tuple[int, ...]]:
+    """(bytes, elements of the first) of nested tensors [id, storage, offset, elements, bytes of one, device]."""
     if not isinstance(value, list):
-        return "", 0, ()
+        return 0, ()
     if len(value) == 6 and isinstance(value[5], str) and all(type(item) is int for item in value[:5]):
-        return "", value[3] * value[4], (value[3],)
+        return value[3] * value[4], (value[3],)
     parts = [_tensors(item) for item in value]
-    return "", sum(part[1] for part in parts), next((part[2] for part in parts if part[2]), ())
+    return sum(size for size, _ in parts), next((shape for _, shape in parts if shape), ())
 
 
 # -- Protobuf
@@ -118,25 +97,23 @@ def read_graph(data: bytes, path: str) -> Recording:
             dict(_fields(message)) | {"attr": _attributes(message)} for message in messages[1:]
         ]
         # The host's operation that starts a collective is such a node too, without the attribute.
-        calls = [node for node in nodes if node.get(3) in (_SEND, _RECV, _COLLECTIVE) and "comm_type" in node["attr"]]
-        calls.sort(key=lambda node: node.get(1, 0))
-        rank = rank_in_name(path)
-        rank = UNRANKED if rank is None else rank
         if not nodes:
             raise ValueError("no nodes")
-        numbered = tuple(_graph_call(node, rank, order) for order, node in enumerate(calls))
-    except (ValueError, KeyError, IndexError, TypeError, struct.error, UnicodeDecodeError, AttributeError):
+        nodes = [node for node in nodes if node.get(3) in (_SEND, _RECV, _COLLECTIVE) and "comm_type" in node["attr"]]
+        nodes.sort(key=lambda node: int(node.get(1, 0)))
+        rank = rank_in_name(path)
+        rank = UNRANKED if rank is None else rank
+        calls: list[Call] = []
+        for node in nodes:
+            about, kind = node["attr"], node[3]
+            op = {_SEND: "send", _RECV: "recv"}.get(kind) or _COLLECTIVES[about["comm_type"]]
+            peer = about.get({_SEND: "comm_dst", _RECV: "comm_src"}.get(kind))
+            calls.append(Call(rank, len(calls), op, (), inputs=int(about.get("comm_size", 0)), peer=peer))
+    except (ValueError, KeyError, IndexError, TypeError, struct.error):
         raise UserError(f"{path} is no Chakra graph") from None
-    names = tuple(str(node["attr"].get("pg_name", "")) for node in calls)
+    names = tuple(str(node["attr"].get("pg_name", "")) for node in nodes)
     unknown = ["when calls begin", "lines of the program", "dtypes"] + ([] if any(names) else ["groups"])
-    return Recording(path, "Chakra", rank, numbered, names, unknown=tuple(unknown))
-
-
-def _graph_call(node: Mapping[Any, Any], rank: int, order: int) -> Call:
-    about, kind = node["attr"], node[3]
-    op = {_SEND: "send", _RECV: "recv"}.get(kind) or _COLLECTIVES[int(about.get("comm_type", 0))]
-    peer = about.get("comm_dst" if kind == _SEND else "comm_src") if kind != _COLLECTIVE else None
-    return Call(rank, order, op, (), inputs=int(about.get("comm_size", 0)), peer=None if peer is None else int(peer))
+    return Recording(path, "Chakra", rank, tuple(calls), names, unknown=tuple(unknown))
 
 
 def _attributes(message: bytes) -> dict[str, Any]:

@@ -29,7 +29,11 @@ _RUNTIME = {name for name in _HOST if name.endswith(("runtime", "driver"))}
 _BLOCKED = ("Synchronize", "wait_tensor")
 """Of host operations that wait for a device or a collective."""
 _BACKENDS = ("nccl:", "gloo:", "mpi:", "ucc:", "xccl:", "hccl:")
+_CALLS = ("c10d", "_c10d", "record_param_comms", *_BACKENDS)
+"""Beginnings of host operations that start a collective or wait for one."""
 _STEP = "ProfilerStep#"
+_MARKS = ("user_annotation", "cpu_op", "operator")
+"""Categories of ranges that a program or torch marks."""
 
 
 class _Event:
@@ -62,7 +66,15 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     events.sort(key=lambda event: event.begin)
     device = any(event.category in _DEVICE for event in events)
     groups = {str(group["pg_name"]): ranks_of(group.get("ranks")) for group in about.get("pg_config") or ()}
-    rows = list(_on_device(events, groups) if device else _on_host(events, groups))
+    rows = (
+        list(_on_device(events, groups))
+        if device
+        else [
+            _by_annotation(event, event, operation(event.name), groups)
+            for event in events
+            if event.name.startswith(_BACKENDS) and operation(event.name)
+        ]
+    )
     calls = tuple(
         Call(rank, order, op, members, dtype, shape, sent, received, peer, begin=event.begin / 1e9, end=event.end / 1e9)
         for order, (event, op, members, dtype, shape, sent, received, peer, _) in enumerate(rows)
@@ -71,15 +83,12 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     if any(call.group == () for call in calls):
         unknown.append("groups of collectives" + (f" (of {len(groups)})" if groups else ""))
     spans = _device_spans(events) if device else _host_spans(events)
-    steps = tuple((event.name, event.span) for event in events if _is_step(event))
+    marked = [event for event in events if event.name.startswith(_STEP) and event.category in _MARKS]
+    steps = tuple((event.name, event.span) for event in marked)
     return Recording(
         path, "Kineto", rank, calls, tuple(row[-1] for row in rows), world=int(about.get("world_size") or 0) or None,
         host=str(data.get("host_name", "")), spans=spans, steps=steps, device=device, unknown=tuple(unknown),
     )  # fmt: skip
-
-
-def _is_step(event: _Event) -> bool:
-    return event.name.startswith(_STEP) and event.category in ("user_annotation", "cpu_op", "operator")
 
 
 _Row = tuple[_Event, str, tuple[int, ...], str, tuple[int, ...], int, int, int | None, str]
@@ -95,17 +104,15 @@ def _on_device(events: Sequence[_Event], groups: Mapping[str, tuple[int, ...]]) 
         if event.category != "kernel" or not KERNEL.match(event.name):
             continue
         launch = launches.get(event.args.get("correlation"))
-        around = _around(annotations[launch.thread], launch.begin) if launch else None
+        around = None
+        if launch and (before := annotations[launch.thread]):
+            # The last one that began before the launch, if it had not ended.
+            i = bisect_right(before, launch.begin, key=lambda event: event.begin)
+            around = before[i - 1] if i and before[i - 1].end >= launch.begin else None
         if "Collective name" in event.args:
             yield _by_arguments(event, groups)
         else:
             yield _by_annotation(event, around, operation(around.name if around else event.name), groups)
-
-
-def _around(annotations: Sequence[_Event], moment: int) -> _Event | None:
-    """The last annotation that began before a moment, if it had not ended."""
-    i = bisect_right(annotations, moment, key=lambda event: event.begin)
-    return annotations[i - 1] if i and annotations[i - 1].end >= moment else None
 
 
 def _by_arguments(event: _Event, groups: Mapping[str, tuple[int, ...]]) -> _Row:
@@ -130,12 +137,6 @@ def _by_annotation(event: _Event, around: _Event | None, op: str, groups: Mappin
     return event, op, group, dtype, shape, nbytes(shapes[:1], types[:1]), 0, None, ""
 
 
-def _on_host(events: Sequence[_Event], groups: Mapping[str, tuple[int, ...]]) -> Iterable[_Row]:
-    for event in events:
-        if event.name.startswith(_BACKENDS) and operation(event.name):
-            yield _by_annotation(event, event, operation(event.name), groups)
-
-
 def _device_spans(events: Iterable[_Event]) -> dict[str, Sequence[Interval]]:
     spans: dict[str, list[Interval]] = defaultdict(list)
     for event in events:
@@ -154,17 +155,13 @@ def _host_spans(events: Iterable[_Event]) -> dict[str, Sequence[Interval]]:
     for event in events:
         if _loads(event):
             spans["loading"].append(event.span)
-        elif event.category in ("cpu_op", "operator") and not _communicates(event.name):
+        elif event.category in ("cpu_op", "operator") and not event.name.startswith(_CALLS):
             spans["compute"].append(event.span)
     return {name: union(intervals) for name, intervals in spans.items()}
 
 
-def _communicates(name: str) -> bool:
-    return "c10d" in name or name == "record_param_comms" or name.startswith(_BACKENDS)
-
-
 def _loads(event: _Event) -> bool:
-    return "DataLoader" in event.name and event.category in ("user_annotation", "cpu_op", "operator")
+    return "DataLoader" in event.name and event.category in _MARKS
 
 
 # -- Traces of shardwise

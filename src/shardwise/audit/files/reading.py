@@ -35,7 +35,9 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Recording], list[str]]:
     refused: list[str] = []
     for path in paths:
         before = len(recordings)
-        for file in _files(path):
+        with os_errors(f"read {path}"):
+            inside = [file for file in path.iterdir() if not file.is_dir()] if path.is_dir() else [path]
+        for file in sorted(file for file in inside if not file.name.startswith(".") or file == path):
             try:
                 recordings += _read(file)
             except UserError as error:
@@ -63,13 +65,6 @@ def _ranked(recordings: Sequence[Recording]) -> Iterable[Recording]:
             calls = tuple(replace(call, rank=0) for call in one.calls)
             one = replace(one, rank=0, calls=calls, unknown=("which rank it is", *one.unknown))
         yield one
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    with os_errors(f"read {path}"):
-        return sorted(file for file in path.iterdir() if not file.name.startswith(".") and not file.is_dir())
 
 
 def _read(path: Path) -> list[Recording]:

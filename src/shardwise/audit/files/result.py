@@ -165,7 +165,9 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
     calls, notes = _timed_calls(timed)
     came = arrivals(calls, _numbers(timed))
     walls = tuple(_waterfalls(timed, calls, came))
-    counted = _counted(kinds)
+    # The calls of one kind of file: of the one that has most groups, then bytes.
+    lists = [[call for one in by_rank.values() for call in one.calls] for by_rank in kinds.values()]
+    counted = max(lists, key=lambda made: (sum(bool(c.group) for c in made), sum(bool(c.inputs) for c in made)))
     files = tuple(FileRead(one.path, one.kind, one.rank, len(one.calls), one.unknown) for one in recordings)
     ranks, worlds = {one.rank for one in recordings}, [one.world for one in recordings if one.world]
     members = {rank for one in recordings for call in one.calls for rank in call.group}
@@ -189,12 +191,6 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
 def _numbers(recordings: Mapping[int, Recording]) -> dict[int, tuple[int, ...]] | None:
     numbers = {rank: one.numbers for rank, one in recordings.items() if one.numbers}
     return numbers or None
-
-
-def _counted(kinds: Mapping[str, Mapping[int, Recording]]) -> list[Call]:
-    """The calls of one kind of file: of the one that has most of its groups, then bytes."""
-    lists = [[call for one in by_rank.values() for call in one.calls] for by_rank in kinds.values()]
-    return max(lists, key=lambda calls: (sum(bool(c.group) for c in calls), sum(bool(c.inputs) for c in calls)))
 
 
 def _timed_calls(recordings: Mapping[int, Recording]) -> tuple[dict[int, tuple[Call, ...]], list[str]]:
@@ -244,13 +240,11 @@ def _waterfalls(
         if one.spans is None:
             continue
         moved = [a.begin - b.begin for a, b in zip(calls[rank], one.calls, strict=True) if a.begin and b.begin]
-        everything = [*(span for spans in one.spans.values() for span in spans), *_spans_of(one.calls)]
+        made = [(c.begin, c.end) for c in one.calls if c.begin is not None and c.end is not None]
+        everything = [(round(begin * 1e9), round(end * 1e9)) for begin, end in made]
+        everything += [span for spans in one.spans.values() for span in spans]
         whole = (min(span[0] for span in everything), max(span[1] for span in everything)) if everything else None
         for name, window in one.steps or ([("whole trace", whole)] if whole else []):
             if window[1] > window[0]:
                 spans, offset = one.spans, moved[0] if moved else 0.0
                 yield waterfall(rank, name, window, spans, calls[rank], came, one.device, offset)
-
-
-def _spans_of(calls: Sequence[Call]) -> list[tuple[int, int]]:
-    return [(round(c.begin * 1e9), round(c.end * 1e9)) for c in calls if c.begin is not None and c.end is not None]
