@@ -49,6 +49,18 @@ def test_execution_traces_that_name_groups(tmp_path):
     assert (call.inputs, call.outputs) == (128, 64)
 
 
+def test_execution_traces_that_name_groups_in_their_inputs(tmp_path):
+    """Schema 1.0.3."""
+    values = [[[1, 2, 0, 53, 8, "cuda:1"]], 34, ["7", "default_pg"], 3, "broadcast", [], [], 0, 1, 2]
+    nodes = [
+        {"id": 3, "name": "## process_group:init ##", "inputs": {"values": [json.dumps(INIT)]}},
+        NODE | {"inputs": {"values": values}, "outputs": {"values": [values[0]]}, "attrs": []},
+    ]
+    (tmp_path / "et.json").write_text(json.dumps({"schema": "1.0.3-chakra.0.0.4", "nodes": nodes}))
+    (one,), _ = read_files([tmp_path / "et.json"])
+    assert [(call.rank, call.op, call.group, call.inputs) for call in one.calls] == [(3, "broadcast", (1, 3), 424)]
+
+
 def test_execution_traces_before_attributes(tmp_path):
     inputs = [[716, 713, 0, 6144, 4, "cuda:5"], 147, 94002303359824, 5, "all_to_allv", [768], [768]]
     node = NODE | {"inputs": inputs, "outputs": [[721, 722, 0, 3072, 4, "cuda:5"]]}

@@ -59,7 +59,8 @@ def _call(
         name = str(about.get("collective_name", values[place] if place is not None else ""))
         if rank is None and place is not None and isinstance(values[place - 1], int):
             rank = values[place - 1]
-    group = str(about.get("pg_name", ""))
+    pair = values[place - 2] if place is not None else ""  # [name, description] since schema 1.0.3
+    group = str(about.get("pg_name", pair[0] if isinstance(pair, list) and pair else ""))
     start, stride, size = (int(about.get(key, 0)) for key in ("global_rank_start", "global_rank_stride", "pg_size"))
     members = groups.get(group) or (tuple(range(start, start + stride * size, stride)) if stride else ())
     inputs, shape = _tensors(values if node["name"] != _COMMS else values[:1])

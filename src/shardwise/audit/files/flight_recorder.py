@@ -62,6 +62,7 @@ WORLD = "default_pg"
 def _call(entry: Mapping[str, Any], rank: int, order: int, group: tuple[int, ...]) -> Call | None:
     name = str(entry["profiling_name"])
     op, frames = operation(name), entry.get("frames") or ()
+    backward = str(entry.get("thread_name")).startswith("pt_autograd") or any("backward" in str(f) for f in frames)
     if not op:  # "coalesced": the end of calls that are entries themselves
         return None
     shapes, dtypes = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
@@ -80,7 +81,7 @@ def _call(entry: Mapping[str, Any], rank: int, order: int, group: tuple[int, ...
         outputs=nbytes(entry.get("output_sizes") or [], entry.get("output_dtypes") or dtypes),
         peer=group[peer] if peer is not None and peer < len(group) else peer,
         where=user_line(frames),
-        phase="backward" if any("backward" in str(frame.get("name")) for frame in frames) else "",
+        phase="backward" if backward else "",
         begin=float(entry["time_created_ns"]) / 1e9 if entry.get("time_created_ns") else None,
         state=state,
     )

@@ -24,8 +24,9 @@ from shardwise.audit.files.recording import (
 from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, union
 
 _DEVICE = {"kernel": "compute", "gpu_memcpy": "copies", "memcpy": "copies", "gpu_memset": "copies", "memset": "copies"}
-_HOST = {"cpu_op", "operator", "cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "privateuse1_runtime"}
-_RUNTIME = {name for name in _HOST if name.endswith(("runtime", "driver"))}
+_RUNTIME = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "mtia_runtime", "privateuse1_runtime"}
+_HOST = {"cpu_op", "operator", *_RUNTIME}
+_KNOWN = {"user_annotation", "gpu_user_annotation", "python_function", "cuda_sync", "overhead"}
 _BLOCKED = ("Synchronize", "wait_tensor")
 """Of host operations that wait for a device or a collective."""
 _BACKENDS = ("nccl:", "gloo:", "mpi:", "ucc:", "xccl:", "hccl:")
@@ -66,20 +67,14 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     events.sort(key=lambda event: event.begin)
     device = any(event.category in _DEVICE for event in events)
     groups = {str(group["pg_name"]): ranks_of(group.get("ranks")) for group in about.get("pg_config") or ()}
-    rows = (
-        list(_on_device(events, groups))
-        if device
-        else [
-            _by_annotation(event, event, operation(event.name), groups)
-            for event in events
-            if event.name.startswith(_BACKENDS) and operation(event.name)
-        ]
-    )
+    rows = list(_collectives(events, groups, device))
     calls = tuple(
         Call(rank, order, op, members, dtype, shape, sent, received, peer, begin=event.begin / 1e9, end=event.end / 1e9)
         for order, (event, op, members, dtype, shape, sent, received, peer, _) in enumerate(rows)
     )
     unknown = ["lines of the program"]
+    strange = sorted({event.category for event in events} - _KNOWN - _HOST - _DEVICE.keys())
+    unknown += [f"what {category} are" for category in strange if category.endswith("events")]
     if any(call.group == () for call in calls):
         unknown.append("groups of collectives" + (f" (of {len(groups)})" if groups else ""))
     spans = _device_spans(events) if device else _host_spans(events)
@@ -94,12 +89,14 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
 _Row = tuple[_Event, str, tuple[int, ...], str, tuple[int, ...], int, int, int | None, str]
 
 
-def _on_device(events: Sequence[_Event], groups: Mapping[str, tuple[int, ...]]) -> Iterable[_Row]:
+def _collectives(events: Sequence[_Event], groups: Mapping[str, tuple[int, ...]], device: bool) -> Iterable[_Row]:
     launches = {event.args.get("correlation"): event for event in events if event.category in _RUNTIME}
     annotations: dict[Any, list[_Event]] = defaultdict(list)
     for event in events:
         if event.name.startswith(_BACKENDS) and not event.category.startswith("gpu"):
             annotations[event.thread].append(event)
+            if not device and (op := operation(event.name)):
+                yield _by_annotation(event, event, op, groups)
     for event in events:
         if event.category != "kernel" or not KERNEL.match(event.name):
             continue

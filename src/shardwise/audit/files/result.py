@@ -77,8 +77,9 @@ class FilesAudit(Json):
         if self.bars:
             most = max(self.bars, key=lambda bar: bar.measured)
             return f"most of a step is {most.group}: {format_time(most.measured)}"
-        calls = sum(file.calls for file in self.files)
-        return f"{calls} calls of {len({file.rank for file in self.files})} ranks; no rank differs from the others"
+        ranks = tuple(sorted({file.rank for file in self.files}))
+        calls = f"{sum(file.calls for file in self.files)} calls of {format_ranks(ranks)}"
+        return f"{calls}; none differs from the others" if len(ranks) > 1 else calls
 
     def _file_lines(self) -> Iterator[str]:
         kinds: dict[str, list[FileRead]] = {}
@@ -167,6 +168,7 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
     walls = tuple(_waterfalls(timed, calls, came))
     # The calls of one kind of file: of the one that has most groups, then bytes.
     lists = [[call for one in by_rank.values() for call in one.calls] for by_rank in kinds.values()]
+    lists.append([call for made in calls.values() for call in made])
     counted = max(lists, key=lambda made: (sum(bool(c.group) for c in made), sum(bool(c.inputs) for c in made)))
     files = tuple(FileRead(one.path, one.kind, one.rank, len(one.calls), one.unknown) for one in recordings)
     ranks, worlds = {one.rank for one in recordings}, [one.world for one in recordings if one.world]
