@@ -67,6 +67,14 @@ def test_another_call(tmp_path, other):
     assert found.instead[0].where.endswith(":10") and found.call.where.endswith(":7")
 
 
+def test_of_two_ranks_none_is_the_odd_one(tmp_path):
+    ranks = [[entry("all_reduce", 0, line=5)], [entry("broadcast", 0, line=6)]]
+    assert behind(dumps(tmp_path / "d", ranks, TWO)).sentence == (
+        "rank 1 made broadcast of 32 B at /home/me/train.py:6, and rank 0 made all_reduce of 32 B at "
+        "/home/me/train.py:5, as call 0 of ranks 0-1"
+    )
+
+
 def test_sizes_that_may_differ(tmp_path):
     ranks = [[entry("all_to_all", 0, size=rank)] for rank in (1, 2)]
     assert audit_files([dumps(tmp_path / "d", ranks, TWO)]).desync is None
@@ -87,6 +95,31 @@ def test_a_call_that_all_entered_and_none_left(tmp_path, audit):
     assert audit(tmp_path / "d")[0] == 0
     ranks[1][0]["state"] = "completed"
     assert audit_files([dumps(tmp_path / "e", ranks, TWO)]).desync is None
+
+
+def test_a_rank_without_a_dump(tmp_path, audit):
+    """Its group is in the dumps of the others."""
+    ranks = [[entry("all_reduce", 0), entry("all_reduce", 1, state="started")]] * 2
+    for name, groups in (("d", {"0": [0, 1, 2]}), ("gloo", {"": [0, 1, 2]})):
+        found = behind(dumps(tmp_path / name, ranks, groups))
+        assert (found.kind, found.ranks, found.number) == ("silent", (2,), 1)
+    code, out, _ = audit(tmp_path / "d")
+    assert code == 1 and "waits for rank 2, of which there is no recording" in " ".join(out.split())
+    assert "no file of rank 2" in out
+    ranks[0][1]["state"] = "completed"
+    assert audit_files([dumps(tmp_path / "e", ranks, {"0": [0, 1, 2]})]).desync is None
+
+
+def test_lines_tell_where_a_rank_skipped_one_of_equal_calls(tmp_path):
+    """Ranks 0 and 2 make calls at lines 1 to 5; rank 1 not that at line 3."""
+    ranks = [
+        [entry("all_reduce", i, line=line, state="started" if i == 4 else "completed") for i, line in enumerate(lines)]
+        for lines in ((1, 2, 3, 4, 5), (1, 2, 4, 5), (1, 2, 3, 4, 5))
+    ]
+    found = behind(dumps(tmp_path / "d", ranks, {"0": [0, 1, 2]}))
+    assert (found.kind, found.ranks, found.number) == ("missing", (1,), 4)
+    assert found.parted == ("/home/me/train.py:4", "/home/me/train.py:3")
+    assert "left the way of the others at /home/me/train.py:4, where they are at /home/me/train.py:3" in found.sentence
 
 
 def test_the_rank_that_waits_nowhere_is_the_cause(tmp_path):

@@ -56,9 +56,10 @@ def test_execution_traces_that_name_groups_in_their_inputs(tmp_path):
         {"id": 3, "name": "## process_group:init ##", "inputs": {"values": [json.dumps(INIT)]}},
         NODE | {"inputs": {"values": values}, "outputs": {"values": [values[0]]}, "attrs": []},
     ]
-    (tmp_path / "et.json").write_text(json.dumps({"schema": "1.0.3-chakra.0.0.4", "nodes": nodes}))
-    (one,), _ = read_files([tmp_path / "et.json"])
-    assert [(call.rank, call.op, call.group, call.inputs) for call in one.calls] == [(3, "broadcast", (1, 3), 424)]
+    for known, group in ((nodes, (1, 3)), (nodes[1:], (0, 1))):
+        (tmp_path / "et.json").write_text(json.dumps({"schema": "1.0.3-chakra.0.0.4", "nodes": known}))
+        (one,), _ = read_files([tmp_path / "et.json"])
+        assert [(call.rank, call.op, call.group, call.inputs) for call in one.calls] == [(3, "broadcast", group, 424)]
 
 
 def test_execution_traces_before_attributes(tmp_path):

@@ -98,6 +98,16 @@ def test_clocks_of_hosts_are_set_by_the_ends_of_collectives(tmp_path):
         assert sum(parts(result, rank).values()) == 230_000_000 - 20_000_000 * rank
 
 
+def test_traces_of_other_steps_have_no_waits(tmp_path):
+    for rank, begin in enumerate((0, 400)):
+        events = [kernel("allreduce", begin + at, 5) for at in (0, 100, 250)]
+        trace(tmp_path / f"t{rank}.json", rank, events[rank:] + events[:rank], host="a")
+    late = [kernel("allreduce", at, 1) for at in (0, 10, 500)]
+    trace(tmp_path / "t1.json", 1, late, host="a")
+    result = audit_files([tmp_path])
+    assert result.late == () and "do not match in time" in result.notes[0]
+
+
 def test_the_launch_tells_what_a_kernel_of_old_torch_is(tmp_path):
     events = [
         span("nccl:all_to_all", "user_annotation", 1, 2, **{"Input Dims": [[64, 4]], "Input type": ["c10::Half"]}),

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from shardwise.audit.calls import Call
 from shardwise.codec import Json
@@ -15,11 +15,16 @@ _UNEVEN = {"all_to_all", "all_gather", "gather", "scatter", "barrier"}
 """Operations whose ranks may rightly give different sizes, or none."""
 
 
+Kind = Literal["mismatch", "missing", "silent", "deadlock", "unfinished"]
+"""Another call; none; a rank without a recording, for which others wait; ranks that wait for each other; a call that
+all entered and none left."""
+
+
 @dataclass(frozen=True)
 class Desync(Json):
-    """Ranks that differ from the others of a group at one call; "unfinished": none differs, and the call hangs."""
+    """Ranks that differ from the others of a group at one call."""
 
-    kind: Literal["missing", "mismatch", "unfinished", "deadlock"]
+    kind: Kind
     group: Group
     number: int
     """Of the call among those of the group that all dumps have, from 0."""
@@ -29,6 +34,8 @@ class Desync(Json):
     """Ranks that did not make it, or made another one; of "unfinished", all ranks."""
     instead: tuple[Call | None, ...]
     """For each of `ranks`: the call that it made instead, or the last one before, in any group; None: there is none."""
+    parted: tuple[str, str] | None = None
+    """(line of the first of `ranks`, line of the others) of the first call at which they came from different lines."""
 
     @property
     def sentence(self) -> str:
@@ -38,11 +45,18 @@ class Desync(Json):
         who = format_ranks(self.ranks)
         if self.kind == "unfinished":
             return f"all ranks entered {what}, {of}: a broken or slow link, or dumps that were taken while it ran"
+        if self.kind == "silent":
+            return f"{what}, {of}, waits for {who}, of which there is no recording"
         first = self.instead[0]
         at = f": {describe(first)}" if first else ""
+        others = tuple(rank for rank in self.group if rank not in self.ranks)
+        if self.kind == "mismatch" and first and len(self.ranks) >= len(others):
+            return f"{who} made {describe(first)}, and {format_ranks(others)} made {what}, as {of}"
         if self.kind == "mismatch":
             return f"{who} made another call than the others, {what}, {of}{at}"
         after = f"; the last call there{at}" if first else "; it made no call"
+        if self.parted:
+            after += "; it left the way of the others at {}, where they are at {}".format(*self.parted)
         if self.kind == "deadlock":
             return f"{who} did not enter {what}, {of}, and waits in another call for ranks that wait here{after}"
         return f"{who} did not enter {what}, {of}{after}"
@@ -59,7 +73,7 @@ def describe(call: Call) -> str:
 def sequences(
     calls: Mapping[int, Sequence[Call]], numbers: Mapping[int, Sequence[int]] | None = None
 ) -> dict[Group, dict[int, list[Call]]]:
-    """Group -> rank -> its collectives in order, for groups of which two ranks have calls.
+    """Group -> rank -> its collectives in order.
 
     calls: rank -> calls; numbers: rank -> the number of each call in its group, where recordings start at different
     calls: those before the latest start are left out.
@@ -74,8 +88,7 @@ def sequences(
     for group, by_rank in placed.items():
         members = [rank for rank in group if rank in calls]
         start = max(rows[0][0] for rows in by_rank.values())
-        if len(members) > 1:
-            result[group] = {rank: [c for at, c in by_rank.get(rank, ()) if at >= start] for rank in members}
+        result[group] = {rank: [c for at, c in by_rank.get(rank, ()) if at >= start] for rank in members}
     return result
 
 
@@ -90,15 +103,11 @@ def find_desync(
     results += _messages(calls)
     if not results:
         return None
-    pending = {rank for rank, made in calls.items() if any(call.state != "completed" for call in made)}
-
-    def order(one: Desync) -> tuple[int, float]:
-        blocked = one.kind == "missing" and pending.issuperset(one.ranks)
-        rank = ("mismatch", "missing", "deadlock", "unfinished").index("deadlock" if blocked else one.kind)
-        return rank, one.call.begin or 0.0
-
-    first = min(results, key=order)
-    return replace(first, kind="deadlock") if first.kind == "missing" and pending.issuperset(first.ranks) else first
+    for i, one in enumerate(results):
+        others = [[call for call in calls.get(rank, ()) if call.group != one.group] for rank in one.ranks]
+        if one.kind == "missing" and all(any(call.state != "completed" for call in made) for made in others):
+            results[i] = replace(one, kind="deadlock")
+    return min(results, key=lambda one: (get_args(Kind).index(one.kind), one.call.begin or 0.0))
 
 
 def _signature(call: Call) -> tuple[str, str, int]:
@@ -116,9 +125,14 @@ def _of_group(group: Group, rows: Mapping[int, Sequence[Call]], calls: Mapping[i
             return Desync("mismatch", group, number, call, odd, tuple(here[rank] for rank in odd))
         missing = tuple(rank for rank in rows if rank not in here)
         if missing:
-            return Desync("missing", group, number, call, missing, tuple(_last(calls[rank]) for rank in missing))
+            pair = zip(rows[missing[0]], rows[call.rank], strict=False)
+            parted = next(((a.where, b.where) for a, b in pair if a.where != b.where), None)
+            last = tuple(_last(calls[rank]) for rank in missing)
+            return Desync("missing", group, number, call, missing, last, parted)
         # Where it has ended on one rank, it is about to end on the others, or their dumps are older.
         if all(call.state != "completed" for call in here.values()):
+            if silent := tuple(rank for rank in group if rank not in rows):
+                return Desync("silent", group, number, call, silent, (None,) * len(silent))
             return Desync("unfinished", group, number, call, tuple(here), tuple(here.values()))
     return None
 

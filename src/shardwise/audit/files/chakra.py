@@ -62,6 +62,8 @@ def _call(
     pair = values[place - 2] if place is not None else ""  # [name, description] since schema 1.0.3
     group = str(about.get("pg_name", pair[0] if isinstance(pair, list) and pair else ""))
     start, stride, size = (int(about.get(key, 0)) for key in ("global_rank_start", "global_rank_stride", "pg_size"))
+    if place is not None and len(last := [value for value in values[place:] if type(value) is int]) == 3:
+        start, stride, size = last
     members = groups.get(group) or (tuple(range(start, start + stride * size, stride)) if stride else ())
     inputs, shape = _tensors(values if node["name"] != _COMMS else values[:1])
     outputs, _ = _tensors(_values(node, "outputs"))

@@ -40,7 +40,7 @@ def read_dump(data: Any, path: str) -> Recording:
     names, numbers = [], []
     for entry in entries:
         group, description = ([*map(str, entry.get("process_group") or ("0",)), ""])[:2]
-        members = groups.get(group, ())
+        members = groups.get(group) or (groups.get("", ()) if description == WORLD else ())  # gloo's has no name
         if call := _call(entry, rank, int(entry.get("record_id", len(calls))), members):
             calls.append(call)
             names.append(WORLD if description == WORLD else group)

@@ -76,13 +76,14 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     strange = sorted({event.category for event in events} - _KNOWN - _HOST - _DEVICE.keys())
     unknown += [f"what {category} are" for category in strange if category.endswith("events")]
     if any(call.group == () for call in calls):
-        unknown.append("groups of collectives" + (f" (of {len(groups)})" if groups else ""))
+        unknown.append("groups of collectives")
     spans = _device_spans(events) if device else _host_spans(events)
     marked = [event for event in events if event.name.startswith(_STEP) and event.category in _MARKS]
     steps = tuple((event.name, event.span) for event in marked)
     return Recording(
         path, "Kineto", rank, calls, tuple(row[-1] for row in rows), world=int(about.get("world_size") or 0) or None,
-        host=str(data.get("host_name", "")), spans=spans, steps=steps, device=device, unknown=tuple(unknown),
+        host=str(data.get("host_name", "")), groups=len(groups), spans=spans, steps=steps, device=device,
+        unknown=tuple(unknown),
     )  # fmt: skip
 
 
@@ -109,7 +110,8 @@ def _collectives(events: Sequence[_Event], groups: Mapping[str, tuple[int, ...]]
         if "Collective name" in event.args:
             yield _by_arguments(event, groups)
         else:
-            yield _by_annotation(event, around, operation(around.name if around else event.name), groups)
+            op = operation(around.name if around else event.name)
+            yield _by_annotation(event, around, op or "collective", groups)
 
 
 def _by_arguments(event: _Event, groups: Mapping[str, tuple[int, ...]]) -> _Row:
@@ -118,7 +120,7 @@ def _by_arguments(event: _Event, groups: Mapping[str, tuple[int, ...]]) -> _Row:
     members = groups.get(name) or ranks_of(about.get("Process Group Ranks"))
     dtype, size = dtype_of(about.get("dtype", ""))
     sent, received = (int(about.get(f"{way} msg nelems", 0)) for way in ("In", "Out"))
-    op = operation(str(about["Collective name"])) or operation(event.name)
+    op = operation(str(about["Collective name"])) or operation(event.name) or "collective"
     peer = about.get("Dst Rank" if op == "send" else "Src Rank") if op in ("send", "recv") else None
     return event, op, members, dtype, (sent,), sent * size, received * size, peer, name
 
@@ -176,6 +178,8 @@ def read_own(data: Mapping[str, Any], path: str) -> list[Recording]:
     for item in data["traceEvents"]:
         if item.get("ph") == "X":
             ranks[int(item["pid"])].append(_Event(item, 0))
+    if not ranks:
+        raise ValueError("no events")
     return [_own_rank(path, rank, events) for rank, events in sorted(ranks.items())]
 
 

@@ -30,6 +30,8 @@ class Recording:
     world: int | None = None
     """Ranks of the job."""
     host: str = ""
+    groups: int = 0
+    """Groups that the file lists."""
     spans: Mapping[str, Sequence[Interval]] | None = None
     """What the rank did, by class (`waterfall.CLASSES`) but for collectives; None where the file has no times."""
     steps: tuple[tuple[str, Interval], ...] = ()

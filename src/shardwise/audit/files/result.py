@@ -79,7 +79,8 @@ class FilesAudit(Json):
             return f"most of a step is {most.group}: {format_time(most.measured)}"
         ranks = tuple(sorted({file.rank for file in self.files}))
         calls = f"{sum(file.calls for file in self.files)} calls of {format_ranks(ranks)}"
-        return f"{calls}; none differs from the others" if len(ranks) > 1 else calls
+        compared = len(ranks) > 1 and any(file.kind == "Flight Recorder" for file in self.files)
+        return f"{calls}; none differs from the others" if compared else calls
 
     def _file_lines(self) -> Iterator[str]:
         kinds: dict[str, list[FileRead]] = {}
@@ -139,12 +140,12 @@ def _kind(row: LateArrivals) -> str:
 
 
 def _late_table(rows: Sequence[LateArrivals]) -> FittedTable:
-    table = headed(["last to come", "to", "line"], ["calls", "late by", "longest wait"])
+    lines = ["line"] if any(row.where for row in rows) else []
+    table = headed(["last to come", "to", *lines], ["calls", "late by", "longest wait"])
     for row in rows[:SHOWN]:
-        line = Path(row.where).name
-        table.add_row(
-            f"rank {row.rank}", _kind(row), line, str(row.calls), format_time(row.late), format_time(row.waited)
-        )
+        where = [Path(row.where).name] if lines else []
+        numbers = str(row.calls), format_time(row.late), format_time(row.waited)
+        table.add_row(f"rank {row.rank}", _kind(row), *where, *numbers)
     return table
 
 
@@ -160,11 +161,14 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
     kinds: dict[str, dict[int, Recording]] = {}
     for one in recordings:
         kinds.setdefault(one.kind, {})[one.rank] = one
-    ordered = next((kinds[kind] for kind in ("Flight Recorder", "execution trace") if kind in kinds), {})
-    desync = find_desync({rank: one.calls for rank, one in ordered.items()}, _numbers(ordered))
+    dumped = kinds.get("Flight Recorder", {})
+    desync = find_desync({rank: one.calls for rank, one in dumped.items()}, _numbers(dumped))
     timed = next((kinds[kind] for kind in ("Kineto", "shardwise", "Flight Recorder") if kind in kinds), {})
     calls, notes = _timed_calls(timed)
     came = arrivals(calls, _numbers(timed))
+    if _together(calls) < 0.5:
+        came = []
+        notes = ["calls of the ranks do not match in time, such as of traces of other steps: no waits are told"]
     walls = tuple(_waterfalls(timed, calls, came))
     # The calls of one kind of file: of the one that has most groups, then bytes.
     lists = [[call for one in by_rank.values() for call in one.calls] for by_rank in kinds.values()]
@@ -216,7 +220,7 @@ def _as_one_group(recordings: Mapping[int, Recording]) -> dict[int, tuple[Call, 
     lists = [one.calls for one in recordings.values()]
     if len(lists) < 2 or any(call.group or call.peer is not None for calls in lists for call in calls):
         return {}
-    if any(one.world not in (None, len(lists)) or "(of" in "".join(one.unknown) for one in recordings.values()):
+    if any(one.world not in (None, len(lists)) or one.groups for one in recordings.values()):
         return {}
     if len({tuple((call.op, call.dtype) for call in calls) for calls in lists}) > 1:
         return {}
@@ -230,7 +234,7 @@ def _together(calls: Mapping[int, Sequence[Call]]) -> float:
         max(call.begin or 0.0 for call in here) <= min(call.end or 0.0 for call in here)
         for rows in sequences(calls).values()
         for here in zip(*rows.values(), strict=False)
-        if all(call.end is not None for call in here)
+        if len(here) > 1 and all(call.end is not None for call in here)
     ]
     return sum(results) / len(results) if results else 1.0
 
