@@ -108,6 +108,40 @@ def test_traces_of_other_steps_have_no_waits(tmp_path):
     assert result.late == () and "do not match in time" in result.notes[0]
 
 
+def test_an_operation_around_a_wait_does_not_compute(tmp_path):
+    events = [
+        span("autograd::engine::evaluate_function: MmBackward0", "cpu_op", 0, 50),
+        span("_c10d_functional::wait_tensor", "cpu_op", 10, 30),
+        span("gloo:all_reduce", "user_annotation", 5, 33, tid=2),
+    ]
+    mine = parts(audit_files([trace(tmp_path / "rank0.json", 0, events, world=1)]), 0)
+    assert mine == {
+        ("computing", "computing"): 20_000_000, ("communication", "all_reduce"): 28_000_000,
+        ("idle", "idle"): 2_000_000,
+    }  # fmt: skip
+
+
+def test_a_dump_names_groups_and_lines_of_a_trace(tmp_path):
+    """The trace has the last two of three calls, and two groups."""
+    for rank in range(2):
+        events = [
+            span("gloo:all_reduce", "user_annotation", 1000 * at + 30 * rank, 100, **{
+                "Input Dims": [[8]], "Input type": ["float"], "Record function id": at,
+            })
+            for at in (2, 1)
+        ]  # fmt: skip
+        trace(tmp_path / f"t{rank}.json", rank, events)
+        data = json.loads((tmp_path / f"t{rank}.json").read_text())
+        data["distributedInfo"]["pg_config"].append({"pg_name": "1", "ranks": [0]})
+        (tmp_path / f"t{rank}.json").write_text(json.dumps(data))
+    assert audit_files([tmp_path]).late == ()
+    dumps(tmp_path, [[entry("all_reduce", i, line=i, backend="gloo") for i in range(3)]] * 2, {"0": [0, 1]})
+    result = audit_files([tmp_path])
+    assert [(row.rank, row.where, row.calls) for row in result.late] == [
+        (1, "/home/me/train.py:1", 1), (1, "/home/me/train.py:2", 1),
+    ]  # fmt: skip
+
+
 def test_the_launch_tells_what_a_kernel_of_old_torch_is(tmp_path):
     events = [
         span("nccl:all_to_all", "user_annotation", 1, 2, **{"Input Dims": [[64, 4]], "Input type": ["c10::Half"]}),

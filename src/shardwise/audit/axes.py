@@ -55,10 +55,12 @@ def axes(calls: Iterable[Call]) -> list[Axis]:
             continue
         ranks = len({call.rank for call in made})
         counts, total = Counter(call.op for call in made), Counter[str]()
-        moved = Counter[str]()
+        moved = {"": -1}
         for call in made:
             total[call.op] += call.inputs
-            moved[next((use for use, ops in _USES.items() if call.op in ops), "")] += max(call.inputs, call.outputs)
+        for use, ops in _USES.items():
+            if any(call.op in ops for call in made):
+                moved[use] = sum(max(call.inputs, call.outputs) for call in made if call.op in ops)
         result.append(
             Axis(
                 size, stride, len({call.group for call in made}), {op: n / ranks for op, n in counts.items()},

@@ -21,7 +21,8 @@ from shardwise.audit.files.recording import (
     rank_in_name,
     ranks_of,
 )
-from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, union
+from shardwise.audit.waterfall import without
+from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, overlap, union
 
 _DEVICE = {"kernel": "compute", "gpu_memcpy": "copies", "memcpy": "copies", "gpu_memset": "copies", "memset": "copies"}
 _RUNTIME = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "mtia_runtime", "privateuse1_runtime"}
@@ -30,7 +31,7 @@ _KNOWN = {"user_annotation", "gpu_user_annotation", "python_function", "cuda_syn
 _BLOCKED = ("Synchronize", "wait_tensor")
 """Of host operations that wait for a device or a collective."""
 _BACKENDS = ("nccl:", "gloo:", "mpi:", "ucc:", "xccl:", "hccl:")
-_CALLS = ("c10d", "_c10d", "record_param_comms", *_BACKENDS)
+_CALLS = ("c10d", "_c10d", "record_param_comms")
 """Beginnings of host operations that start a collective or wait for one."""
 _STEP = "ProfilerStep#"
 _MARKS = ("user_annotation", "cpu_op", "operator")
@@ -68,6 +69,8 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     device = any(event.category in _DEVICE for event in events)
     groups = {str(group["pg_name"]): ranks_of(group.get("ranks")) for group in about.get("pg_config") or ()}
     rows = list(_collectives(events, groups, device))
+    if not device:  # gloo has several threads, which begin calls in another order than that of the program
+        rows.sort(key=lambda row: int(row[0].args.get("Record function id", 0)))
     calls = tuple(
         Call(rank, order, op, members, dtype, shape, sent, received, peer, begin=event.begin / 1e9, end=event.end / 1e9)
         for order, (event, op, members, dtype, shape, sent, received, peer, _) in enumerate(rows)
@@ -148,15 +151,18 @@ def _device_spans(events: Iterable[_Event]) -> dict[str, Sequence[Interval]]:
     return {name: union(intervals) for name, intervals in spans.items()}
 
 
-def _host_spans(events: Iterable[_Event]) -> dict[str, Sequence[Interval]]:
+def _host_spans(events: Iterable[_Event]) -> Mapping[str, Sequence[Interval]]:
     """Without a device the operations of the host are the computing."""
     spans: dict[str, list[Interval]] = defaultdict(list)
     for event in events:
         if _loads(event):
             spans["loading"].append(event.span)
-        elif event.category in ("cpu_op", "operator") and not event.name.startswith(_CALLS):
-            spans["compute"].append(event.span)
-    return {name: union(intervals) for name, intervals in spans.items()}
+        elif event.category in ("cpu_op", "operator") and not event.name.startswith(_BACKENDS):
+            spans["calls" if event.name.startswith(_CALLS) else "compute"].append(event.span)
+    joined = {name: union(intervals) for name, intervals in spans.items()}
+    calls, compute = joined.pop("calls", []), joined.get("compute", [])
+    # An operation around a call, such as a backward function, does not compute meanwhile.
+    return joined | {"compute": without(compute, overlap(compute, calls))}
 
 
 def _loads(event: _Event) -> bool:

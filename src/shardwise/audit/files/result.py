@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwise.audit.axes import Axis, axes
 from shardwise.audit.calls import Call
-from shardwise.audit.desync import Desync, find_desync, sequences
+from shardwise.audit.desync import MESSAGES, Desync, find_desync, sequences
 from shardwise.audit.files.reading import read_files
 from shardwise.audit.files.recording import Recording
 from shardwise.audit.waits import Arrival, LateArrivals, arrivals, late_ranks, on_one_clock
@@ -112,7 +112,7 @@ class FilesAudit(Json):
                 table.add_row("", *[None] * planned, seconds, seconds / step, cause)
             if rest := bar.parts[SHOWN:]:
                 seconds = sum(part[1] for part in rest)
-                table.add_row("", *[None] * planned, seconds, seconds / step, f"{len(rest)} other kinds")
+                table.add_row("", *[None] * planned, seconds, seconds / step, f"others ({len(rest)})")
         plan = [sum(bar.planned or 0.0 for bar in self.bars)] if planned else []
         ranks = tuple(sorted({one.rank for one in self.waterfalls}))
         steps = len({one.step for one in self.waterfalls})
@@ -164,6 +164,8 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
     dumped = kinds.get("Flight Recorder", {})
     desync = find_desync({rank: one.calls for rank, one in dumped.items()}, _numbers(dumped))
     timed = next((kinds[kind] for kind in ("Kineto", "shardwise", "Flight Recorder") if kind in kinds), {})
+    if timed is kinds.get("Kineto"):
+        timed = {rank: _with_dump(one, dumped[rank]) if rank in dumped else one for rank, one in timed.items()}
     calls, notes = _timed_calls(timed)
     came = arrivals(calls, _numbers(timed))
     if _together(calls) < 0.5:
@@ -197,6 +199,25 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
 def _numbers(recordings: Mapping[int, Recording]) -> dict[int, tuple[int, ...]] | None:
     numbers = {rank: one.numbers for rank, one in recordings.items() if one.numbers}
     return numbers or None
+
+
+def _with_dump(trace: Recording, dump: Recording) -> Recording:
+    """A trace's calls with the groups and lines of a dump in which they are in the same order, the last such place."""
+
+    def kinds(one: Recording) -> list[tuple[str, int]]:
+        return [(call.op, call.inputs) for call in one.calls if call.op not in MESSAGES]
+
+    mine, theirs = kinds(trace), kinds(dump)
+    places = range(len(theirs) - len(mine), -1, -1)
+    at = next((i for i in places if theirs[i : i + len(mine)] == mine), None)
+    if not mine or at is None:
+        return trace
+    known = iter([call for call in dump.calls if call.op not in MESSAGES][at:])
+    calls = []
+    for call in trace.calls:
+        twin = call if call.op in MESSAGES else next(known)
+        calls.append(replace(call, group=twin.group or call.group, where=twin.where, phase=twin.phase))
+    return replace(trace, calls=tuple(calls))
 
 
 def _timed_calls(recordings: Mapping[int, Recording]) -> tuple[dict[int, tuple[Call, ...]], list[str]]:
