@@ -119,11 +119,24 @@ def write(path, content):
     return path
 
 
+def nested(depth):
+    """A list of 2 to the power of `depth` values in few bytes."""
+    value = [0]
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+INSIDE = []
+INSIDE.append(INSIDE)
 DUMP = pickle.dumps({"version": "2.10", "pg_config": {}, "entries": [entry("all_reduce", 0)]})
 EVENT = span("aten::mm", "cpu_op", 0, 5)
 HOSTILE = {
     "a truncated pickle": ("dump_rank_0", DUMP[:-30], "is damaged, or not a Flight Recorder dump"),
     "a pickle that runs something": ("dump_rank_0", pickle.dumps(Malice()), "posix.mkdir, which no file of its kind"),
+    "lists without end": ("d_0", pickle.dumps([entry("all_reduce", 0, frames=nested(90))]), "or too often"),
+    "a list inside itself": ("d_0", pickle.dumps([entry("all_reduce", 0, frames=INSIDE)]), "lists inside themselves"),
+    "a deep list": ("d_0", b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b".", "is nested too deeply"),
     "another pickle": ("dump_rank_0", pickle.dumps({"a": 1}), "is a pickle, but no Flight Recorder dump"),
     "an entry without a name": ("d_0", pickle.dumps({"entries": [{}]}), "no Flight Recorder dump"),
     "a truncated archive": ("t_0.json.gz", gzip.compress(b"{}" * 500)[:-9], "the gzip file is cut off"),

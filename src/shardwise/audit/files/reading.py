@@ -1,6 +1,7 @@
 """Files and folders to `Recording`s. Whatever is in a file, nothing of it runs."""
 
 import json
+import math
 import stat
 import zlib
 from collections.abc import Iterable, Sequence
@@ -83,6 +84,8 @@ def _read(path: Path) -> list[Recording]:
 def _recordings(data: bytes, path: Path, where: str) -> list[Recording]:
     if data[:1] == b"\x80":
         dump = load_plain(data, where, "a Flight Recorder dump")
+        if _expanded(dump, {}) > MOST // 8:
+            raise UserError(f"{where} is no Flight Recorder dump: it contains lists inside themselves, or too often")
         if not is_dump(dump):
             raise UserError(f"{where} is a pickle, but no Flight Recorder dump")
         return [read_dump(dump, where)]
@@ -92,6 +95,17 @@ def _recordings(data: bytes, path: Path, where: str) -> list[Recording]:
         return [read_graph(data, where)]
     other = next((words for start, words in _OTHERS.items() if data.startswith(start)), "")
     raise UserError(f"{where} is {other or 'empty' if not data else other or 'something else'}, not {_KINDS}")
+
+
+def _expanded(value: Any, known: dict[int, float]) -> float:
+    """Values in a pickle, those that are in several places as often; without end for a list inside itself."""
+    if not isinstance(value, (list, tuple, dict)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf
+        items = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_expanded(item, known) for item in items)
+    return known[id(value)]
 
 
 def _from_json(data: Any, where: str) -> list[Recording]:

@@ -114,13 +114,11 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
     """In Python, since the one in C makes room for as many objects as a damaged file says there are."""
 
-    def __init__(self, data: bytes, names: Mapping[tuple[str, str], Any]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._names = names
+    names: Mapping[tuple[str, str], Any]
 
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return self._names[module, name]
+            return self.names[module, name]
         except (KeyError, TypeError):
             raise _Refused(f"{module}.{name}") from None
 
@@ -134,11 +132,11 @@ class _Refused(Exception):
 
 def load_plain(data: bytes, where: object, kind: str, names: Mapping[tuple[str, str], Any] | None = None) -> Any:
     """Numbers, texts and containers of a pickle; names: (module, name) that it may name -> what stands in for that.
-
-    kind: of file, for messages. Raises `UserError` when it is damaged or names anything more.
-    """
+    kind: of file, for messages. Raises `UserError` when it is damaged or names anything more."""
+    unpickler = _Unpickler(io.BytesIO(data))
+    unpickler.names = names or {}
     try:
-        return _Unpickler(data, names or {}).load()
+        return unpickler.load()
     except _Refused as error:
         raise UserError(refusal(str(where), str(error))) from None
     except Exception:
