@@ -93,6 +93,9 @@ def test_a_call_that_all_entered_and_none_left(tmp_path, audit):
     found = behind(dumps(tmp_path / "d", ranks, TWO))
     assert (found.kind, found.ranks) == ("unfinished", (0, 1)) and "all ranks entered" in found.sentence
     assert audit(tmp_path / "d")[0] == 0
+    for rank in ranks:
+        rank[0]["retired"] = True  # the watchdog has given up on it
+    assert behind(dumps(tmp_path / "d", ranks, TWO)) == found
     ranks[1][0]["state"] = "completed"
     assert audit_files([dumps(tmp_path / "e", ranks, TWO)]).desync is None
 

@@ -122,10 +122,10 @@ def test_an_operation_around_a_wait_does_not_compute(tmp_path):
 
 
 def test_a_dump_names_groups_and_lines_of_a_trace(tmp_path):
-    """The trace has the last two of three calls, and two groups."""
+    """The trace has the last two of three calls, which gloo began in another order, and two groups."""
     for rank in range(2):
         events = [
-            span("gloo:all_reduce", "user_annotation", 1000 * at + 30 * rank, 100, **{
+            span("gloo:all_reduce", "user_annotation", 9000 - 1000 * at + 30 * rank * (at == 1), 100, **{
                 "Input Dims": [[8]], "Input type": ["float"], "Record function id": at,
             })
             for at in (2, 1)
@@ -137,9 +137,7 @@ def test_a_dump_names_groups_and_lines_of_a_trace(tmp_path):
     assert audit_files([tmp_path]).late == ()
     dumps(tmp_path, [[entry("all_reduce", i, line=i, backend="gloo") for i in range(3)]] * 2, {"0": [0, 1]})
     result = audit_files([tmp_path])
-    assert [(row.rank, row.where, row.calls) for row in result.late] == [
-        (1, "/home/me/train.py:1", 1), (1, "/home/me/train.py:2", 1),
-    ]  # fmt: skip
+    assert [row.where for row in result.late if row.late] == ["/home/me/train.py:1"]
 
 
 def test_the_launch_tells_what_a_kernel_of_old_torch_is(tmp_path):
