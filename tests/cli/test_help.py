@@ -92,6 +92,7 @@ PARSED = {
     "studio": "serves until it is stopped: tests/cli/test_serve.py",
     "lab": "needs root: tests/cli/test_serve.py",
     "demo": "minutes: tests/test_demo.py",
+    "audit": "reads recordings: tests/audit",
     "verify": "starts ranks: tests/runtime/test_module_verify.py",
     "trace": "loads torch: tests/runtime/test_module_trace.py",
     "validate": "half a minute: tests/cli/test_validate.py",

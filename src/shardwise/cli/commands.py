@@ -18,6 +18,7 @@ GROUPS = {
     },
     "Inspect": {
         "compare": "compare a run with its prediction, or two step reports",
+        "audit": "who is late, who differs, where time goes: other software's traces",
         "checkpoint": "inspect, verify, reshard, diff, export or import checkpoints",
         "sync": "parameter servers: staleness and waiting of workers",
         "studio": "draw memory, communication and schedules in a browser",

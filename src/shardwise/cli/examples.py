@@ -41,6 +41,7 @@ EXAMPLES = {
         "shardwise lab --nodes 2 -- torchrun --nproc-per-node 2 train.py",
     ),
     "compare": ("shardwise compare runs/first", "shardwise compare a.json b.json"),
+    "audit": ("shardwise audit dumps", "shardwise audit trace_rank_0.json.gz trace_rank_1.json.gz"),
     "checkpoint": (
         "shardwise checkpoint verify runs/first",
         "shardwise checkpoint export runs/first --out exported --dtype float32",

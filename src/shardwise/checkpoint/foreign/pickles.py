@@ -68,7 +68,7 @@ def load(source: Path | bytes, where: str, names: Mapping[str, Any] | None = Non
 
 def refusal(where: str, name: str) -> str:
     """Why a file is not read."""
-    return f"{where} names {quoted(name)[1:-1]}, which no tensors need: such a pickle is not loaded"
+    return f"{where} names {quoted(name)[1:-1]}, which no file of its kind needs: such a pickle is not loaded"
 
 
 def _torch() -> Any:
@@ -114,9 +114,11 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
     """In Python, since the one in C makes room for as many objects as a damaged file says there are."""
 
+    names: Mapping[tuple[str, str], Any]
+
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return _METADATA_NAMES[module, name]
+            return self.names[module, name]
         except (KeyError, TypeError):
             raise _Refused(f"{module}.{name}") from None
 
@@ -128,6 +130,20 @@ class _Refused(Exception):
     pass
 
 
+def load_plain(data: bytes, where: object, kind: str, names: Mapping[tuple[str, str], Any] | None = None) -> Any:
+    """Numbers, texts and containers of a pickle; names: (module, name) that it may name -> what stands in for that.
+    kind: of file, for messages. Raises `UserError` when it is damaged or names anything more."""
+    unpickler = _Unpickler(io.BytesIO(data))
+    unpickler.names = names or {}
+    try:
+        return unpickler.load()
+    except _Refused as error:
+        raise UserError(refusal(str(where), str(error))) from None
+    except Exception:
+        # What a damaged pickle raises depends on the byte.
+        raise UserError(f"{where} is damaged, or not {kind}") from None
+
+
 def load_metadata(path: Path) -> Inert:
     """The `.metadata` of a `torch.distributed.checkpoint` folder. dtypes come as their names, sizes as tuples.
 
@@ -137,13 +153,7 @@ def load_metadata(path: Path) -> Inert:
         if path.stat().st_size > LONGEST_METADATA:
             raise UserError(f"{path} is longer than any checkpoint's metadata")
         data = path.read_bytes()
-    try:
-        found = _Unpickler(io.BytesIO(data)).load()
-    except _Refused as error:
-        raise UserError(refusal(str(path), str(error))) from None
-    except Exception:
-        # What a damaged pickle raises depends on the byte.
-        raise UserError(f"{path} is damaged, or not a checkpoint's metadata") from None
-    if not isinstance(found, _METADATA_NAMES[_DCP, "Metadata"]):
+    metadata = load_plain(data, path, "a checkpoint's metadata", _METADATA_NAMES)
+    if not isinstance(metadata, _METADATA_NAMES[_DCP, "Metadata"]):
         raise UserError(f"{path} is not the metadata of a checkpoint")
-    return found
+    return metadata

@@ -1,0 +1,1 @@
+"""Recordings of other software as `Call`s: Flight Recorder dumps, Kineto traces, execution traces and Chakra graphs."""

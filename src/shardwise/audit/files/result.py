@@ -1,0 +1,277 @@
+"""What files that others recorded tell about a job: who differs, who is late, what is exposed, where time goes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.audit.axes import Axis, axes
+from shardwise.audit.calls import Call
+from shardwise.audit.desync import MESSAGES, Desync, find_desync, sequences
+from shardwise.audit.files.reading import read_files
+from shardwise.audit.files.recording import Recording
+from shardwise.audit.waits import Arrival, LateArrivals, arrivals, late_ranks, on_one_clock
+from shardwise.audit.waterfall import Bar, Waterfall, bars, waterfall
+from shardwise.codec import Json
+from shardwise.errors import UserError
+from shardwise.report.step_report import StepReport
+from shardwise.report.table import Column, FittedTable, headed
+from shardwise.report.terminal import Renderable
+from shardwise.report.units import format_bytes, format_ranks, format_time
+
+SHOWN = 8
+"""Rows of a table that may have one for each rank or collective."""
+
+
+@dataclass(frozen=True)
+class FileRead(Json):
+    """One rank's recording that was read. unknown: questions that it cannot answer."""
+
+    path: str
+    kind: str
+    rank: int
+    calls: int
+    unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FilesAudit(Json):
+    """The result for all files. Lists of calls are not in it."""
+
+    files: tuple[FileRead, ...]
+    refused: tuple[str, ...]
+    missing: tuple[int, ...]
+    """Ranks of the job without a file."""
+    desync: Desync | None
+    axes: tuple[Axis, ...]
+    arrivals: tuple[Arrival, ...]
+    """The collectives to which a rank came latest, the worst first."""
+    late: tuple[LateArrivals, ...]
+    waiting: Mapping[int, float]
+    """Rank -> seconds that it waited for others in all collectives."""
+    waterfalls: tuple[Waterfall, ...]
+    bars: tuple[Bar, ...]
+    notes: tuple[str, ...]
+
+    def tables(self) -> Iterator[Renderable]:
+        """Texts and tables for a terminal."""
+        yield f"{self.conclusion}\n"
+        yield from self._file_lines()
+        if self.axes:
+            yield from ("", _axes_table(self.axes))
+        if self.late:
+            yield from ("", _late_table(self.late))
+        if self.bars:
+            yield from ("", self._bars_table())
+        yield from (f"\n{note}" for note in self.notes)
+
+    @property
+    def conclusion(self) -> str:
+        """The first line: the rank that differs, else the one that is late, else what is exposed."""
+        if self.desync:
+            return self.desync.sentence
+        if self.late and self.late[0].late:
+            row = self.late[0]
+            line = f" at {row.where}" if row.where else ""
+            times = f" in {row.calls} calls" if row.calls > 1 else ""
+            return f"rank {row.rank} is late at {_kind(row)}{line}: by {format_time(row.late)}{times}"
+        if self.bars:
+            most = max(self.bars, key=lambda bar: bar.measured)
+            return f"most of a step is {most.group}: {format_time(most.measured)}"
+        ranks = tuple(sorted({file.rank for file in self.files}))
+        calls = f"{sum(file.calls for file in self.files)} calls of {format_ranks(ranks)}"
+        compared = len(ranks) > 1 and any(file.kind == "Flight Recorder" for file in self.files)
+        return f"{calls}; none differs from the others" if compared else calls
+
+    def _file_lines(self) -> Iterator[str]:
+        kinds: dict[str, list[FileRead]] = {}
+        for file in self.files:
+            kinds.setdefault(file.kind, []).append(file)
+        for kind, files in kinds.items():
+            unknown = dict.fromkeys(what for file in files for what in file.unknown)
+            yield f"{kind}: {format_ranks(tuple(file.rank for file in files))}, {sum(f.calls for f in files)} calls"
+            if unknown:
+                yield f"  does not tell {'; '.join(unknown)}"
+        if self.missing:
+            yield f"no file of {format_ranks(self.missing)}"
+        for line in self.refused[:SHOWN]:
+            yield f"not read: {line}"
+        if len(self.refused) > SHOWN:
+            yield f"and {len(self.refused) - SHOWN} more (--json has all)"
+
+    def _bars_table(self) -> FittedTable:
+        planned = any(bar.planned is not None for bar in self.bars)
+        middle = [Column("planned", "seconds")] if planned else []
+        columns = [Column("step", left=True), *middle, Column("measured", "seconds"), Column("share", "share", drop=1)]
+        table = FittedTable([*columns, Column("cause", left=True, wraps=True)])
+        step = sum(bar.measured for bar in self.bars)
+        for bar in self.bars:
+            plan = [bar.planned] if planned else []
+            alone = bar.parts[0][2] if len(bar.parts) == 1 else ""
+            table.add_row(bar.group, *plan, bar.measured, bar.measured / step, alone)
+            for _, seconds, cause in bar.parts[:SHOWN] if len(bar.parts) > 1 else ():
+                table.add_row("", *[None] * planned, seconds, seconds / step, cause)
+            if rest := bar.parts[SHOWN:]:
+                seconds = sum(part[1] for part in rest)
+                table.add_row("", *[None] * planned, seconds, seconds / step, f"others ({len(rest)})")
+        plan = [sum(bar.planned or 0.0 for bar in self.bars)] if planned else []
+        ranks = tuple(sorted({one.rank for one in self.waterfalls}))
+        steps = len({one.step for one in self.waterfalls})
+        mean = "mean of " if len(self.waterfalls) > 1 else ""
+        table.add_row(
+            "in all", *plan, step, 1.0, f"{mean}{steps} step{'s' if steps > 1 else ''}, {format_ranks(ranks)}"
+        )
+        return table
+
+
+def _axes_table(rows: Sequence[Axis]) -> FittedTable:
+    table = FittedTable([
+        Column("axis", left=True, wraps=True, least=14), Column("groups", drop=1),
+        Column("calls per rank", left=True, wraps=True, least=18), Column("bytes", "bytes"),
+        Column("suggests", left=True, wraps=True, least=18),
+    ])  # fmt: skip
+    for axis in rows:
+        calls = ", ".join(f"{count:.3g} {op}" for op, count in axis.calls.items())
+        table.add_row(axis.name, axis.groups, calls, sum(axis.nbytes.values()), axis.guess)
+    return table
+
+
+def _kind(row: LateArrivals) -> str:
+    return f"{row.op} of {format_bytes(row.nbytes)}" if row.nbytes else row.op
+
+
+def _late_table(rows: Sequence[LateArrivals]) -> FittedTable:
+    lines = ["line"] if any(row.where for row in rows) else []
+    table = headed(["last to come", "to", *lines], ["calls", "late by", "longest wait"])
+    for row in rows[:SHOWN]:
+        where = [Path(row.where).name] if lines else []
+        numbers = str(row.calls), format_time(row.late), format_time(row.waited)
+        table.add_row(f"rank {row.rank}", _kind(row), *where, *numbers)
+    return table
+
+
+def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesAudit:
+    """Read files and folders, and answer what they can. plan: a prediction with its time.
+
+    Raises `UserError` for files that cannot be read, and a plan without times.
+    """
+    if plan is not None and not (plan.timing and plan.timing.get("parts")):
+        raise UserError("the plan has no time: predict it with shardwise estimate ... --cluster CLUSTER --json")
+    parts = plan.timing["parts"] if plan is not None and plan.timing else None
+    recordings, refused = read_files(paths)
+    kinds: dict[str, dict[int, Recording]] = {}
+    for one in recordings:
+        kinds.setdefault(one.kind, {})[one.rank] = one
+    dumped = kinds.get("Flight Recorder", {})
+    desync = find_desync({rank: one.calls for rank, one in dumped.items()}, _numbers(dumped))
+    timed = next((kinds[kind] for kind in ("Kineto", "shardwise", "Flight Recorder") if kind in kinds), {})
+    if timed is kinds.get("Kineto"):
+        timed = {rank: _with_dump(one, dumped[rank]) if rank in dumped else one for rank, one in timed.items()}
+    calls, notes = _timed_calls(timed)
+    came = arrivals(calls, _numbers(timed))
+    if _together(calls) < 0.5:
+        came = []
+        notes = ["calls of the ranks do not match in time, such as of traces of other steps: no waits are told"]
+    walls = tuple(_waterfalls(timed, calls, came))
+    # The calls of one kind of file: of the one that has most groups, then bytes.
+    lists = [[call for one in by_rank.values() for call in one.calls] for by_rank in kinds.values()]
+    lists.append([call for made in calls.values() for call in made])
+    counted = max(lists, key=lambda made: (sum(bool(c.group) for c in made), sum(bool(c.inputs) for c in made)))
+    files = tuple(FileRead(one.path, one.kind, one.rank, len(one.calls), one.unknown) for one in recordings)
+    ranks, worlds = {one.rank for one in recordings}, [one.world for one in recordings if one.world]
+    members = {rank for one in recordings for call in one.calls for rank in call.group}
+    waiting = {rank: sum(one.waited.get(rank, 0.0) for one in came) for rank in calls}
+    waiting |= {rank: sum(b - a for a, b in one.waits) / 1e9 for rank, one in timed.items() if one.waits}
+    return FilesAudit(
+        files,
+        tuple(refused),
+        tuple(sorted((set(range(max(worlds, default=0))) | members) - ranks)),
+        desync,
+        tuple(axes(counted)),
+        tuple(sorted(came, key=lambda one: -one.late)[:SHOWN]),
+        tuple(late_ranks(calls, came)),
+        waiting,
+        walls,
+        bars(walls, parts),
+        tuple(notes),
+    )
+
+
+def _numbers(recordings: Mapping[int, Recording]) -> dict[int, tuple[int, ...]] | None:
+    numbers = {rank: one.numbers for rank, one in recordings.items() if one.numbers}
+    return numbers or None
+
+
+def _with_dump(trace: Recording, dump: Recording) -> Recording:
+    """A trace's calls with the groups and lines of a dump in which they are in the same order, the last such place."""
+
+    def kinds(one: Recording) -> list[tuple[str, int]]:
+        return [(call.op, call.inputs) for call in one.calls if call.op not in MESSAGES]
+
+    mine, theirs = kinds(trace), kinds(dump)
+    places = range(len(theirs) - len(mine), -1, -1)
+    at = next((i for i in places if theirs[i : i + len(mine)] == mine), None)
+    if not mine or at is None:
+        return trace
+    known = iter([call for call in dump.calls if call.op not in MESSAGES][at:])
+    calls = []
+    for call in trace.calls:
+        twin = call if call.op in MESSAGES else next(known)
+        calls.append(replace(call, group=twin.group or call.group, where=twin.where, phase=twin.phase))
+    return replace(trace, calls=tuple(calls))
+
+
+def _timed_calls(recordings: Mapping[int, Recording]) -> tuple[dict[int, tuple[Call, ...]], list[str]]:
+    """Rank -> calls on one clock, with the group of all ranks where the files name none but all ranks agree."""
+    calls = {rank: one.calls for rank, one in recordings.items()}
+    notes = []
+    if (guessed := _as_one_group(recordings)) and _together(guessed) > 0.5:
+        calls = guessed
+        notes.append("groups are not in the files: all ranks make the same calls, so they are taken as one group")
+    hosts = {rank: one.host for rank, one in recordings.items()}
+    if len(recordings) > 1 and len(set(hosts.values())) == 1 and _together(calls) < 0.5:
+        hosts = {rank: str(rank) for rank in hosts}
+    if len(set(hosts.values())) > 1:
+        calls = on_one_clock(calls, hosts)
+        notes.append("clocks of different hosts are set by the ends of collectives that their ranks left together")
+    return calls, notes
+
+
+def _as_one_group(recordings: Mapping[int, Recording]) -> dict[int, tuple[Call, ...]]:
+    """Calls with all ranks as their group; nothing where ranks are missing, groups known, or calls differ."""
+    lists = [one.calls for one in recordings.values()]
+    if len(lists) < 2 or any(call.group or call.peer is not None for calls in lists for call in calls):
+        return {}
+    if any(one.world not in (None, len(lists)) or one.groups for one in recordings.values()):
+        return {}
+    if len({tuple((call.op, call.dtype) for call in calls) for calls in lists}) > 1:
+        return {}
+    members = tuple(sorted(recordings))
+    return {rank: tuple(replace(c, group=members) for c in one.calls) for rank, one in recordings.items()}
+
+
+def _together(calls: Mapping[int, Sequence[Call]]) -> float:
+    """Share of collectives that no rank left before the last one came; 1 without any."""
+    results = [
+        max(call.begin or 0.0 for call in here) <= min(call.end or 0.0 for call in here)
+        for rows in sequences(calls).values()
+        for here in zip(*rows.values(), strict=False)
+        if len(here) > 1 and all(call.end is not None for call in here)
+    ]
+    return sum(results) / len(results) if results else 1.0
+
+
+def _waterfalls(
+    recordings: Mapping[int, Recording], calls: Mapping[int, Sequence[Call]], came: Sequence[Arrival]
+) -> Iterator[Waterfall]:
+    for rank, one in recordings.items():
+        if one.spans is None:
+            continue
+        moved = [a.begin - b.begin for a, b in zip(calls[rank], one.calls, strict=True) if a.begin and b.begin]
+        made = [(c.begin, c.end) for c in one.calls if c.begin is not None and c.end is not None]
+        everything = [(round(begin * 1e9), round(end * 1e9)) for begin, end in made]
+        everything += [span for spans in one.spans.values() for span in spans]
+        whole = (min(span[0] for span in everything), max(span[1] for span in everything)) if everything else None
+        for name, window in one.steps or ([("whole trace", whole)] if whole else []):
+            if window[1] > window[0]:
+                spans, offset = one.spans, moved[0] if moved else 0.0
+                yield waterfall(rank, name, window, spans, calls[rank], came, one.device, offset)

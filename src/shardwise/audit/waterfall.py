@@ -1,0 +1,166 @@
+"""Where the time of a step went: parts of one rank's window that add up to it, to the nanosecond, each with its cause.
+
+An instant belongs to the first class that covers it: computing, copies, collectives in order of their begin (exposed:
+nothing else ran), data loading, other work of the host, nothing recorded. What was spent in a collective before its
+last rank came is waiting for that rank.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shardwise.audit.calls import Call
+from shardwise.audit.waits import Arrival
+from shardwise.codec import Json
+from shardwise.report.exposure import Intervals, length, overlap, union
+from shardwise.report.time_parts import grouped
+from shardwise.report.units import format_ranks
+
+COMPUTING, COPIES, COMMUNICATION, WAITING, LOADING, HOST, IDLE = CLASSES = (
+    "computing", "copies", "communication", "waiting", "data loading", "host", "idle",
+)  # fmt: skip
+
+_CAUSES = {
+    COMPUTING: "operations of the model and the optimizer",
+    COPIES: "copies and fills of device memory that computing does not hide",
+    LOADING: "the device is idle while the host loads data",
+    HOST: "the device is idle while the host launches operations",
+    IDLE: "the device is idle, and the host runs no recorded operation: Python, or it sleeps",
+}
+
+
+@dataclass(frozen=True)
+class StepPart(Json):
+    """Time of one cause in one step of one rank."""
+
+    group: str
+    """One of `CLASSES`."""
+    name: str
+    time: int
+    """Nanoseconds."""
+    cause: str
+
+
+@dataclass(frozen=True)
+class Waterfall(Json):
+    """A step of one rank; `parts` add up to `time`."""
+
+    rank: int
+    step: str
+    time: int
+    """Nanoseconds."""
+    parts: tuple[StepPart, ...]
+
+    def of(self, group: str) -> int:
+        """Nanoseconds of a class."""
+        return sum(part.time for part in self.parts if part.group == group)
+
+
+def waterfall(
+    rank: int, step: str, window: tuple[int, int], spans: Mapping[str, Iterable[tuple[int, int]]],
+    calls: Sequence[Call], came: Sequence[Arrival] = (), device: bool = True, offset: float = 0.0,
+) -> Waterfall:  # fmt: skip
+    """The parts of a window.
+
+    spans: nanoseconds of "compute", "copies", "loading" and "host". calls: the rank's collectives and messages on one
+    clock with `came` (the arrivals at which it was), which is `offset` seconds ahead of the spans'. device: whether
+    computing is a device's.
+    """
+    left: Intervals = [window]
+    parts = []
+
+    def take(group: str, name: str, intervals: Iterable[tuple[int, int]], cause: str) -> None:
+        nonlocal left
+        covered = overlap(left, union(intervals))
+        if covered:
+            left = without(left, covered)
+            parts.append(StepPart(group, name, length(covered), cause))
+
+    for group, key in ((COMPUTING, "compute"), (COPIES, "copies")):
+        take(group, group, spans.get(key, ()), _CAUSES[group] if device or group != COMPUTING else _HOST_COMPUTING)
+    for (group, name, cause), intervals in _collectives(rank, calls, came, offset).items():
+        take(group, name, intervals, cause)
+    for group, key in ((LOADING, "loading"), (HOST, "host")):
+        take(group, group, spans.get(key, ()), _CAUSES[group])
+    take(IDLE, IDLE, left, _CAUSES[IDLE] if device else "the host runs no recorded operation: Python, or it sleeps")
+    return Waterfall(rank, step, window[1] - window[0], tuple(parts))
+
+
+_HOST_COMPUTING = "operations of the host"
+
+
+def _collectives(
+    rank: int, calls: Sequence[Call], came: Sequence[Arrival], offset: float
+) -> dict[tuple[str, str, str], list[tuple[int, int]]]:
+    """(class, name, cause) -> intervals: of each kind of collective the transfer, and the waiting by rank."""
+    lasts = {one.orders[rank]: one for one in came if rank in one.orders}
+    rows: dict[tuple[str, str, str], list[tuple[int, int]]] = defaultdict(list)
+    for call in sorted(calls, key=lambda call: call.begin or 0.0):
+        if call.begin is None or call.end is None:
+            continue
+        begin, end = (round((moment - offset) * 1e9) for moment in (call.begin, call.end))
+        over = f" over {format_ranks(call.group)}" if call.group else ""
+        arrived = lasts.get(call.order)
+        here = begin
+        if arrived and arrived.last != rank:
+            here = min(end, begin + round(arrived.waited[rank] * 1e9))
+            cause = f"rank {arrived.last} came last to {call.op}{over}"
+            rows[WAITING, f"waiting for rank {arrived.last}", cause].append((begin, here))
+        rows[COMMUNICATION, call.op, f"{call.op}{over} that nothing hides"].append((here, end))
+    return rows
+
+
+def without(whole: Intervals, covered: Intervals) -> Intervals:
+    """The time of a union that another one, inside it, leaves."""
+    edges = sorted([(at, 1) for span in whole for at in span] + [(at, 0) for span in covered for at in span])
+    rest, inside, over = [], False, False
+    for (at, of_whole), (until, _) in pairwise([*edges, (0, 0)]):
+        inside, over = inside ^ bool(of_whole), over ^ (not of_whole)
+        if inside and not over and at < until:
+            rest.append((at, until))
+    return rest
+
+
+# -- Planned -> measured
+
+
+@dataclass(frozen=True)
+class Bar(Json):
+    """One class, averaged over steps and ranks; seconds per step."""
+
+    group: str
+    planned: float | None
+    measured: float
+    parts: tuple[tuple[str, float, str], ...]
+    """(name, seconds, cause) of the measured time, the longest first."""
+
+
+def bars(waterfalls: Sequence[Waterfall], planned: Mapping[str, float] | None = None) -> tuple[Bar, ...]:
+    """Classes in order; the measured times add up to the mean step's, the planned ones to the plan's.
+
+    planned: seconds by the parts of `time_parts.STEP`.
+    """
+    of_plan = _of_plan(planned) if planned is not None else None
+    sums: dict[str, dict[tuple[str, str], int]] = {group: defaultdict(int) for group in CLASSES}
+    for one in waterfalls:
+        for part in one.parts:
+            sums[part.group][part.name, part.cause] += part.time
+    rows = []
+    for group, parts in sums.items():
+        plan = None if of_plan is None else of_plan.get(group, 0.0)
+        if waterfalls and (parts or plan):
+            mean = {key: time / len(waterfalls) / 1e9 for key, time in parts.items()}
+            ordered = sorted(((name, seconds, cause) for (name, cause), seconds in mean.items()), key=lambda p: -p[1])
+            rows.append(Bar(group, plan, sum(mean.values()), tuple(ordered)))
+    return tuple(rows)
+
+
+def _of_plan(parts: Mapping[str, float]) -> dict[str, float]:
+    groups, host = grouped(parts), parts.get("host", 0.0)
+    return {
+        COMPUTING: groups["compute"],
+        COMMUNICATION: groups["communication"],
+        WAITING: groups["bubble"] + groups["waiting"] - host,
+        HOST: host,
+    }
