@@ -151,6 +151,8 @@ class EngineProfile:
     """Serving: share of the memory that the engine fills, of what is free after loading."""
     cache_of_all: bool = False
     """Serving: that is the share of the whole memory, weights and workspace included."""
+    static_share: bool = False
+    """Serving: it holds weights and the cache alone, and is of what libraries leave; passes have the rest."""
     reserve_bytes: float = 0.0
     """Serving: bytes of workspace, context and libraries; 0: counted (`memory/engine_workspace.py`)."""
     context_bytes: tuple[float, float] = (0.0, 0.0)
