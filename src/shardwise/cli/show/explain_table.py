@@ -147,6 +147,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     from shardwise.layout.context import PAGE
     from shardwise.predict.memory.engine_workspace import (
         engine_workspace,
+        expert_padding,
         usual_sequences,
         usual_share,
         usual_tokens,
@@ -172,6 +173,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     cache = served.cache or (model.counted.cache_type if model.counted else "") or "bfloat16"
     sequences = served.sequences or usual_sequences(profile, device)
     setup = ServingSetup(length, sequences, weights=served.weights, cache_type=cache, engine=profile)
+    setup = replace(setup, padded=expert_padding(profile, device))
     tokens = served.tokens or usual_tokens(profile, device)
     stages = [
         (

@@ -96,6 +96,15 @@ def usual_share(engine: EngineProfile, device: Device | None, layout: Layout, to
     return round(1 - max(reserved, 10 * 1024 * (mib > 60 * 1024)) / mib, 3)
 
 
+def expert_padding(engine: EngineProfile, device: Device | None) -> tuple[int, int]:
+    """Multiples of (hidden size, width) to which an engine pads experts in MXFP4 on a device."""
+    if not engine.padded_experts or device is None:
+        return 1, 1
+    first = 4 if "float4" in device.peak_flops else 2 * device.name.startswith(("H", "GH"))
+    hidden, width = engine.padded_experts[first : first + 2]
+    return hidden, width
+
+
 def engine_room(cluster: Cluster, engine: EngineProfile) -> float | None:
     """Bytes of a device that an engine fills; None where its memory is not known."""
     memory = cluster.memory_per_device

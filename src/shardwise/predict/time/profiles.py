@@ -163,6 +163,9 @@ class EngineProfile:
     """Serving: format of weights in 4 bits (`weight_format`)."""
     narrow_cache: bool = False
     """Serving: keys and values have 8 bits where weights have 8 or 4 of floating point."""
+    padded_experts: tuple[int, ...] = ()
+    """Serving: multiples of hidden size and width to which experts in MXFP4 are padded, on most devices, on Hopper, and
+    on devices with products of 4 bits."""
     windowed_cache: bool = False
     """Serving: a layer with a window keeps no more tokens than that."""
     most_sequences: int = 256
