@@ -108,6 +108,12 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
     if precision:
         data = deepspeed.filled(data, bf16=precision == "bf16", fp16=precision == "fp16")
     own = spec(engine).functions.get("read")
+    if engine == "trl":
+        data = dict(data)
+        started = accelerate.launched(data, source, ranks)
+        if isinstance(started, Reading):
+            return started
+        launched = launched or started
     ranks_of = ranks or launched
     reading = own(data, ranks_of, source.file, engine) if own else read_as(spec(engine), data, ranks_of)
     doubts = []
