@@ -59,7 +59,8 @@ error, and a training that does not fit has a comment. `--slurm` writes the job 
 
 `ddp` and `fsdp2` are programs for `torchrun` that need torch, numpy and transformers alone: they load a Hugging Face
 folder, read the tokens that `shardwise train` has prepared (`train.bin`, with its type in `corpus.json`) in the same
-order, and have its AdamW and learning rate. On gloo, a test compares 12 layouts with `shardwise train --weights FOLDER`: losses to 1e-6 in fp32, and the bytes of each kind of
+order, and have its AdamW and learning rate. On gloo, a test compares 12 layouts with `shardwise train --weights
+FOLDER`: losses to 1e-6 in fp32, and the bytes of each kind of
 collective with the communication ledger (every collective of a step). DDP's bf16 gradients need NCCL.
 Where they differ: a tied table is gathered once
 per micro-batch, since the ends of a model are one FSDP unit, and recomputation beside `tp` stops before a block's last

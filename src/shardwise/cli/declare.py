@@ -173,7 +173,7 @@ class Parser(argparse.ArgumentParser):
 
             # Without the dashes, which make any two short words alike.
             word, names = first.lstrip("-"), [one.lstrip("-") for one in self._options() if one.startswith("--")]
-            begun = [name for name in names if word[1:] and name.startswith(word) or word.startswith(f"{name}-")]
+            begun = [name for name in names if (word[1:] and name.startswith(word)) or word.startswith(f"{name}-")]
             near = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.65)
             message += f"; did you mean --{near[0]}?" if near else ""
         raise UserError(f"{message} (see {self.prog} --help)")

@@ -208,8 +208,8 @@ def _plan(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload,
     from shardwise.planner.tables import campaign_lines
 
     chosen: dict[str, Any] = {
-        "engine": profile_for(args, model), "by": args.by, "top": args.top, "price": args.price, "settings": settings_of(args),
-        "fixed": fixed, "reserved": args.reserve, "refuses": refusals(args, model),
+        "engine": profile_for(args, model), "by": args.by, "top": args.top, "price": args.price,
+        "settings": settings_of(args), "fixed": fixed, "reserved": args.reserve, "refuses": refusals(args, model),
     }  # fmt: skip
     with working(f"pricing layouts of {model.name} on {cluster}"):
         best = plan(model, cluster, workload, **chosen)

@@ -50,10 +50,11 @@ def _by_new_names(data: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
             if not section:
                 del table[name]
     began = data.get("experimental")
-    cut = isinstance(began, Mapping) and "pipeline_parallel_degree" in began and isinstance(parallel, dict)
-    if cut and (cut := "num_pp_microbatches" not in parallel):
-        parallel["num_pp_microbatches"] = began["pipeline_parallel_degree"]
-    return table, cut
+    if isinstance(began, Mapping) and "pipeline_parallel_degree" in began and isinstance(parallel, dict):
+        cut = "num_pp_microbatches" not in parallel
+        parallel.setdefault("num_pp_microbatches", began["pipeline_parallel_degree"])
+        return table, cut
+    return table, False
 
 
 def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:
