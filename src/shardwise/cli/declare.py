@@ -171,7 +171,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized") and first.startswith("-"):
             import difflib
 
-            # Without the dashes, which make any two short words alike.
+            # Without the dashes, which any two words share.
             word, names = first.lstrip("-"), [one.lstrip("-") for one in self._options() if one.startswith("--")]
             begun = [name for name in names if (word[1:] and name.startswith(word)) or word.startswith(f"{name}-")]
             near = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.65)

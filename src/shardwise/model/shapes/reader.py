@@ -90,8 +90,7 @@ def language_model(data: Mapping[str, Any], where: str) -> tuple[str, dict[str, 
         return kind, prepared(outer, dict(data)), []
     text = dict(data[key])
     kind = str(text.get("model_type") or (kind if kind != outer else f"{outer}_text"))
-    told = (table.get("tie_word_embeddings") for table in (data, text))
-    tied = next((t for t in told if t is not None), tied)
+    tied = next((t for table in (data, text) if (t := table.get("tie_word_embeddings")) is not None), tied)
     text |= {"model_type": kind} | ({} if tied is None else {"tie_word_embeddings": tied})
     inner, fields, notes = language_model(text, where)
     return inner, fields, [f"of {outer} only the language model, {inner}, is counted", *notes]

@@ -234,20 +234,18 @@ def parameter_bytes(
     width = DTYPE_BYTES[plan.layout.dtype]
     if plan.model.counted and plan.model.counted.stored:
         stored = placed.parameter.stored
-        return stored_bytes(stored, placed.shape) * _padding(plan, stored, padded) if stored else placed.numel * width
+        if not stored:
+            return placed.numel * width
+        many = 1.0
+        if padded != (1, 1) and plan.model.experts and weight_format(stored).form == "mxfp4":
+            sides = plan.model.hidden, width_held(plan.model.experts.ffn, plan.layout.expert_tp)
+            many = math.prod(-(-side // of) * of / side for side, of in zip(sides, padded, strict=True))
+        return stored_bytes(stored, placed.shape) * many
     if not weights or not weight_format(weights).lossy or not has_fewer_bits(plan, placed, weights):
         return placed.numel * width
     if weights == "int8":
         return parameter_int8_bytes(placed, width=width, tiled=cpu and width == 2)
     return stored_bytes(weights, placed.shape)
-
-
-def _padding(plan: UnitPlan, stored: str, padded: tuple[int, int]) -> float:
-    """Bytes of a padded parameter over those of the parameter: of experts in MXFP4."""
-    if padded == (1, 1) or not plan.model.experts or weight_format(stored).form != "mxfp4":
-        return 1.0
-    sides = plan.model.hidden, width_held(plan.model.experts.ffn, plan.layout.expert_tp)
-    return math.prod(-(-side // many) * many / side for side, many in zip(sides, padded, strict=True))
 
 
 def parameter_int8_bytes(placed: Placed, *, width: int, tiled: bool) -> int:
