@@ -57,9 +57,10 @@ of a pipeline's ends, the batch in every unit that the engine counts. Learning r
 Ranks per node come from `--cluster`; without it a node has 8. With `--cluster`, a server whose weights do not fit is an
 error, and a training that does not fit has a comment. `--slurm` writes the job that starts the engine on all nodes.
 
-`ddp` and `fsdp2` are programs of plain PyTorch for `torchrun`: they load a Hugging Face folder with transformers, read
-the tokens that `shardwise train` has prepared in the same order, and have its AdamW and learning rate. On gloo, a test
-compares 12 layouts with `shardwise train --weights FOLDER`: losses to 1e-6 in fp32, and the bytes of each kind of
+`ddp` and `fsdp2` are programs for `torchrun` that need torch, numpy and transformers alone: they load a Hugging Face
+folder, read the tokens that `shardwise train` has prepared (`train.bin`, with its type in `corpus.json`) in the same
+order, and have its AdamW and learning rate. On gloo, a test compares 12 layouts with `shardwise train --weights
+FOLDER`: losses to 1e-6 in fp32, and the bytes of each kind of
 collective with the communication ledger (every collective of a step). DDP's bf16 gradients need NCCL.
 Where they differ: a tied table is gathered once
 per micro-batch, since the ends of a model are one FSDP unit, and recomputation beside `tp` stops before a block's last

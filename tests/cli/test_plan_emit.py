@@ -70,3 +70,17 @@ def test_each_engine_says_what_it_cannot_express(command):
 def test_an_engine_that_is_written_for_is_a_name_of_its_profile(command):
     code, out, _ = command(*TRAIN, "--engine", "deepspeed", "--json")
     assert code == 0 and json.loads(out)["engine"] == WRITERS["deepspeed"].profile == "unknown"
+
+
+@pytest.mark.parametrize("engine", ["torchtitan", "transformers", "accelerate"])
+def test_experts_are_written_for_engines_whose_measured_version_had_none(command, engine):
+    step = ("--seq", "4096", "--batch", "8", "--top", "1", "--emit", engine, "--json")
+    code, out, err = command("plan", "qwen3-30b-a3b", "--cluster", "8xB200", *step)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["engine"] == "unknown" and found["emitted"]["text"]
+
+
+def test_a_model_that_an_engine_has_not_is_an_error_before_the_search(command):
+    code, _, err = command("plan", "gpt2", "--cluster", "4xH100", "--emit", "torchtitan")
+    assert code == 2 and err.startswith("shardwise: error: torchtitan cannot express gpt2: it has models of its own")

@@ -35,6 +35,22 @@ def test_the_defaults_of_an_a100_are_those_of_a_small_device(command):
     assert found["cache_bytes_per_gpu"] / GIB == pytest.approx(row["cache_gib"], rel=0.02)
 
 
+def test_sglang_fills_its_share_with_weights_and_cache(command):
+    rows = [row for row in LOGS if row["version"].startswith("SGLang")]
+    for row in rows:
+        assert explained(command, row)["cache_tokens"] == pytest.approx(row["tokens"], rel=0.03)
+    assert len(rows) == 2
+
+
+def test_sglang_has_its_own_default(command):
+    """L40S: sgl-project/sglang pull request 13023 prints 0.851; RTX 4090: server_args.py's own example."""
+    for device, share in (("L40S", 0.851), ("RTX-4090", 0.847), ("H100", 0.834)):
+        row = {"command": "python -m sglang.launch_server --model Qwen/Qwen3-0.6B", "cluster": f"1x{device}"}
+        usual = explained(command, row)["cache_tokens"]
+        row["command"] += f" --mem-fraction-static {share}"
+        assert usual == pytest.approx(explained(command, row)["cache_tokens"], rel=0.001), device
+
+
 def test_logs_that_are_listed_say_why():
-    assert len(STATED) >= 12 and len({row["url"] for row in LOGS}) >= 9
+    assert len(LOGS) >= 45 and len(STATED) >= 23 and len({row["url"] for row in LOGS}) >= 22
     assert all(len(row["why"]) > 20 for row in LOGS if "why" in row)

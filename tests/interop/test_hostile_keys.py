@@ -102,3 +102,31 @@ def test_sizes_inside_harmless_tables_are_said(with_key):
     found = with_key("deepspeed", "aio", {"block_size": 1, "deep": {"zero_stage": 1, "tensor_parallel": 2}})
     assert "aio.deep.tensor_parallel" in " ".join(found.unsettled)
     assert "aio.block_size, aio.deep.zero_stage" in " ".join(found.facts)
+
+
+@pytest.mark.parametrize(
+    ("words", "layout", "doubt"),
+    [
+        ("vllm serve x -tp=4 -pp=2", "tp=4,pp=2", ""),
+        ("vllm serve x -tp 8 -ep", "tp=8,ep=8", ""),
+        ("vllm serve x -tp 2 --config.parallel_size 4", "tp=2", "--config.parallel-size is not known"),
+        ("vllm serve x -tp 2 --foo.zero_size 4", "tp=2", "--foo.zero-size is not known"),
+        ("vllm serve x -tp 2 --compilation-config.cudagraph_capture_sizes 4 -O3", "tp=2", ""),
+        (
+            "vllm serve x -tp 2 --hf-overrides '{\"a\": 1}' --speculative-config '{\"draft_tensor_parallel_size\": 1}'",
+            "tp=2",
+            "",
+        ),
+        ("env A=1 nohup vllm serve x --tensor_parallel_size=2 > log 2>&1 &", "tp=2", ""),
+    ],
+)
+def test_short_and_dotted_flags(words, layout, doubt):
+    found = read([words])
+    assert str(found.layout) == layout
+    assert doubt in " ".join(found.unsettled) if doubt else not found.unsettled
+
+
+@pytest.mark.parametrize("words", ["vllm serve x -pt 2", "python -m sglang.launch_server --model x -tp 8"])
+def test_a_short_flag_that_an_engine_has_not_is_an_error(words):
+    with pytest.raises(UserError, match=r"did you mean -{1,2}tp\?"):
+        read([words])

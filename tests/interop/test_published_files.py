@@ -42,5 +42,5 @@ def test_the_layout_of_a_published_file(tmp_path, row):
 
 def test_every_engine_has_several_files():
     engines = [row["engine"].partition(" with ")[0] for row in ROWS]
-    assert len(ROWS) >= 90 and len(set(engines)) >= 12
+    assert len(ROWS) >= 103 and len(set(engines)) >= 12
     assert all(row["url"].startswith("https://") for row in ROWS)

@@ -163,3 +163,10 @@ def test_two_numbers_of_the_batch_give_the_third(micro, steps, world, given_ones
     assert "whole" not in given_ones or found.batch == micro * steps * world
     if len(given_ones) > 1:
         assert (found.layout.micro, found.batch) == (micro, micro * steps * world)
+
+
+def test_a_key_that_is_there_twice_is_an_error(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2}, "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+    with pytest.raises(UserError, match="zero_optimization is there twice"):
+        read([str(path)], 8)

@@ -112,6 +112,14 @@ def test_a_number_of_pipeline_micro_batches():
     assert read([f"torchtitan --training.local_batch_size 8 {words}"], 4).layout.micro == 4
 
 
+@pytest.mark.parametrize("more, micro", [("", 2), ("pipeline_parallel_microbatches = 8", 1)])
+def test_stages_of_0_1_cut_the_local_batch(reading, more, micro):
+    old = "[training]\nbatch_size = 8\nseq_len = 8192\n[experimental]\npipeline_parallel_degree = 4\n"
+    found = reading(old + more, 32)
+    assert str(found.layout).startswith(f"dp=8,pp=4,zero=2,micro={micro}".replace(",micro=1", ""))
+    assert ("4 of 2" in " ".join(found.facts)) == (not more) and "experimental" not in found.ignored
+
+
 def test_tokens_are_those_of_one_pipeline_micro_batch():
     words = "--parallelism.pipeline_parallel_degree 2 --parallelism.num_pp_microbatches 4"
     tokens = "--training.max_context_length 4096 --training.num_tokens_per_microbatch_per_dp_rank 8192"

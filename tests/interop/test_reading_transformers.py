@@ -39,3 +39,8 @@ def test_a_nearby_key_is_named(reading):
 def test_sizes_that_are_not_the_ranks(reading):
     with pytest.raises(UserError, match="multiply to 16, but there are 8 ranks"):
         reading({"distributed_config": SIZES}, 8)
+
+
+def test_a_configuration_that_trl_has_not_is_an_error_with_the_nearest():
+    with pytest.raises(UserError, match="accelerate_config zero4 is no file; did you mean zero3"):
+        read(["trl sft --accelerate_config zero4 --model_name_or_path x --dataset_name y"])

@@ -184,7 +184,7 @@ def test_a_key_with_one_value_gets_it_with_a_comment(engine, model, layout, writ
 
 @pytest.mark.parametrize("engine", [name for name, writer in WRITERS.items() if writer.serves])
 def test_a_server_read_back_needs_what_the_planner_counts(engine, tmp_path):
-    cluster, profile = Cluster.parse("8x8xB300"), profile_of("vllm")
+    cluster, profile = Cluster.parse("8x8xB300"), profile_of(WRITERS[engine].profile)
     room, seen = engine_room(cluster, profile), set()
     for asked, request in requests(engine, COUNT, f"memory {seed()}"):
         if asked.layout.precision != "bf16":
@@ -194,6 +194,7 @@ def test_a_server_read_back_needs_what_the_planner_counts(engine, tmp_path):
         weights = request.served.weights
         cache = space.cache_of(weights)
         served = replace(request.served, cache="" if cache == "bfloat16" else cache, tokens=profile.most_tokens)
+        served = replace(served, memory=profile.cache_share)
         reading = round_trip(engine, replace(request, served=served, cluster=cluster), tmp_path)
         _, held, workspace, token = _RankMemory(space, request.layout, weights).row(served.sequences)
         read = serving(reading, request.model.replace(attention_dropout=0.0), cluster)

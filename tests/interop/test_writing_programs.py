@@ -3,11 +3,13 @@
 import ast
 import json
 import os
+import re
 import socket
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from safetensors.torch import load_file
@@ -19,6 +21,7 @@ from harness.huggingface import pretrained
 from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise.cluster import Cluster
+from shardwise.data import Sampler
 from shardwise.interop import WriteRequest, write
 from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import resolve
@@ -26,6 +29,8 @@ from shardwise.predict import estimate
 from shardwise.report.step_report import DTYPE_BYTES
 
 STEPS, LIMIT = 3, 180
+STANDS_ON = {"argparse", "contextlib", "functools", "json", "math", "numpy", "torch", "transformers"}
+"""Packages that a program imports: none of ours."""
 WORK = Workload(seq=16, batch=8)
 PROGRAMS = (
     ("ddp", "llama", "dp=2"),
@@ -119,5 +124,16 @@ def test_every_program_is_short_and_valid(engine):
     for _, request in requests(engine, 40, "programs"):
         text = write(engine, request).text
         ast.parse(text)
-        assert "#if" not in text and "#end" not in text
-        assert len([line for line in text.splitlines() if line.strip()]) < (140 if request.layout.tp > 1 else 120)
+        assert "#if" not in text and "#end" not in text and "import shardwise" not in text
+        assert {one.split(".")[0] for one in re.findall(r"^(?:from|import) (\S+)", text, re.MULTILINE)} <= STANDS_ON
+        assert len([line for line in text.splitlines() if line.strip()]) < (154 if request.layout.tp > 1 else 130)
+
+
+def test_a_programs_windows_are_those_of_training():
+    text = write("ddp", WriteRequest(resolve("llama-3-8b"), Layout(dp=2), WORK)).text
+    body = text[text.index("def window(") : text.index("def learning_rate(")]
+    exec(body, names := {})
+    for count in (1, 2, 3, 7, 64, 1000, 12345):
+        sampler = Sampler(np.zeros(count * 8 + 1, np.uint16), 8, seed=0)
+        ours = [int(one) for one in sampler.window(np.arange(3 * min(count, 200)))]
+        assert [names["window"](index, count) for index in range(len(ours))] == ours

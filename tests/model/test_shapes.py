@@ -233,6 +233,12 @@ HUB = {
 }
 
 
+def test_a_vision_models_own_text_says_whether_its_head_is_tied():
+    # Files of 48.0 GB: 24.0e9 parameters with 0.4e9 of the encoder of images.
+    model = resolve("mistralai/Mistral-Small-3.2-24B-Instruct-2506", fetch=False)
+    assert count(model) == 23_572_403_200 and not model.tied
+
+
 @pytest.mark.parametrize("name", HUB)
 def test_popular_models_are_found_by_their_names_without_a_network(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))

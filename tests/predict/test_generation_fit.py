@@ -298,11 +298,12 @@ def test_plan_explanation_and_comparison_count_the_same_bytes():
     cluster, compared, spread = Cluster.parse("128xH100"), 0, 0
     for i, (name, layout, weights, kv_cache, batch, length) in enumerate(random_layouts(200)):
         runtime = ("vllm", "sglang")[i % 2]
+        priced = engine(runtime)
         model, work = get(name), Workload(prompt=length, output=16, concurrency=batch)
-        space = _Space(model, cluster, work, VLLM, 1e15, kv_cache=kv_cache)
+        space = _Space(model, cluster, work, priced, 1e15, kv_cache=kv_cache)
         memory = _RankMemory(space, layout, weights)
         held, stored, workspace, token = memory.row(batch)
-        served = ServerSettings(weights, space.cache_of(weights), length + 16, batch, 8192)
+        served = ServerSettings(weights, space.cache_of(weights), length + 16, batch, 8192, priced.cache_share)
         told = serving(
             read([write(runtime, WriteRequest(model, layout, served=served, cluster=cluster)).text]), model, None
         )
@@ -310,7 +311,7 @@ def test_plan_explanation_and_comparison_count_the_same_bytes():
         spread += layout.ep > 1
         if weights == "bf16" and kv_cache == "auto":
             asked = Asked(length, 16, batch * layout.dp)
-            (one,) = compare(model, [layout], cluster, asked, "vllm").strategies
+            (one,) = compare(model, [layout], cluster, asked, runtime).strategies
             assert (one.fit.held.all_weights, one.fit.held.total) == (stored, held), (name, layout)
             compared += 1
     assert compared > 30 and spread > 20

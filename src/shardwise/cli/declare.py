@@ -169,8 +169,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         first = message.removeprefix("unrecognized arguments: ").split(maxsplit=1)[0].partition("=")[0]
         if message.startswith("unrecognized") and first.startswith("-"):
-            hint = did_you_mean(first, self._options(), "")
-            message += f"; {hint}" if hint.endswith("?") else ""
+            import difflib
+
+            # Without the dashes, which any two words share.
+            word, names = first.lstrip("-"), [one.lstrip("-") for one in self._options() if one.startswith("--")]
+            begun = [name for name in names if (word[1:] and name.startswith(word)) or word.startswith(f"{name}-")]
+            near = begun or difflib.get_close_matches(word, names, n=1, cutoff=0.65)
+            message += f"; did you mean --{near[0]}?" if near else ""
         raise UserError(f"{message} (see {self.prog} --help)")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

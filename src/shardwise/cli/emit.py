@@ -80,7 +80,7 @@ def run(args: EmitOptions) -> int:
         model,
         layout,
         workload,
-        _served_of(args, writer.serves),
+        _served_of(args, writer),
         cluster_of(args) if args.cluster else None,
         args.weights or source_of(args.model),
         args.engine_version,
@@ -145,16 +145,19 @@ def _too_large(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -> s
     )
 
 
-def _served_of(args: EmitOptions, serves: bool) -> ServerSettings | None:
+def _served_of(args: EmitOptions, writer: EngineSpec) -> ServerSettings | None:
     """A server's numbers; None for training. Raises `UserError` for one of the three without the others."""
+    from shardwise.predict.time.profiles import engine
+
     missing = [f"--{name}" for name in SERVING if getattr(args, name) is None]
+    memory = engine(writer.profile).cache_share
     if len(missing) == len(SERVING):
-        return ServerSettings() if serves else None
+        return ServerSettings(memory=memory) if writer.serves else None
     if args.prompt is None or args.output is None or args.concurrency is None:
         raise UserError(f"a server needs {', '.join(missing)}, too")
     # Each replica takes its share of the clients.
     share = -(-args.concurrency // Layout.parse(args.layout or "").dp)
-    return ServerSettings(length=args.prompt + args.output, sequences=share, tokens=PREFILL_TOKENS)
+    return ServerSettings(length=args.prompt + args.output, sequences=share, tokens=PREFILL_TOKENS, memory=memory)
 
 
 def _show_file(args: EmitOptions, file: EngineFile) -> int:

@@ -26,7 +26,7 @@ from shardwise.cli.clusters import HostOptions, NetworkOptions, cluster_of, usua
 from shardwise.cli.declare import arg, borrow, leave_out
 from shardwise.cli.models import LoraOptions, ModelOptions, model_of, subject_of
 from shardwise.cli.output import print_result, progress, working
-from shardwise.cli.plan_emit import check_emit, emitted, profile_of, refusals
+from shardwise.cli.plan_emit import check_emit, emitted, profile_for, profile_of, refusals
 from shardwise.cli.quantities import bytes_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
@@ -208,8 +208,8 @@ def _plan(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload,
     from shardwise.planner.tables import campaign_lines
 
     chosen: dict[str, Any] = {
-        "engine": profile_of(args), "by": args.by, "top": args.top, "price": args.price, "settings": settings_of(args),
-        "fixed": fixed, "reserved": args.reserve, "refuses": refusals(args, model),
+        "engine": profile_for(args, model), "by": args.by, "top": args.top, "price": args.price,
+        "settings": settings_of(args), "fixed": fixed, "reserved": args.reserve, "refuses": refusals(args, model),
     }  # fmt: skip
     with working(f"pricing layouts of {model.name} on {cluster}"):
         best = plan(model, cluster, workload, **chosen)
@@ -328,7 +328,7 @@ def _find(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload,
     from shardwise.planner.tables import answer_lines
     from shardwise.predict.memory.capacity import room_of
 
-    space, _ = space_for(model, cluster, workload, profile_of(args), fixed_keys(args), settings_of(args))
+    space, _ = space_for(model, cluster, workload, profile_for(args, model), fixed_keys(args), settings_of(args))
     room = room_of(cluster, space.engine.name, bool(model.experts), args.reserve)
     try:
         answer = _answer(args, space, room.safe)

@@ -48,16 +48,29 @@ def profile_of(args: Any) -> str | None:
     return WRITERS[args.engine].profile if args.engine in WRITERS and args.engine not in ENGINES else str(args.engine)
 
 
+def profile_for(args: Any, model: Model) -> str | None:
+    """`profile_of`, or that of unknown software where an engine that `emit` writes for runs the model's experts, and
+    the version that its profile was measured with did not."""
+    name = profile_of(args)
+    if not name or not model.experts:
+        return name
+    from shardwise.interop.writing.writer import WRITERS
+    from shardwise.predict.time.profiles import engine
+
+    written = {WRITERS[one].profile for one in (args.emit, args.engine) if one in WRITERS}
+    return "unknown" if args.emit and name in written and not engine(name).features.experts else name
+
+
 def refusals(args: Any, model: Model) -> Callable[[Layout], str] | None:
-    """What the engine of --emit cannot express of a layout, for the search; None where nothing is to be written, or the
-    engine does not take the model at all."""
+    """What the engine of --emit cannot express of a layout, for the search; None where nothing is to be written. Raises
+    `UserError` for an engine that does not take the model at all."""
     if not args.emit or not isinstance(model, ModelConfig):
         return None
     from shardwise.interop.writing.writer import forced_layout, why_not_written, writer_for
 
     writer = writer_for(args.emit)
-    if writer.objection(model):
-        return None
+    if reason := writer.objection(model):
+        raise UserError(f"{writer.title} cannot express {model.name}: {reason}")
     return cache(lambda layout: why_not_written(writer, forced_layout(writer, layout, model, searched=False), model))
 
 

@@ -16,7 +16,7 @@ from importlib import import_module, resources
 from typing import Any
 
 from shardwise.interop.expressions import Names, evaluate, sentence
-from shardwise.interop.reading.fields import Known
+from shardwise.interop.reading.fields import LAYOUT_WORDS, SPLITS, Known
 from shardwise.interop.writing.canonical import DEFAULTS, SHARDING, SYNC
 from shardwise.layout import Layout
 from shardwise.layout.keys import defaults, goes_with
@@ -250,10 +250,14 @@ class EngineSpec:
         return self.alone | {row.option for row in self.options.values() if row.kind == "switch"}
 
     def plain_name(self, flag: str) -> str:
-        """An option's name, of another name of it."""
+        """An option's name, of another name of it. What a dotted one sets inside a flag's table is left out unless it
+        is named like the layout."""
         if not self.flags:
             return flag
-        key = flag.replace("-", "_").partition(".")[0]
+        key, _, inner = flag.replace("-", "_").partition(".")
+        words = SPLITS if key in self.known().keys or key in self.options else LAYOUT_WORDS
+        if words.search(inner):
+            return flag.replace("-", "_")
         return next((one for short, one in self.short.items() if short.lstrip("-").replace("-", "_") == key), key)
 
     def known(self, table: str = "top") -> Known:

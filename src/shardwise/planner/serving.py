@@ -41,7 +41,7 @@ from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engin
 from shardwise.predict.arguments import as_cluster, as_config
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.engine_bytes import OWN
-from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace
+from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, expert_padding
 from shardwise.predict.memory.serving import (
     ServedStage,
     ServingSetup,
@@ -531,7 +531,7 @@ class _Space:
     def setup(self, weights: str, batch: int) -> ServingSetup:
         return ServingSetup(
             self.length, batch, cpu=self.cpu, weights=self.words(weights), cache_type=self.cache_of(weights),
-            engine=None if self.own else self.engine,
+            padded=expert_padding(self.engine, self.cluster.device), engine=None if self.own else self.engine,
         )  # fmt: skip
 
     def split(self, weights: str, curve: bool = True) -> tuple[list[Deployment], list[Deployment]]:

@@ -145,13 +145,24 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     """Room for the cache. Raises `UserError` where the heads cannot be split so, and where the weights, or one sequence
     of the greatest length, do not fit."""
     from shardwise.layout.context import PAGE
-    from shardwise.predict.memory.engine_workspace import engine_workspace, usual_sequences, usual_tokens
+    from shardwise.predict.memory.engine_workspace import (
+        engine_workspace,
+        expert_padding,
+        usual_sequences,
+        usual_share,
+        usual_tokens,
+    )
     from shardwise.predict.memory.serving import ServingSetup, stage_bytes
     from shardwise.predict.time.profiles import engine
     from shardwise.predict.traffic.slow_links import tensor_warning
 
     assert reading.served
-    served, layout, profile = reading.served, reading.layout, engine(SERVED_AS.get(reading.engine, "vllm"))
+    served, layout = reading.served, reading.layout
+    writer = next(spec for spec in specs().values() if spec.title == reading.engine)
+    device = cluster.device if cluster else None
+    profile = engine(writer.profile)
+    share = served.memory or usual_share(profile, device, layout, served.tokens)
+    profile = replace(profile, cache_share=share)
     check(replace(layout, ep=1, cp=1), model)
     heads = 1 if model.latent_attention else model.kv_heads
     if served.cache_cut > 1 and layout.tp % (heads * served.cache_cut):
@@ -160,9 +171,9 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
         )
     length = served.length or model.max_positions
     cache = served.cache or (model.counted.cache_type if model.counted else "") or "bfloat16"
-    device = cluster.device if cluster else None
     sequences = served.sequences or usual_sequences(profile, device)
     setup = ServingSetup(length, sequences, weights=served.weights, cache_type=cache, engine=profile)
+    setup = replace(setup, padded=expert_padding(profile, device))
     tokens = served.tokens or usual_tokens(profile, device)
     stages = [
         (
@@ -180,19 +191,18 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     def left(taken: int) -> float:
         if served.cache_bytes:
             return served.cache_bytes if taken + served.cache_bytes <= memory else 0.0
-        return memory * served.memory - taken if profile.cache_of_all else (memory - taken) * served.memory
+        return memory * share - taken if profile.cache_of_all else (memory - taken) * share
 
     fits = int(min(left(row[0] + row[1]) / row[2] for row in stages if row[2]))
     if fits < 1:
         raise UserError(
             f"{model.name} does not fit: {format_bytes(weights)} of weights and {format_bytes(workspace)} of workspace "
-            f"on each GPU, and {format_bytes(memory * served.memory)} may be used; split it over more GPUs, or "
+            f"on each GPU, and {format_bytes(memory * share)} may be used; split it over more GPUs, or "
             "store it in fewer bits"
         )
     fits = min(fits, served.cache_tokens or fits)
     if fits < length and (served.length or reading.engine == "vLLM"):
-        one = next(spec for spec in specs().values() if spec.title == reading.engine)
-        flag = dashed(one.options["length"].option) if one.flags else one.options["length"].option
+        flag = dashed(writer.options["length"].option) if writer.flags else writer.options["length"].option
         raise UserError(
             f"{model.name}: the cache has room for {fits:,} tokens, less than one sequence of {length:,}: give {flag} "
             f"{fits}, or less, or split it over more GPUs"
@@ -200,10 +210,6 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     room = a_token * fits if served.cache_tokens else left(weights + workspace)
     slow = tensor_warning(cluster, layout.tp, {}, "") if cluster else None
     return CacheRoom(*told, room, fits, min(length, fits), served.sequences, cache, slow or "")
-
-
-SERVED_AS = {"TensorRT-LLM": "tensorrt-llm"}
-"""Engine whose commands are read -> profile of its memory, vLLM's unless it is here: SGLang's is not known apart."""
 
 
 def _moved(report: StepReport) -> list[str]:

@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.interop.engines import deepspeed, transformers
 from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.reading.fields import ConfigFields
 from shardwise.interop.reading.settings import FileReader, Reading
+from shardwise.interop.reading.source import ConfigInput
 from shardwise.interop.spec import spec
 
 _SWITCHES = {f"use_{kind.lower()}": kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")} | {"multi_gpu": "MULTI_GPU"}
 _OF_DEEPSPEED = ("deepspeed_config_file", "zero", "offload_", "gradient_")
 """Beginnings of flags of `accelerate launch` that are keys of `deepspeed_config`."""
+_LAUNCHED = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "mixed_precision")
+"""Flags of `accelerate launch` that TRL's command passes on."""
 
 
 def read(
@@ -42,6 +45,20 @@ def read(
         reading, layout=layout, seq=seq, batch=batch, model=fields.word("model_name_or_path") or None,
         unpriced="; ".join(filter(None, [reading.unpriced, *frozen])), unsettled=(*reading.unsettled, *frozen),
     )  # fmt: skip
+
+
+def launched(data: dict[str, Any], source: ConfigInput, ranks: int | None) -> Reading | int | None:
+    """Layout of TRL's arguments that name accelerate's file, or one of TRL's, else their number of processes. What is
+    accelerate's leaves `data`. Raises `UserError` for a name without a file."""
+    flags = {key: data.pop(key) for key in _LAUNCHED if key in data}
+    if (named := data.pop("accelerate_config", None)) is None:
+        count = f"{flags.get('num_processes', '')}"
+        return int(count) if count.isdigit() else None
+    known = spec("trl").presets
+    if named not in known and not str(named).endswith((".yaml", ".yml", ".json")):
+        raise UserError(f"accelerate_config {named} is no file; {did_you_mean(str(named), known, 'TRL has')}")
+    settings = merged(known.get(named) or source.file(str(named)), flags)
+    return read(settings, ranks, source.file, trainer=transformers.trainer(data, "trl"))
 
 
 def merged(data: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,22 +35,26 @@ def read(
         preset = "" if known else preset
         for section, table in (*(base or {}).items(), *known.items()):
             data[section] = {**table, **data.get(section, {})} if isinstance(table, Mapping) else table
-    return read_as(spec(engine), _by_new_names(data), ranks, preset=preset)
+    table, cut = _by_new_names(data)
+    return read_as(spec(engine), table, ranks, preset=preset, cut=cut)
 
 
-def _by_new_names(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A file of 0.1 by the names since 0.2."""
+def _by_new_names(data: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """A file of 0.1 by the names since 0.2, and whether its micro-batches are as many as its stages by default."""
     table = renamed(data, spec("torchtitan").renamed)
     parallel = table.setdefault("parallelism", {})
-    for section in (table.get("training"), table.get("experimental")):
-        if isinstance(section, dict) and isinstance(parallel, dict):
+    for name in ("training", "experimental"):
+        if isinstance(section := table.get(name), dict) and isinstance(parallel, dict):
             for key in [key for key in section if "_parallel_" in str(key)]:
                 parallel.setdefault(key, section.pop(key))
+            if not section:
+                del table[name]
     began = data.get("experimental")
     if isinstance(began, Mapping) and "pipeline_parallel_degree" in began and isinstance(parallel, dict):
-        # Its local batch is cut into as many micro-batches as stages unless their number is given.
+        cut = "num_pp_microbatches" not in parallel
         parallel.setdefault("num_pp_microbatches", began["pipeline_parallel_degree"])
-    return table
+        return table, cut
+    return table, False
 
 
 def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:

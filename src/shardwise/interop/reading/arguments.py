@@ -31,8 +31,8 @@ def parse(words: Sequence[str], short: Mapping[str, str], alone: frozenset[str])
     rest: list[str] = []
     current: str | None = None
     for word in words:
-        if word in short or (word.startswith("--") and len(word) > 2):
-            name, equals, value = word.partition("=")
+        name, equals, value = word.partition("=")
+        if name in short or (word.startswith("--") and len(word) > 2):
             current = short.get(name, name.lstrip("-").replace("-", "_"))
             flags[current] = value if equals else True
             current = None if equals or current in alone else current

@@ -14,9 +14,10 @@ from shardwise.layout import Layout
 
 NOTHING = ("", "auto")
 """Words that say nothing: Hugging Face's trainer fills in what is "auto"."""
-
-_LAYOUT = re.compile("parallel|degree|size|shard|stage|fsdp|zero", re.IGNORECASE)
+LAYOUT_WORDS = re.compile("parallel|degree|size|shard|stage|fsdp|zero", re.IGNORECASE)
 """Parts of names that say how a model is split, or how large something is."""
+SPLITS = re.compile("parallel|degree", re.IGNORECASE)
+"""Those that say how it is split wherever they are."""
 
 
 class Known(NamedTuple):
@@ -194,13 +195,13 @@ class ConfigFields:
             if key in self._taken:
                 continue
             begun = [prefix for prefix in self._harmless.prefixes if key.startswith(prefix)]
-            telling = _LAYOUT.search(key)
-            if telling and (key in self._harmless.keys or any(map(_LAYOUT.search, begun))):
+            telling = LAYOUT_WORDS.search(key)
+            if telling and (key in self._harmless.keys or any(map(LAYOUT_WORDS.search, begun))):
                 sizes.append(self.name(key))
             elif not telling and (begun or key in self._harmless.keys):
                 ignored.append(self.name(key))
                 for one in _telling(value):
-                    split = re.search("parallel|degree", one, re.IGNORECASE)
+                    split = SPLITS.search(one)
                     for goal in (unknown, doubts) if split else (sizes,):
                         goal.append(f"{self.name(key)}.{one}")
             else:
@@ -236,7 +237,7 @@ def renamed(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]
 def _telling(value: Any, depth: int = 8) -> Iterator[str]:
     """Dotted keys inside a value that say how a model is split, or how large something is."""
     for key, inner in value.items() if isinstance(value, Mapping) and depth else ():
-        if _LAYOUT.search(str(key)):
+        if LAYOUT_WORDS.search(str(key)):
             yield str(key)
         yield from (f"{key}.{one}" for one in _telling(inner, depth - 1))
 

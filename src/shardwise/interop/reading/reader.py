@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from shardwise.errors import UserError
@@ -108,6 +109,12 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
     if precision:
         data = deepspeed.filled(data, bf16=precision == "bf16", fp16=precision == "fp16")
     own = spec(engine).functions.get("read")
+    if engine == "trl":
+        data = dict(data)
+        started = accelerate.launched(data, source, ranks)
+        if isinstance(started, Reading):
+            return started
+        launched = launched or started
     ranks_of = ranks or launched
     reading = own(data, ranks_of, source.file, engine) if own else read_as(spec(engine), data, ranks_of)
     doubts = []
@@ -131,6 +138,11 @@ def _table(engine: str, source: ConfigInput, words: Sequence[str]) -> dict[str, 
     one = spec(engine)
     arguments = parse(words, one.short, one.standing_alone)
     flags = dict(arguments.flags)
+    for word in arguments.words if one.serves else ():
+        if re.fullmatch(r"-[a-z]{2,4}", word):
+            if near := get_close_matches(word, one.short, n=1, cutoff=0.5):
+                raise UserError(f"{word} is not known; did you mean {near[0]}?")
+            flags[word.lstrip("-")] = True
     named = [flags.pop(key, None) for key in one.names_file]
     rest = [word for word in arguments.words[1:] if word not in ("serve", "train", "sft", "-m")]
     tables = [word for word in (*named, *rest) if isinstance(word, str) and word.endswith((".json", ".yaml", ".yml"))]

@@ -20,14 +20,15 @@ PREFILL_TOKENS = 8192
 class ServerSettings:
     """The numbers of a server. weights, cache: torch's names of the types that are stored, the cache's empty where it
     is as the model's files have it; length: tokens of the longest sequence; sequences, tokens: the most of one
-    iteration; memory: share of a device's memory that it may use. None: the configuration does not say."""
+    iteration; memory: share of a device's memory that it may use. None: the configuration does not say, and memory is
+    the engine's default on the device."""
 
     weights: str = "bfloat16"
     cache: str = ""
     length: int | None = None
     sequences: int | None = None
     tokens: int | None = None
-    memory: float = 0.9
+    memory: float | None = None
     cpu_bytes: float = 0.0
     """Bytes of a GPU's weights that stay in the host's memory."""
     cache_bytes: int | None = None

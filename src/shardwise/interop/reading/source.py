@@ -154,14 +154,22 @@ def _one_table(path: Path, documents: Sequence[Any]) -> Mapping[str, Any]:
 
 
 def _json(text: str) -> Any:
-    """JSON, or hjson as people write it for DeepSpeed. Raises `ValueError`."""
+    """JSON, or hjson as people write it for DeepSpeed. Raises `ValueError`, as DeepSpeed also for a key that is there
+    twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ValueError(f"{twice} is there twice")
+        return dict(pairs)
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=once)
     except ValueError as error:
         for pattern, instead in _HJSON:
             text = re.sub(rf'("(?:[^"\\\n]|\\.)*")|{pattern}', partial(_outside, instead), text, flags=re.DOTALL)
         try:
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=once)
         except ValueError:
             raise error from None
 

@@ -90,7 +90,7 @@ def language_model(data: Mapping[str, Any], where: str) -> tuple[str, dict[str, 
         return kind, prepared(outer, dict(data)), []
     text = dict(data[key])
     kind = str(text.get("model_type") or (kind if kind != outer else f"{outer}_text"))
-    tied = next((t for t in (data.get("tie_word_embeddings"), tied) if t is not None), text.get("tie_word_embeddings"))
+    tied = next((t for table in (data, text) if (t := table.get("tie_word_embeddings")) is not None), tied)
     text |= {"model_type": kind} | ({} if tied is None else {"tie_word_embeddings": tied})
     inner, fields, notes = language_model(text, where)
     return inner, fields, [f"of {outer} only the language model, {inner}, is counted", *notes]

@@ -56,6 +56,8 @@ class ServingSetup:
     """Format of the blocks' matrices (`weight_format`) in place of `int8`; empty: the layout's precision."""
     cache_type: str = ""
     """torch's name of the type of keys and values; empty: the layout's precision."""
+    padded: tuple[int, int] = (1, 1)
+    """Multiples of hidden size and width to which experts in MXFP4 are padded (`expert_padding`)."""
     engine: EngineProfile | None = None
     """Other software than this project's, whose workspace is counted (`engine_workspace`)."""
 
@@ -212,22 +214,33 @@ def fit_on_cluster(model: ModelConfig, layout: Layout, served: ServingSetup, clu
     return serving_fit(model, layout, served, room)
 
 
-def weight_bytes(plan: UnitPlan, int8: bool = False, *, cpu: bool = False, weights: str = "") -> int:
+def weight_bytes(
+    plan: UnitPlan, int8: bool = False, *, cpu: bool = False, weights: str = "", padded: tuple[int, int] = (1, 1)
+) -> int:
     """Weights of a rank as they stay: in the layout's precision, at stage 3 its interval of each unit; with int8 or a
     format of `weights`, as `parameter_bytes` has them."""
     if plan.layout.stage == 3:
         return sum(unit.shard_numel for unit in plan.units) * DTYPE_BYTES[plan.layout.dtype]
     stored = weights or ("int8" if int8 else "")
-    return int(sum(parameter_bytes(plan, placed, stored, cpu=cpu) for unit in plan.units for placed in unit.placed))
+    each = (parameter_bytes(plan, p, stored, cpu=cpu, padded=padded) for unit in plan.units for p in unit.placed)
+    return int(sum(each))
 
 
-def parameter_bytes(plan: UnitPlan, placed: Placed, weights: str, *, cpu: bool = False) -> float:
+def parameter_bytes(
+    plan: UnitPlan, placed: Placed, weights: str, *, cpu: bool = False, padded: tuple[int, int] = (1, 1)
+) -> float:
     """Bytes of a parameter on a rank: as the model's files have it, else in a format of weights where it
-    `has_fewer_bits`, else in the layout's precision. cpu: as in `int8_bytes`."""
+    `has_fewer_bits`, else in the layout's precision. cpu: as in `int8_bytes`; padded: as in `ServingSetup`."""
     width = DTYPE_BYTES[plan.layout.dtype]
     if plan.model.counted and plan.model.counted.stored:
         stored = placed.parameter.stored
-        return stored_bytes(stored, placed.shape) if stored else placed.numel * width
+        if not stored:
+            return placed.numel * width
+        many = 1.0
+        if padded != (1, 1) and plan.model.experts and weight_format(stored).form == "mxfp4":
+            sides = plan.model.hidden, width_held(plan.model.experts.ffn, plan.layout.expert_tp)
+            many = math.prod(-(-side // of) * of / side for side, of in zip(sides, padded, strict=True))
+        return stored_bytes(stored, placed.shape) * many
     if not weights or not weight_format(weights).lossy or not has_fewer_bits(plan, placed, weights):
         return placed.numel * width
     if weights == "int8":
@@ -309,7 +322,7 @@ def largest_page_bytes(model: ModelConfig, layout: Layout, page: int = PAGE) -> 
 def held_by(plan: UnitPlan, served: ServingSetup) -> ServingMemory:
     slots = sum(plan.slots.values()) if plan.layout.stage == 3 else 0
     return ServingMemory(
-        weight_bytes(plan, cpu=served.cpu, weights=served.stored),
+        weight_bytes(plan, cpu=served.cpu, weights=served.stored, padded=served.padded),
         slots * DTYPE_BYTES[plan.layout.dtype],
         served.pages * page_bytes(plan, served.page, served.context, served.cache_type, served.engine),
         workspace_bytes(plan, served),
@@ -337,7 +350,7 @@ class ServedStage(NamedTuple):
 def stage_bytes(model: ModelConfig, layout: Layout, served: ServingSetup) -> list[ServedStage]:
     """The stages of a layout without weight gathering, each with its own blocks and ends, as `held_by` counts them."""
     alone = replace(layout, pp=1) if layout.ep > 1 else Layout(tp=layout.tp, precision=layout.precision)
-    blocks, first, last, tied = _part_bytes(model, alone, served.stored, served.cpu)
+    blocks, first, last, tied = _part_bytes(model, alone, served.stored, served.cpu, served.padded)
     made, start = [], 0
     for stage, count in enumerate(stages(model, layout).layers):
         mine = range(start, start + count)
@@ -350,11 +363,14 @@ def stage_bytes(model: ModelConfig, layout: Layout, served: ServingSetup) -> lis
 
 @lru_cache(maxsize=256)
 def _part_bytes(
-    model: ModelConfig, layout: Layout, weights: str, cpu: bool
+    model: ModelConfig, layout: Layout, weights: str, cpu: bool, padded: tuple[int, int]
 ) -> tuple[tuple[float, ...], float, float, float]:
     """Bytes of each block, of embedding, head, and a table that both share, without a pipeline."""
     plan = plan_of(model, layout)
-    each = {unit.name: sum(parameter_bytes(plan, p, weights, cpu=cpu) for p in unit.placed) for unit in plan.units}
+    each = {
+        unit.name: sum(parameter_bytes(plan, p, weights, cpu=cpu, padded=padded) for p in unit.placed)
+        for unit in plan.units
+    }
     blocks = tuple(sum(each[unit.name] for unit in plan.units_of(part)) for part in plan.of_kind("block"))
     return blocks, each.get("embedding", 0.0), each.get("head", 0.0), each.get("tied", 0.0)
 

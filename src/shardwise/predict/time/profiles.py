@@ -151,6 +151,8 @@ class EngineProfile:
     """Serving: share of the memory that the engine fills, of what is free after loading."""
     cache_of_all: bool = False
     """Serving: that is the share of the whole memory, weights and workspace included."""
+    static_share: bool = False
+    """Serving: it holds weights and the cache alone, and is of what libraries leave; passes have the rest."""
     reserve_bytes: float = 0.0
     """Serving: bytes of workspace, context and libraries; 0: counted (`memory/engine_workspace.py`)."""
     context_bytes: tuple[float, float] = (0.0, 0.0)
@@ -161,6 +163,9 @@ class EngineProfile:
     """Serving: format of weights in 4 bits (`weight_format`)."""
     narrow_cache: bool = False
     """Serving: keys and values have 8 bits where weights have 8 or 4 of floating point."""
+    padded_experts: tuple[int, ...] = ()
+    """Serving: multiples of hidden size and width to which experts in MXFP4 are padded, on most devices, on Hopper, and
+    on devices with products of 4 bits."""
     windowed_cache: bool = False
     """Serving: a layer with a window keeps no more tokens than that."""
     most_sequences: int = 256
