@@ -5,6 +5,7 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.predict.time.pricing import collective_seconds
 from shardwise.report.units import format_bytes, format_time
 from shardwise.schedule import algorithms, build, find
 from shardwise.schedule.choose import Choice, Pricer, pricer
@@ -47,7 +48,8 @@ def costs(params: Mapping[str, str]) -> View:
         "sizes": _sizes(prices),
         "scaling": _scaling(prices.collective, nbytes, cluster),
     }
-    return View(state, {}, tables, dict.fromkeys(tables, how), {"crossovers": crossovers})
+    priced = collective_seconds(prices.collective, nbytes, state["ranks"], cluster)
+    return View(state, {}, tables, dict.fromkeys(tables, how), {"crossovers": crossovers, "priced": priced})
 
 
 def _asked(params: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, int], Cluster]:

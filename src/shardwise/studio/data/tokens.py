@@ -27,9 +27,31 @@ from shardwise.studio.columns import Columns, How, Table, View, command_line, ex
 from shardwise.studio.data import tokens_holdings, tokens_layer, tokens_product
 from shardwise.studio.data.opens import opens
 from shardwise.studio.data.sizes import offered, other_clusters, sized, sizes
-from shardwise.studio.data.tokens_chapters import chapters
-from shardwise.studio.data.tokens_metrics import headline, metrics, step_words, totals
-from shardwise.studio.data.tokens_training import drawn, how_drawn, shares_table, trained_table
+from shardwise.studio.data.tokens_chapters import Side, chapters
+from shardwise.studio.data.tokens_metrics import (
+    headline,
+    metrics,
+    serving_fit,
+    step_words,
+    strategy_name,
+    totals,
+    training_fit,
+)
+from shardwise.studio.data.tokens_training import (
+    device_counts,
+    drawn,
+    flip_sentences,
+    flip_table,
+    how_drawn,
+    shares_table,
+    trained_table,
+    training_command,
+    training_steps,
+    usual_devices,
+    zero_sentences,
+    zero_table,
+)
+from shardwise.studio.data.tokens_uses import STRATEGIES, USES, how_uses, uses_table
 from shardwise.studio.query import Query
 from shardwise.validation.claims import claims
 
@@ -57,6 +79,8 @@ class _Asked(NamedTuple):
     cluster: Cluster
     layouts: tuple[Layout, ...]
     asked: Asked
+    words: list[Any]
+    """Of a command line: the model with its changes."""
     command: str
 
 
@@ -64,56 +88,76 @@ SHARES = "Seconds of the parts of a token and of a step, over their sums; waitin
 
 
 def data(params: Mapping[str, str]) -> View:
-    """Two strategies for the same prompt: what each rank holds, one layer step by step, one token, a training step."""
-    state, choices, left_out, model, cluster, layouts, request, command = _asked(params)
+    """Two strategies for the same prompt: what each rank holds, one layer on one clock, one token, a training step."""
+    it = _asked(params)
+    model, cluster, layouts, request, command = it.model, it.cluster, it.layouts, it.asked, it.command
     comparison = compare(model, layouts, cluster, request)
     ones = comparison.strategies
-    holdings = [tokens_holdings.pieces(model, layout) for layout in layouts]
-    devices = [tokens_holdings.devices(model, *item) for item in zip(layouts, holdings, strict=True)]
+    steps = training_steps(model, layouts, cluster, int(it.state["gpus"]), request.seq)
     ways = [_way(model, layout, cluster, request) for layout in layouts]
-    reported = [
-        (layout, tokens_layer.steps(model, layout, way, request.batch), one.middle.seconds / model.layers)
-        for layout, way, one in zip(layouts, ways, ones, strict=True)
+    inside = [tokens_layer.steps(model, *item, request.batch) for item in zip(layouts, ways, strict=True)]
+    sides = [Side(*item) for item in zip("AB", ones, inside, steps, strict=False)]
+    held = [tokens_holdings.pieces(model, layout) for layout in layouts]
+    devices = [
+        tokens_holdings.devices(model, one.layout, parts, one.fit.fits) for one, parts in zip(ones, held, strict=True)
     ]
-    multiplied = tokens_product.product(model, layouts, holdings, [steps for _, steps, _ in reported])
+    layered = [(one.layout, told, model.layers, one.middle.seconds) for one, told in zip(ones, inside, strict=True)]
+    multiplied = tokens_product.product(model, layouts, inside)
+    clock = tokens_layer.clock(model, layouts, ways)
+    flip = flip_table([_strategy(model, layout, cluster) for layout in layouts])
+    trains = command_line(*training_command(it.words, steps[-1], cluster, request.seq))
+    zero = ("estimate", "--params", count(model), "--zero-table", it.state["gpus"])
     return View(
-        state,
-        choices,
+        it.state,
+        it.choices,
         {
             "compared": _compared(ones, request),
+            "race": _raced(ones, request),
+            "holds": tokens_holdings.holds_table(layouts, held),
             "product": tokens_product.product_table(multiplied),
-            "holds": tokens_holdings.holds_table(layouts, holdings),
-            "layer": tokens_layer.layer_table(reported),
+            "layer": tokens_layer.layer_table(layered),
+            "clock": tokens_layer.clock_table(layouts, clock),
             "through": tokens_layer.through_table(model, layouts, ways),
             "where": _where(ones),
-            "trained": trained_table(ones),
-            "shares": shares_table(ones),
+            "flip": flip,
+            "trained": trained_table(steps, request.seq),
+            "shares": shares_table(ones, steps),
+            "zero": zero_table(model, cluster, int(it.state["gpus"])),
+            "uses": uses_table(),
         },
         {
             "compared": _how_compared(ones, model, request, command),
-            "product": tokens_product.how_product(multiplied),
+            "race": How([_LINEAR, *_how_bytes(ones, model)], command, "docs/generation.md"),
             "holds": tokens_holdings.how_holds(model, layouts, devices),
-            "layer": tokens_layer.how_layer(reported, command),
+            "product": tokens_product.how_product(multiplied),
+            "layer": tokens_layer.how_layer(layered, command),
+            "clock": tokens_layer.how_layer(layered, command),
             "through": tokens_layer.how_through(layouts, ways, command),
             "where": How([f"{one.layout}: {_sum_of(one)}" for one in ones], command, "docs/generation.md"),
-            "trained": How(how_drawn(ones), command, "docs/prediction.md"),
+            "flip": How([FLIP], command, "docs/generation.md"),
+            "trained": How(how_drawn(steps), trains, "docs/prediction.md"),
             "shares": How([SHARES], command, "docs/generation.md"),
+            "zero": How([ZERO], command_line(*zero), "Rajbhandari et al. 2020, section 3.1"),
+            "uses": how_uses(),
         },
         {
             "matrices": tokens_holdings.matrices(model),
             "sides": [
-                _side(model, cluster, one, steps, held, ranks)
-                for one, held, ranks, (_, steps, _) in zip(ones, holdings, devices, reported, strict=True)
+                _side(model, side, parts, ranks) for side, parts, ranks in zip(sides, held, devices, strict=True)
             ],
-            "product": multiplied.to_json() if multiplied else None,
+            "product": multiplied.to_json(),
+            "clock": clock,
             "through": tokens_layer.through_drawn(layouts, ways),
-            "trained": drawn(model.layers, ones, ways),
-            "sentences": [tokens_layer.sentence(model, layouts[0].ranks, i) for i in range(tokens_layer.STEPS)],
-            "chapters": chapters(model, cluster, ones, [steps for _, steps, _ in reported], request),
+            "flip": flip_sentences(model, ones, flip, next(iter(comparison.ratios), None)),
+            "trained": drawn(model.layers, steps, ways),
+            "zero": zero_sentences(model, cluster, int(it.state["gpus"])),
+            "uses": [use._asdict() for use in USES],
+            "strategies": STRATEGIES,
+            "chapters": chapters(model, cluster, sides, request),
             "parameters": count(model),
-            "left_out": left_out,
-            "opens": [opens(state, layout, "tokens") for layout in layouts],
-            "metrics": metrics(ones, request),
+            "left_out": it.left_out,
+            "opens": [opens(it.state, layout, "tokens") for layout in layouts],
+            "metrics": metrics(ones, steps, request),
             "headline": headline(ones, request),
             "batch": request.batch,
             "layers": model.layers,
@@ -125,10 +169,18 @@ def data(params: Mapping[str, str]) -> View:
     )
 
 
+_LINEAR = "The areas are the bytes that a device sends for one step, on one linear scale."
+FLIP = (
+    "One pass of prompts of at most 2,048 tokens over all devices: a gather is as long as for one token; arithmetic "
+    "and sums grow with the tokens."
+)
+ZERO = "16 P; 4 P + 12 P/N; 2 P + 14 P/N; 16 P/N bytes for P weights on N devices at the stages 0 to 3."
+
+
 def spent(params: Mapping[str, str]) -> View:
     """Bytes sent and time needed by each strategy after every token of the longest answer, so that the page's slider
     asks nothing."""
-    state, choices, _, model, cluster, layouts, request, command = _asked(params)
+    state, choices, _, model, cluster, layouts, request, _, command = _asked(params)
     ones = compare(model, layouts, cluster, request).strategies
     longest = min(MOST_OUTPUT, model.max_positions - request.prompt)
     columns: dict[str, list[Any]] = {"token": list(range(1, longest + 1))}
@@ -174,9 +226,14 @@ def _asked(params: Mapping[str, str]) -> _Asked:
     layouts = [replace(Layout.parse(text), precision=precision) for text in dict.fromkeys((a, b))]
     prompt, output = _lengths(query, model)
     request = Asked(prompt, output, query.whole("batch", 1, 1, 4096))
-    query.done()
     if model.experts:
         raise UserError(f"{model.name}: {_EXPERTS}")
+    trained = device_counts(cluster)
+    usual_trained = trained[0] if query.has("gpus") else usual_devices(model, layouts, cluster, request.seq)
+    gpus = query.whole("gpus", usual_trained, trained[0], trained[-1])
+    if gpus not in trained:
+        raise UserError(f"gpus={gpus}: choose one of {', '.join(map(str, trained))}")
+    query.done()
     # What the state does not give follows the model.
     least = (prompt if query.has("prompt") else 1) + (output if query.has("output") else 1)
     names, left_out = offered(lambda one: _why_not(one, least))
@@ -184,14 +241,15 @@ def _asked(params: Mapping[str, str]) -> _Asked:
     choices: dict[str, list[Any]] = {"model": names, "cluster": list(CLUSTERS), "precision": list(PRECISIONS)}
     choices |= {"a": usual, "b": usual, "prompt": sorted({prompt} | {n for n in PROMPTS if n + output <= room})}
     choices |= {"output": sorted({output} | {n for n in OUTPUTS if prompt + n <= room})}
+    choices |= {"gpus": trained}
     choices |= sizes(model) | {"devices": _devices(model, str(query.state["cluster"]))}
     if link := float(query.state["link"]):
         choices["link"] = sorted({link, *LINKS})
-    words = [query.state["model"], *changes, "--cluster", query.state["cluster"]]
+    named = [query.state["model"], *changes]
+    words = [*named, "--cluster", query.state["cluster"]]
     words += ["--link", exact(link)] * (cluster != usual_cluster)
-    return _Asked(
-        query.state, choices, left_out, model, cluster, tuple(layouts), request, _command(words, layouts, request)
-    )
+    command = _command(words, layouts, request)
+    return _Asked(query.state, choices, left_out, model, cluster, tuple(layouts), request, named, command)
 
 
 @lru_cache(maxsize=64)
@@ -256,26 +314,28 @@ def _seconds(model: ModelConfig, layout: Layout, cluster: Cluster, batch: int, p
 
 def _side(
     model: ModelConfig,
-    cluster: Cluster,
-    one: Generated,
-    steps: list[tokens_layer.LayerStep],
+    side: Side,
     held: list[tokens_holdings.ParameterShard],
     devices: list[tokens_holdings.DrawnDevice],
 ) -> dict[str, Any]:
-    layout = one.layout
+    one, layout = side.one, side.layout
+    links = [tokens_layer.link(step, one.cluster) for step in side.steps]
     return {
         "layout": str(layout),
+        "name": strategy_name(layout),
         "ranks": layout.ranks,
         "gathers": layout.stage == 3,
+        "fits": serving_fit(one),
+        "trains": training_fit(side.trained),
+        "sends": float(one.round.volume.total),
+        "layer_bytes": float(one.round.volume.blocks) / model.layers,
+        "seconds": one.middle.seconds,
+        "speed": one.tokens_per_second(1),
+        "part": devices[0].of_all,
         "stages": [_blocks_of(plan_of(model, layout, stage)) for stage in range(layout.pp)],
         "pieces": [piece._asdict() for piece in held],
         "devices": [device._asdict() for device in devices],
-        "acts": [step.act for step in steps],
-        "words": [step.words for step in steps],
-        "seconds": [step.seconds for step in steps],
-        "memory": [step.memory for step in steps],
-        "ahead": [step.ahead for step in steps],
-        "links": [tokens_layer.link(step, cluster) for step in steps],
+        "link": next(filter(None, links), ""),
     }
 
 
@@ -308,6 +368,18 @@ def _compared(ones: tuple[Generated, ...], request: Asked) -> Table:
     return Table.of(f"Two strategies, one prompt; bytes and times are those of {step_words(request)}", ones, columns)
 
 
+def _raced(ones: tuple[Generated, ...], request: Asked) -> Table:
+    columns: Columns = {
+        "strategy": ("", lambda one: str(one.layout)),
+        "name": ("", lambda one: strategy_name(one.layout)),
+        "memory": ("", serving_fit),
+        "tokens/s of a sequence": ("count", lambda one: one.tokens_per_second(1)),
+        "a step takes": ("seconds", lambda one: one.middle.seconds),
+        "a device sends": ("bytes", lambda one: float(one.round.volume.total)),
+    }
+    return Table.of(f"The race; bytes and times are those of {step_words(request)}", ones, columns)
+
+
 def _where(ones: tuple[Generated, ...]) -> Table:
     columns: dict[str, list[Any]] = {"strategy": [str(one.layout) for one in ones]}
     for name, words in time_parts.TOKEN.items():
@@ -326,10 +398,14 @@ def _sum_of(one: Generated) -> str:
 def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, request: Asked, command: str) -> How:
     lines = [
         f"Bytes: what one rank sends for {step_words(request)}, when collectives go round a ring (docs/generation.md).",
-        *(f"{one.layout}: {_formula(one, model)}" for one in ones),
+        *_how_bytes(ones, model),
         "Weights: the rank's own, and buffers for gathered ones.",
     ]
     return How(lines, command, "docs/generation.md")
+
+
+def _how_bytes(ones: tuple[Generated, ...], model: ModelConfig) -> list[str]:
+    return [f"{one.layout}: {_formula(one, model)}" for one in ones]
 
 
 def _formula(one: Generated, model: ModelConfig) -> str:
