@@ -231,9 +231,9 @@ def _held(comparison: StrategyComparison) -> Iterator[Row]:
 
 
 def _trained(comparison: StrategyComparison) -> Iterator[Row]:
-    words = f"{comparison.strategies[0].layout.ranks} x {comparison.asked.seq:,} tokens"
+    words = f"{comparison.strategies[0].layout.ranks} x {comparison.strategies[0].trained.seq:,} tokens"
     if len({one.layout.ranks for one in comparison.strategies}) > 1:
-        words = f"{comparison.asked.seq:,} tokens a rank"
+        words = f"{comparison.strategies[0].trained.seq:,} tokens a rank"
     yield f"a training step of {words}", lambda one: format_time(one.trained.seconds)
     yield "  needs of a rank", lambda one: format_bytes(one.trained.peak)
     yield "  fits", lambda one: {"fits": "yes", "does not fit": "no"}.get(one.trained.state, one.trained.state)
@@ -282,5 +282,5 @@ def _notes(comparison: StrategyComparison) -> Iterator[str]:
     if host:
         yield "on CPUs nothing hides a gather; what Python takes between operations is not in a token's time"
     trained = comparison.strategies[0].trained
-    words = f"--seq {comparison.asked.seq} --batch {trained.layout.ranks}"
+    words = f"--seq {trained.seq} --batch {trained.layout.ranks}"
     yield f"the training step is that of `shardwise estimate {words}`, as {trained.engine} runs it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from shardwise.cluster import Cluster
@@ -48,11 +49,12 @@ class TrainStepTime(Json):
     """One training step with a sequence for each rank, as `estimate` predicts it."""
 
     json_keys = (
-        "layout engine seconds moving share block_arithmetic=arithmetic block_gather=gather block parts micro_batches "
-        "peak_bytes=peak room"
+        "layout cluster engine seconds moving share block_arithmetic=arithmetic block_gather=gather block parts micro_batches "
+        "seq peak_bytes=peak room"
     )
 
     layout: Layout
+    cluster: Cluster
     engine: str
     """Profile of the software that is assumed."""
     parts: Mapping[str, float]
@@ -64,6 +66,8 @@ class TrainStepTime(Json):
     block: BlockSeconds
     micro_batches: int
     """Of a rank."""
+    seq: int
+    """Tokens of each sequence."""
     peak: int
     """Bytes that the fullest rank needs."""
     room: Mapping[str, Any] | None
@@ -96,8 +100,15 @@ class TrainStepTime(Json):
 
 def trained(model: ModelConfig, layout: Layout, seq: int, cluster: Cluster) -> TrainStepTime:
     """A step of `layout.ranks` sequences of `seq` tokens, one per micro-batch: the time and memory that `estimate`
-    predicts for this project's runtime. Raises `UserError` where the devices have no constants."""
-    layout, workload = replace(layout, micro=1), Workload(seq=seq, batch=layout.ranks)
+    predicts for this project's runtime. Sequences are no longer than learned positions allow;
+    attention that drops probabilities needs attention=math. Raises `UserError` where
+    the devices have no constants."""
+    seq = min(seq, model.max_positions) if model.positions == "learned" else seq
+    attention = "math" if model.attention_dropout else layout.attention
+    layout, workload = replace(layout, micro=1, attention=attention), Workload(seq=seq, batch=layout.ranks)
+    if layout.ranks != cluster.devices:  # the layout leaves some of them out
+        node = gcd(layout.ranks, cluster.devices_per_node)
+        cluster = replace(cluster.without_paths(), nodes=layout.ranks // node, devices_per_node=node)
     report = estimate(model, layout, workload, cluster)
     if report.timing is None:
         raise UserError(f"{layout}: {report.notes[-1]}")
@@ -105,9 +116,9 @@ def trained(model: ModelConfig, layout: Layout, seq: int, cluster: Cluster) -> T
     split, engine = StepShape.of(layout, workload), engine_of(name)
     found, sent = pieces(model, split, engine, pricing), traffic(model, split, engine, pricing)
     return TrainStepTime(
-        layout, name, dict(report.timing["parts"]), float(found.forward),
+        layout, cluster, name, dict(report.timing["parts"]), float(found.forward),
         float(sent.unit_gather) if layout.stage == 3 else 0.0,
-        _block(layout, found, sent, engine, pricing), int(split.micro_batches),
+        _block(layout, found, sent, engine, pricing), int(split.micro_batches), seq,
         max(role.peak_bytes for role in report.roles), report.room,
     )  # fmt: skip
 

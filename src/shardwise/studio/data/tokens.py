@@ -105,7 +105,8 @@ def data(params: Mapping[str, str]) -> View:
     multiplied = tokens_product.product(model, layouts, inside)
     clock = tokens_layer.clock(model, layouts, ways)
     flip = flip_table([_strategy(model, layout, cluster) for layout in layouts])
-    trains = command_line(*training_command(it.words, steps[-1], cluster, request.seq))
+    usual_link = cluster == Cluster.parse(str(it.state["cluster"]))  # which `estimate` has no option for
+    trains = command_line(*training_command(it.words, steps[-1])) if usual_link else ""
     zero = ("estimate", "--params", count(model), "--zero-table", it.state["gpus"])
     return View(
         it.state,
@@ -120,7 +121,7 @@ def data(params: Mapping[str, str]) -> View:
             "through": tokens_layer.through_table(model, layouts, ways),
             "where": _where(ones),
             "flip": flip,
-            "trained": trained_table(steps, request.seq),
+            "trained": trained_table(steps),
             "shares": shares_table(ones, steps),
             "zero": zero_table(model, cluster, int(it.state["gpus"])),
             "uses": uses_table(),

@@ -85,8 +85,8 @@ def chapters(model: ModelConfig, cluster: Cluster, sides: Sequence[Side], reques
         [
             "A gather takes as long for one token as for many. The more tokens a pass has, the more arithmetic is "
             "there for the same gather.",
-            f"A training step has {request.seq:,} tokens a device at once, and a backward pass beside which the next "
-            "layer is gathered.",
+            f"A training step has {sides[0].trained.seq:,} tokens a device at once, and a backward pass beside which "
+            "the next layer is gathered.",
             *(_training(side) for side in sides),
         ],
         [

@@ -84,15 +84,13 @@ def usual_devices(model: ModelConfig, layouts: Sequence[Layout], cluster: Cluste
     return counts[0]
 
 
-def training_command(model_words: Sequence[object], step: TrainStepTime, cluster: Cluster, seq: int) -> list[object]:
-    """Words of `estimate` with the step's numbers. cluster: that generates."""
-    nodes = cluster.nodes * (step.layout.ranks // cluster.devices)
-    where = replace(cluster, nodes=nodes)
-    sizes = ("--seq", seq, "--batch", step.layout.ranks)
-    return ["estimate", *model_words, "--layout", step.layout, "--cluster", where, *sizes]
+def training_command(model_words: Sequence[object], step: TrainStepTime) -> list[object]:
+    """Words of `estimate` with the step's numbers."""
+    sizes = ("--seq", step.seq, "--batch", step.layout.ranks)
+    return ["estimate", *model_words, "--layout", step.layout, "--cluster", step.cluster, *sizes]
 
 
-def trained_table(steps: Sequence[TrainStepTime], seq: int) -> Table:
+def trained_table(steps: Sequence[TrainStepTime]) -> Table:
     """Time of a training step and of one block in it under each strategy, and whether it fits."""
     columns: Columns = {
         "strategy": ("", lambda one: str(one.layout)),
@@ -107,7 +105,7 @@ def trained_table(steps: Sequence[TrainStepTime], seq: int) -> Table:
         "its reduction takes": ("seconds", lambda one: one.block.reduce),
         "micro-batches": ("", lambda one: one.micro_batches),
     }
-    return Table.of(f"The same strategies in a training step of {seq:,} tokens a device", steps, columns)
+    return Table.of(f"The same strategies in a training step of {steps[0].seq:,} tokens a device", steps, columns)
 
 
 def shares_table(ones: Sequence[Generated], steps: Sequence[TrainStepTime]) -> Table:
@@ -194,8 +192,8 @@ def how_drawn(steps: Sequence[TrainStepTime]) -> list[str]:
         *(f"{step.layout} {training_fit(step)}, as {step.engine} runs it." for step in steps if training_fit(step)),
         f"A transfer slows the arithmetic beside it by {format_share(slowed)} of its own seconds; what does not fit "
         "beside it comes after it. Halves of a layer and their sums are drawn equally long.",
-        "One micro-batch, without embedding, head, optimizer and, in a pipeline, messages: these are in the step's "
-        "seconds, not in the drawing.",
+        "One micro-batch, without embedding, head, optimizer, adding up gradients, the host's rest and, in a "
+        "pipeline, messages: these are in the step's seconds, not in the drawing.",
     ]
 
 
