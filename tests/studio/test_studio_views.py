@@ -79,7 +79,7 @@ def test_the_answers_slider_moves_its_figure_and_asks_nothing(visitor: Any, runs
     visitor.until(f"({pixels})() !== {json.dumps(before)}")
     assert visitor.given["_log"] == "1" and asked == []
     box, drawing = slider.bounding_box(), canvas.bounding_box()
-    assert drawing["y"] - box["y"] < 240, "the slider is beside the curve that it moves"
+    assert drawing["y"] - box["y"] < 240, "the slider is beside the areas that it fills"
 
 
 @pytest.mark.parametrize("view", some_of(CONTROLS, 2, "keyboard"))
@@ -157,8 +157,8 @@ def test_a_mistake_is_one_line_on_the_page(browser: Any, studio: Any) -> None:
 
 def test_what_plays_by_itself_and_what_does_not(browser: Any, studio: Any) -> None:
     moving, still = Visitor(browser, studio), Visitor(browser, studio, reduced_motion="reduce")
-    page = moving.open("tokens?_chapter=2")
-    moving.until("document.querySelector('.player input').value >= 1")
+    page = moving.open("tokens?_chapter=3")
+    moving.until("document.querySelector('[data-figure=product] .player input').value >= 1")
     assert page.get_by_role("button", name="Pause").is_visible()
     page = still.open("collectives?ranks=4")
     assert page.get_by_role("button", name="Next step").is_visible()
@@ -171,24 +171,19 @@ def test_what_plays_by_itself_and_what_does_not(browser: Any, studio: Any) -> No
     still.close()
 
 
-def test_layers_and_the_steps_inside_one_are_gone_through_by_keys(visitor: Any, runs: Any) -> None:
+def test_layers_are_gone_through_by_keys_and_a_collective_opens(visitor: Any, runs: Any) -> None:
     given = STATES["tokens"] | {"a": "tp=4", "b": "dp=4,zero=3"}
-    page = visitor.open(address("tokens", given | {"_step": "2", "_chapter": "3"}))
+    page = visitor.open(address("tokens", given | {"_chapter": "5"}))
     columns = expected("tokens", given, runs)["through"]
-    through, layer = (page.locator(f'[data-figure="{name}"]') for name in ("through", "layer"))
     visitor.tab_to('[data-figure="through"] .player input')
     for _ in range(3):
         page.keyboard.press("ArrowRight")
     visitor.until("location.hash.includes('_layer=3')")
-    said = through.locator(".sentence").inner_text()
+    said = page.locator('[data-figure="through"] .sentence').inner_text()
     assert said.startswith(f"Layer 3 of {len(columns['layer'])} is done: A after ") and "B after " in said
-    page.get_by_role("button", name="Previous").click()
-    assert layer.locator("p a").count() == 0
-    layer.get_by_role("button", name="Next step").click()
-    visitor.until("location.hash.includes('_step=3')")
-    link = layer.locator("p a")
-    assert link.count() == 1, "tp sums at this step, and nothing else moves"
-    link.click()
+    links = page.locator('[data-figure="layer"] p a')
+    assert links.count() == 2, "tp sums, and ZeRO-3 gathers"
+    links.first.click()
     page.wait_for_selector('[data-figure="rounds"]')
     assert (visitor.given["collective"], visitor.given["ranks"]) == ("all-reduce", "4")
 
@@ -267,7 +262,7 @@ def test_bytes_and_times_are_of_the_same_tokens_and_less_time_is_of_the_longer(v
         "tokens?model=llama-3-8b&cluster=4xH100&a=tp=4&b=dp=4,zero=3&batch=64&output=16&_tables=spent&_chapter=4"
     )
     facts = page.locator("main").inner_text()
-    assert facts.count("For a step, one token for each of 64 sequences, dp=4,zero=3 sends ") == 1
+    assert facts.count("For a step, one token for each of 64 sequences, ZeRO-3 (dp=4,zero=3) sends ") == 1
     rows = page.evaluate(
         """() => [...document.querySelectorAll("table.metrics tbody tr")].map((row) =>
             [row.cells[0].textContent, ...[...row.cells].slice(1, 4).map((cell) => JSON.parse(cell.dataset.v))])"""
@@ -284,26 +279,19 @@ def test_bytes_and_times_are_of_the_same_tokens_and_less_time_is_of_the_longer(v
 
 
 COVERED = """async ([answer, side]) => {
-    const { layerPlaces, rowTop, MATRIX_HEIGHT } = await import("studio/views/tokens_layer");
-    const canvas = document.querySelector('[data-figure="layer"] canvas'), context = canvas.getContext("2d");
-    const style = getComputedStyle(document.documentElement), rgb = (name) => {
-        const n = parseInt(style.getPropertyValue(name).trim().slice(1), 16);
-        return [n >> 16 & 255, n >> 8 & 255, n & 255];
-    };
-    const ground = rgb("--raised"), full = rgb("--k-forward"), place = layerPlaces(canvas.clientWidth, answer)[side];
-    const covered = (x, y, w, h) => {
-        const { data } = context.getImageData(place.left + x, place.top + y, w, h);
-        let sum = 0;
-        for (let i = 0; i < data.length; i += 4) sum += (data[i] - ground[0]) / (full[0] - ground[0]);
-        return sum / (w * h);
-    };
-    return answer.more.sides[side].devices.map(({ rank }) => {
-        const of = (x, w) => covered(x, rowTop(rank), w, MATRIX_HEIGHT);
-        const matrices = place.matrices.map(({ name, x, w }) => [name, of(x, w)]);
-        return [of(place.strip.x, place.strip.w), Object.fromEntries(matrices)];
+    const { holdsPlaces } = await import("studio/views/tokens_holds");
+    const canvas = document.querySelector('[data-figure="holds"] canvas'), context = canvas.getContext("2d");
+    const wanted = answer.more.sides[side], places = holdsPlaces(canvas.clientWidth, answer)[side];
+    return places.matrices.map(({ name, x, y, w, h }) => {
+        // Middles of parts have their rank's number, so that their corners are looked at.
+        const seen = wanted.pieces.filter((piece) => piece.name === name).flatMap(({ rank, boxes }) => boxes.map(([l, t, a, b]) => {
+            const at = [x + (l + a * 0.12) * w, y + (t + b * 0.12) * h], [red, , blue] = context.getImageData(...at, 1, 1).data;
+            return [rank, a * b, side ? red > blue + 40 : blue > red + 40];
+        }));
+        return [name, seen];
     });
 }"""
-"""Of the ranks of a side: what part of the strip of all layers, and of each matrix, has the colour of what is held."""
+"""Of the matrices of a side: each rank's boxes with their area, and whether they have the side's hue."""
 
 
 @pytest.mark.parametrize(
@@ -313,17 +301,17 @@ def test_a_ranks_share_of_every_matrix_is_drawn_by_area(visitor: Any, runs: Any,
     given = {"cluster": cluster, "a": a, "b": b, "output": "16"}
     page = visitor.open(address("tokens", given))
     found = json.loads(encode(answer("tokens", given, runs)))
-    drawn = []
     for number, side in enumerate(found["more"]["sides"]):
-        drawn.append(page.evaluate(COVERED, [found, number]))
-        for device, (strip, matrices) in zip(side["devices"], drawn[-1], strict=True):
-            assert strip == pytest.approx(device["of_all"], abs=0.01)
-            boxes = {p["name"]: p["boxes"] for p in side["pieces"] if p["rank"] == device["rank"]}
-            for name, covered in matrices.items():
-                area = sum(wide * high for _, _, wide, high in boxes.get(name, ()))
-                assert covered == pytest.approx(area, abs=0.01), (side["layout"], device["rank"], name)
-    # Before the first token already, the two strategies look different.
-    assert any(abs(drawn[0][0][1][name] - drawn[1][0][1][name]) > 0.1 for name in drawn[0][0][1])
+        for name, boxes in page.evaluate(COVERED, [found, number]):
+            large = [there for _, area, there in boxes if area > 0.02]
+            assert all(large), (side["layout"], name)
+            assert sum(area for _, area, _ in boxes) == pytest.approx(1.0, abs=0.01), name
+    # Columns are columns: tensor parallelism cuts the first matrices by column, and the last one by row.
+    cuts = {piece["name"]: piece["how"] for piece in found["more"]["sides"][0]["pieces"]}
+    assert cuts["mlp.gate_up.up.weight"] == cuts["attention.qkv.q.weight"] == "columns"
+    assert cuts["mlp.down.weight"] == cuts["attention.out.weight"] == "rows"
+    sizes = {matrix["name"]: (matrix["rows"], matrix["columns"]) for matrix in found["more"]["matrices"]}
+    assert sizes["mlp.gate_up.up.weight"] == (8192, 28672) == sizes["mlp.down.weight"][::-1]
 
 
 def test_a_link_in_error_shows_its_controls(visitor: Any) -> None:
@@ -393,7 +381,7 @@ def test_sizes_and_devices_are_changed_by_sliders_and_come_along(visitor: Any, r
 
 
 def test_a_layout_opens_in_other_views_and_back_undoes(visitor: Any, runs: Any) -> None:
-    state = "tokens?model=tiny-llama&layers=6&cluster=4xH100&output=16&a=pp=2,tp=2&b=dp=4,zero=3&_chapter=6"
+    state = "tokens?model=tiny-llama&layers=6&cluster=4xH100&output=16&a=pp=2,tp=2&b=dp=4,zero=3&_chapter=10"
     page = visitor.open(state)
     select = page.locator('[data-control="precision"] select')
     visitor.after(lambda: select.select_option("fp32"))
@@ -420,15 +408,13 @@ def test_a_layout_opens_in_other_views_and_back_undoes(visitor: Any, runs: Any) 
 
 
 def test_a_step_or_a_window_typed_into_the_open_page_is_shown(visitor: Any) -> None:
-    state = "tokens?model=tiny-llama&cluster=2xH100&output=16&_chapter=2"
+    state = "tokens?model=tiny-llama&cluster=2xH100&output=16&_chapter=3"
     page = visitor.open(state)
     page.evaluate("window.untouched = true")
     for step in (3, 1):
-        page.evaluate("(hash) => { location.hash = hash; }", f"{state}&_step={step}")
-        visitor.until(f"document.querySelector('[data-figure=layer] output').textContent === '{step} of 5'")
+        page.evaluate("(hash) => { location.hash = hash; }", f"{state}&_product={step}")
+        visitor.until(f"document.querySelector('[data-figure=product] output').textContent === '{step} of 3'")
     drawn = "document.querySelector('[data-figure=through] canvas').toDataURL()"
-    page.evaluate("() => { location.hash += '&_chapter=3'; }")
-    page.wait_for_selector("[data-figure=through] canvas")
     page.wait_for_timeout(100)
     before = page.evaluate(drawn)
     page.evaluate("() => { location.hash += '&_window=0~0.00001'; }")

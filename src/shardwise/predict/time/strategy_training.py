@@ -49,8 +49,8 @@ class TrainStepTime(Json):
     """One training step with a sequence for each rank, as `estimate` predicts it."""
 
     json_keys = (
-        "layout cluster engine seconds moving share block_arithmetic=arithmetic block_gather=gather block parts micro_batches "
-        "seq peak_bytes=peak room"
+        "layout cluster engine seconds moving share block_arithmetic=arithmetic block_gather=gather block parts "
+        "micro_batches seq peak_bytes=peak room"
     )
 
     layout: Layout

@@ -293,8 +293,8 @@ def clock(model: ModelConfig, layouts: Sequence[Layout], ways: Sequence[Sequence
                 name = f"{_layer(piece.part)}{piece.what}"
                 events.append(Event(row, begin, end - begin, kind_of(number, piece.what), name))
         rows += [f"{'AB'[number]} computes", "moves"]
-        ends = {p.part: p.end for p in shown if p.part.startswith("blocks.") and p.what != GATHER}
-        done.append(sorted(end for end in ends.values() if end <= span * (1 + 1e-9)))
+        last = {p.part: p.end for p in shown if p.part.startswith("blocks.") and p.what != GATHER}
+        done.append(sorted(end for end in last.values() if end <= span * (1 + 1e-9)))
     sentences = [_on_clock(layouts, events, done, span * i / FRAMES) for i in range(FRAMES + 1)]
     drawn = DrawnTimeline(rows, events).to_json()
     return drawn | {"kinds": KINDS, "span": span, "done": done, "sentences": sentences}

@@ -4,7 +4,7 @@ import { h, unique } from "studio/lib/dom";
 
 /** panels: what `panel` makes. `settle(place)`: where they are while the drawer is closed. */
 export function controlDrawer(page, panels) {
-  const id = unique("drawer"), row = h("div", { class: "panels" }, panels.map((each) => each.node));
+  const id = unique("drawer"), row = h("div", { class: "panels scroll" }, panels.map((each) => each.node));
   const button = h("button", { type: "button", "aria-controls": id, onclick: () => page.setLocal({ _controls: isOpen() ? null : 1 }) }, "Change model, devices, strategies");
   const close = h("button", { type: "button", class: "quiet", onclick: () => { button.click(); button.focus(); } }, "Close");
   const node = h("aside", { id, class: "drawer", "aria-label": "Controls" }, h("div", { class: "head" }, h("p", { class: "strong" }, "Controls"), close));
