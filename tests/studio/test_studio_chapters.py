@@ -7,7 +7,6 @@ import pytest
 from studio_visitor import Visitor
 from test_studio_page import answers_the_pointer, has_room, is_accessible_in_both_themes
 
-from harness.today import some_of
 from shardwise.studio.data import tokens
 
 GIVEN = {"model": "llama-3-8b", "cluster": "8xH100", "output": "32"}

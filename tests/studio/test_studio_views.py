@@ -22,7 +22,7 @@ CONTROLS = {
     "sync": ("workers", "sync"),
 }
 """A slider and a list of each view."""
-OPENED = {"tokens": {"_controls": "1"}}
+OPENED = {"tokens": {"_controls": "1"}, "memory": {"_more": "1"}}
 """Words of the page's own under which these are there."""
 
 
@@ -246,9 +246,12 @@ def test_numbers_are_written_as_python_writes_them(visitor: Any) -> None:
 
 
 def test_json_of_the_server_is_the_functions(studio: Any, runs: Any) -> None:
-    from urllib.request import urlopen
+    from urllib.request import Request, urlopen
 
-    with urlopen(f"{studio.address}api/pipelines?ranks=3&micro=5") as reply:
+    asked = Request(
+        f"{studio.origin}api/pipelines?ranks=3&micro=5", headers={"Cookie": f"{studio.cookie}={studio.token}"}
+    )
+    with urlopen(asked) as reply:
         data = json.load(reply)
     found = answer("pipelines", {"ranks": "3", "micro": "5"}, runs)
     assert data["state"] == dict(found.state)
@@ -283,15 +286,18 @@ COVERED = """async ([answer, side]) => {
     const canvas = document.querySelector('[data-figure="holds"] canvas'), context = canvas.getContext("2d");
     const wanted = answer.more.sides[side], places = holdsPlaces(canvas.clientWidth, answer)[side];
     return places.matrices.map(({ name, x, y, w, h }) => {
-        // Middles of parts have their rank's number, so that their corners are looked at.
-        const seen = wanted.pieces.filter((piece) => piece.name === name).flatMap(({ rank, boxes }) => boxes.map(([l, t, a, b]) => {
-            const at = [x + (l + a * 0.12) * w, y + (t + b * 0.12) * h], [red, , blue] = context.getImageData(...at, 1, 1).data;
-            return [rank, a * b, side ? red > blue + 40 : blue > red + 40];
-        }));
+        const parts = wanted.pieces.filter((piece) => piece.name === name).flatMap(({ boxes }) => boxes);
+        // Middles of parts have their rank's number: their corners are looked at, where they are some pixels large.
+        const seen = parts.map(([left, top, wide, high]) => {
+            const at = [x + (left + wide * 0.12) * w, y + (top + high * 0.12) * h];
+            const [red, , blue] = context.getImageData(...at, 1, 1).data;
+            const right = side ? red > blue + 40 : blue > red + 40;
+            return [wide * high, right || wide * w < 4 || high * h < 4];
+        });
         return [name, seen];
     });
 }"""
-"""Of the matrices of a side: each rank's boxes with their area, and whether they have the side's hue."""
+"""Of the matrices of a side: each part's area, and whether it has the side's hue."""
 
 
 @pytest.mark.parametrize(
@@ -303,15 +309,51 @@ def test_a_ranks_share_of_every_matrix_is_drawn_by_area(visitor: Any, runs: Any,
     found = json.loads(encode(answer("tokens", given, runs)))
     for number, side in enumerate(found["more"]["sides"]):
         for name, boxes in page.evaluate(COVERED, [found, number]):
-            large = [there for _, area, there in boxes if area > 0.02]
-            assert all(large), (side["layout"], name)
-            assert sum(area for _, area, _ in boxes) == pytest.approx(1.0, abs=0.01), name
+            assert all(right for _, right in boxes), (side["layout"], name)
+            assert sum(area for area, _ in boxes) == pytest.approx(1.0, abs=0.01), name
     # Columns are columns: tensor parallelism cuts the first matrices by column, and the last one by row.
     cuts = {piece["name"]: piece["how"] for piece in found["more"]["sides"][0]["pieces"]}
     assert cuts["mlp.gate_up.up.weight"] == cuts["attention.qkv.q.weight"] == "columns"
     assert cuts["mlp.down.weight"] == cuts["attention.out.weight"] == "rows"
     sizes = {matrix["name"]: (matrix["rows"], matrix["columns"]) for matrix in found["more"]["matrices"]}
     assert sizes["mlp.gate_up.up.weight"] == (8192, 28672) == sizes["mlp.down.weight"][::-1]
+
+
+@pytest.mark.parametrize("view", ["memory", "plan"])
+def test_six_controls_are_beside_the_result(visitor: Any, view: str) -> None:
+    page = visitor.open(view)
+    page.set_viewport_size({"width": 1280, "height": 720})
+    page.wait_for_timeout(150)
+    shown = page.locator("[data-control]:visible")
+    assert 4 <= shown.count() <= 6 and page.get_by_text("More", exact=True).is_visible()
+    boxes = [page.locator(each).first.bounding_box() for each in (".asked", ".facts", ".drawing canvas")]
+    assert all(box["y"] + min(box["height"], 100) <= 720 for box in boxes)
+    assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+    page.get_by_text("More", exact=True).click()
+    assert shown.count() > 6 or view == "plan"
+    visitor.until("location.hash.includes('_more=1')")
+
+
+def test_an_error_offers_the_nearest_names_as_buttons(visitor: Any) -> None:
+    page = visitor.open("memory?model=lama-3-8b")
+    offered = page.get_by_role("alert").get_by_role("button")
+    assert "llama-3-8b" in offered.all_inner_texts()
+    visitor.after(offered.get_by_text("llama-3-8b", exact=True).click)
+    assert visitor.given["model"] == "llama-3-8b" and not page.get_by_role("alert").is_visible()
+    page = visitor.open("pipelines?a=1f1c")
+    visitor.after(page.get_by_role("alert").get_by_role("button", name="1f1b", exact=True).click)
+    assert visitor.given["a"] == "1f1b"
+    visitor.problems.clear()  # the browser itself reports the 400
+
+
+def test_a_slow_answer_says_its_seconds_and_can_be_cancelled(visitor: Any) -> None:
+    page = visitor.open("pipelines?ranks=2")
+    held = []
+    page.route("**/api/pipelines?*", lambda route: held.append(route))
+    page.locator('[data-control="ranks"] input').press("ArrowRight")
+    page.get_by_role("button", name="Cancel").click()
+    assert page.locator(".waiting").is_hidden() and page.evaluate("document.body.dataset.ready")
+    page.unroute("**/api/pipelines?*")
 
 
 def test_a_link_in_error_shows_its_controls(visitor: Any) -> None:
@@ -367,6 +409,7 @@ def test_sizes_and_devices_are_changed_by_sliders_and_come_along(visitor: Any, r
     assert visitor.given["cluster"] == "4xH100"
     visitor.after(page.get_by_role("navigation").get_by_role("link", name="Memory").click)
     page.wait_for_selector('[data-figure="devices"]')
+    page.get_by_text("More", exact=True).click()
     exact = page.get_by_label("Layers, exactly")
     assert exact.input_value() == str(layers)
     visitor.after(lambda: (exact.fill("7"), exact.press("Enter")))
