@@ -352,7 +352,8 @@ def test_a_slow_answer_says_its_seconds_and_can_be_cancelled(visitor: Any) -> No
     page.route("**/api/pipelines?*", lambda route: held.append(route))
     page.locator('[data-control="ranks"] input').press("ArrowRight")
     page.get_by_role("button", name="Cancel").click()
-    assert page.locator(".waiting").is_hidden() and page.evaluate("document.body.dataset.ready")
+    visitor.ready()
+    assert page.locator(".waiting").is_hidden()
     page.unroute("**/api/pipelines?*")
 
 
