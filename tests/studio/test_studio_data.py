@@ -68,6 +68,19 @@ def test_costs_are_the_pricers() -> None:
         assert sizes["lower bound"][at] <= choice.price.seconds
 
 
+@pytest.mark.parametrize(("ranks", "nbytes"), [(1, 300), (7, 3_000_000), (5, 1 << 36)])
+def test_curves_reach_the_present_point(ranks: int, nbytes: int) -> None:
+    view = collectives.costs({"collective": "all-gather", "ranks": str(ranks), "bytes": str(nbytes)})
+    costs = dict(zip(*(view.tables["costs"].columns[name] for name in ("algorithm", "time")), strict=True))
+    for name, axis, at in (("sizes", "bytes", nbytes), ("scaling", "ranks", ranks)):
+        columns = view.tables[name].columns
+        assert list(columns[axis]) == sorted(columns[axis])
+        here = list(columns[axis]).index(at)
+        assert {algorithm: columns[algorithm][here] for algorithm in costs} == costs
+    micros = pipelines.curve({"ranks": "4", "micro": "300"}).tables["curve"].columns["micro-batches"]
+    assert 300 in micros and tokens.data({}).tables["flip"].columns["tokens of a pass"][-1] == 65536
+
+
 def test_transfers_between_nodes_take_the_slow_link() -> None:
     view = collectives.data({"ranks": "16", "cluster": "2x8xH100"})
     columns = view.tables["rounds"].columns

@@ -245,6 +245,33 @@ def test_numbers_are_written_as_python_writes_them(visitor: Any) -> None:
     assert shown == python
 
 
+TICKS = """async () => {
+    const { axes, scale } = await import("studio/lib/axes");
+    const canvas = Object.assign(document.createElement("canvas"), { width: 400, height: 300 });
+    const context = canvas.getContext("2d"), found = [], theme = { grid: "#000", muted: "#000", line: "#000" };
+    const ranges = [[1, 2, true], [1, 65536, true], [1e-6, 3, true], [0, 7e11, false], [0, 0.003, false]];
+    const apart = (all, room) => all.every((a, i) => all.slice(i + 1).every((b) => room(a, b)));
+    const sizes = [60, 110, 170, 260, 390].flatMap((wide) => [20, 45, 90, 240].map((high) => [wide, high]));
+    for (const [wide, high] of sizes) for (const [low, top, log] of ranges) {
+        const placed = [], box = { left: 0, right: wide, top: 0, bottom: high };
+        context.fillText = (words, x, y) => placed.push([x, y, context.measureText(words).width, context.textAlign]);
+        const [x, y] = [scale(low, top, 0, wide, log), scale(low, top, high, 0, log)];
+        axes(context, theme, box, x, y, { xUnit: "seconds", yUnit: "bytes" });
+        const below = placed.filter((one) => one[3] === "center"), left = placed.filter((one) => one[3] === "right");
+        const where = [wide, high, low, top];
+        if (!below.length || !left.length) found.push(["none", ...where]);
+        if (!apart(below, (a, b) => Math.abs(a[0] - b[0]) >= (a[2] + b[2]) / 2 + 4)) found.push(["x", ...where]);
+        if (!apart(left, (a, b) => Math.abs(a[1] - b[1]) >= 12)) found.push(["y", ...where]);
+    }
+    return found;
+}"""
+"""Axes whose marks lie over each other, or that have none."""
+
+
+def test_marks_of_axes_never_collide(visitor: Any) -> None:
+    assert visitor.open("collectives?ranks=2").evaluate(TICKS) == []
+
+
 def test_json_of_the_server_is_the_functions(studio: Any, runs: Any) -> None:
     from urllib.request import Request, urlopen
 
