@@ -2,9 +2,11 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
+from subprocess import run
 from typing import Any
 
 import numpy as np
@@ -616,3 +618,19 @@ def test_a_state_that_names_a_model_alone_suits_it(name: str) -> None:
 def test_what_travels_is_a_parameter_of_the_view() -> None:
     for view, names in TRAVELS.items():
         assert set(names) <= set(answer(view, {}).state)
+
+
+def test_views_need_numpy_alone() -> None:
+    """Answers can be computed where there is no torch, rich, safetensors or resource, such as in a browser."""
+    program = """
+import sys
+for name in ("torch", "rich", "safetensors", "resource"):
+    sys.modules[name] = None
+from shardwise.studio.columns import encode
+from shardwise.studio.data.registry import answer
+for view in ("tokens", "tokens/spent", "experts", "collectives", "collectives/costs", "pipelines", "memory", "sync"):
+    print(view, len(encode(answer(view, {}))))
+"""
+    found = run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    assert len(found.stdout.splitlines()) == 8
