@@ -12,13 +12,14 @@ from shardwise.layout import Layout
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
-from shardwise.planner.strategies import ENGINE, Asked, Generated, compare, usual_layouts
+from shardwise.planner.strategies import ENGINE, Asked, Generated, StrategyComparison, compare, usual_layouts
 from shardwise.predict.memory.capacity import capacity_of
 from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time import decode_ops
 from shardwise.predict.time.generation import DecodeStrategy
 from shardwise.predict.time.profiles import engine
+from shardwise.predict.time.strategy_training import TrainStepTime
 from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report import time_parts
 from shardwise.report.step_report import DTYPE_BYTES
@@ -87,90 +88,128 @@ class _Asked(NamedTuple):
 SHARES = "Seconds of the parts of a token and of a step, over their sums; waiting is bubbles and the host."
 
 
+class _Computed(NamedTuple):
+    """What the view's tables and drawings are made of. sides, held, devices, ways: by strategy."""
+
+    it: _Asked
+    comparison: StrategyComparison
+    sides: list[Side]
+    held: list[list[tokens_holdings.ParameterShard]]
+    devices: list[list[tokens_holdings.DrawnDevice]]
+    ways: list[list[decode_ops.DecodeOp]]
+    product: tokens_product.WorkedProduct
+    clock: dict[str, Any]
+    flip: Table
+
+    @property
+    def ones(self) -> tuple[Generated, ...]:
+        return self.comparison.strategies
+
+    @property
+    def steps(self) -> list[TrainStepTime]:
+        return [side.trained for side in self.sides]
+
+    @property
+    def layers(self) -> list[tokens_layer.LayerSide]:
+        layers = self.it.model.layers
+        return [(side.layout, list(side.steps), layers, side.one.middle.seconds) for side in self.sides]
+
+
 def data(params: Mapping[str, str]) -> View:
     """Two strategies for the same prompt: what each rank holds, one layer on one clock, one token, a training step."""
     it = _asked(params)
-    model, cluster, layouts, request, command = it.model, it.cluster, it.layouts, it.asked, it.command
-    comparison = compare(model, layouts, cluster, request)
-    ones = comparison.strategies
-    steps = training_steps(model, layouts, cluster, int(it.state["gpus"]), request.seq)
-    ways = [_way(model, layout, cluster, request) for layout in layouts]
-    inside = [tokens_layer.steps(model, *item, request.batch) for item in zip(layouts, ways, strict=True)]
-    sides = [Side(*item) for item in zip("AB", ones, inside, steps, strict=False)]
+    model, cluster, layouts = it.model, it.cluster, it.layouts
+    comparison = compare(model, layouts, cluster, it.asked)
+    steps = training_steps(model, layouts, cluster, int(it.state["gpus"]), it.asked.seq)
+    ways = [_way(model, layout, cluster, it.asked) for layout in layouts]
+    inside = [tokens_layer.steps(model, *item, it.asked.batch) for item in zip(layouts, ways, strict=True)]
     held = [tokens_holdings.pieces(model, layout) for layout in layouts]
-    devices = [
-        tokens_holdings.devices(model, one.layout, parts, one.fit.fits) for one, parts in zip(ones, held, strict=True)
-    ]
-    layered = [(one.layout, told, model.layers, one.middle.seconds) for one, told in zip(ones, inside, strict=True)]
-    multiplied = tokens_product.product(model, layouts, inside)
-    clock = tokens_layer.clock(model, layouts, ways)
-    flip = flip_table([_strategy(model, layout, cluster) for layout in layouts])
-    usual_link = cluster == Cluster.parse(str(it.state["cluster"]))  # which `estimate` has no option for
-    trains = command_line(*training_command(it.words, steps[-1])) if usual_link else ""
-    zero = ("estimate", "--params", count(model), "--zero-table", it.state["gpus"])
-    return View(
-        it.state,
-        it.choices,
-        {
-            "compared": _compared(ones, request),
-            "race": _raced(ones, request),
-            "holds": tokens_holdings.holds_table(layouts, held),
-            "product": tokens_product.product_table(multiplied),
-            "layer": tokens_layer.layer_table(layered),
-            "clock": tokens_layer.clock_table(layouts, clock),
-            "through": tokens_layer.through_table(model, layouts, ways),
-            "where": _where(ones),
-            "flip": flip,
-            "trained": trained_table(steps),
-            "shares": shares_table(ones, steps),
-            "zero": zero_table(model, cluster, int(it.state["gpus"])),
-            "uses": uses_table(),
-        },
-        {
-            "compared": _how_compared(ones, model, request, command),
-            "race": How([_LINEAR, *_how_bytes(ones, model)], command, "docs/generation.md"),
-            "holds": tokens_holdings.how_holds(model, layouts, devices),
-            "product": tokens_product.how_product(multiplied),
-            "layer": tokens_layer.how_layer(layered, command),
-            "clock": tokens_layer.how_layer(layered, command),
-            "through": tokens_layer.how_through(layouts, ways, command),
-            "where": How([f"{one.layout}: {_sum_of(one)}" for one in ones], command, "docs/generation.md"),
-            "flip": How([FLIP], command, "docs/generation.md"),
-            "trained": How(how_drawn(steps), trains, "docs/prediction.md"),
-            "shares": How([SHARES], command, "docs/generation.md"),
-            "zero": How([ZERO], command_line(*zero), "Rajbhandari et al. 2020, section 3.1"),
-            "uses": how_uses(),
-        },
-        {
-            "matrices": tokens_holdings.matrices(model),
-            "sides": [
-                _side(model, side, parts, ranks) for side, parts, ranks in zip(sides, held, devices, strict=True)
-            ],
-            "product": multiplied.to_json(),
-            "clock": clock,
-            "through": tokens_layer.through_drawn(layouts, ways),
-            "flip": flip_sentences(model, ones, flip, next(iter(comparison.ratios), None)),
-            "trained": drawn(model.layers, steps, ways),
-            "zero": zero_sentences(model, cluster, int(it.state["gpus"])),
-            "uses": [use._asdict() for use in USES],
-            "strategies": STRATEGIES,
-            "chapters": chapters(model, cluster, sides, request),
-            "parameters": count(model),
-            "left_out": it.left_out,
-            "opens": [opens(it.state, layout, "tokens") for layout in layouts],
-            "metrics": metrics(ones, steps, request),
-            "headline": headline(ones, request),
-            "batch": request.batch,
-            "layers": model.layers,
-            "width": DTYPE_BYTES[layouts[0].dtype],
-            "capacity": capacity_of(cluster),
-            "ratios": [ratio.to_json() for ratio in comparison.ratios],
-            "claims": [{"says": claims()[name].says, "why": claims()[name].why} for name in CLAIMS],
-        },
+    computed = _Computed(
+        it,
+        comparison,
+        [Side(*item) for item in zip("AB", comparison.strategies, inside, steps, strict=False)],
+        held,
+        [
+            tokens_holdings.devices(model, one.layout, parts, one.fit.fits)
+            for one, parts in zip(comparison.strategies, held, strict=True)
+        ],
+        ways,
+        tokens_product.product(model, layouts, inside),
+        tokens_layer.clock(model, layouts, ways),
+        flip_table([_strategy(model, layout, cluster) for layout in layouts]),
     )
+    return View(it.state, it.choices, _tables(computed), _hows(computed), _more(computed))
 
 
-_LINEAR = "The areas are the bytes that a device sends for one step, on one linear scale."
+def _tables(one: _Computed) -> dict[str, Table]:
+    it = one.it
+    return {
+        "compared": _compared(one.ones, it.asked),
+        "race": _raced(one.ones, it.asked),
+        "holds": tokens_holdings.holds_table(it.layouts, one.held),
+        "product": tokens_product.product_table(one.product),
+        "layer": tokens_layer.layer_table(one.layers),
+        "clock": tokens_layer.clock_table(it.layouts, one.clock),
+        "through": tokens_layer.through_table(it.model, it.layouts, one.ways),
+        "where": _where(one.ones),
+        "flip": one.flip,
+        "trained": trained_table(one.steps),
+        "shares": shares_table(one.ones, one.steps),
+        "zero": zero_table(it.model, it.cluster, int(it.state["gpus"])),
+        "uses": uses_table(),
+    }
+
+
+def _hows(one: _Computed) -> dict[str, How]:
+    it, source = one.it, "docs/generation.md"
+    usual_link = it.cluster == Cluster.parse(str(it.state["cluster"]))  # which `estimate` has no option for
+    trains = command_line(*training_command(it.words, one.steps[-1])) if usual_link else ""
+    zero = command_line("estimate", "--params", count(it.model), "--zero-table", it.state["gpus"])
+    return {
+        "compared": _how_compared(one.ones, it.model, it.asked, it.command),
+        "race": How([LINEAR, *_how_bytes(one.ones, it.model)], it.command, source),
+        "holds": tokens_holdings.how_holds(it.model, it.layouts, one.devices),
+        "product": tokens_product.how_product(one.product),
+        "layer": tokens_layer.how_layer(one.layers, it.command),
+        "clock": tokens_layer.how_layer(one.layers, it.command),
+        "through": tokens_layer.how_through(it.layouts, one.ways, it.command),
+        "where": How([f"{each.layout}: {_sum_of(each)}" for each in one.ones], it.command, source),
+        "flip": How([FLIP], it.command, source),
+        "trained": How(how_drawn(one.steps), trains, "docs/prediction.md"),
+        "shares": How([SHARES], it.command, source),
+        "zero": How([ZERO], zero, "Rajbhandari et al. 2020, section 3.1"),
+        "uses": how_uses(),
+    }
+
+
+def _more(one: _Computed) -> dict[str, Any]:
+    it, model = one.it, one.it.model
+    return {
+        "matrices": tokens_holdings.matrices(model),
+        "sides": [_side(model, *item) for item in zip(one.sides, one.held, one.devices, strict=True)],
+        "product": one.product.to_json(),
+        "clock": one.clock,
+        "through": tokens_layer.through_drawn(it.layouts, one.ways),
+        "flip": flip_sentences(model, one.ones, one.flip, next(iter(one.comparison.ratios), None)),
+        "trained": drawn(model.layers, one.steps, one.ways),
+        "zero": zero_sentences(model, it.cluster, int(it.state["gpus"])),
+        "uses": [use._asdict() for use in USES],
+        "strategies": STRATEGIES,
+        "chapters": chapters(model, it.cluster, one.sides, it.asked),
+        "left_out": it.left_out,
+        "opens": [opens(it.state, layout, "tokens") for layout in it.layouts],
+        "metrics": metrics(one.ones, one.steps, it.asked),
+        "headline": headline(one.ones, it.asked),
+        "batch": it.asked.batch,
+        "layers": model.layers,
+        "width": DTYPE_BYTES[it.layouts[0].dtype],
+        "capacity": capacity_of(it.cluster),
+        "ratios": [ratio.to_json() for ratio in one.comparison.ratios],
+        "claims": [{"says": claims()[name].says, "why": claims()[name].why} for name in CLAIMS],
+    }
+
+
+LINEAR = "The areas are the bytes that a device sends for one step, on one linear scale."
 FLIP = (
     "One pass of prompts of at most 2,048 tokens over all devices: a gather is as long as for one token; arithmetic "
     "and sums grow with the tokens."
@@ -324,7 +363,6 @@ def _side(
     return {
         "layout": str(layout),
         "name": strategy_name(layout),
-        "ranks": layout.ranks,
         "gathers": layout.stage == 3,
         "fits": serving_fit(one),
         "trains": training_fit(side.trained),
@@ -332,7 +370,6 @@ def _side(
         "layer_bytes": float(one.round.volume.blocks) / model.layers,
         "seconds": one.middle.seconds,
         "speed": one.tokens_per_second(1),
-        "part": devices[0].of_all,
         "stages": [_blocks_of(plan_of(model, layout, stage)) for stage in range(layout.pp)],
         "pieces": [piece._asdict() for piece in held],
         "devices": [device._asdict() for device in devices],

@@ -195,8 +195,12 @@ def link(step: LayerStep, cluster: Cluster) -> str:
     )
 
 
-def layer_table(sides: Sequence[tuple[Layout, list[LayerStep], int, float]]) -> Table:
-    """Every step under each strategy with its seconds. sides: (strategy, its steps, layers, seconds of a token)."""
+LayerSide = tuple[Layout, list[LayerStep], int, float]
+"""(strategy, its steps, layers, seconds of a token)"""
+
+
+def layer_table(sides: Sequence[LayerSide]) -> Table:
+    """Every step under each strategy with its seconds."""
     rows: list[tuple[Any, ...]] = []
     for layout, told, layers, token in sides:
         so_far = 0.0
@@ -211,7 +215,7 @@ def layer_table(sides: Sequence[tuple[Layout, list[LayerStep], int, float]]) -> 
     return Table.of_rows("One layer, step by step", units, rows)
 
 
-def how_layer(sides: Sequence[tuple[Layout, list[LayerStep], int, float]], command: str) -> How:
+def how_layer(sides: Sequence[LayerSide], command: str) -> How:
     """Explanation of the steps' seconds."""
     lines = ["One block of one pass: kernels from the engine profile's tables, collectives from the cluster's prices."]
     for layout, told, layers, token in sides:
