@@ -79,7 +79,7 @@ class _Asked(NamedTuple):
     model: ModelConfig
     cluster: Cluster
     layouts: tuple[Layout, ...]
-    asked: Asked
+    request: Asked
     words: list[Any]
     """Of a command line: the model with its changes."""
     command: str
@@ -119,10 +119,10 @@ def data(params: Mapping[str, str]) -> View:
     """Two strategies for the same prompt: what each rank holds, one layer on one clock, one token, a training step."""
     it = _asked(params)
     model, cluster, layouts = it.model, it.cluster, it.layouts
-    comparison = compare(model, layouts, cluster, it.asked)
-    steps = training_steps(model, layouts, cluster, int(it.state["gpus"]), it.asked.seq)
-    ways = [_way(model, layout, cluster, it.asked) for layout in layouts]
-    inside = [tokens_layer.steps(model, *item, it.asked.batch) for item in zip(layouts, ways, strict=True)]
+    comparison = compare(model, layouts, cluster, it.request)
+    steps = training_steps(model, layouts, cluster, int(it.state["gpus"]), it.request.seq)
+    ways = [_way(model, layout, cluster, it.request) for layout in layouts]
+    inside = [tokens_layer.steps(model, *item, it.request.batch) for item in zip(layouts, ways, strict=True)]
     held = [tokens_holdings.pieces(model, layout) for layout in layouts]
     computed = _Computed(
         it,
@@ -144,8 +144,8 @@ def data(params: Mapping[str, str]) -> View:
 def _tables(one: _Computed) -> dict[str, Table]:
     it = one.it
     return {
-        "compared": _compared(one.ones, it.asked),
-        "race": _raced(one.ones, it.asked),
+        "compared": _compared(one.ones, it.request),
+        "race": _raced(one.ones, it.request),
         "holds": tokens_holdings.holds_table(it.layouts, one.held),
         "product": tokens_product.product_table(one.product),
         "layer": tokens_layer.layer_table(one.layers),
@@ -166,7 +166,7 @@ def _hows(one: _Computed) -> dict[str, How]:
     trains = command_line(*training_command(it.words, one.steps[-1])) if usual_link else ""
     zero = command_line("estimate", "--params", count(it.model), "--zero-table", it.state["gpus"])
     return {
-        "compared": _how_compared(one.ones, it.model, it.asked, it.command),
+        "compared": _how_compared(one.ones, it.model, it.request, it.command),
         "race": How([LINEAR, *_how_bytes(one.ones, it.model)], it.command, source),
         "holds": tokens_holdings.how_holds(it.model, it.layouts, one.devices),
         "product": tokens_product.how_product(one.product),
@@ -195,12 +195,12 @@ def _more(one: _Computed) -> dict[str, Any]:
         "zero": zero_sentences(model, it.cluster, int(it.state["gpus"])),
         "uses": [use._asdict() for use in USES],
         "strategies": STRATEGIES,
-        "chapters": chapters(model, it.cluster, one.sides, it.asked),
+        "chapters": chapters(model, it.cluster, one.sides, it.request),
         "left_out": it.left_out,
         "opens": [opens(it.state, layout, "tokens") for layout in it.layouts],
-        "metrics": metrics(one.ones, one.steps, it.asked),
-        "headline": headline(one.ones, it.asked),
-        "batch": it.asked.batch,
+        "metrics": metrics(one.ones, one.steps, it.request),
+        "headline": headline(one.ones, it.request),
+        "batch": it.request.batch,
         "layers": model.layers,
         "width": DTYPE_BYTES[it.layouts[0].dtype],
         "capacity": capacity_of(it.cluster),

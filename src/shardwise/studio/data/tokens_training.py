@@ -251,6 +251,7 @@ def zero_table(model: ModelConfig, cluster: Cluster, devices: int) -> Table:
 def zero_sentences(model: ModelConfig, cluster: Cluster, devices: int) -> list[str]:
     """A sentence for each stage: the bytes of a weight written out, and the largest model that then fits."""
     room, weights, lines = capacity_of(cluster), count(model), []
+    sizes = sorted(((count(one), name) for name, one in catalog().items() if not one.experts), reverse=True)
     shared = ("nothing is shared out", "optimizer state is shared out", "gradients, too", "weights, too")
     for stage in range(4):
         one, all_of_it = training_states(1.0, stage, devices), training_states(weights, stage, devices).total
@@ -261,14 +262,8 @@ def zero_sentences(model: ModelConfig, cluster: Cluster, devices: int) -> list[s
         )
         if room:
             largest = largest_model(room, stage, devices)
-            named = _largest_of_catalog(largest)
+            named = next((name for size, name in sizes if size <= largest), "")
             such = f", such as {named}" if named else ""
             line += f" {format_bytes(room)} hold the states of up to {format_count(largest)} weights{such}."
         lines.append(line)
     return lines
-
-
-@lru_cache(maxsize=64)
-def _largest_of_catalog(weights: float) -> str:
-    fitting = [(count(one), name) for name, one in catalog().items() if not one.experts and count(one) <= weights]
-    return max(fitting)[1] if fitting else ""

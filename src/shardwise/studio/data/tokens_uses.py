@@ -8,7 +8,7 @@ TENSOR, GATHERING, STAGES = "tensor parallelism", "ZeRO-3 (sharded weights)", "p
 STRATEGIES = (TENSOR, GATHERING, STAGES)
 
 
-class Use(NamedTuple):
+class Software(NamedTuple):
     """One piece of software."""
 
     software: str
@@ -21,18 +21,19 @@ class Use(NamedTuple):
 
 
 USES = (
-    Use("vLLM", "serves", (TENSOR, STAGES), "--tensor-parallel-size in a node, --pipeline-parallel-size across nodes",
-        "docs.vllm.ai, Parallelism and Scaling"),
-    Use("SGLang", "serves", (TENSOR, STAGES), "--tp-size, --pp-size", "docs.sglang.ai, Server Arguments"),
-    Use("TensorRT-LLM", "serves", (TENSOR, STAGES), "tp_size, pp_size",
+    Software("vLLM", "serves", (TENSOR, STAGES),
+        "--tensor-parallel-size in a node, --pipeline-parallel-size across nodes", "docs.vllm.ai, Parallelism and Scaling"),
+    Software("SGLang", "serves", (TENSOR, STAGES), "--tp-size, --pp-size", "docs.sglang.ai, Server Arguments"),
+    Software("TensorRT-LLM", "serves", (TENSOR, STAGES), "tp_size, pp_size",
         "nvidia.github.io/TensorRT-LLM, Parallelism"),
-    Use("Text Generation Inference", "serves", (TENSOR,), "--num-shard",
+    Software("Text Generation Inference", "serves", (TENSOR,), "--num-shard",
         "huggingface.co/docs/text-generation-inference, Tensor Parallelism"),
-    Use("DeepSpeed", "trains", (GATHERING, STAGES), '"zero_optimization": {"stage": 3}',
+    Software("DeepSpeed", "trains", (GATHERING, STAGES), '"zero_optimization": {"stage": 3}',
         "deepspeed.ai, Zero Redundancy Optimizer"),
-    Use("PyTorch FSDP2, torchtitan", "trains", (GATHERING, TENSOR, STAGES),
+    Software("PyTorch FSDP2, torchtitan", "trains", (GATHERING, TENSOR, STAGES),
         "data_parallel_shard_degree, tensor_parallel_degree", "github.com/pytorch/torchtitan, docs/fsdp.md"),
-    Use("Megatron-LM", "trains", (TENSOR, STAGES), "--tensor-model-parallel-size, --use-distributed-optimizer (ZeRO-1)",
+    Software("Megatron-LM", "trains", (TENSOR, STAGES),
+        "--tensor-model-parallel-size, --use-distributed-optimizer (ZeRO-1)",
         "github.com/NVIDIA/Megatron-LM, README"),
 )  # fmt: skip
 
