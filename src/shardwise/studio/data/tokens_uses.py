@@ -22,7 +22,7 @@ class Software(NamedTuple):
 
 USES = (
     Software("vLLM", "serves", (TENSOR, STAGES),
-        "--tensor-parallel-size in a node, --pipeline-parallel-size across nodes", "docs.vllm.ai, Parallelism and Scaling"),
+        "--tensor-parallel-size in a node, --pipeline-parallel-size across nodes", "docs.vllm.ai, Parallelism"),
     Software("SGLang", "serves", (TENSOR, STAGES), "--tp-size, --pp-size", "docs.sglang.ai, Server Arguments"),
     Software("TensorRT-LLM", "serves", (TENSOR, STAGES), "tp_size, pp_size",
         "nvidia.github.io/TensorRT-LLM, Parallelism"),
