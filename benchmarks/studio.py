@@ -228,7 +228,7 @@ def redrawn(browser: Any) -> dict[str, float]:
     with Studio() as studio:
         threading.Thread(target=studio.serve_forever, daemon=True).start()
         page = browser.new_page(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
-        page.goto(f"{studio.address}#tokens?_chapter=4")
+        page.goto(f"{studio.address}#tokens?_chapter=6")
         page.wait_for_selector("body[data-ready]")
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))

@@ -14,9 +14,9 @@ CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"]
 SHOWN = {
     "tokens": "tokens",
-    "tokens-inside": "tokens?_chapter=2&_step=0.62",
-    "tokens-answer": "tokens?_chapter=4&_token=100",
-    "tokens-training": "tokens?_chapter=5&_train=18",
+    "tokens-inside": "tokens?_chapter=4&_clock=40",
+    "tokens-answer": "tokens?_chapter=6&_token=100",
+    "tokens-training": "tokens?_chapter=7&_tokens=13",
     "experts": "experts?_chapter=2&_step=4&load=skewed",
     "memory": "memory?zero=1",
     "collectives": "collectives?ranks=6&_round=3",

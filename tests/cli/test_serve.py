@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import HTTPCookieProcessor, build_opener, urlopen
 
 import pytest
 
@@ -143,12 +144,15 @@ def test_it_serves_until_it_is_interrupted_without_torch(tmp_path: Path) -> None
     ):
         assert process.stdout and process.stderr
         address = json.loads("".join(process.stdout.readline() for _ in range(3)))["address"]
-        assert address.startswith("http://127.0.0.1:") and address.endswith("/#memory?zero=1")
-        base = address.partition("#")[0]
-        with urlopen(base, timeout=30) as reply:
-            assert b"shardwise studio" in reply.read()
+        assert address.startswith("http://127.0.0.1:") and address.endswith("#memory?zero=1")
+        base, _, token = address.partition("#")[0].partition("?token=")
+        with pytest.raises(HTTPError, match="403"):
+            urlopen(base, timeout=30)
+        browser = build_opener(HTTPCookieProcessor())
+        with browser.open(f"{base}?token={token}", timeout=30) as reply:
+            assert b"shardwise studio" in reply.read() and reply.url == base
         for view in ("tokens", "memory", "collectives", "pipelines", "runs"):
-            with urlopen(f"{base}api/{view}", timeout=60) as reply:
+            with browser.open(f"{base}api/{view}", timeout=60) as reply:
                 assert json.load(reply)["tables"]
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 0

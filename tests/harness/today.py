@@ -68,5 +68,4 @@ QUANTIZED = ("gradients", "errors", "residuals", "gathers")
 SERVERS = ("killed", "killed without restarts", "paused", "cut")
 STORAGE = ("read-only", "full", "other text", "vanished text")
 FOLLOWED = ("four processes", "loads of a real run", "loads", "a run to its end", "what comes later")
-CHAPTERS = ("by mouse", "by keys")
 """Groups of long tests: a few of each group run on a day."""

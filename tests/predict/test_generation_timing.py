@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Workload
 from shardwise.model.catalog import get
 from shardwise.planner.strategies import MOST_TOKENS, Asked, compare, crossover, usual_layouts
+from shardwise.predict import estimate
 from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.time import decode_step, engine, prefill
 from shardwise.predict.time.generation import DecodeStrategy, pricing_for
@@ -196,3 +197,17 @@ def test_an_unknown_bandwidth_is_one_line():
     dark = replace(NODE, device=replace(NODE.device, memory_bandwidth=None))
     with pytest.raises(UserError, match="memory bandwidth is not known"):
         compare(LLAMA, [Layout.parse("tp=8")], dark, Asked(100, 10))
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster"), [("llama-3-70b", "8xH100"), ("gpt2", "2xH100"), ("mixtral-8x7b", "8xH100")]
+)
+def test_the_training_step_is_estimates(model: str, cluster: str) -> None:
+    ranks = Cluster.parse(cluster).devices
+    layouts = [Layout.parse(f"tp={ranks}"), Layout.parse(f"dp={ranks},zero=3")]
+    for one in compare(get(model), layouts, Cluster.parse(cluster), Asked(64, 8)).strategies:
+        step = one.trained
+        report = estimate(model, step.layout, Workload(seq=step.seq, batch=ranks), cluster)
+        assert (step.seconds, step.peak) == (report.time, max(role.peak_bytes for role in report.roles))
+        assert report.room and step.state == report.room["state"]
+        assert step.seq == (1024 if model == "gpt2" else 8192)

@@ -96,7 +96,7 @@ class Visitor:
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
 
     def _route(self, route: Any) -> None:
-        if route.request.url.startswith((self.studio.address, "file://")):
+        if route.request.url.startswith((self.studio.origin, "file://")):
             route.continue_()
         else:
             self.refused.append(route.request.url)

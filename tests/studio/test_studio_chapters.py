@@ -1,4 +1,4 @@
-"""The six chapters of Tokens: by mouse and by keys alone, in any width and theme, with motion and without."""
+"""The chapters of Tokens as one scroll: by mouse and by keys alone, in any width and theme, with motion and without."""
 
 import json
 from typing import Any
@@ -7,188 +7,209 @@ import pytest
 from studio_visitor import Visitor
 from test_studio_page import answers_the_pointer, has_room, is_accessible_in_both_themes
 
-from harness.today import CHAPTERS, of_some, some_of
 from shardwise.studio.data import tokens
 
 GIVEN = {"model": "llama-3-8b", "cluster": "8xH100", "output": "32"}
 STATE = "tokens?" + "&".join(f"{name}={value}" for name, value in GIVEN.items())
 FIGURES = (
-    {"layer", "holds"}, {"layer", "product"}, {"through", "where"}, {"spent"}, {"trained", "shares"}, set()
+    {"race"}, {"holds"}, {"product"}, {"clock", "layer"}, {"through", "where"}, {"spent"},
+    {"flip", "trained", "shares"}, {"zero"}, {"uses"}, {"compared"},
 )  # fmt: skip
-"""What each chapter draws, beside the table of numbers that is always there."""
-SHOWN = """() => [...document.querySelectorAll(".scene [data-figure]")].filter((each) => each.checkVisibility())
-    .map((each) => each.dataset.figure)"""
-PLACE = """() => [".tale", ".tale .primary", ".scene"].map((each) => {
-    const { x, y, width } = document.querySelector(each).getBoundingClientRect();
-    return [x, y + scrollY, width];
-})"""
-
-SUMMARY = """() => Object.fromEntries([...document.querySelectorAll(".summary tbody tr")].map((row) =>
-    [row.cells[0].textContent, [...row.querySelectorAll("[data-v]")].map((cell) => JSON.parse(cell.dataset.v))]))"""
+"""What each chapter draws."""
+CHAPTER = """(n) => {
+    const node = document.querySelector(`.chapter[data-chapter="${n}"]`), { top } = node.getBoundingClientRect();
+    const texts = (what) => [...node.querySelectorAll(what)].map((each) => each.textContent);
+    return { title: texts(".tale h2")[0], sentences: texts(".sentences p"), top,
+        figures: [...node.querySelectorAll("[data-figure]")].map((each) => each.dataset.figure),
+        now: Number(document.querySelector(".mark[aria-current]").textContent) };
+}"""
 
 
-def chapters() -> list[dict[str, Any]]:
-    return list(tokens.data(GIVEN).more["chapters"])
+def is_told(page: Any, number: int, chapter: dict[str, Any], figures: set[str]) -> None:
+    """The chapter has been come to; its words are those of Python, and its drawings are there and no others."""
+    page.wait_for_timeout(120)
+    found = page.evaluate(CHAPTER, number)
+    assert (found["title"], found["sentences"]) == (chapter["title"], chapter["sentences"])
+    assert found["now"] == number and set(found["figures"]) == figures
+    assert found["top"] < 450 or page.evaluate("innerHeight + scrollY >= document.documentElement.scrollHeight - 2")
 
 
-def is_told(page: Any, number: int) -> None:
-    """The chapter's words are those of Python, and its drawings are there and no others."""
-    chapter = chapters()[number - 1]
-    tale = page.locator(".tale")
-    assert f"Chapter {number} of 6" in tale.inner_text()
-    assert tale.locator("h2").inner_text() == chapter["title"]
-    assert tale.locator(".sentences p").all_inner_texts() == chapter["sentences"]
-    assert set(page.evaluate(SHOWN)) == FIGURES[number - 1]
+def test_the_chapters_by_mouse_by_keys_and_by_scrolling(visitor: Visitor) -> None:
+    page, chapters = visitor.open(STATE), tokens.data(GIVEN).more["chapters"]
     assert page.locator(".headline").inner_text() == tokens.data(GIVEN).more["headline"]
-    assert page.locator("table.metrics").is_visible()
-    short = {row["short"]: row["values"] for row in tokens.data(GIVEN).more["metrics"] if row["short"]}
-    assert page.evaluate(SUMMARY) == short
-    assert page.evaluate("document.querySelector('.summary').getBoundingClientRect().bottom <= innerHeight")
-
-
-@of_some("by mouse", CHAPTERS, 1)
-def test_the_chapters_by_mouse_and_back(visitor: Visitor) -> None:
-    page = visitor.open(STATE)
-    place, following, previous = (
-        page.evaluate(PLACE),
-        *(page.get_by_role("button", name=n, exact=True) for n in ("Next", "Previous")),
-    )
-    assert previous.is_disabled()
-    for number in range(1, 7):
-        is_told(page, number)
-        assert page.evaluate(PLACE) == place, "the stage stays where it is"
+    for number, figures in enumerate(FIGURES, 1):
+        page.wait_for_timeout(1100 if number == 10 else 0)  # the steps of one second are one entry of the history
+        page.get_by_role("button", name=f"Chapter {number}: {chapters[number - 1]['title']}").click()
+        is_told(page, number, chapters[number - 1], figures)
         assert visitor.given.get("_chapter", "1") == str(number)
-        if number < 6:
-            following.click()
-    assert following.is_disabled()
-    previous.click()
-    is_told(page, 5)
-    page.get_by_role("button", name="Chapter 2: Inside one layer").click()
-    is_told(page, 2)
-    page.evaluate("(hash) => { location.hash = hash; }", f"{STATE}&_chapter=4")
-    visitor.until("document.querySelector('.tale').textContent.includes('Chapter 4 of 6')")
-    is_told(page, 4)
     page.go_back()
-    visitor.until("document.querySelector('.tale').textContent.includes('Chapter 2 of 6')")
-
-
-@of_some("by keys", CHAPTERS, 1)
-def test_the_chapters_by_keys_alone(visitor: Visitor) -> None:
-    page = visitor.open(STATE)
-    for number in range(2, 7):
+    visitor.until("location.hash.includes('_chapter=9')")
+    is_told(page, 9, chapters[8], FIGURES[8])
+    page.evaluate("(hash) => { location.hash = hash; }", f"{STATE}&_chapter=4")
+    visitor.until("document.querySelector('.mark[aria-current]').textContent === '4'")
+    is_told(page, 4, chapters[3], FIGURES[3])
+    # The wheel and the space bar scroll as on any page; the address follows.
+    page.mouse.move(600, 500)
+    page.mouse.wheel(0, -20000)
+    visitor.until("!location.hash.includes('_chapter')")
+    page.locator("main").focus()
+    for _ in range(3):
         page.keyboard.press("Space")
-        is_told(page, number)
-    page.keyboard.press("Space")
-    is_told(page, 6)
-    page.keyboard.press("Shift+Space")
-    is_told(page, 5)
-    visitor.tab_to(".tale .row button:not(.primary)")
+        page.wait_for_timeout(150)
+    visitor.until("location.hash.includes('_chapter=')")
+    visitor.tab_to(".mark:nth-child(7)")
     page.keyboard.press("Enter")
-    page.keyboard.press("Tab")
-    page.keyboard.press("Space")
-    is_told(page, 5)
-    # The controls are in a drawer, where Space is the inputs' own.
-    visitor.tab_to("button[aria-controls^=drawer]")
-    page.keyboard.press("Enter")
-    assert visitor.given["_controls"] == "1"
-    visitor.tab_to('[data-control="batch"] input')
-    page.keyboard.press("Space")
-    visitor.after(lambda: page.keyboard.press("ArrowRight"))
-    is_told_of = page.locator(".tale h2").inner_text()
-    assert (visitor.given["batch"], is_told_of) == ("2", chapters()[4]["title"])
+    is_told(page, 7, chapters[6], FIGURES[6])
 
 
-@pytest.mark.parametrize("number", some_of(range(1, 7), 3, "chapters"))
-def test_a_chapter_has_room_and_is_accessible(visitor: Visitor, number: int) -> None:
-    page = visitor.open(f"{STATE}&_chapter={number}")
-    is_accessible_in_both_themes(page)
-    for opened in ("", "&_controls=1"):
-        page.evaluate("(hash) => { location.hash = hash; }", f"{STATE}&_chapter={number}{opened}")
-        for width in (1440, 390, 320):
-            has_room(page, width)
-            if opened and width == 1440 and number < 6:
-                drawer, scene = (page.locator(each).bounding_box() for each in (".drawer", ".scene"))
-                assert scene["x"] + scene["width"] <= drawer["x"], "the drawer covers no drawing"
+RACE = """() => [".headline", "[data-figure=race] canvas", ".words", ".race button"].map((each) =>
+    document.querySelector(each).getBoundingClientRect().bottom)"""
+PIXELS = """(names) => {
+    const canvas = document.querySelector("[data-figure=race] canvas"), scale = canvas.width / canvas.clientWidth;
+    const style = getComputedStyle(document.documentElement), top = Math.round(80 * scale);
+    const { data } = canvas.getContext("2d").getImageData(0, top, canvas.width, canvas.height - top);
+    return names.map((name) => {
+        const n = parseInt(style.getPropertyValue(name).trim().slice(1), 16);
+        let found = 0;
+        for (let i = 0; i < data.length; i += 4) found += (data[i] << 16 | data[i + 1] << 8 | data[i + 2]) === n;
+        return found;
+    });
+}"""
+
+
+@pytest.mark.parametrize(("wide", "theme"), [(1280, "light"), (1440, "dark")])
+def test_the_race_is_above_the_fold_and_its_areas_are_linear(browser: Any, studio: Any, wide: int, theme: str) -> None:
+    visitor = Visitor(
+        browser, studio, reduced_motion="reduce", viewport={"width": wide, "height": 720}, color_scheme=theme
+    )
+    page = visitor.open("tokens")
+    page.wait_for_timeout(150)
+    assert max(page.evaluate(RACE)) <= 720
+    less, more = page.evaluate(PIXELS, ["--k-a", "--k-b"])
+    sends = [side["sends"] for side in tokens.data({}).more["sides"]]
+    assert more / less == pytest.approx(sends[1] / sends[0], rel=0.02) and sends[1] / sends[0] > 25_000
+    visitor.close()
+
+
+def test_the_race_goes_at_the_predicted_pace(visitor: Visitor) -> None:
+    page, columns = visitor.open(STATE), tokens.spent(GIVEN).tables["spent"].columns
+    race = page.locator('[data-figure="race"]')
+    sides = tokens.data(GIVEN).more["sides"]
+    for second in range(3):
+        race.locator(".race button").click()
+        done = [min(32, sum(end <= second for end in columns[f"{side} time so far"])) for side in "AB"]
+        assert [race.locator(f".words[data-side={side}] span").count() for side in "AB"] == done
+        said = f"{second} s after the prompt: A has written {done[0]} of 32 tokens, B has written {done[1]}"
+        assert said in race.inner_text()
+    for i, side in enumerate(sides):
+        assert side["fits"] in race.inner_text() and side["speed"] == pytest.approx(1 / side["seconds"])
+        assert f"{done[i]} written" in race.locator(".counter").nth(i).inner_text()
+
+
+CLOCK = """() => {
+    const canvas = document.querySelector("[data-figure=clock] canvas"), context = canvas.getContext("2d");
+    const style = getComputedStyle(document.documentElement);
+    const n = parseInt(style.getPropertyValue("--raised").trim().slice(1), 16);
+    const ground = [n >> 16, n >> 8 & 255, n & 255].join(), wide = canvas.clientWidth;
+    return [0, 1, 2, 3].map((row) => {
+        const { data } = context.getImageData(100, 8 + 34 * row + 3, wide - 112, 1), found = [];
+        for (let i = 0; i < data.length; i += 4) found.push([...data.slice(i, i + 3)].join() !== ground);
+        return found;
+    });
+}"""
+
+
+def test_one_layer_is_drawn_on_one_clock(visitor: Visitor) -> None:
+    page, clock = visitor.open("tokens?_chapter=4"), tokens.data({}).more["clock"]
+    page.wait_for_timeout(150)
+    rows = page.evaluate(CLOCK)
+    wide, columns = len(rows[0]), clock["columns"]
+    # What is filled begins and ends where its seconds are on one scale, within two pixels.
+    for row in (2, 3):
+        events = zip(columns["rank"], columns["start"], columns["seconds"], strict=True)
+        mine = [(start, seconds) for rank, start, seconds in events if rank == row]
+        begin, end = min(start for start, _ in mine), max(start + seconds for start, seconds in mine)
+        filled = [x for x, there in enumerate(rows[row]) if there]
+        assert filled[0] == pytest.approx(begin / clock["span"] * wide, abs=2)
+        assert filled[-1] + 1 == pytest.approx(end / clock["span"] * wide, abs=2)
+    first = sum(rows[2]) / wide
+    assert first == pytest.approx(1 - begin_of(clock, 2) / clock["span"], abs=0.005)
+    sums = sum(before and not after for before, after in zip(rows[1], [*rows[1][1:], False], strict=True))
+    assert sums >= 2 * 30, "tensor parallelism sums twice in each of more than thirty layers"
+
+
+def begin_of(clock: dict[str, Any], row: int) -> float:
+    columns = clock["columns"]
+    return min(start for start, rank in zip(columns["start"], columns["rank"], strict=True) if rank == row)
+
+
+@pytest.mark.parametrize("width", [1440, 390, 320])
+def test_the_scroll_has_room_and_is_accessible(visitor: Visitor, width: int) -> None:
+    page = visitor.open(STATE)
+    has_room(page, width)
+    if width == 1440:
+        is_accessible_in_both_themes(page)
+        page.evaluate("(hash) => { location.hash = hash; }", f"{STATE}&_controls=1")
+        drawer, scene = (page.locator(each).first.bounding_box() for each in (".drawer", ".scene"))
+        assert scene["x"] + scene["width"] <= drawer["x"], "the drawer covers no drawing"
+    elif width == 390:
+        assert page.locator("header").bounding_box()["height"] <= 49
 
 
 def test_every_drawing_of_the_chapters_answers_the_pointer_and_has_a_table(visitor: Visitor) -> None:
-    page, counted = visitor.open(STATE), 0
-    for number in range(1, 7):
-        page.evaluate("(hash) => { location.hash = hash; }", f"{STATE}&_chapter={number}")
-        visitor.until(f"document.querySelector('.tale').textContent.includes('Chapter {number} of 6')")
-        page.wait_for_timeout(80)
-        answers_the_pointer(page)
-        for name in page.evaluate(SHOWN):
-            figure = page.locator(f'[data-figure="{name}"]')
-            assert figure.locator("canvas").count() == 1
-            figure.get_by_role("button", name="Table").click()
-            assert visitor.table(name), name
-            counted += 1
-    assert counted == sum(map(len, FIGURES)) == 9
+    page = visitor.open(STATE)
+    answers_the_pointer(page)
+    drawn = [name for figures in FIGURES for name in figures]
+    for name in drawn:
+        figure = page.locator(f'[data-figure="{name}"]')
+        figure.get_by_role("button", name="Table").click()
+        assert visitor.table(name), name
+        figure.get_by_role("button", name="Table").click()
+    assert len(drawn) == 14
 
 
 def test_a_chapter_plays_when_it_is_come_to_and_not_against_the_systems_wish(browser: Any, studio: Any) -> None:
     moving, calm = Visitor(browser, studio), Visitor(browser, studio, reduced_motion="reduce")
     page = moving.open(STATE)
-    page.get_by_role("button", name="Next", exact=True).click()
-    moving.until("document.querySelector('[data-figure=layer] .player input').value >= 1")
-    page.get_by_role("button", name="Next", exact=True).click()
-    moving.until("document.querySelector('[data-figure=through] .player input').value >= 2")
-    page.get_by_role("button", name="Next", exact=True).click()
-    moving.until("document.querySelectorAll('.words[data-side=A] span').length > 2")
-    assert page.get_by_role("button", name="Stop").is_visible()
+    moving.until("document.querySelectorAll('.words[data-side=A] span').length > 3")
+    page.get_by_role("button", name="Chapter 4: One layer on one clock").click()
+    moving.until("Number(document.querySelector('[data-figure=clock] .player input').value) % 60 >= 2")
+    assert page.locator(".race button").inner_text() == "Continue", "the race stands still"
     page = calm.open(STATE)
-    for _ in range(3):
-        page.keyboard.press("Space")
+    page.get_by_role("button", name="Chapter 5: Through all layers").click()
     page.wait_for_timeout(300)
-    assert "_step" not in calm.given and "_layer" not in calm.given
-    said = page.locator('[data-figure="spent"] .sentence')
-    assert said.inner_text().startswith("After 32 tokens")
-    # The race advances by whole seconds there.
-    columns = tokens.spent(GIVEN).tables["spent"].columns
-    race = page.locator("[data-figure=spent] .race button")
-    for second in range(3):
-        race.click()
-        done = [min(32, sum(end <= second for end in columns[f"{side} time so far"])) for side in "AB"]
-        words = [page.locator(f".words[data-side={side}] span").count() for side in "AB"]
-        assert words == done
-        assert (
-            f"{second} s after the prompt: A has written {done[0]} of 32 tokens, B has written {done[1]}"
-            in said.inner_text()
-        )
-    page.locator('[data-figure="spent"] .player input').press("Home")
-    assert page.locator(".words span").count() == 0 and said.inner_text().startswith("No token yet")
+    assert page.locator('[data-figure="through"] .player output').inner_text() == "0 of 32"
+    assert page.locator(".words span").count() == 0
     moving.close()
     calm.close()
 
 
-def test_a_rank_that_is_pointed_at_is_marked_in_all_drawings(visitor: Visitor) -> None:
+def test_what_a_slider_of_the_chapters_says_is_pythons(visitor: Visitor) -> None:
+    page, more = visitor.open(STATE), tokens.data(GIVEN).more
+    for name, word, lines in (
+        ("trained", "_train", more["trained"]["sentences"]), ("clock", "_clock", more["clock"]["sentences"]),
+        ("product", "_product", more["product"]["sentences"]), ("flip", "_tokens", more["flip"]),
+        ("zero", "_stage", more["zero"]),
+    ):  # fmt: skip
+        figure = page.locator(f'[data-figure="{name}"]')
+        pixels = f"document.querySelector('[data-figure={name}] canvas').toDataURL()"
+        slider = figure.locator(".player input")
+        slider.press("Home")
+        page.wait_for_timeout(80)
+        before = page.evaluate(pixels)
+        slider.press("ArrowRight")
+        visitor.until(f"{pixels} !== {json.dumps(before)}")
+        assert figure.locator(".sentence").inner_text() == lines[1]
+        visitor.until(f"location.hash.includes('{word}=1')")
+    crossing = more["ratios"][0]["faster_from_tokens"]
+    assert f"From about {crossing:,} tokens on" in page.locator('[data-figure="flip"] .sentence').inner_text()
+
+
+def test_the_devices_in_training_are_a_slider(visitor: Visitor) -> None:
     page = visitor.open(STATE)
-    pixels = (
-        "() => ['layer', 'holds'].map((each) => document.querySelector(`[data-figure=${each}] canvas`).toDataURL())"
-    )
-    page.wait_for_timeout(100)
-    before = page.evaluate(pixels)
-    box = page.locator('[data-figure="layer"] canvas').bounding_box()
-    page.mouse.move(box["x"] + 20, box["y"] + 88 + 3 * 34 + 10)
-    page.wait_for_timeout(100)
-    pointed = page.evaluate(pixels)
-    assert pointed[0] != before[0] and pointed[1] != before[1]
-    assert "rank 3" in page.locator(".tip:visible").inner_text()
-    page.mouse.move(5, 5)
-    page.wait_for_timeout(100)
-    assert page.evaluate(pixels) == before
-
-
-def test_a_cursor_sweeps_over_training_and_a_token(visitor: Visitor) -> None:
-    page = visitor.open(f"{STATE}&_chapter=5")
-    sentences = tokens.data(GIVEN).more["trained"]["sentences"]
-    figure = page.locator('[data-figure="trained"]')
-    pixels = "document.querySelector('[data-figure=trained] canvas').toDataURL()"
-    assert figure.locator(".sentence").inner_text() == sentences[-1]
-    before = page.evaluate(pixels)
-    figure.get_by_role("slider").press("Home")
-    figure.get_by_role("slider").press("ArrowRight")
-    visitor.until(f"{pixels} !== {json.dumps(before)}")
-    assert figure.locator(".sentence").inner_text() == sentences[1]
-    assert visitor.given["_train"] == "1"
+    visitor.after(lambda: page.locator('[data-control="gpus"] input').press("ArrowRight"))
+    assert visitor.given["gpus"] == "16"
+    wanted = tokens.data(GIVEN | {"gpus": "16"})
+    assert page.locator('[data-figure="zero"] .sentence').inner_text() == wanted.more["zero"][3]
+    said = page.locator('[data-figure="trained"] > .lead').inner_text()
+    assert all(fit in said for fit in wanted.tables["trained"].columns["memory"])

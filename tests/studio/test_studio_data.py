@@ -2,9 +2,12 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
+from subprocess import run
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +19,17 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, pipeline
 from shardwise.model.catalog import catalog, get
+from shardwise.model.parameters import count
 from shardwise.planner import plan as search
 from shardwise.planner.strategies import Asked, compare
-from shardwise.predict import estimate
+from shardwise.predict import estimate, zero_table
 from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import engine
 from shardwise.predict.time.split import StepShape
 from shardwise.predict.time.step import training_step
 from shardwise.predict.time.strategy_training import passes
-from shardwise.report.units import format_time
+from shardwise.report.units import format_bytes, format_time
 from shardwise.schedule import Algorithm, algorithms, build
 from shardwise.schedule.choose import pricer
 from shardwise.schedule.pipeline import build as build_pipeline
@@ -33,7 +37,7 @@ from shardwise.schedule.pipeline import generators
 from shardwise.schedule.pipeline.simulate import simulate
 from shardwise.schedule.pipeline.times import Times
 from shardwise.studio.columns import PACKED, encode
-from shardwise.studio.data import collectives, memory, pipelines, plan, tokens
+from shardwise.studio.data import collectives, memory, pipelines, plan, tokens, tokens_layer
 from shardwise.studio.data.registry import TRAVELS, VIEWS, answer, parts
 from shardwise.studio.page import parse_view
 from shardwise.studio.query import Query
@@ -64,6 +68,19 @@ def test_costs_are_the_pricers() -> None:
     for choice in ranked:
         assert sizes[choice.name][at] == choice.price.seconds
         assert sizes["lower bound"][at] <= choice.price.seconds
+
+
+@pytest.mark.parametrize(("ranks", "nbytes"), [(1, 300), (7, 3_000_000), (5, 1 << 36)])
+def test_curves_reach_the_present_point(ranks: int, nbytes: int) -> None:
+    view = collectives.costs({"collective": "all-gather", "ranks": str(ranks), "bytes": str(nbytes)})
+    costs = dict(zip(*(view.tables["costs"].columns[name] for name in ("algorithm", "time")), strict=True))
+    for name, axis, at in (("sizes", "bytes", nbytes), ("scaling", "ranks", ranks)):
+        columns = view.tables[name].columns
+        assert list(columns[axis]) == sorted(columns[axis])
+        here = list(columns[axis]).index(at)
+        assert {algorithm: columns[algorithm][here] for algorithm in costs} == costs
+    micros = pipelines.curve({"ranks": "4", "micro": "300"}).tables["curve"].columns["micro-batches"]
+    assert 300 in micros and tokens.data({}).tables["flip"].columns["tokens of a pass"][-1] == 65536
 
 
 def test_transfers_between_nodes_take_the_slow_link() -> None:
@@ -285,16 +302,35 @@ def test_the_way_through_the_layers_takes_what_a_token_takes(text: str, batch: s
     done = columns["A is done after"]
     assert columns["layer"] == list(range(1, layers + 1)) and done == sorted(done) and done[-1] < token
     kinds = [view.more["through"]["kinds"][kind] for kind in drawn["kind"]]
-    moved = sum(seconds for seconds, kind in zip(drawn["seconds"], kinds, strict=True) if kind == "communication")
+    moved = sum(seconds for seconds, kind in zip(drawn["seconds"], kinds, strict=True) if kind == "a-moving")
     assert moved > 0 and sum(columns["A moves"]) <= moved * (1 + 1e-12)
     steps = view.tables["layer"].columns
-    told = [seconds for act, seconds in zip(steps["what"], steps["takes"], strict=True) if act != "in all"]
-    middle = layers // 2
-    for step, what in ((2, "computes"), (4, "computes")):
-        assert 0 < told[step] < columns[f"A {what}"][middle]
-    gathers = told[1] if "zero=3" in text else 0.0
-    assert gathers + told[3] + (told[5] if "pp" not in text else told[3]) == pytest.approx(columns["A moves"][middle])
-    assert steps["takes"][-1] == pytest.approx(token / layers)
+    told, middle = steps["takes"][: tokens_layer.STEPS], layers // 2
+    for step in (2, 4):
+        assert 0 < told[step] < columns["A computes"][middle]
+    # The counters of one layer add up to the time between two layers, and with the rest to the token's.
+    between = done[middle] - done[middle - 1]
+    if "pp" in text:  # and in a pipeline to that without messages
+        between = columns["A computes"][middle] + columns["A moves"][middle]
+    assert sum(told) == pytest.approx(between)
+    assert steps["so far"][tokens_layer.STEPS - 1] * layers == pytest.approx(steps["takes"][-2])
+    assert steps["takes"][-2] + steps["takes"][-1] == pytest.approx(token) == steps["so far"][-1]
+
+
+def test_one_layer_on_one_clock_is_the_ways() -> None:
+    view = tokens.data({})
+    clock, through = view.more["clock"], view.tables["through"].columns
+    slow, middle = through["B is done after"], 40
+    assert clock["span"] == pytest.approx(slow[middle] - slow[middle - 1]) == clock["done"][1][0]
+    # While ZeRO-3 gathers one layer, tensor parallelism is done with thirty.
+    gathered = next(
+        seconds for row, seconds in zip(clock["columns"]["rank"], clock["columns"]["seconds"], strict=True) if row == 3
+    )
+    assert sum(end <= clock["span"] for end in clock["done"][0]) == 32 and len(clock["done"][1]) == 1
+    assert sum(end <= gathered for end in clock["done"][0]) == 25 and gathered < clock["span"]
+    ends = clock["columns"]["start"] + clock["columns"]["seconds"]
+    assert max(ends) <= clock["span"] * (1 + 1e-12) and min(clock["columns"]["start"]) == 0
+    assert clock["sentences"][-1].endswith("A, tp=8, has done 32 layers; B, dp=8,zero=3, has done 1 layer.")
 
 
 @pytest.mark.parametrize("text", STRATEGIES)
@@ -345,49 +381,54 @@ def test_every_rank_is_drawn_with_its_share(text: str, of_all: float) -> None:
 def test_what_a_layer_moves_is_said_as_it_is_drawn(text: str) -> None:
     view = tokens.data({"model": "llama-3-8b", "cluster": "4xH100", "a": text, "b": "dp=4", "output": "8"})
     layer, layout, through = view.tables["layer"].columns, Layout.parse(text), view.more["through"]
-    said = view.more["chapters"][1]["sentences"][1]
+    said = view.more["chapters"][3]["sentences"][1]
     took = {}
     for what in ("gather", "sum", "message"):
         number = next((i for i, name in enumerate(through["names"]) if name.endswith(what)), None)
         columns = through["columns"]
         took[what] = 0.0 if number is None else columns["seconds"][list(columns["name"]).index(number)]
-    assert ("gathering" in said) == (layout.stage == 3) and ("partial results" in said) == (layout.tp > 1)
-    assert ("message" in said) == (layout.pp > 1)
+    assert ("while its weights come" in said) == (layout.stage == 3)
+    assert ("partial results" in said) == (layout.tp > 1)
     if layout.tp > 1:
-        assert f"{format_time(2 * took['sum'])} on adding up" in said
+        assert f"{format_time(took['sum'])} on adding up" in said
     if layout.pp > 1:
-        assert f"takes {format_time(took['message'])}." in said
+        assert f"in {format_time(took['message'])}, and waits." in layer["in words"][5]
     if layout.stage == 3:
-        gather = layer["takes"][layer["what"].index("gather")]
-        assert f"{format_time(gather)} on gathering" in said
-    assert view.more["chapters"][1]["sentences"][2].endswith(" and moves nothing.")
+        assert f"{format_time(layer['takes'][layer['what'].index('gather')])} while" in said
+    assert view.more["chapters"][3]["sentences"][2].endswith(" and moves nothing.")
+
+
+def _seconds_of(drawn: dict[str, Any], name: str) -> float:
+    """Seconds of the first event of that name."""
+    number = drawn["names"].index(name)
+    return float(drawn["columns"]["seconds"][list(drawn["columns"]["name"]).index(number)])
 
 
 @pytest.mark.parametrize("text", STRATEGIES)
 def test_memory_rises_with_a_gather_and_falls_again(text: str) -> None:
     view = tokens.data({"model": "llama-3-8b", "cluster": "4xH100", "a": text, "b": "tp=4", "output": "8"})
-    side, layout = view.more["sides"][0], Layout.parse(text)
+    layout, columns = Layout.parse(text), view.tables["layer"].columns
     unit = plan_of(get("llama-3-8b"), layout).by_name["blocks.0"]
-    memory, ahead, took = side["memory"], side["ahead"], side["seconds"]
+    memory, ahead, took = (columns[name][:6] for name in ("weights there", "of the next layer", "takes"))
     if layout.stage != 3:
         assert set(memory) == {2 * unit.numel} and set(ahead) == {0.0}
         return
     part, whole = 2 * unit.shard_numel, 2 * unit.numel
+    gather = _seconds_of(view.more["through"], "layer 17: gather")
     assert memory[0] == part and memory[1] == part + whole
     # While this layer computes, the next one comes; nothing of it is there when nothing was computed yet.
-    assert ahead == sorted(ahead) and ahead[1] == 0 and ahead[4] == pytest.approx(sum(took[2:5]) / took[1])
+    assert ahead == sorted(ahead) and ahead[1] == 0 and ahead[4] == pytest.approx(sum(took[2:5]) / gather)
     assert memory[4] == pytest.approx(part + whole + ahead[4] * whole)
     assert memory[5] == pytest.approx(part + ahead[5] * whole)
 
 
-def test_columns_of_the_first_matrix_are_the_rows_of_the_second() -> None:
-    given = {"model": "llama-3-8b", "cluster": "8xH100", "a": "dp=8,zero=3", "b": "tp=8", "output": "8"}
-    drawn = tokens.data(given).more["product"]
-    edges = [(each["start"], each["stop"]) for each in drawn["slices"]]
-    assert drawn["layout"] == "tp=8" and edges[0][0] == 0 and edges[-1][1] == drawn["ffn"] == 14336
-    assert all(before[1] == after[0] for before, after in pairwise(edges))
-    assert {each["nbytes"] for each in drawn["slices"]} == {2 * 2 * 4096 * 14336 // 8}
-    assert tokens.data(given | {"b": "pp=8"}).more["product"] is None
+def test_a_product_cut_by_column_and_row_is_the_product() -> None:
+    drawn = tokens.data({"model": "llama-3-8b", "output": "8"}).more["product"]
+    x, first, second = (np.array(drawn[name]) for name in ("x", "first", "second"))
+    assert drawn["h"] == np.maximum(x @ first, 0).tolist() != (x @ first).tolist()
+    assert drawn["y"] == (np.maximum(x @ first, 0) @ second).tolist() == np.sum(drawn["partials"], axis=0).tolist()
+    assert [*drawn["columns"][0], *drawn["columns"][1]] == list(range(4)) and len(drawn["partials"]) == 2
+    assert "W1 has 4,096 rows and 14,336 columns, of which tp=8 gives each rank 1,792" in drawn["sentences"][-1]
 
 
 def test_passes_of_training_take_what_the_time_model_says() -> None:
@@ -397,10 +438,11 @@ def test_passes_of_training_take_what_the_time_model_says() -> None:
         forward, backward = passes(one.trained.block, model.layers)
         both = sum(max(piece.end for piece in pieces) for pieces in (forward, backward)) * one.trained.micro_batches
         split = StepShape.of(replace(one.layout, micro=1), Workload(seq=8192, batch=one.layout.ranks))
-        trainer, pricing = engine("megatron-bridge"), Pricing(cluster)
+        trainer, pricing = engine(one.trained.engine), Pricing(cluster)
         blocks = [training_step(replace(model, layers=n), split, trainer, pricing).parts for n in (32, 64)]
         # Twice the layers take the seconds of the first half once more: those of the blocks alone.
-        more, less = (sum(v for name, v in parts.items() if name != "optimizer") for parts in blocks[::-1])
+        outside = ("optimizer", "gradients", "host")
+        more, less = (sum(v for name, v in parts.items() if name not in outside) for parts in blocks[::-1])
         assert both == pytest.approx(float(more - less), rel=0.02), one.layout
         gathers = [piece for piece in (*forward, *backward) if piece.what == "gather"]
         assert len(gathers) == (2 * model.layers - 1) * (one.layout.stage == 3)
@@ -408,6 +450,79 @@ def test_passes_of_training_take_what_the_time_model_says() -> None:
             assert any(
                 other.start == piece.start and other.what in ("forward", "backward") for other in forward + backward
             )
+
+
+def test_the_training_chapter_fits_and_is_estimate() -> None:
+    view = tokens.data({})
+    columns, gpus = view.tables["trained"].columns, view.state["gpus"]
+    assert gpus == 16 and columns["strategy"][1] == "dp=16,zero=3,recompute=full"
+    assert [said.split(":")[0] for said in columns["memory"]] == ["does not fit", "fits"]
+    report = estimate("llama-3-70b", columns["strategy"][1], Workload(seq=8192, batch=gpus), "2x8xH100")
+    assert columns["step"][1] == report.time and report.room and report.room["state"] == "fits"
+    assert format_bytes(max(role.peak_bytes for role in report.roles)) in columns["memory"][1]
+    # Fewer devices are not enough; of a small model they are.
+    assert tokens.data({"gpus": "8"}).tables["trained"].columns["memory"][1].startswith("does not fit: 1")
+    assert tokens.data({"model": "llama-3-8b"}).state["gpus"] == 8
+    with pytest.raises(UserError, match="gpus=24: choose one of 8, 16, 32"):
+        tokens.data({"gpus": "24"})
+
+
+TOO_LARGE = [
+    {"a": "dp=8"}, {"a": "dp=4,tp=2", "cluster": "8xL40S"}, {"a": "pp=8", "batch": "512", "prompt": "4096"},
+    {"a": "tp=2,dp=4", "precision": "fp32"}, {"a": "pp=2,dp=4", "cluster": "8xL40S"}, {"model": "llama-3-405b"},
+    {"model": "llama-3-405b", "cluster": "8xA100"}, {"cluster": "2xL40S"}, {"batch": "4096", "prompt": "4096"},
+    {"model": "llama-3-8b", "batch": "4096", "a": "dp=8", "prompt": "4096"},
+]  # fmt: skip
+"""Ten states of which a strategy does not fit."""
+
+
+@pytest.mark.parametrize("state", TOO_LARGE, ids=lambda state: ",".join(state.values()))
+def test_fit_is_shown_for_states_that_do_not_fit(state: dict[str, str]) -> None:
+    view = tokens.data(state)
+    fits, sides = view.tables["compared"].columns["fits"], view.more["sides"]
+    assert False in fits
+    rows = {row["name"]: row["values"] for row in view.more["metrics"]}
+    for i, (fit, side) in enumerate(zip(fits, sides, strict=True)):
+        verdict = "fits" if fit else "does not fit"
+        for said in (side["fits"], rows["Memory for the answer"][i], view.tables["race"].columns["memory"][i]):
+            assert said.startswith(f"{verdict}: ")
+        assert {device["can"] == "does not fit" for device in side["devices"]} == {not fit}
+        held = view.more["chapters"][1]["sentences"][1 + i]
+        assert ("does not fit" in held) == (not fit) == (f"{side['layout']} does not fit" in view.more["headline"])
+        trains = view.tables["trained"].columns["memory"][i]
+        assert side["trains"] == trains == rows["Memory for the training step"][i]
+        assert trains in " ".join(view.more["chapters"][6]["sentences"])
+
+
+def test_one_price_of_a_collective_in_all_views() -> None:
+    view = tokens.data({})
+    through = view.more["through"]
+    for link, what in ((side["link"], name) for side, name in zip(view.more["sides"], ("sum", "gather"), strict=True)):
+        _, given = parse_view(link)
+        priced = collectives.costs(given).more["priced"]
+        seconds = _seconds_of(through, f"layer 41: {what}")
+        assert seconds == pytest.approx(priced.get("reading_peers_seconds", priced["library_seconds"]), rel=1e-12)
+
+
+def test_from_where_on_gathering_is_faster() -> None:
+    view = tokens.data({})
+    columns, (ratio,) = view.tables["flip"].columns, view.more["ratios"]
+    crossing = ratio["faster_from_tokens"]
+    for number, a, b in zip(*columns.values(), strict=True):
+        assert (b <= a) == (number >= crossing)
+    assert columns["tokens of a pass"][0] == 1 and columns["tokens of a pass"][-1] == 65536
+    assert all(
+        f"From about {crossing:,} tokens on, dp=8,zero=3 is the faster one." in said for said in view.more["flip"]
+    )
+    assert "2 x 65,536 x 8,192 x 28,672 = 30.8 TFLOP" in view.more["flip"][-1]
+
+
+def test_what_zero_saves_is_the_zero_table() -> None:
+    view = tokens.data({"gpus": "64"})
+    columns = view.tables["zero"].columns
+    totals = zero_table(count(get("llama-3-70b")), [64])
+    assert columns["in all"] == [totals[stage][64] for stage in range(4)]
+    assert columns["fits"] == [False, False, False, True] and "= 16 bytes a weight" in view.more["zero"][0]
 
 
 def test_shares_of_a_token_and_of_training_add_up() -> None:
@@ -503,3 +618,19 @@ def test_a_state_that_names_a_model_alone_suits_it(name: str) -> None:
 def test_what_travels_is_a_parameter_of_the_view() -> None:
     for view, names in TRAVELS.items():
         assert set(names) <= set(answer(view, {}).state)
+
+
+def test_views_need_numpy_alone() -> None:
+    """Answers can be computed where there is no torch, rich, safetensors or resource, such as in a browser."""
+    program = """
+import sys
+for name in ("torch", "rich", "safetensors", "resource"):
+    sys.modules[name] = None
+from shardwise.studio.columns import encode
+from shardwise.studio.data.registry import answer
+for view in ("tokens", "tokens/spent", "experts", "collectives", "collectives/costs", "pipelines", "memory", "sync"):
+    print(view, len(encode(answer(view, {}))))
+"""
+    found = run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    assert len(found.stdout.splitlines()) == 8

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from studio_visitor import Visitor, plain_columns
+from test_studio_chapters import is_told
 from test_studio_page import answers_the_pointer, has_room, is_accessible_in_both_themes
 
 from harness.today import some_of
@@ -165,31 +166,14 @@ def test_models_without_experts_get_a_sentence_and_layouts_that_do_not_suit_a_re
 # -- in the browser
 
 
-def is_told(page: Any, number: int, given: dict[str, str] = GIVEN) -> None:
-    """The chapter's words are those of Python, and its drawings are there and no others."""
-    chapter = experts.data(given).more["chapters"][number - 1]
-    tale = page.locator(".tale")
-    assert f"Chapter {number} of 5" in tale.inner_text()
-    assert tale.locator("h2").inner_text() == chapter["title"]
-    assert tale.locator(".sentences p").all_inner_texts() == chapter["sentences"]
-    assert set(page.evaluate(SHOWN)) == FIGURES[number - 1]
-    assert page.get_by_role("group", name="Load of the experts").is_visible() == (number in (2, 3, 4))
-
-
 def test_chapters_by_mouse_and_by_keys(visitor: Visitor) -> None:
-    page = visitor.open(STATE)
+    page, chapters = visitor.open(STATE), experts.data(GIVEN).more["chapters"]
     for number in range(1, 6):
-        is_told(page, number)
-        if number < 5:
-            page.get_by_role("button", name="Next", exact=True).click()
+        visitor.tab_to(f".mark:nth-child({number})")
+        page.keyboard.press("Enter")
+        is_told(page, number, chapters[number - 1], FIGURES[number - 1])
     page.get_by_role("button", name="Chapter 1: Who has which experts").click()
-    is_told(page, 1)
-    page = visitor.open(STATE)
-    for number in range(2, 6):
-        page.keyboard.press("Space")
-        is_told(page, number)
-    page.keyboard.press("Shift+Space")
-    is_told(page, 4)
+    is_told(page, 1, chapters[0], FIGURES[0])
 
 
 def test_a_layer_step_by_step(visitor: Visitor) -> None:
@@ -219,8 +203,9 @@ def test_every_rank_of_a_drawing_says_its_rows(visitor: Visitor) -> None:
         page.mouse.move(box["x"] + box["width"] - 6, box["y"] + 30 + 56 * rank + 12)
         words = page.locator(".tip:visible").inner_text()
         assert f"{rows} rows" in words if rows < max(loads["rows"]) else "expert 1 on rank 0" in words
+    page.mouse.move(5, 5)
     page.get_by_role("button", name="Chapter 3: The busiest rank").click()
-    page.wait_for_timeout(80)
+    page.wait_for_timeout(200)
     box = page.locator('[data-figure="loads"] canvas').bounding_box()
     for rank, (sends, receives) in enumerate(zip(loads["sends"], loads["receives"], strict=True)):
         page.mouse.move(box["x"] + 200, box["y"] + 24 + 36 * rank + 12)
@@ -246,31 +231,32 @@ WAITS = """() => {
 def test_the_switch_by_mouse_and_by_keys_changes_bars_and_tables(visitor: Visitor) -> None:
     page = visitor.open("experts?_chapter=3&_tables=loads")
     switch = page.get_by_role("group", name="Load of the experts")
-    for load, press in (("balanced", None), ("skewed", "mouse"), ("balanced", "keys")):
+    for load, press in (("skewed", None), ("balanced", "keys"), ("skewed", "mouse")):
         if press == "mouse":
             visitor.after(switch.get_by_role("button", name="Skewed").click)
         elif press == "keys":
             visitor.tab_to('[data-control="load"] [data-value="balanced"]')
             visitor.after(lambda: page.keyboard.press("Space"))
-        assert visitor.given.get("load", "balanced") == load
+        assert visitor.given.get("load", "skewed") == load
         assert switch.locator("[aria-pressed=true]").inner_text().lower() == load
         columns = plain_columns(view(load=load).tables["loads"])
         assert visitor.table("loads") == columns
         drawn = [rows / max(columns["rows"]) for rows in columns["rows"]]
         assert page.evaluate(WAITS) == pytest.approx(drawn, abs=0.02)
-        is_told(page, 3, {"load": load})
+        told = page.locator(".chapter[data-chapter='3'] .sentences p").all_inner_texts()
+        assert told == experts.data({"load": load}).more["chapters"][2]["sentences"]
 
 
 def test_a_model_without_experts_and_the_way_back(visitor: Visitor) -> None:
     page = visitor.open("experts?model=llama-3-8b")
     assert page.locator("main .sentence").first.inner_text() == experts.data({"model": "llama-3-8b"}).more["dense"]
-    assert page.evaluate("document.querySelectorAll('.stage, .player').length > 0")
-    assert page.locator(".stage:visible, [data-control=dp]:visible").count() == 0
+    assert page.evaluate("document.querySelectorAll('.chapter, .player').length > 0")
+    assert page.locator(".chapter:visible, [data-control=dp]:visible").count() == 0
     is_accessible_in_both_themes(page)
     visitor.after(page.get_by_role("link", name="deepseek-v3").click)
     visitor.until("document.querySelector('[data-figure=held]').checkVisibility()")
     assert page.locator('[data-control="model"] input').input_value() == "deepseek-v3"
-    assert page.locator(".tale").inner_text().count("256 experts") == 1
+    assert page.locator(".tale").first.inner_text().count("256 experts") == 1
 
 
 def test_sliders_make_other_layouts(visitor: Visitor) -> None:
@@ -294,7 +280,7 @@ def test_a_chapter_has_room_and_is_accessible(visitor: Visitor, number: int) -> 
 def test_a_layer_plays_when_its_chapter_is_come_to(browser: Any, studio: Any) -> None:
     moving = Visitor(browser, studio)
     page = moving.open(STATE)
-    page.get_by_role("button", name="Next", exact=True).click()
+    page.get_by_role("button", name="Chapter 2: One layer, step by step").click()
     moving.until("document.querySelector('[data-figure=routed] .player input').value >= 2")
     assert page.get_by_role("button", name="Pause").is_visible()
     moving.close()

@@ -28,7 +28,7 @@ def test_every_view_is_drawn_told_accessible_and_narrow(visitor: Visitor, view: 
 OVERLAPPING = """() => {
     const words = "label, input, select, button, summary, h1, h2, p, dt, dd, output, li, canvas";
     const all = [...document.querySelectorAll("main")].flatMap((main) => [...main.querySelectorAll(words)])
-        .filter((e) => e.checkVisibility() && !e.closest(".scroll, .unseen"))
+        .filter((e) => e.checkVisibility() && !e.closest(".scroll, .unseen, .marks"))
         .map((e) => [e, e.getBoundingClientRect()]);
     const found = [];
     all.forEach(([a, r], i) => all.slice(i + 1).forEach(([b, s]) => {
@@ -114,6 +114,7 @@ def test_words_are_explained(visitor: Visitor) -> None:
     visitor.tab_to("button[aria-haspopup=dialog]")
     page.keyboard.press("Enter")
     assert "optimizer" in page.get_by_role("dialog").inner_text()
+    assert page.evaluate("document.querySelector('dialog[open]').scrollTop") == 0, "it opens at its start"
     page.keyboard.press("Escape")
     assert not page.get_by_role("dialog").is_visible()
 

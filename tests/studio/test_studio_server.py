@@ -17,6 +17,7 @@ def ask(
 ) -> tuple[int, Any, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", studio.server_port, timeout=20)
     connection.putrequest(method, path, skip_host="Host" in headers)
+    headers = {"Cookie": f"{studio.cookie}={studio.token}"} | headers
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)
     if body is not None:
@@ -36,6 +37,40 @@ def test_the_page_forbids_everything_outside(studio: Studio) -> None:
     assert headers["X-Content-Type-Options"] == "nosniff"
 
 
+@pytest.mark.parametrize("cookie", ["", "nothing", "shardwise-1=x", "{name}=", "{name}=wrong", "{name}={token}x"])
+def test_another_user_of_the_machine_gets_403_and_learns_no_path(studio: Studio, cookie: str) -> None:
+    given = cookie.format(name=studio.cookie, token=studio.token)
+    answers = {
+        ask(studio, path, Cookie=given)[2]
+        for path in (
+            "/",
+            "/?token=",
+            "/?token=wrong",
+            "/static/app.js",
+            "/static/nothing.js",
+            "/api/runs",
+            "/api/plan",
+            "/x",
+        )
+    }
+    codes = {
+        ask(studio, path, Cookie=given)[0] for path in ("/", "/api/runs", "/api/runs/events?run=first", "/nothing")
+    }
+    codes.add(ask(studio, "/api/open", "POST", b"[]", X_Studio="open", Cookie=given)[0])
+    assert codes == {403} and len(answers) == 1, "one answer, whatever there is"
+    assert b"first" not in (one := answers.pop()) and b"/" not in one
+
+
+def test_the_printed_address_becomes_a_cookie(studio: Studio) -> None:
+    status, headers, body = ask(studio, f"/?token={studio.token}", Cookie="")
+    assert (status, headers["Location"], body) == (302, "/", b"")
+    kept, *rules = headers["Set-Cookie"].split("; ")
+    assert rules == ["HttpOnly", "SameSite=Strict", "Path=/"] and studio.address.endswith(f"/?token={studio.token}")
+    assert ask(studio, "/", Cookie=kept)[0] == 200 and len(studio.token) == 48
+    with Studio(0) as other:
+        assert other.token != studio.token
+
+
 @from_table
 def test_no_path_leads_out(studio: Studio, path: str) -> None:
     status, _, body = ask(studio, path)
@@ -50,7 +85,7 @@ def test_other_hosts_are_refused(studio: Studio, host: str) -> None:
 
 def test_other_origins_are_refused(studio: Studio) -> None:
     assert ask(studio, "/api/pipelines", Origin="http://evil.example")[0] == 403
-    assert ask(studio, "/api/pipelines", Origin=studio.address.rstrip("/"))[0] == 200
+    assert ask(studio, "/api/pipelines", Origin=studio.origin.rstrip("/"))[0] == 200
     assert ask(studio, "/api/pipelines", Host=f"localhost:{studio.server_port}")[0] == 200
 
 

@@ -22,7 +22,7 @@ CONTROLS = {
     "sync": ("workers", "sync"),
 }
 """A slider and a list of each view."""
-OPENED = {"tokens": {"_controls": "1"}}
+OPENED = {"tokens": {"_controls": "1"}, "memory": {"_more": "1"}}
 """Words of the page's own under which these are there."""
 
 
@@ -79,7 +79,7 @@ def test_the_answers_slider_moves_its_figure_and_asks_nothing(visitor: Any, runs
     visitor.until(f"({pixels})() !== {json.dumps(before)}")
     assert visitor.given["_log"] == "1" and asked == []
     box, drawing = slider.bounding_box(), canvas.bounding_box()
-    assert drawing["y"] - box["y"] < 240, "the slider is beside the curve that it moves"
+    assert drawing["y"] - box["y"] < 240, "the slider is beside the areas that it fills"
 
 
 @pytest.mark.parametrize("view", some_of(CONTROLS, 2, "keyboard"))
@@ -157,8 +157,8 @@ def test_a_mistake_is_one_line_on_the_page(browser: Any, studio: Any) -> None:
 
 def test_what_plays_by_itself_and_what_does_not(browser: Any, studio: Any) -> None:
     moving, still = Visitor(browser, studio), Visitor(browser, studio, reduced_motion="reduce")
-    page = moving.open("tokens?_chapter=2")
-    moving.until("document.querySelector('.player input').value >= 1")
+    page = moving.open("tokens?_chapter=3")
+    moving.until("document.querySelector('[data-figure=product] .player input').value >= 1")
     assert page.get_by_role("button", name="Pause").is_visible()
     page = still.open("collectives?ranks=4")
     assert page.get_by_role("button", name="Next step").is_visible()
@@ -171,24 +171,19 @@ def test_what_plays_by_itself_and_what_does_not(browser: Any, studio: Any) -> No
     still.close()
 
 
-def test_layers_and_the_steps_inside_one_are_gone_through_by_keys(visitor: Any, runs: Any) -> None:
+def test_layers_are_gone_through_by_keys_and_a_collective_opens(visitor: Any, runs: Any) -> None:
     given = STATES["tokens"] | {"a": "tp=4", "b": "dp=4,zero=3"}
-    page = visitor.open(address("tokens", given | {"_step": "2", "_chapter": "3"}))
+    page = visitor.open(address("tokens", given | {"_chapter": "5"}))
     columns = expected("tokens", given, runs)["through"]
-    through, layer = (page.locator(f'[data-figure="{name}"]') for name in ("through", "layer"))
     visitor.tab_to('[data-figure="through"] .player input')
     for _ in range(3):
         page.keyboard.press("ArrowRight")
     visitor.until("location.hash.includes('_layer=3')")
-    said = through.locator(".sentence").inner_text()
+    said = page.locator('[data-figure="through"] .sentence').inner_text()
     assert said.startswith(f"Layer 3 of {len(columns['layer'])} is done: A after ") and "B after " in said
-    page.get_by_role("button", name="Previous").click()
-    assert layer.locator("p a").count() == 0
-    layer.get_by_role("button", name="Next step").click()
-    visitor.until("location.hash.includes('_step=3')")
-    link = layer.locator("p a")
-    assert link.count() == 1, "tp sums at this step, and nothing else moves"
-    link.click()
+    links = page.locator('[data-figure="layer"] p a')
+    assert links.count() == 2, "tp sums, and ZeRO-3 gathers"
+    links.first.click()
     page.wait_for_selector('[data-figure="rounds"]')
     assert (visitor.given["collective"], visitor.given["ranks"]) == ("all-reduce", "4")
 
@@ -250,10 +245,40 @@ def test_numbers_are_written_as_python_writes_them(visitor: Any) -> None:
     assert shown == python
 
 
-def test_json_of_the_server_is_the_functions(studio: Any, runs: Any) -> None:
-    from urllib.request import urlopen
+TICKS = """async () => {
+    const { axes, scale } = await import("studio/lib/axes");
+    const canvas = Object.assign(document.createElement("canvas"), { width: 400, height: 300 });
+    const context = canvas.getContext("2d"), found = [], theme = { grid: "#000", muted: "#000", line: "#000" };
+    const ranges = [[1, 2, true], [1, 65536, true], [1e-6, 3, true], [0, 7e11, false], [0, 0.003, false]];
+    const apart = (all, room) => all.every((a, i) => all.slice(i + 1).every((b) => room(a, b)));
+    const sizes = [60, 110, 170, 260, 390].flatMap((wide) => [20, 45, 90, 240].map((high) => [wide, high]));
+    for (const [wide, high] of sizes) for (const [low, top, log] of ranges) {
+        const placed = [], box = { left: 0, right: wide, top: 0, bottom: high };
+        context.fillText = (words, x, y) => placed.push([x, y, context.measureText(words).width, context.textAlign]);
+        const [x, y] = [scale(low, top, 0, wide, log), scale(low, top, high, 0, log)];
+        axes(context, theme, box, x, y, { xUnit: "seconds", yUnit: "bytes" });
+        const below = placed.filter((one) => one[3] === "center"), left = placed.filter((one) => one[3] === "right");
+        const where = [wide, high, low, top];
+        if (!below.length || !left.length) found.push(["none", ...where]);
+        if (!apart(below, (a, b) => Math.abs(a[0] - b[0]) >= (a[2] + b[2]) / 2 + 4)) found.push(["x", ...where]);
+        if (!apart(left, (a, b) => Math.abs(a[1] - b[1]) >= 12)) found.push(["y", ...where]);
+    }
+    return found;
+}"""
+"""Axes whose marks lie over each other, or that have none."""
 
-    with urlopen(f"{studio.address}api/pipelines?ranks=3&micro=5") as reply:
+
+def test_marks_of_axes_never_collide(visitor: Any) -> None:
+    assert visitor.open("collectives?ranks=2").evaluate(TICKS) == []
+
+
+def test_json_of_the_server_is_the_functions(studio: Any, runs: Any) -> None:
+    from urllib.request import Request, urlopen
+
+    asked = Request(
+        f"{studio.origin}api/pipelines?ranks=3&micro=5", headers={"Cookie": f"{studio.cookie}={studio.token}"}
+    )
+    with urlopen(asked) as reply:
         data = json.load(reply)
     found = answer("pipelines", {"ranks": "3", "micro": "5"}, runs)
     assert data["state"] == dict(found.state)
@@ -267,7 +292,7 @@ def test_bytes_and_times_are_of_the_same_tokens_and_less_time_is_of_the_longer(v
         "tokens?model=llama-3-8b&cluster=4xH100&a=tp=4&b=dp=4,zero=3&batch=64&output=16&_tables=spent&_chapter=4"
     )
     facts = page.locator("main").inner_text()
-    assert facts.count("For a step, one token for each of 64 sequences, dp=4,zero=3 sends ") == 1
+    assert facts.count("For a step, one token for each of 64 sequences, ZeRO-3 (dp=4,zero=3) sends ") == 1
     rows = page.evaluate(
         """() => [...document.querySelectorAll("table.metrics tbody tr")].map((row) =>
             [row.cells[0].textContent, ...[...row.cells].slice(1, 4).map((cell) => JSON.parse(cell.dataset.v))])"""
@@ -284,26 +309,22 @@ def test_bytes_and_times_are_of_the_same_tokens_and_less_time_is_of_the_longer(v
 
 
 COVERED = """async ([answer, side]) => {
-    const { layerPlaces, rowTop, MATRIX_HEIGHT } = await import("studio/views/tokens_layer");
-    const canvas = document.querySelector('[data-figure="layer"] canvas'), context = canvas.getContext("2d");
-    const style = getComputedStyle(document.documentElement), rgb = (name) => {
-        const n = parseInt(style.getPropertyValue(name).trim().slice(1), 16);
-        return [n >> 16 & 255, n >> 8 & 255, n & 255];
-    };
-    const ground = rgb("--raised"), full = rgb("--k-forward"), place = layerPlaces(canvas.clientWidth, answer)[side];
-    const covered = (x, y, w, h) => {
-        const { data } = context.getImageData(place.left + x, place.top + y, w, h);
-        let sum = 0;
-        for (let i = 0; i < data.length; i += 4) sum += (data[i] - ground[0]) / (full[0] - ground[0]);
-        return sum / (w * h);
-    };
-    return answer.more.sides[side].devices.map(({ rank }) => {
-        const of = (x, w) => covered(x, rowTop(rank), w, MATRIX_HEIGHT);
-        const matrices = place.matrices.map(({ name, x, w }) => [name, of(x, w)]);
-        return [of(place.strip.x, place.strip.w), Object.fromEntries(matrices)];
+    const { holdsPlaces } = await import("studio/views/tokens_holds");
+    const canvas = document.querySelector('[data-figure="holds"] canvas'), context = canvas.getContext("2d");
+    const wanted = answer.more.sides[side], places = holdsPlaces(canvas.clientWidth, answer)[side];
+    return places.matrices.map(({ name, x, y, w, h }) => {
+        const parts = wanted.pieces.filter((piece) => piece.name === name).flatMap(({ boxes }) => boxes);
+        // Middles of parts have their rank's number: their corners are looked at, where they are some pixels large.
+        const seen = parts.map(([left, top, wide, high]) => {
+            const at = [x + (left + wide * 0.12) * w, y + (top + high * 0.12) * h];
+            const [red, , blue] = context.getImageData(...at, 1, 1).data;
+            const right = side ? red > blue + 40 : blue > red + 40;
+            return [wide * high, right || wide * w < 4 || high * h < 4];
+        });
+        return [name, seen];
     });
 }"""
-"""Of the ranks of a side: what part of the strip of all layers, and of each matrix, has the colour of what is held."""
+"""Of the matrices of a side: each part's area, and whether it has the side's hue."""
 
 
 @pytest.mark.parametrize(
@@ -313,17 +334,54 @@ def test_a_ranks_share_of_every_matrix_is_drawn_by_area(visitor: Any, runs: Any,
     given = {"cluster": cluster, "a": a, "b": b, "output": "16"}
     page = visitor.open(address("tokens", given))
     found = json.loads(encode(answer("tokens", given, runs)))
-    drawn = []
     for number, side in enumerate(found["more"]["sides"]):
-        drawn.append(page.evaluate(COVERED, [found, number]))
-        for device, (strip, matrices) in zip(side["devices"], drawn[-1], strict=True):
-            assert strip == pytest.approx(device["of_all"], abs=0.01)
-            boxes = {p["name"]: p["boxes"] for p in side["pieces"] if p["rank"] == device["rank"]}
-            for name, covered in matrices.items():
-                area = sum(wide * high for _, _, wide, high in boxes.get(name, ()))
-                assert covered == pytest.approx(area, abs=0.01), (side["layout"], device["rank"], name)
-    # Before the first token already, the two strategies look different.
-    assert any(abs(drawn[0][0][1][name] - drawn[1][0][1][name]) > 0.1 for name in drawn[0][0][1])
+        for name, boxes in page.evaluate(COVERED, [found, number]):
+            assert all(right for _, right in boxes), (side["layout"], name)
+            assert sum(area for area, _ in boxes) == pytest.approx(1.0, abs=0.01), name
+    # Columns are columns: tensor parallelism cuts the first matrices by column, and the last one by row.
+    cuts = {piece["name"]: piece["how"] for piece in found["more"]["sides"][0]["pieces"]}
+    assert cuts["mlp.gate_up.up.weight"] == cuts["attention.qkv.q.weight"] == "columns"
+    assert cuts["mlp.down.weight"] == cuts["attention.out.weight"] == "rows"
+    sizes = {matrix["name"]: (matrix["rows"], matrix["columns"]) for matrix in found["more"]["matrices"]}
+    assert sizes["mlp.gate_up.up.weight"] == (8192, 28672) == sizes["mlp.down.weight"][::-1]
+
+
+@pytest.mark.parametrize("view", ["memory", "plan"])
+def test_six_controls_are_beside_the_result(visitor: Any, view: str) -> None:
+    page = visitor.open(view)
+    page.set_viewport_size({"width": 1280, "height": 720})
+    page.wait_for_timeout(150)
+    shown = page.locator("[data-control]:visible")
+    assert 4 <= shown.count() <= 6 and page.get_by_text("More", exact=True).is_visible()
+    boxes = [page.locator(each).first.bounding_box() for each in (".asked", ".facts", ".drawing canvas")]
+    assert all(box["y"] + min(box["height"], 100) <= 720 for box in boxes)
+    assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+    page.get_by_text("More", exact=True).click()
+    assert shown.count() > 6 or view == "plan"
+    visitor.until("location.hash.includes('_more=1')")
+
+
+def test_an_error_offers_the_nearest_names_as_buttons(visitor: Any) -> None:
+    page = visitor.open("memory?model=lama-3-8b")
+    offered = page.get_by_role("alert").get_by_role("button")
+    assert "llama-3-8b" in offered.all_inner_texts()
+    visitor.after(offered.get_by_text("llama-3-8b", exact=True).click)
+    assert visitor.given["model"] == "llama-3-8b" and not page.get_by_role("alert").is_visible()
+    page = visitor.open("pipelines?a=1f1c")
+    visitor.after(page.get_by_role("alert").get_by_role("button", name="1f1b", exact=True).click)
+    assert visitor.given["a"] == "1f1b"
+    visitor.problems.clear()  # the browser itself reports the 400
+
+
+def test_a_slow_answer_says_its_seconds_and_can_be_cancelled(visitor: Any) -> None:
+    page = visitor.open("pipelines?ranks=2")
+    held = []
+    page.route("**/api/pipelines?*", lambda route: held.append(route))
+    page.locator('[data-control="ranks"] input').press("ArrowRight")
+    page.get_by_role("button", name="Cancel").click()
+    visitor.ready()
+    assert page.locator(".waiting").is_hidden()
+    page.unroute("**/api/pipelines?*")
 
 
 def test_a_link_in_error_shows_its_controls(visitor: Any) -> None:
@@ -379,6 +437,7 @@ def test_sizes_and_devices_are_changed_by_sliders_and_come_along(visitor: Any, r
     assert visitor.given["cluster"] == "4xH100"
     visitor.after(page.get_by_role("navigation").get_by_role("link", name="Memory").click)
     page.wait_for_selector('[data-figure="devices"]')
+    page.get_by_text("More", exact=True).click()
     exact = page.get_by_label("Layers, exactly")
     assert exact.input_value() == str(layers)
     visitor.after(lambda: (exact.fill("7"), exact.press("Enter")))
@@ -393,7 +452,7 @@ def test_sizes_and_devices_are_changed_by_sliders_and_come_along(visitor: Any, r
 
 
 def test_a_layout_opens_in_other_views_and_back_undoes(visitor: Any, runs: Any) -> None:
-    state = "tokens?model=tiny-llama&layers=6&cluster=4xH100&output=16&a=pp=2,tp=2&b=dp=4,zero=3&_chapter=6"
+    state = "tokens?model=tiny-llama&layers=6&cluster=4xH100&output=16&a=pp=2,tp=2&b=dp=4,zero=3&_chapter=10"
     page = visitor.open(state)
     select = page.locator('[data-control="precision"] select')
     visitor.after(lambda: select.select_option("fp32"))
@@ -420,15 +479,13 @@ def test_a_layout_opens_in_other_views_and_back_undoes(visitor: Any, runs: Any) 
 
 
 def test_a_step_or_a_window_typed_into_the_open_page_is_shown(visitor: Any) -> None:
-    state = "tokens?model=tiny-llama&cluster=2xH100&output=16&_chapter=2"
+    state = "tokens?model=tiny-llama&cluster=2xH100&output=16&_chapter=3"
     page = visitor.open(state)
     page.evaluate("window.untouched = true")
     for step in (3, 1):
-        page.evaluate("(hash) => { location.hash = hash; }", f"{state}&_step={step}")
-        visitor.until(f"document.querySelector('[data-figure=layer] output').textContent === '{step} of 5'")
+        page.evaluate("(hash) => { location.hash = hash; }", f"{state}&_product={step}")
+        visitor.until(f"document.querySelector('[data-figure=product] output').textContent === '{step} of 3'")
     drawn = "document.querySelector('[data-figure=through] canvas').toDataURL()"
-    page.evaluate("() => { location.hash += '&_chapter=3'; }")
-    page.wait_for_selector("[data-figure=through] canvas")
     page.wait_for_timeout(100)
     before = page.evaluate(drawn)
     page.evaluate("() => { location.hash += '&_window=0~0.00001'; }")

@@ -128,6 +128,7 @@ class PriceCollective(NetworkOptions):
     nics: int | None = arg("NICs of a node; left out, one for each device", "N")
 
     def run(self) -> int:
+        from shardwise.predict.time.pricing import collective_seconds
         from shardwise.schedule.algorithms import collective_name
         from shardwise.schedule.choose import pricer
 
@@ -139,7 +140,7 @@ class PriceCollective(NetworkOptions):
         progress(f"{name} on {_ranks(self.ranks)}")
         ranked = prices.ranked(nbytes)
         changes = prices.crossovers(1 << 8, 1 << 34)
-        predicted = None if self.nics else _predicted(name, nbytes, self.ranks, cluster)
+        predicted = None if self.nics else collective_seconds(name, nbytes, self.ranks, cluster) or None
         progress()
         data = {
             "collective": prices.collective,
@@ -191,23 +192,6 @@ def _print_verified(result: dict[str, Any]) -> None:
         print(f"✓ {name}: right on {checked} number{'s' if checked != 1 else ''} of ranks", flush=True)
     for finding in result["findings"]:
         print(f"✗ {name} on {_ranks(finding['ranks'])}: {finding['text']}", flush=True)
-
-
-def _predicted(name: str, nbytes: int, ranks: int, cluster: Cluster) -> dict[str, float] | None:
-    """Seconds that every other command prices with: of the library and, if any, of a kernel that reads the peers'
-    memory. None for a collective or a device without measurements."""
-    from shardwise.predict.time import Pricing
-    from shardwise.predict.time.network import MEASURED
-
-    op = name.replace("-", "_")
-    try:
-        price = Pricing(cluster).collectives.seconds
-    except UserError:
-        return None
-    if op not in MEASURED or ranks == 1:
-        return None
-    library, read = (float(price(op, nbytes, ranks, reads_peers=reads)) for reads in (False, True))
-    return {"library_seconds": library} | ({"reading_peers_seconds": read} if read < library else {})
 
 
 def _told(predicted: dict[str, float] | None, name: str, nbytes: int, cluster: Cluster) -> Iterator[str]:

@@ -33,8 +33,8 @@ from shardwise.predict.traffic.serving import ForwardPass, balanced, steady_gath
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.step_report import LedgerRow
 
-ENGINE, TRAINER = "tensorrt-llm", "megatron-bridge"
-"""Profiles of the software that is assumed on GPUs: for generation, and for the training step beside it."""
+ENGINE = "tensorrt-llm"
+"""Profile of the software that is assumed for generation on GPUs."""
 HOST = "shardwise-cpu"
 """This project's own on CPUs, which serves and trains."""
 
@@ -110,7 +110,7 @@ def decode_round(model: ModelConfig, layout: Layout, sequences: int = 1) -> Deco
 class Generated(Json):
     """One strategy. sequences: of the busiest data rank. round: what a token moves. fit, cache_bytes: at the end of the
     answer; after the prompt and at the end. prompt, first, middle, last: seconds of the prompt, of the answer's first
-    token after it, of one half-way, and of the last. range: of the middle one. trained: a training step."""
+    token after it, of one half-way, and of the last. range: of the middle one."""
 
     json_keys = (
         "layout sequences_of_a_rank=sequences ring_bytes_of_a_token=round.volume_of_token round "
@@ -130,7 +130,14 @@ class Generated(Json):
     middle: DecodeTime
     last: DecodeTime
     range: tuple[float, float]
-    trained: TrainStepTime
+    model: ModelConfig
+    cluster: Cluster
+    seq: int
+
+    @cached_property
+    def trained(self) -> TrainStepTime:
+        """A training step on these devices."""
+        return trained(self.model, self.layout, self.seq, self.cluster)
 
     def tokens_per_second(self, batch: int) -> float:
         """Tokens per second of `batch` sequences over all ranks, half-way through their answers."""
@@ -304,8 +311,7 @@ def _generated(model: ModelConfig, layout: Layout, cluster: Cluster, asked: Aske
         (caches[0].held.cache, caches[1].held.cache),
         strategy.prompt(asked.prompt, asked.chunk),
         strategy.token(asked.batch, asked.prompt + 1), middle, strategy.token(asked.batch, asked.prompt + asked.output),
-        (float(around.low), float(around.high)),
-        trained(model, layout, asked.seq, engine_of(usual_engine(cluster, TRAINER)), cluster),
+        (float(around.low), float(around.high)), model, cluster, asked.seq,
     )  # fmt: skip
 
 

@@ -11,13 +11,25 @@ from urllib.parse import parse_qsl
 
 from shardwise.errors import UserError
 from shardwise.report.files import write_whole
-from shardwise.report.palette import KINDS, THEMES
+from shardwise.report.palette import KINDS, THEMES, Kind
 from shardwise.studio.columns import encode
 from shardwise.studio.data.registry import TRAVELS, VIEWS, answer, parts
 
 RANKS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
 RANKS_DARK = ("#56a8e0", "#f08445", "#2fbd94", "#dd93bb", "#efb13a", "#8fd0f5", "#b296d6", "#a9a9a9")
 """Okabe and Ito's colours again, for things that are counted, such as algorithms. A letter or dash goes along."""
+
+
+STRATEGIES = {
+    "a": Kind("A computes, or holds", "", "#0072b2", "#56a8e0"),
+    "a-borrowed": Kind("A has borrowed", "", "#a9cfe6", "#2f5f80", "M-2,2 L2,-2 M0,8 L8,0 M6,10 L10,6"),
+    "a-moving": Kind("A moves data", "", "#5ba3d0", "#3f83b5", "M0,0 L8,8 M0,8 L8,0"),
+    "b": Kind("B computes, or holds", "", "#d55e00", "#f08445"),
+    "b-borrowed": Kind("B has borrowed", "", "#f3c6a3", "#85472a", "M-2,2 L2,-2 M0,8 L8,0 M6,10 L10,6"),
+    "b-moving": Kind("B moves data", "", "#e39155", "#c0662f", "M0,0 L8,8 M0,8 L8,0"),
+}
+"""Two strategies: a hue is a strategy, a fill what is held, borrowed or moving. Ranks are numbers."""
+_KINDS = KINDS | STRATEGIES
 
 
 def theme_css() -> str:
@@ -35,13 +47,13 @@ def palette_json() -> str:
     kinds = {
         name: {"label": k.label, "letter": k.letter, "hatch": k.hatch, "white": k.white_letter}
         | {"light": k.light, "dark": k.dark}
-        for name, k in KINDS.items()
+        for name, k in _KINDS.items()
     }
     return json.dumps({"kinds": kinds, "light": RANKS, "dark": RANKS_DARK})
 
 
 def _scheme(theme: str) -> str:
-    kinds = ";".join(f"--k-{name}:{getattr(kind, theme)}" for name, kind in KINDS.items())
+    kinds = ";".join(f"--k-{name}:{getattr(kind, theme)}" for name, kind in _KINDS.items())
     return ";".join(f"--{name}:{value}" for name, value in THEMES[theme].items()) + ";" + kinds
 
 

@@ -1,8 +1,11 @@
-"""The server: this machine only, this page only. Every answer is made by a function of `data/`."""
+"""The server: this machine, this user and this page only. Every answer is made by a function of `data/`."""
 
 import json
+import secrets
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
+from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,10 +33,21 @@ class Studio(ThreadingHTTPServer):
             reason = getattr(error, "strerror", None) or "a port is 0 to 65535"
             raise UserError(f"cannot listen on port {port}: {reason}; leave --port out for a free one") from None
         self.runs = runs
+        self.token = secrets.token_hex(24)
+
+    @property
+    def origin(self) -> str:
+        return f"http://{HOST}:{self.server_port}/"
 
     @property
     def address(self) -> str:
-        return f"http://{HOST}:{self.server_port}/"
+        """What a browser opens: other users of this machine do not know the token."""
+        return f"{self.origin}?token={self.token}"
+
+    @property
+    def cookie(self) -> str:
+        """Name of the cookie that keeps the token; cookies are shared by all ports of a host."""
+        return f"shardwise-{self.server_port}"
 
     def warm(self, view: str) -> None:
         """Compute a view's first state beside the browser's start: what it imports and caches is there when asked."""
@@ -53,10 +67,16 @@ class _Handler(BaseHTTPRequestHandler):
     server: Studio
 
     def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        path, query = unquote(address.path), dict(parse_qsl(address.query, keep_blank_values=True))
         if not self._ours():
             return
-        address = urlsplit(self.path)
-        path = unquote(address.path)
+        if path == "/" and self._known(query.get("token", "")):
+            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            self._send(302, "text/plain", b"", more={"Location": "/", "Set-Cookie": cookie})
+            return
+        if not self._allowed():
+            return
         if path == "/":
             text, policy = document()
             self._send(200, "text/html; charset=utf-8", text.encode(), policy)
@@ -64,13 +84,13 @@ class _Handler(BaseHTTPRequestHandler):
             name = path.removeprefix("/static/")
             self._send(200, TYPES["." + name.rpartition(".")[2]] + "; charset=utf-8", files()[name])
         elif path.startswith("/api/"):
-            self._answer(path.removeprefix("/api/"), dict(parse_qsl(address.query, keep_blank_values=True)))
+            self._answer(path.removeprefix("/api/"), query)
         else:
             self._refuse(404, "there is nothing here")
 
     def do_POST(self) -> None:
         """A file that was dropped on the page: a step report, or a Chrome trace."""
-        if not self._ours():
+        if not self._ours() or not self._allowed():
             return
         length = self.headers.get("Content-Length", "")
         if self.path != "/api/open" or not length.isdecimal() or self.headers.get("X-Studio") != "open":
@@ -124,6 +144,19 @@ class _Handler(BaseHTTPRequestHandler):
             return self._not_ours("another site may not ask this server: paste the address into the browser instead")
         return True
 
+    def _allowed(self) -> bool:
+        """Whether the request has the token that the printed address has, which became a cookie."""
+        try:
+            kept = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
+        except CookieError:
+            kept = None
+        if kept and self._known(kept.value):
+            return True
+        return self._not_ours("this page is another user's, or older: open the address that shardwise studio printed")
+
+    def _known(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self.server.token.encode())
+
     def _not_ours(self, line: str) -> bool:
         self.close_connection = True
         self._refuse(403, line)
@@ -132,8 +165,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, code: int, line: str) -> None:
         self._send(code, "application/json", json.dumps({"error": " ".join(line.split())}).encode())
 
-    def _send(self, code: int, kind: str, body: bytes, policy: str = "default-src 'none'") -> None:
+    def _send(
+        self,
+        code: int,
+        kind: str,
+        body: bytes,
+        policy: str = "default-src 'none'",
+        more: Mapping[str, str] | None = None,
+    ) -> None:
         self.send_response(code)
+        for name, value in (more or {}).items():
+            self.send_header(name, value)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")

@@ -231,10 +231,12 @@ def _held(comparison: StrategyComparison) -> Iterator[Row]:
 
 
 def _trained(comparison: StrategyComparison) -> Iterator[Row]:
-    words = f"{comparison.strategies[0].layout.ranks} x {comparison.asked.seq:,} tokens"
+    words = f"{comparison.strategies[0].layout.ranks} x {comparison.strategies[0].trained.seq:,} tokens"
     if len({one.layout.ranks for one in comparison.strategies}) > 1:
-        words = f"{comparison.asked.seq:,} tokens a rank"
+        words = f"{comparison.strategies[0].trained.seq:,} tokens a rank"
     yield f"a training step of {words}", lambda one: format_time(one.trained.seconds)
+    yield "  needs of a rank", lambda one: format_bytes(one.trained.peak)
+    yield "  fits", lambda one: {"fits": "yes", "does not fit": "no"}.get(one.trained.state, one.trained.state)
     yield "  moving data, not hidden", lambda one: format_share(one.trained.share)
     yield "  a block's arithmetic, forward", lambda one: format_time(one.trained.arithmetic)
     yield "  its gather, beside it", lambda one: format_time(one.trained.gather) if one.trained.gather else ""
@@ -279,4 +281,6 @@ def _notes(comparison: StrategyComparison) -> Iterator[str]:
         yield "one sequence: under zero=3 all ranks compute it, and gather for it what they would for one each"
     if host:
         yield "on CPUs nothing hides a gather; what Python takes between operations is not in a token's time"
-    yield "the training step is priced whether or not it fits: `shardwise estimate` says that"
+    trained = comparison.strategies[0].trained
+    words = f"--seq {trained.seq} --batch {trained.layout.ranks}"
+    yield f"the training step is that of `shardwise estimate {words}`, as {trained.engine} runs it"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from copy import copy
 
 from shardwise.cluster import Cluster
+from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.predict.time.constants import Constants, constants
 from shardwise.predict.time.host_rates import host_share
 from shardwise.predict.time.kernels import Kernels
-from shardwise.predict.time.network import Collectives
+from shardwise.predict.time.network import MEASURED, Collectives
 
 
 class Pricing:
@@ -28,3 +29,18 @@ class Pricing:
         one = copy(self)
         one.constants = self.constants.with_values(tensor_hidden=0.0, tensor_piped=0.0)
         return one
+
+
+def collective_seconds(name: str, nbytes: int, ranks: int, cluster: Cluster) -> dict[str, float]:
+    """Seconds of one collective on a full tensor of `nbytes` bytes, as every command and view prices it:
+    `library_seconds` and, where that is faster, `reading_peers_seconds` of a kernel that reads the peers' memory. Empty
+    for a collective or a device without measurements. name: all-reduce, all-gather, ..."""
+    op = name.replace("-", "_")
+    try:
+        price = Pricing(cluster).collectives.seconds
+    except UserError:
+        return {}
+    if op not in MEASURED or ranks == 1:
+        return {}
+    library, read = (float(price(op, nbytes, ranks, reads_peers=reads)) for reads in (False, True))
+    return {"library_seconds": library} | ({"reading_peers_seconds": read} if read < library else {})

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.codec import Json
+from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import ModelConfig
+from shardwise.predict.estimate import estimate
 from shardwise.predict.time.decode_ops import GATHER, SUM, DecodeOp
 from shardwise.predict.time.pieces import Pieces, pieces, total
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
+from shardwise.predict.time.profiles import engine as engine_of
 from shardwise.predict.time.split import StepShape
-from shardwise.predict.time.step import training_step
 from shardwise.predict.time.traffic import Traffic, traffic
 
 FORWARD, BACKWARD, REDUCE = "forward", "backward", "reduce-scatter"
@@ -42,47 +46,81 @@ class BlockSeconds:
 
 @dataclass(frozen=True)
 class TrainStepTime(Json):
-    """One training step with a sequence for each rank. seconds: of the step; moving: exposed collectives and messages;
-    waiting: bubbles. arithmetic, gather: of one block and micro-batch, forward: what a gather can hide behind, and the
-    gather (0 where nothing is gathered). parts: seconds of the step by part. block: one block in both passes.
-    micro_batches: of a rank."""
+    """One training step with a sequence for each rank, as `estimate` predicts it."""
 
-    json_keys = "seconds moving share block_arithmetic=arithmetic block_gather=gather block parts micro_batches"
+    json_keys = (
+        "layout cluster engine seconds moving share block_arithmetic=arithmetic block_gather=gather block parts "
+        "micro_batches seq peak_bytes=peak room"
+    )
 
-    seconds: float
-    moving: float
-    waiting: float
-    arithmetic: float
-    gather: float
+    layout: Layout
+    cluster: Cluster
+    engine: str
+    """Profile of the software that is assumed."""
     parts: Mapping[str, float]
+    """Seconds of the step by part."""
+    arithmetic: float
+    """Seconds of one block's forward pass in one micro-batch: what a gather can hide behind."""
+    gather: float
+    """Seconds of gathering a block's weights; 0 where nothing is gathered."""
     block: BlockSeconds
     micro_batches: int
+    """Of a rank."""
+    seq: int
+    """Tokens of each sequence."""
+    peak: int
+    """Bytes that the fullest rank needs."""
+    room: Mapping[str, Any] | None
+    """A device's room and whether the step fits (`DeviceRoom.to_json`); None where its memory is not known."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def moving(self) -> float:
+        """Seconds of exposed collectives and messages."""
+        return sum(self.parts[name] for name in ("tensor", "data", "pipeline", "experts"))
+
+    @property
+    def waiting(self) -> float:
+        """Seconds of pipeline bubbles."""
+        return self.parts["bubble"]
 
     @property
     def share(self) -> float:
         """Share of the step that is spent on moving data."""
         return self.moving / self.seconds
 
+    @property
+    def state(self) -> str:
+        """ "fits", "at risk" or "does not fit"; empty where the device's memory is not known."""
+        return self.room["state"] if self.room else ""
 
-def trained(model: ModelConfig, layout: Layout, seq: int, engine: EngineProfile, cluster: Cluster) -> TrainStepTime:
-    """The time of a step of `layout.ranks` sequences of `seq` tokens, one in a micro-batch; whether it fits is not
-    asked. Raises `UserError` where the devices have no constants."""
-    split = StepShape.of(replace(layout, micro=1), Workload(seq=seq, batch=layout.ranks))
-    pricing = Pricing(cluster)
-    step = training_step(model, split, engine, pricing)
-    parts = {name: float(seconds) for name, seconds in step.parts.items()}
-    found = pieces(model, split, engine, pricing)
-    sent = traffic(model, split, engine, pricing)
+
+def trained(model: ModelConfig, layout: Layout, seq: int, cluster: Cluster) -> TrainStepTime:
+    """A step of `layout.ranks` sequences of `seq` tokens, one per micro-batch: the time and memory that `estimate`
+    predicts for this project's runtime. Sequences are no longer than learned positions allow;
+    attention that drops probabilities needs attention=math. Raises `UserError` where
+    the devices have no constants."""
+    seq = min(seq, model.max_positions) if model.positions == "learned" else seq
+    attention = "math" if model.attention_dropout else layout.attention
+    layout, workload = replace(layout, micro=1, attention=attention), Workload(seq=seq, batch=layout.ranks)
+    if layout.ranks != cluster.devices:  # the layout leaves some of them out
+        node = gcd(layout.ranks, cluster.devices_per_node)
+        cluster = replace(cluster.without_paths(), nodes=layout.ranks // node, devices_per_node=node)
+    report = estimate(model, layout, workload, cluster)
+    if report.timing is None:
+        raise UserError(f"{layout}: {report.notes[-1]}")
+    name, pricing = report.timing["engine"], Pricing(cluster, layout=layout)
+    split, engine = StepShape.of(layout, workload), engine_of(name)
+    found, sent = pieces(model, split, engine, pricing), traffic(model, split, engine, pricing)
     return TrainStepTime(
-        sum(parts.values()),
-        parts["tensor"] + parts["data"] + parts["pipeline"] + parts["experts"],
-        parts["bubble"],
-        float(found.forward),
+        layout, cluster, name, dict(report.timing["parts"]), float(found.forward),
         float(sent.unit_gather) if layout.stage == 3 else 0.0,
-        parts,
-        _block(layout, found, sent, engine, pricing),
-        int(split.micro_batches),
-    )
+        _block(layout, found, sent, engine, pricing), int(split.micro_batches), seq,
+        max(role.peak_bytes for role in report.roles), report.room,
+    )  # fmt: skip
 
 
 def _block(layout: Layout, found: Pieces, sent: Traffic, engine: EngineProfile, pricing: Pricing) -> BlockSeconds:

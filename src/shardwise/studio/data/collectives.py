@@ -5,6 +5,7 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
+from shardwise.predict.time.pricing import collective_seconds
 from shardwise.report.units import format_bytes, format_time
 from shardwise.schedule import algorithms, build, find
 from shardwise.schedule.choose import Choice, Pricer, pricer
@@ -44,10 +45,11 @@ def costs(params: Mapping[str, str]) -> View:
     crossovers = [{"bytes": c.nbytes, "algorithm": c.algorithm} for c in prices.crossovers(SIZES[0], SIZES[-1])]
     tables = {
         "costs": _costs(ranked),
-        "sizes": _sizes(prices),
-        "scaling": _scaling(prices.collective, nbytes, cluster),
+        "sizes": _sizes(prices, nbytes),
+        "scaling": _scaling(prices.collective, nbytes, state["ranks"], cluster),
     }
-    return View(state, {}, tables, dict.fromkeys(tables, how), {"crossovers": crossovers})
+    priced = collective_seconds(prices.collective, nbytes, state["ranks"], cluster)
+    return View(state, {}, tables, dict.fromkeys(tables, how), {"crossovers": crossovers, "priced": priced})
 
 
 def _asked(params: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, int], Cluster]:
@@ -165,9 +167,10 @@ def _bound(choice: Choice) -> float:
     return float(max(choice.bounds.alpha, choice.bounds.beta, choice.bounds.gamma))
 
 
-def _sizes(prices: Pricer) -> Table:
-    results = [{choice.name: choice for choice in prices.ranked(nbytes)} for nbytes in SIZES]
-    columns: dict[str, list[Any]] = {"bytes": list(SIZES)}
+def _sizes(prices: Pricer, here: int) -> Table:
+    sizes = sorted({*SIZES, here})
+    results = [{choice.name: choice for choice in prices.ranked(nbytes)} for nbytes in sizes]
+    columns: dict[str, list[Any]] = {"bytes": sizes}
     for candidate in prices.candidates:
         columns[candidate.name] = [at[candidate.name].price.seconds for at in results]
     columns["lower bound"] = [min(map(_bound, at.values())) for at in results]
@@ -175,8 +178,8 @@ def _sizes(prices: Pricer) -> Table:
     return Table("Time against the size of the tensor", columns, units)
 
 
-def _scaling(collective: str, nbytes: int, cluster: Cluster) -> Table:
-    ranks = [p for p in (2, 3, 4, 6, 8, 12, 16) if p <= cluster.devices]
+def _scaling(collective: str, nbytes: int, here: int, cluster: Cluster) -> Table:
+    ranks = sorted({p for p in (2, 3, 4, 6, 8, 12, 16) if p <= cluster.devices} | {here})
     results = {p: {c.name: c.price.seconds for c in pricer(collective, p, cluster).ranked(nbytes)} for p in ranks}
     names = [a.name for a in algorithms(collective) if any(a.name in at for at in results.values())]
     columns: dict[str, list[Any]] = {"ranks": ranks}

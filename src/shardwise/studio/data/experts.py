@@ -35,7 +35,7 @@ def data(params: Mapping[str, str]) -> View:
         return View(query.state, {"model": names}, {}, {}, {"left_out": left_out, "dense": words, "offered": names})
     layout, choices = _layout(query, model)
     tokens = int(query.word("tokens", "64", [str(n) for n in TOKENS]))
-    load = query.word("load", LOADS[0], LOADS)
+    load = query.word("load", LOADS[1], LOADS)
     capacity = query.number("capacity", 1.25, 0.5, 16)
     query.done()
     query.state["tokens"] = tokens

@@ -12,13 +12,14 @@ from shardwise.layout import Layout
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
-from shardwise.planner.strategies import ENGINE, Asked, Generated, compare, usual_layouts
+from shardwise.planner.strategies import ENGINE, Asked, Generated, StrategyComparison, compare, usual_layouts
 from shardwise.predict.memory.capacity import capacity_of
 from shardwise.predict.serving_layout import plan_of
 from shardwise.predict.step_seconds import usual_engine
 from shardwise.predict.time import decode_ops
 from shardwise.predict.time.generation import DecodeStrategy
 from shardwise.predict.time.profiles import engine
+from shardwise.predict.time.strategy_training import TrainStepTime
 from shardwise.predict.traffic.serving import padded_vocab
 from shardwise.report import time_parts
 from shardwise.report.step_report import DTYPE_BYTES
@@ -27,9 +28,31 @@ from shardwise.studio.columns import Columns, How, Table, View, command_line, ex
 from shardwise.studio.data import tokens_holdings, tokens_layer, tokens_product
 from shardwise.studio.data.opens import opens
 from shardwise.studio.data.sizes import offered, other_clusters, sized, sizes
-from shardwise.studio.data.tokens_chapters import chapters
-from shardwise.studio.data.tokens_metrics import headline, metrics, step_words, totals
-from shardwise.studio.data.tokens_training import drawn, how_drawn, shares_table, trained_table
+from shardwise.studio.data.tokens_chapters import Side, chapters
+from shardwise.studio.data.tokens_metrics import (
+    headline,
+    metrics,
+    serving_fit,
+    step_words,
+    strategy_name,
+    totals,
+    training_fit,
+)
+from shardwise.studio.data.tokens_training import (
+    device_counts,
+    drawn,
+    flip_sentences,
+    flip_table,
+    how_drawn,
+    shares_table,
+    trained_table,
+    training_command,
+    training_steps,
+    usual_devices,
+    zero_sentences,
+    zero_table,
+)
+from shardwise.studio.data.tokens_uses import STRATEGIES, USES, how_uses, uses_table
 from shardwise.studio.query import Query
 from shardwise.validation.claims import claims
 
@@ -56,79 +79,148 @@ class _Asked(NamedTuple):
     model: ModelConfig
     cluster: Cluster
     layouts: tuple[Layout, ...]
-    asked: Asked
+    request: Asked
+    words: list[Any]
+    """Of a command line: the model with its changes."""
     command: str
 
 
 SHARES = "Seconds of the parts of a token and of a step, over their sums; waiting is bubbles and the host."
 
 
+class _Computed(NamedTuple):
+    """What the view's tables and drawings are made of. sides, held, devices, ways: by strategy."""
+
+    it: _Asked
+    comparison: StrategyComparison
+    sides: list[Side]
+    held: list[list[tokens_holdings.ParameterShard]]
+    devices: list[list[tokens_holdings.DrawnDevice]]
+    ways: list[list[decode_ops.DecodeOp]]
+    product: tokens_product.WorkedProduct
+    clock: dict[str, Any]
+    flip: Table
+
+    @property
+    def ones(self) -> tuple[Generated, ...]:
+        return self.comparison.strategies
+
+    @property
+    def steps(self) -> list[TrainStepTime]:
+        return [side.trained for side in self.sides]
+
+    @property
+    def layers(self) -> list[tokens_layer.LayerSide]:
+        layers = self.it.model.layers
+        return [(side.layout, list(side.steps), layers, side.one.middle.seconds) for side in self.sides]
+
+
 def data(params: Mapping[str, str]) -> View:
-    """Two strategies for the same prompt: what each rank holds, one layer step by step, one token, a training step."""
-    state, choices, left_out, model, cluster, layouts, request, command = _asked(params)
-    comparison = compare(model, layouts, cluster, request)
-    ones = comparison.strategies
-    holdings = [tokens_holdings.pieces(model, layout) for layout in layouts]
-    devices = [tokens_holdings.devices(model, *item) for item in zip(layouts, holdings, strict=True)]
-    ways = [_way(model, layout, cluster, request) for layout in layouts]
-    reported = [
-        (layout, tokens_layer.steps(model, layout, way, request.batch), one.middle.seconds / model.layers)
-        for layout, way, one in zip(layouts, ways, ones, strict=True)
-    ]
-    multiplied = tokens_product.product(model, layouts, holdings, [steps for _, steps, _ in reported])
-    return View(
-        state,
-        choices,
-        {
-            "compared": _compared(ones, request),
-            "product": tokens_product.product_table(multiplied),
-            "holds": tokens_holdings.holds_table(layouts, holdings),
-            "layer": tokens_layer.layer_table(reported),
-            "through": tokens_layer.through_table(model, layouts, ways),
-            "where": _where(ones),
-            "trained": trained_table(ones),
-            "shares": shares_table(ones),
-        },
-        {
-            "compared": _how_compared(ones, model, request, command),
-            "product": tokens_product.how_product(multiplied),
-            "holds": tokens_holdings.how_holds(model, layouts, devices),
-            "layer": tokens_layer.how_layer(reported, command),
-            "through": tokens_layer.how_through(layouts, ways, command),
-            "where": How([f"{one.layout}: {_sum_of(one)}" for one in ones], command, "docs/generation.md"),
-            "trained": How(how_drawn(ones), command, "docs/prediction.md"),
-            "shares": How([SHARES], command, "docs/generation.md"),
-        },
-        {
-            "matrices": tokens_holdings.matrices(model),
-            "sides": [
-                _side(model, cluster, one, steps, held, ranks)
-                for one, held, ranks, (_, steps, _) in zip(ones, holdings, devices, reported, strict=True)
-            ],
-            "product": multiplied.to_json() if multiplied else None,
-            "through": tokens_layer.through_drawn(layouts, ways),
-            "trained": drawn(model.layers, ones, ways),
-            "sentences": [tokens_layer.sentence(model, layouts[0].ranks, i) for i in range(tokens_layer.STEPS)],
-            "chapters": chapters(model, cluster, ones, [steps for _, steps, _ in reported], request),
-            "parameters": count(model),
-            "left_out": left_out,
-            "opens": [opens(state, layout, "tokens") for layout in layouts],
-            "metrics": metrics(ones, request),
-            "headline": headline(ones, request),
-            "batch": request.batch,
-            "layers": model.layers,
-            "width": DTYPE_BYTES[layouts[0].dtype],
-            "capacity": capacity_of(cluster),
-            "ratios": [ratio.to_json() for ratio in comparison.ratios],
-            "claims": [{"says": claims()[name].says, "why": claims()[name].why} for name in CLAIMS],
-        },
+    """Two strategies for the same prompt: what each rank holds, one layer on one clock, one token, a training step."""
+    it = _asked(params)
+    model, cluster, layouts = it.model, it.cluster, it.layouts
+    comparison = compare(model, layouts, cluster, it.request)
+    steps = training_steps(model, layouts, cluster, int(it.state["gpus"]), it.request.seq)
+    ways = [_way(model, layout, cluster, it.request) for layout in layouts]
+    inside = [tokens_layer.steps(model, *item, it.request.batch) for item in zip(layouts, ways, strict=True)]
+    held = [tokens_holdings.pieces(model, layout) for layout in layouts]
+    computed = _Computed(
+        it,
+        comparison,
+        [Side(*item) for item in zip("AB", comparison.strategies, inside, steps, strict=False)],
+        held,
+        [
+            tokens_holdings.devices(model, one.layout, parts, one.fit.fits)
+            for one, parts in zip(comparison.strategies, held, strict=True)
+        ],
+        ways,
+        tokens_product.product(model, layouts, inside),
+        tokens_layer.clock(model, layouts, ways),
+        flip_table([_strategy(model, layout, cluster) for layout in layouts]),
     )
+    return View(it.state, it.choices, _tables(computed), _hows(computed), _more(computed))
+
+
+def _tables(one: _Computed) -> dict[str, Table]:
+    it = one.it
+    return {
+        "compared": _compared(one.ones, it.request),
+        "race": _raced(one.ones, it.request),
+        "holds": tokens_holdings.holds_table(it.layouts, one.held),
+        "product": tokens_product.product_table(one.product),
+        "layer": tokens_layer.layer_table(one.layers),
+        "clock": tokens_layer.clock_table(it.layouts, one.clock),
+        "through": tokens_layer.through_table(it.model, it.layouts, one.ways),
+        "where": _where(one.ones),
+        "flip": one.flip,
+        "trained": trained_table(one.steps),
+        "shares": shares_table(one.ones, one.steps),
+        "zero": zero_table(it.model, it.cluster, int(it.state["gpus"])),
+        "uses": uses_table(),
+    }
+
+
+def _hows(one: _Computed) -> dict[str, How]:
+    it, source = one.it, "docs/generation.md"
+    usual_link = it.cluster == Cluster.parse(str(it.state["cluster"]))  # which `estimate` has no option for
+    trains = command_line(*training_command(it.words, one.steps[-1])) if usual_link else ""
+    zero = command_line("estimate", "--params", count(it.model), "--zero-table", it.state["gpus"])
+    return {
+        "compared": _how_compared(one.ones, it.model, it.request, it.command),
+        "race": How([LINEAR, *_how_bytes(one.ones, it.model)], it.command, source),
+        "holds": tokens_holdings.how_holds(it.model, it.layouts, one.devices),
+        "product": tokens_product.how_product(one.product),
+        "layer": tokens_layer.how_layer(one.layers, it.command),
+        "clock": tokens_layer.how_layer(one.layers, it.command),
+        "through": tokens_layer.how_through(it.layouts, one.ways, it.command),
+        "where": How([f"{each.layout}: {_sum_of(each)}" for each in one.ones], it.command, source),
+        "flip": How([FLIP], it.command, source),
+        "trained": How(how_drawn(one.steps), trains, "docs/prediction.md"),
+        "shares": How([SHARES], it.command, source),
+        "zero": How([ZERO], zero, "Rajbhandari et al. 2020, section 3.1"),
+        "uses": how_uses(),
+    }
+
+
+def _more(one: _Computed) -> dict[str, Any]:
+    it, model = one.it, one.it.model
+    return {
+        "matrices": tokens_holdings.matrices(model),
+        "sides": [_side(model, *item) for item in zip(one.sides, one.held, one.devices, strict=True)],
+        "product": one.product.to_json(),
+        "clock": one.clock,
+        "through": tokens_layer.through_drawn(it.layouts, one.ways),
+        "flip": flip_sentences(model, one.ones, one.flip, next(iter(one.comparison.ratios), None)),
+        "trained": drawn(model.layers, one.steps, one.ways),
+        "zero": zero_sentences(model, it.cluster, int(it.state["gpus"])),
+        "uses": [use._asdict() for use in USES],
+        "strategies": STRATEGIES,
+        "chapters": chapters(model, it.cluster, one.sides, it.request),
+        "left_out": it.left_out,
+        "opens": [opens(it.state, layout, "tokens") for layout in it.layouts],
+        "metrics": metrics(one.ones, one.steps, it.request),
+        "headline": headline(one.ones, it.request),
+        "batch": it.request.batch,
+        "layers": model.layers,
+        "width": DTYPE_BYTES[it.layouts[0].dtype],
+        "capacity": capacity_of(it.cluster),
+        "ratios": [ratio.to_json() for ratio in one.comparison.ratios],
+        "claims": [{"says": claims()[name].says, "why": claims()[name].why} for name in CLAIMS],
+    }
+
+
+LINEAR = "The areas are the bytes that a device sends for one step, on one linear scale."
+FLIP = (
+    "One pass of prompts of at most 2,048 tokens over all devices: a gather is as long as for one token; arithmetic "
+    "and sums grow with the tokens."
+)
+ZERO = "16 P; 4 P + 12 P/N; 2 P + 14 P/N; 16 P/N bytes for P weights on N devices at the stages 0 to 3."
 
 
 def spent(params: Mapping[str, str]) -> View:
     """Bytes sent and time needed by each strategy after every token of the longest answer, so that the page's slider
     asks nothing."""
-    state, choices, _, model, cluster, layouts, request, command = _asked(params)
+    state, choices, _, model, cluster, layouts, request, _, command = _asked(params)
     ones = compare(model, layouts, cluster, request).strategies
     longest = min(MOST_OUTPUT, model.max_positions - request.prompt)
     columns: dict[str, list[Any]] = {"token": list(range(1, longest + 1))}
@@ -174,9 +266,14 @@ def _asked(params: Mapping[str, str]) -> _Asked:
     layouts = [replace(Layout.parse(text), precision=precision) for text in dict.fromkeys((a, b))]
     prompt, output = _lengths(query, model)
     request = Asked(prompt, output, query.whole("batch", 1, 1, 4096))
-    query.done()
     if model.experts:
         raise UserError(f"{model.name}: {_EXPERTS}")
+    trained = device_counts(cluster)
+    usual_trained = trained[0] if query.has("gpus") else usual_devices(model, layouts, cluster, request.seq)
+    gpus = query.whole("gpus", usual_trained, trained[0], trained[-1])
+    if gpus not in trained:
+        raise UserError(f"gpus={gpus}: choose one of {', '.join(map(str, trained))}")
+    query.done()
     # What the state does not give follows the model.
     least = (prompt if query.has("prompt") else 1) + (output if query.has("output") else 1)
     names, left_out = offered(lambda one: _why_not(one, least))
@@ -184,14 +281,15 @@ def _asked(params: Mapping[str, str]) -> _Asked:
     choices: dict[str, list[Any]] = {"model": names, "cluster": list(CLUSTERS), "precision": list(PRECISIONS)}
     choices |= {"a": usual, "b": usual, "prompt": sorted({prompt} | {n for n in PROMPTS if n + output <= room})}
     choices |= {"output": sorted({output} | {n for n in OUTPUTS if prompt + n <= room})}
+    choices |= {"gpus": trained}
     choices |= sizes(model) | {"devices": _devices(model, str(query.state["cluster"]))}
     if link := float(query.state["link"]):
         choices["link"] = sorted({link, *LINKS})
-    words = [query.state["model"], *changes, "--cluster", query.state["cluster"]]
+    named = [query.state["model"], *changes]
+    words = [*named, "--cluster", query.state["cluster"]]
     words += ["--link", exact(link)] * (cluster != usual_cluster)
-    return _Asked(
-        query.state, choices, left_out, model, cluster, tuple(layouts), request, _command(words, layouts, request)
-    )
+    command = _command(words, layouts, request)
+    return _Asked(query.state, choices, left_out, model, cluster, tuple(layouts), request, named, command)
 
 
 @lru_cache(maxsize=64)
@@ -256,26 +354,26 @@ def _seconds(model: ModelConfig, layout: Layout, cluster: Cluster, batch: int, p
 
 def _side(
     model: ModelConfig,
-    cluster: Cluster,
-    one: Generated,
-    steps: list[tokens_layer.LayerStep],
+    side: Side,
     held: list[tokens_holdings.ParameterShard],
     devices: list[tokens_holdings.DrawnDevice],
 ) -> dict[str, Any]:
-    layout = one.layout
+    one, layout = side.one, side.layout
+    links = [tokens_layer.link(step, one.cluster) for step in side.steps]
     return {
         "layout": str(layout),
-        "ranks": layout.ranks,
+        "name": strategy_name(layout),
         "gathers": layout.stage == 3,
+        "fits": serving_fit(one),
+        "trains": training_fit(side.trained),
+        "sends": float(one.round.volume.total),
+        "layer_bytes": float(one.round.volume.blocks) / model.layers,
+        "seconds": one.middle.seconds,
+        "speed": one.tokens_per_second(1),
         "stages": [_blocks_of(plan_of(model, layout, stage)) for stage in range(layout.pp)],
         "pieces": [piece._asdict() for piece in held],
         "devices": [device._asdict() for device in devices],
-        "acts": [step.act for step in steps],
-        "words": [step.words for step in steps],
-        "seconds": [step.seconds for step in steps],
-        "memory": [step.memory for step in steps],
-        "ahead": [step.ahead for step in steps],
-        "links": [tokens_layer.link(step, cluster) for step in steps],
+        "link": next(filter(None, links), ""),
     }
 
 
@@ -308,6 +406,18 @@ def _compared(ones: tuple[Generated, ...], request: Asked) -> Table:
     return Table.of(f"Two strategies, one prompt; bytes and times are those of {step_words(request)}", ones, columns)
 
 
+def _raced(ones: tuple[Generated, ...], request: Asked) -> Table:
+    columns: Columns = {
+        "strategy": ("", lambda one: str(one.layout)),
+        "name": ("", lambda one: strategy_name(one.layout)),
+        "memory": ("", serving_fit),
+        "tokens/s of a sequence": ("count", lambda one: one.tokens_per_second(1)),
+        "a step takes": ("seconds", lambda one: one.middle.seconds),
+        "a device sends": ("bytes", lambda one: float(one.round.volume.total)),
+    }
+    return Table.of(f"The race; bytes and times are those of {step_words(request)}", ones, columns)
+
+
 def _where(ones: tuple[Generated, ...]) -> Table:
     columns: dict[str, list[Any]] = {"strategy": [str(one.layout) for one in ones]}
     for name, words in time_parts.TOKEN.items():
@@ -326,10 +436,14 @@ def _sum_of(one: Generated) -> str:
 def _how_compared(ones: tuple[Generated, ...], model: ModelConfig, request: Asked, command: str) -> How:
     lines = [
         f"Bytes: what one rank sends for {step_words(request)}, when collectives go round a ring (docs/generation.md).",
-        *(f"{one.layout}: {_formula(one, model)}" for one in ones),
+        *_how_bytes(ones, model),
         "Weights: the rank's own, and buffers for gathered ones.",
     ]
     return How(lines, command, "docs/generation.md")
+
+
+def _how_bytes(ones: tuple[Generated, ...], model: ModelConfig) -> list[str]:
+    return [f"{one.layout}: {_formula(one, model)}" for one in ones]
 
 
 def _formula(one: Generated, model: ModelConfig) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from shardwise.layout import Layout, Mesh
-from shardwise.layout.axes import PP, SHARD, TP
+from shardwise.layout.axes import PP, TP
 from shardwise.layout.placement import Placed
 from shardwise.model import ModelConfig
 from shardwise.predict.serving_layout import blocks_of, plan_of
@@ -18,7 +18,7 @@ MOST_DRAWN = 16
 BLOCK = "blocks.0"
 
 Box = tuple[float, float, float, float]
-"""(left, top, width, height) of a part of a matrix, as shares of its columns and rows. A row is an output."""
+"""(left, top, width, height) of a part of a matrix, as shares of its columns and rows. Columns are outputs: y = xW."""
 
 
 class ParameterShard(NamedTuple):
@@ -57,7 +57,7 @@ def _of_rank(model: ModelConfig, mesh: Mesh, rank: int) -> Iterator[ParameterSha
             yield ParameterShard(rank, name, "whole", 0, size, size, _boxes(placed, 0, size))
         else:
             dim = placed.dims[0]
-            how = "rows" if dim == 0 else "columns"
+            how = "columns" if dim == 0 else "rows"  # stored as outputs by inputs
             yield ParameterShard(rank, name, how, *placed.box[dim], size, _boxes(placed, 0, size))
 
 
@@ -77,19 +77,19 @@ def _boxes(placed: Placed, start: int, stop: int) -> tuple[Box, ...]:
 
 
 def _box(placed: Placed, top: int, bottom: int, left: int, right: int) -> Box:
-    """Rows [top, bottom) and columns [left, right) of a slice, in the whole matrix; padding is left out."""
-    rows, columns = placed.parameter.shape
+    """Outputs [top, bottom) and inputs [left, right) of a slice, in the whole matrix; padding is left out."""
+    outputs, inputs = placed.parameter.shape
     (first, last), (start, stop) = placed.box
-    top, bottom = (min(first + row, last) for row in (top, bottom))
-    left, right = (min(start + column, stop) for column in (left, right))
-    return left / columns, top / rows, (right - left) / columns, (bottom - top) / rows
+    top, bottom = (min(first + output, last) for output in (top, bottom))
+    left, right = (min(start + given, stop) for given in (left, right))
+    return top / outputs, left / inputs, (bottom - top) / outputs, (right - left) / inputs
 
 
 def matrices(model: ModelConfig) -> list[dict[str, Any]]:
     """The matrices of a block: name, rows, columns."""
     unit = plan_of(model, Layout()).by_name[BLOCK]
     return [
-        {"name": placed.name.removeprefix(f"{BLOCK}."), "rows": placed.shape[0], "columns": placed.shape[1]}
+        {"name": placed.name.removeprefix(f"{BLOCK}."), "rows": placed.shape[1], "columns": placed.shape[0]}
         for placed in unit.placed
         if len(placed.shape) == 2
     ]
@@ -104,22 +104,14 @@ class DrawnDevice(NamedTuple):
     """Its layers: the first, and the one after the last."""
     share: float
     """Share of each of these layers' matrices, by area."""
-    begins: float
-    """Start of its share among the ranks with the same layers."""
     of_all: float
     """Share of all layers' matrices."""
-    group: list[int]
-    """The ranks that it gathers from, itself among them."""
-    sums: list[int]
-    """The ranks that add up partial results with it."""
-    next: int | None
-    """The rank that gets its messages."""
     can: str
-    """Use of what a rank holds, in two words."""
+    """Use of what a rank holds, in two words: that it does not fit, where it does not."""
 
 
-def devices(model: ModelConfig, layout: Layout, held: list[ParameterShard]) -> list[DrawnDevice]:
-    """The ranks that are drawn. held: `pieces` of the layout."""
+def devices(model: ModelConfig, layout: Layout, held: list[ParameterShard], fits: bool) -> list[DrawnDevice]:
+    """The ranks that are drawn. held: `pieces` of the layout; fits: whether weights and cache fit a device."""
     mesh, shares = Mesh.of(layout, model), _shares(model, held)
     stages = [
         tuple(int(name.removeprefix("blocks.")) for name in blocks_of(plan_of(model, layout, stage)))
@@ -129,20 +121,14 @@ def devices(model: ModelConfig, layout: Layout, held: list[ParameterShard]) -> l
     for rank in range(min(layout.ranks, MOST_DRAWN)):
         stage, pipeline = mesh.index(PP, rank), mesh.group(PP, rank)
         layers, share = stages[stage], shares[pipeline[0]]
-        split = TP + SHARD if layout.stage == 3 else TP
-        place, of = mesh.index(split, rank), mesh.size(split)
         results.append(
             DrawnDevice(
                 rank,
                 stage,
                 (layers[0], layers[-1] + 1) if layers else (0, 0),
                 share,
-                min(place / of, 1 - share),
                 share * len(layers) / model.layers,
-                list(mesh.group(SHARD, rank)) if layout.stage == 3 else [rank],
-                list(mesh.group(TP, rank)),
-                pipeline[stage + 1] if stage + 1 < layout.pp else None,
-                _can(layout, layers),
+                _can(layout, layers) if fits else "does not fit",
             )
         )
     return results

@@ -12,7 +12,6 @@ from shardwise.predict.time.decode_ops import (
     ATTENTION,
     FEED_FORWARD,
     GATHER,
-    HEAD,
     HOST,
     MESSAGE,
     MOVING,
@@ -21,16 +20,24 @@ from shardwise.predict.time.decode_ops import (
     DecodeOp,
 )
 from shardwise.report.step_report import DTYPE_BYTES
-from shardwise.report.units import format_bytes, format_time
+from shardwise.report.units import format_bytes, format_share, format_time
 from shardwise.studio.columns import How, Table
 from shardwise.studio.data.collectives import MOST_RANKS
 from shardwise.studio.data.timelines import DrawnTimeline, Event
 
 STEPS = 6
 """Steps of the walk through a layer."""
+EXPOSED = "gather that is not hidden"
 
-_KINDS = {ATTENTION: 0, FEED_FORWARD: 0, HEAD: 3, HOST: 4, WAIT: 6} | dict.fromkeys(MOVING, 5)
-"""Kind of piece -> the kind of event it is drawn as (`timelines.KINDS`)."""
+KINDS = ("a", "a-moving", "b", "b-moving", "rest")
+"""Kinds of events: the strategies' hues, computing and moving, and what is neither."""
+FRAMES = 60
+"""Steps in which one layer is played, equally long."""
+
+
+def kind_of(side: int, what: str) -> int:
+    """Kind of event of a strategy's piece. side: 0 or 1."""
+    return 4 if what in (HOST, WAIT) else 2 * side + (what in MOVING)
 
 
 class LayerStep(NamedTuple):
@@ -46,19 +53,6 @@ class LayerStep(NamedTuple):
     """Bytes of this layer's and the next one's weights that are then on a device which has the layer."""
     ahead: float = 0.0
     """Share of the next layer that has been gathered by then."""
-
-
-def sentence(model: ModelConfig, ranks: int, step: int) -> str:
-    return (
-        f"Before the first token: each of {ranks} devices holds its part of the weights. {model.name} has "
-        f"{model.layers} layers; this is one of them.",
-        "A token arrives, a vector of one number for each of the model's "
-        f"{model.hidden:,} dimensions. What must come first?",
-        "Attention: the token's vector meets the layer's query, key, value and output matrices.",
-        "What attention gave must be whole before the next part.",
-        "The feed-forward part: the two large matrices, and back.",
-        f"The layer is done. {model.layers - 1} more like it, and the model has its next token.",
-    )[step]
 
 
 def steps(model: ModelConfig, layout: Layout, pieces: Sequence[DecodeOp], sequences: int) -> list[LayerStep]:
@@ -107,7 +101,17 @@ def _of_one_layer(model: ModelConfig, pieces: Sequence[DecodeOp]) -> dict[str, f
         what: next((p.seconds for p in pieces if p.part == middle and p.what == what), 0.0)
         for what in (ATTENTION, SUM, FEED_FORWARD, GATHER)
     }
+    begins, ends = _layer_span(model, pieces)
+    results[EXPOSED] = ends - begins - sum(p.seconds for p in pieces if p.part == middle and p.what != GATHER)
     return results | {MESSAGE: next((p.seconds for p in pieces if p.what == MESSAGE), 0.0)}
+
+
+def _layer_span(model: ModelConfig, pieces: Sequence[DecodeOp]) -> tuple[float, float]:
+    """From when the layer before the middle one is done until the middle one is."""
+    middle = model.layers // 2
+    before = [p.end for p in pieces if p.part == f"blocks.{middle - 1}"]
+    own = [p for p in pieces if p.part == f"blocks.{middle}"]
+    return max(before, default=min(p.start for p in own)), max(p.end for p in own)
 
 
 def _sum(model: ModelConfig, layout: Layout, seconds: float, sequences: int) -> LayerStep:
@@ -126,8 +130,9 @@ def _gathering(model: ModelConfig, layout: Layout, taken: dict[str, float], adde
         LayerStep("hold", f"Each device holds 1/{ranks} of the {slices}, cut like a tape across its matrices: {part}."),
         LayerStep(
             "gather",
-            f"All gather the whole {slices}: each receives what it lacks of {whole}.",
-            taken[GATHER],
+            f"All gather the whole {slices}: each receives what it lacks of {whole}, in {format_time(taken[GATHER])}; "
+            "what of that the layer before did not hide is counted here.",
+            taken[EXPOSED],
             ("all-gather", ranks, unit.padded * width),
         ),
         LayerStep(
@@ -142,13 +147,13 @@ def _gathering(model: ModelConfig, layout: Layout, taken: dict[str, float], adde
             added.seconds,
         ),
     ]
-    return _with_memory(steps, unit.shard_numel * width, unit.numel * width)
+    return _with_memory(steps, taken[GATHER], unit.shard_numel * width, unit.numel * width)
 
 
-def _with_memory(steps: list[LayerStep], part: float, whole: float) -> list[LayerStep]:
+def _with_memory(steps: list[LayerStep], gather: float, part: float, whole: float) -> list[LayerStep]:
     """Bytes of a device's own part, of this layer once it is gathered, and of what of the next one comes meanwhile: its
-    gather begins when this layer's arithmetic does."""
-    gather, passed, result = steps[1].seconds, 0.0, []
+    gather, of so many seconds, begins when this layer's arithmetic does."""
+    passed, result = 0.0, []
     for number, step in enumerate(steps):
         passed += step.seconds if number > 1 else 0.0
         ahead = min(1.0, passed / gather) if gather else 1.0 * (number > 1)
@@ -173,8 +178,9 @@ def _staged(model: ModelConfig, layout: Layout, taken: dict[str, float], added: 
         LayerStep("one", f"The {'whole ' if layout.tp == 1 else ''}feed-forward, too.", taken[FEED_FORWARD]),
         LayerStep(
             "send",
-            f"After {len(blocks)} layers it sends a vector of {format_bytes(vector)} on, and waits.",
-            taken[MESSAGE] + added.seconds,
+            f"After {len(blocks)} layers it sends a vector of {format_bytes(vector)} on in "
+            f"{format_time(taken[MESSAGE])}, and waits.",
+            added.seconds,
         ),
     ]
 
@@ -189,26 +195,36 @@ def link(step: LayerStep, cluster: Cluster) -> str:
     )
 
 
-def layer_table(sides: Sequence[tuple[Layout, list[LayerStep], float]]) -> Table:
-    """Every step under each strategy with its seconds. sides: (strategy, its steps, seconds of a token over layers)."""
+LayerSide = tuple[Layout, list[LayerStep], int, float]
+"""(strategy, its steps, layers, seconds of a token)"""
+
+
+def layer_table(sides: Sequence[LayerSide]) -> Table:
+    """Every step under each strategy with its seconds."""
     rows: list[tuple[Any, ...]] = []
-    for layout, told, average in sides:
+    for layout, told, layers, token in sides:
         so_far = 0.0
         for number, step in enumerate(told):
             so_far += step.seconds
             rows.append((str(layout), number, *step[:2], step.seconds, so_far, step.memory, step.ahead))
-        rows.append((str(layout), STEPS, "in all", "a token's time over the number of layers", average, *[None] * 3))
+        rest = token - layers * so_far
+        rows.append((str(layout), STEPS, "all layers", f"{layers} layers like this one", layers * so_far, *[None] * 3))
+        rows.append((str(layout), STEPS + 1, "rest", "embedding, head, messages and the host", rest, token, None, None))
     units = dict.fromkeys(("strategy", "step", "what", "in words"), "")
     units |= {"takes": "seconds", "so far": "seconds", "weights there": "bytes", "of the next layer": "share"}
     return Table.of_rows("One layer, step by step", units, rows)
 
 
-def how_layer(sides: Sequence[tuple[Layout, list[LayerStep], float]], command: str) -> How:
+def how_layer(sides: Sequence[LayerSide], command: str) -> How:
     """Explanation of the steps' seconds."""
     lines = ["One block of one pass: kernels from the engine profile's tables, collectives from the cluster's prices."]
-    for layout, told, average in sides:
+    for layout, told, layers, token in sides:
         sums = " + ".join(f"{step.act} {format_time(step.seconds)}" for step in told if step.seconds)
-        lines.append(f"{layout}: {sums}; a token's time over its layers is {format_time(average)}")
+        one = sum(step.seconds for step in told)
+        lines.append(
+            f"{layout}: {sums} = {format_time(one)}, {layers} times {format_time(layers * one)}, and with embedding, "
+            f"head, messages and the host {format_time(token)}, a token's time"
+        )
     lines.append("Memory-bound kernels (norms, rotation, activation) are counted one half with each part.")
     lines.append("Weights there: of this layer and the next one, the buffers of what is gathered among them.")
     lines.append("A gather overlaps the arithmetic of the layer before: it costs what is not hidden.")
@@ -249,8 +265,68 @@ def through_drawn(layouts: Sequence[Layout], ways: Sequence[Sequence[DecodeOp]])
             sides.append(number)
         for p in pieces:
             name = f"{_layer(p.part)}{p.what}"
-            events.append(Event(lanes[_lane(layout, p)], p.start, p.seconds, _KINDS[p.what], name))
-    return DrawnTimeline(rows, events).to_json() | {"sides": sides}
+            events.append(Event(lanes[_lane(layout, p)], p.start, p.seconds, kind_of(number, p.what), name))
+    return DrawnTimeline(rows, events).to_json() | {"sides": sides, "kinds": KINDS}
+
+
+# -- one layer on one clock
+
+
+def clock(model: ModelConfig, layouts: Sequence[Layout], ways: Sequence[Sequence[DecodeOp]]) -> dict[str, Any]:
+    """One layer of the slowest strategy, and what the other one does in that time: events from 0 to `span` seconds.
+
+    Every clock starts when a layer may begin: with weight gathering once the layer before is done, otherwise with the
+    first layer. done: seconds after which each strategy is done with one layer after the other. sentences: one for
+    each of `FRAMES` + 1 moments, equally far apart.
+    """
+    starts = [
+        _layer_span(model, way)[0] if layout.stage == 3 else min(p.start for p in way if p.part == "blocks.0")
+        for layout, way in zip(layouts, ways, strict=True)
+    ]
+    span = max(end - begin for begin, end in (_layer_span(model, way) for way in ways))
+    rows, events, done = [], [], []
+    for number, (way, start) in enumerate(zip(ways, starts, strict=True)):
+        shown = [p._replace(start=p.start - start) for p in way if p.end - start > 1e-9 * span]
+        computes = min(p.start for p in shown if p.what not in MOVING)
+        for piece in shown:
+            # What arithmetic beside it slows of a gather is waited for, too.
+            ends = max(piece.end, computes) if piece.what == GATHER and piece.start < 0 else piece.end
+            begin, end = max(0.0, piece.start), min(span, ends)
+            if end > begin and piece.start < span:
+                row = 2 * number + (piece.what in MOVING)
+                name = f"{_layer(piece.part)}{piece.what}"
+                events.append(Event(row, begin, end - begin, kind_of(number, piece.what), name))
+        rows += [f"{'AB'[number]} computes", "moves"]
+        last = {p.part: p.end for p in shown if p.part.startswith("blocks.") and p.what != GATHER}
+        done.append(sorted(end for end in last.values() if end <= span * (1 + 1e-9)))
+    sentences = [_on_clock(layouts, events, done, span * i / FRAMES) for i in range(FRAMES + 1)]
+    drawn = DrawnTimeline(rows, events).to_json()
+    return drawn | {"kinds": KINDS, "span": span, "done": done, "sentences": sentences}
+
+
+def _on_clock(layouts: Sequence[Layout], events: list[Event], done: list[list[float]], time: float) -> str:
+    if not time:
+        return "Both clocks start at the same moment, each before a layer."
+    words = []
+    for number, layout in enumerate(layouts):
+        count = sum(end <= time * (1 + 1e-9) for end in done[number])
+        said = f"{'AB'[number]}, {layout}, has done {count} layer{'' if count == 1 else 's'}"
+        waited = next((e for e in events if e.rank == 2 * number + 1), None)
+        if layout.stage == 3 and waited and time < waited.seconds:
+            said += f" and waits: {format_share(time / waited.seconds)} of what is left of its gather has come"
+        words.append(said)
+    return f"After {format_time(time)}: {'; '.join(words)}."
+
+
+def clock_table(layouts: Sequence[Layout], shown: dict[str, Any]) -> Table:
+    """When each layer is done on the one clock."""
+    rows = [
+        (str(layout), number + 1, end)
+        for layout, ends in zip(layouts, shown["done"], strict=True)
+        for number, end in enumerate(ends)
+    ]
+    units = {"strategy": "", "layer": "", "is done after": "seconds"}
+    return Table.of_rows(f"Layers in {format_time(shown['span'])}", units, rows)
 
 
 def _lane(layout: Layout, piece: DecodeOp) -> tuple[int, bool]:

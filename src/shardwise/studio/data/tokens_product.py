@@ -1,8 +1,9 @@
-"""Tokens, a product over tensor-parallel ranks: columns of the first matrix, rows of the second, and the sum."""
+"""Tokens, a product over two ranks with its numbers: columns of the first matrix, rows of the second, and the sum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import numpy as np
 
 from shardwise.codec import Json
 from shardwise.layout import Layout
@@ -10,86 +11,107 @@ from shardwise.model import ModelConfig
 from shardwise.report.step_report import DTYPE_BYTES
 from shardwise.report.units import format_bytes, format_time
 from shardwise.studio.columns import How, Table
-from shardwise.studio.data.tokens_holdings import ParameterShard
 from shardwise.studio.data.tokens_layer import LayerStep
 
-FIRST, SECOND = ("mlp.gate_up.up.weight", "mlp.up.up.weight"), "mlp.down.weight"
-"""Names of the matrices of the feed-forward part; a model has one of the first ones."""
-
-
-class Slice(NamedTuple):
-    """Part of both matrices on a rank: columns [start, stop) of W1, and these rows of W2."""
-
-    rank: int
-    start: int
-    stop: int
-    nbytes: int
+X = np.array([1, 2, 0, 1])
+FIRST = np.array([[1, 0, 2, 1], [0, 1, -2, 1], [2, 1, 1, 0], [1, -1, 0, 2]])
+SECOND = np.array([[1, 2, 0, 1], [0, 1, 1, 0], [3, 0, 1, 2], [1, 1, 0, 1]])
+"""A token's vector, and two matrices of a feed-forward part: small whole numbers, which are easily multiplied."""
+RANKS = 2
 
 
 @dataclass(frozen=True)
-class DrawnProduct(Json):
-    """x W1, then times W2, on the ranks of one tensor-parallel group. seconds: of the sum."""
+class WorkedProduct(Json):
+    """y = f(x W1) W2 on two ranks, where f keeps positive numbers. columns: of W1, and rows of W2, of each rank."""
 
-    json_keys = "layout hidden ffn slices sentences"
+    json_keys = "x first h second columns partials y sentences"
 
-    layout: Layout
-    hidden: int
-    ffn: int
-    slices: list[Slice]
-    vector: int
-    seconds: float
+    sentences: list[str]
 
     @property
-    def sentences(self) -> list[str]:
-        ranks, most = len(self.slices), max(one.stop - one.start for one in self.slices)
-        return [
-            f"Every one of the {ranks} ranks has the whole vector x, {self.hidden:,} numbers.",
-            f"Each multiplies x with its columns of W1: {most:,} of the {self.ffn:,} numbers of h. No other rank needs "
-            "them, since the activation goes number by number.",
-            f"Its rows of W2 fit just these numbers: each rank has a partial sum of all {self.hidden:,} numbers of y.",
-            f"An all-reduce adds the {ranks} partial sums up, {format_bytes(self.vector)} a token in "
-            f"{format_time(self.seconds)}: now every rank has y.",
-        ]
+    def x(self) -> list[int]:
+        return _plain(X)
+
+    @property
+    def first(self) -> list[list[int]]:
+        return _plain(FIRST)
+
+    @property
+    def second(self) -> list[list[int]]:
+        return _plain(SECOND)
+
+    @property
+    def columns(self) -> list[list[int]]:
+        return _plain(np.array_split(np.arange(len(X)), RANKS))
+
+    @property
+    def h(self) -> list[int]:
+        """Each rank's numbers, computed with its columns alone, beside each other."""
+        return _plain(np.concatenate([np.maximum(X @ FIRST[:, one], 0) for one in self.columns]))
+
+    @property
+    def partials(self) -> list[list[int]]:
+        """Each rank's product of its numbers of h with its rows of W2."""
+        h = np.array(self.h)
+        return _plain([h[one] @ SECOND[one] for one in self.columns])
+
+    @property
+    def y(self) -> list[int]:
+        """The sum of the partial results, which an all-reduce gives to every rank."""
+        return _plain(np.sum(self.partials, axis=0))
 
 
-def product(
-    model: ModelConfig,
-    layouts: Sequence[Layout],
-    holdings: Sequence[list[ParameterShard]],
-    sides: Sequence[list[LayerStep]],
-) -> DrawnProduct | None:
-    """The product of the first strategy that has tensor parallelism over ranks that are drawn; None without one."""
-    for layout, held, steps in zip(layouts, holdings, sides, strict=True):
-        if layout.tp == 1 or layout.stage == 3:
-            continue
-        width = DTYPE_BYTES[layout.dtype]
-        first = {piece.rank: piece for piece in held if piece.name in FIRST}
-        second = {piece.rank: piece for piece in held if piece.name == SECOND}
-        slices = [
-            Slice(rank, one.start, one.stop, (one.elements + second[rank].elements) * width)
-            for rank, one in sorted(first.items())[: layout.tp]
-        ]
-        summed = next((step.seconds for step in steps if step.act in ("sum", "send") and step.seconds), 0.0)
-        if len(slices) == layout.tp:
-            return DrawnProduct(layout, model.hidden, model.ffn, slices, model.hidden * width, summed)
-    return None
+def _plain(values: object) -> list:
+    return [one.tolist() for one in values] if isinstance(values, list) else np.asarray(values).tolist()
 
 
-def product_table(shown: DrawnProduct | None) -> Table:
-    """A row for each rank."""
-    units = {"rank": "", "columns of W1 from": "", "to": "", "of both matrices": "bytes", "partial sum": "bytes"}
-    rows = [(*one, shown.vector) for one in shown.slices] if shown else []
+def product(model: ModelConfig, layouts: Sequence[Layout], sides: Sequence[list[LayerStep]]) -> WorkedProduct:
+    """The worked product, with a sentence for each step. The last one has the model's own sizes, where a strategy has
+    tensor parallelism. sides: each strategy's steps inside a layer."""
+    sentences = [
+        "Two ranks have the whole vector x. W1 is cut by column: each rank has two of its columns. W2 is cut by row.",
+        "By column: each rank multiplies x with its own columns, and has two numbers of h = f(x W1). Nothing is "
+        "sent; f makes negative numbers 0, number by number.",
+        "By row: the numbers that a rank has of h meet just its rows of W2. The result has all four numbers, but each "
+        "is a part of the sum.",
+        "An all-reduce adds up the partial results: every rank has y. That is all that is sent.",
+    ]
+    for layout, steps in zip(layouts, sides, strict=True):
+        seconds = next((step.seconds for step in steps if step.act == "sum" and step.seconds), 0.0)
+        if layout.tp > 1 and layout.stage < 3 and seconds:
+            vector = format_bytes(model.hidden * DTYPE_BYTES[layout.dtype])
+            sentences[3] += (
+                f" In {model.name}, W1 has {model.hidden:,} rows and {model.ffn:,} columns, of which {layout} gives "
+                f"each rank {model.ffn // layout.tp:,}; the sum is {vector} a token, in {format_time(seconds)}."
+            )
+            break
+    return WorkedProduct(sentences)
+
+
+def product_table(shown: WorkedProduct) -> Table:
+    """A row for each rank, and one for their sum."""
+    units = dict.fromkeys(("rank", "columns of W1, rows of W2", "numbers of h", "result"), "")
+    rows = [
+        (str(rank), *(", ".join(map(str, one)) for one in (columns, [shown.h[i] for i in columns], partial)))
+        for rank, (columns, partial) in enumerate(zip(shown.columns, shown.partials, strict=True))
+    ]
+    rows.append(("sum", "", ", ".join(map(str, shown.h)), ", ".join(map(str, shown.y))))
     return Table.of_rows("Columns of W1 are the rows of W2", units, rows)
 
 
-def how_product(shown: DrawnProduct | None) -> How:
+def how_product(shown: WorkedProduct) -> How:
     """Why there is one sum, and no other."""
-    if not shown:
-        return How(["Neither strategy cuts matrices over tensor-parallel ranks."])
+    x, h = shown.x, shown.h
+    first = " + ".join(f"{given} x {row[0]}" for given, row in zip(x, shown.first, strict=True))
     lines = [
         "y = f(x W1) W2 = the sum over ranks r of f(x W1[:, r]) W2[r, :], as f goes number by number.",
-        f"W1 is {shown.hidden:,} x {shown.ffn:,}: the up matrix (the gate is cut equally); W2, the down matrix, is "
-        f"{shown.ffn:,} x {shown.hidden:,}. As stored (outputs are rows) columns of W1 are rows.",
-        f"{shown.layout}: the slices are the runtime's; the sum's seconds are the step's.",
+        f"First number of h: {first} = {h[0]}.",
+        *(
+            f"Rank {rank}, first number of its part: "
+            + " + ".join(f"{h[i]} x {shown.second[i][0]}" for i in columns)
+            + f" = {shown.partials[rank][0]}."
+            for rank, columns in enumerate(shown.columns)
+        ),
+        f"Their sum: {' + '.join(str(one[0]) for one in shown.partials)} = {shown.y[0]}.",
     ]
     return How(lines, "", "Shoeybi et al. 2019, section 3")

@@ -11,13 +11,13 @@ const VIEWS = JSON.parse(document.getElementById("views").textContent);
 
 restore();
 const main = h("main", { id: "main", tabindex: -1 });
-const message = h("p", { class: "error", role: "alert", hidden: true });
+const message = h("p", { class: "error", role: "alert", hidden: true }), waiting = h("p", { class: "waiting", hidden: true });
 const links = Object.fromEntries(VIEWS.map(({ name, title }) => [name, h("a", { href: `#${name}` }, title)]));
 document.body.append(h("a", { class: "skip", href: "#main", onclick: (event) => { event.preventDefault(); main.focus(); } }, "Skip to the view"),
-  header(), message, main, footer());
+  header(), message, waiting, main, footer());
 
 for (const { view, given } of inside?.views ?? []) links[view].href = text(view, given);
-let page = null, dropped = null;
+let page = null, dropped = null, slow = 0;
 const travelling = {};
 addEventListener("hashchange", open);
 takeFiles();
@@ -127,8 +127,11 @@ function makePage(view, given) {
   async function fetchAll() {
     abort?.abort();
     abort = new AbortController();
-    const signal = abort.signal, words = asked(given);
-    busy();
+    const signal = abort.signal, words = asked(given), own = abort;
+    busy(() => {
+      own.abort();
+      ready();
+    });
     try {
       MODULES[view] ??= await import(`studio/views/${view}`);
       for (const part of parts) {
@@ -145,7 +148,7 @@ function makePage(view, given) {
     } catch (error) {
       if (error.name === "AbortError" || closed) return;
       self.pending = false;
-      fail(error.message, h("a", { href: `#${view}`, onclick: anew }, "Start this view anew"));
+      fail(error.message, ...instead(error.message, given, set), h("a", { href: `#${view}`, onclick: anew }, "Start this view anew"));
       // What is drawn still belongs to the state before.
       if (mounted) main.classList.add("stale");
       else await offer(words, signal);
@@ -203,13 +206,32 @@ function mount(module, title, given) {
   return mounted;
 }
 
-function busy() {
+/** An answer is being computed: after two seconds the page says for how long, and offers to stop. */
+function busy(stop = null) {
   delete document.body.dataset.ready;
+  clearInterval(slow);
+  if (!stop) return;
+  const began = performance.now();
+  slow = setInterval(() => {
+    const passed = Math.floor((performance.now() - began) / 1000);
+    if (passed < 2) return;
+    waiting.replaceChildren(`Computing for ${passed} s `, h("button", { type: "button", class: "small", onclick: stop }, "Cancel"));
+    waiting.hidden = false;
+  }, 1000);
 }
 
 /** Two frames later everything is painted: tests wait for it. */
 function ready() {
+  clearInterval(slow);
+  waiting.hidden = true;
   requestAnimationFrame(() => requestAnimationFrame(() => { document.body.dataset.ready = location.hash || "#"; }));
+}
+
+/** Buttons that take the names which an error offers, for the word of the address that it is about. */
+function instead(line, given, set) {
+  const names = /did you mean ([^?;]+)\?/.exec(line)?.[1].split(/, | or /) ?? [];
+  const about = Object.entries(given).find(([name, value]) => value && (line.includes(`'${value}'`) || line.includes(`${name}=${value}`)));
+  return about ? names.map((each) => h("button", { type: "button", onclick: () => set({ [about[0]]: each }) }, each)) : [];
 }
 
 function fail(line, ...more) {

@@ -48,16 +48,18 @@ export function axes(context, theme, box, x, y, { xUnit, yUnit, xName, yName, xM
   context.strokeStyle = theme.grid;
   context.fillStyle = theme.muted;
   context.textAlign = "right";
+  const high = apart(12);
   for (const value of ys) {
     line(context, box.left, y(value), box.right, y(value));
-    context.fillText(mark(value, yUnit), box.left - 8, y(value));
+    if (high(y(value), 6)) context.fillText(mark(value, yUnit), box.left - 8, y(value));
   }
   context.textAlign = "center";
+  const wide = apart(6);
   for (const value of xs) {
     line(context, x(value), box.top, x(value), box.bottom);
     // The last mark stays on the canvas.
-    const words = mark(value, xUnit);
-    context.fillText(words, Math.min(x(value), edge - context.measureText(words).width / 2), box.bottom + 14);
+    const words = mark(value, xUnit), half = context.measureText(words).width / 2, at = Math.min(x(value), edge - half);
+    if (wide(at, half)) context.fillText(words, at, box.bottom + 14);
   }
   context.strokeStyle = theme.line;
   line(context, box.left, box.bottom, box.right, box.bottom);
@@ -67,6 +69,16 @@ export function axes(context, theme, box, x, y, { xUnit, yUnit, xName, yName, xM
     context.textAlign = "left";
     context.fillText(yName, box.left, box.top - 14);
   }
+}
+
+/** Whether marks have room: each at a place, so far to both sides, and `gap` from every one before it. */
+function apart(gap) {
+  const taken = [];
+  return (at, half) => {
+    if (taken.some(([other, size]) => Math.abs(at - other) < half + size + gap)) return false;
+    taken.push([at, half]);
+    return true;
+  };
 }
 
 export function line(context, x1, y1, x2, y2) {

@@ -7,8 +7,8 @@ import { colours, hatched, inkOn, kinds, numbered } from "studio/lib/theme";
 export const ROW = 34;
 
 /** rows: [{label, detail, parts: [[kind or number, value]], total, bad, words}]; words: in place of the total; names: of numbered parts; limit: a dashed line;
- * unit: of all values. Returns what is at a place, in words. */
-export function bars(context, width, rows, { unit, names = [], limit = null, limitName = "", left = 150, cut = 4 }) {
+ * unit: of all values; letters: whether parts have theirs. Returns what is at a place, in words. */
+export function bars(context, width, rows, { unit, names = [], limit = null, limitName = "", left = 150, cut = 4, letters = true }) {
   const theme = colours(), start = Math.min(left, width * 0.4), end = width - 92, top = 20, bottom = top + rows.length * ROW;
   const most = Math.max(...rows.map((row) => Math.max(row.total, sum(row.parts))), 1e-30);
   const high = limit ? Math.min(Math.max(most, limit) * 1.03, limit * cut) : most * 1.03;
@@ -26,7 +26,7 @@ export function bars(context, width, rows, { unit, names = [], limit = null, lim
     let at = start;
     for (const [kind, value] of row.parts) {
       const next = Math.min(end, at + (x(value) - start));
-      if (next - at > 0.4) part(context, theme, kind, at, y + 5, next - at, ROW - 12);
+      if (next - at > 0.4) part(context, theme, kind, at, y + 5, next - at, ROW - 12, letters);
       at = next;
     }
     if (sum(row.parts) > high) broken(context, theme, end, y + 5, ROW - 12);
@@ -66,14 +66,14 @@ export function barsHeight(rows) {
   return 20 + rows * ROW + 26;
 }
 
-function part(context, theme, kind, x, y, w, h) {
+function part(context, theme, kind, x, y, w, h, letters) {
   const named = typeof kind === "string";
   context.fillStyle = named ? hatched(context, kind) : numbered(kind);
   context.fillRect(x, y, w, h);
   context.fillStyle = theme.surface;
   context.fillRect(x + w - 1, y, 1, h);
   const letter = named ? kinds[kind].letter : String.fromCharCode(97 + kind);
-  if (w < 14) return;
+  if (w < 14 || !letters) return;
   context.fillStyle = named ? inkOn(kind) : "#ffffff";
   context.textAlign = "center";
   if (!named) {

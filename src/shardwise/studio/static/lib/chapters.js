@@ -1,24 +1,21 @@
-// The chapters of a view on one stage: a few sentences at the left, the chapter's drawings at the right.
+// The chapters of a view as one scroll: each has a few sentences and its drawings, and a word in the address.
 
 import { h, still, unique } from "studio/lib/dom";
 
-const BUSY = "button, input, select, textarea, summary, dialog, .scroll";
-
-/** chapters: [{nodes, play, name}]: what each one shows; the player that it begins with, if any, and its word in the
- * address. below: a node under the sentences of every chapter. entered(number): called when a chapter is come to. Space or
- * Next continues. */
-export function chapterStage(page, chapters, below, entered) {
-  const title = h("h2", {}), place = h("p", { class: "muted" }), sentences = h("div", { class: "sentences" });
-  const previous = h("button", { type: "button", onclick: () => go(now - 1) }, "Previous");
-  const next = h("button", { type: "button", class: "primary", onclick: () => go(now + 1) }, "Next");
+/** chapters: [{nodes, play, name, wide}]: what each one shows; the player that begins when it is come to, if any, and its
+ * word in the address; wide: its sentences are below its drawings. `show(lines)`: [{title, sentences}] of each. */
+export function chapterScroll(page, chapters) {
+  const parts = chapters.map(({ nodes, wide }, i) => {
+    const title = h("h2", { id: unique("chapter"), tabindex: -1 }), sentences = h("div", { class: "sentences" });
+    const node = h("section", { class: wide ? "chapter wide" : "chapter", "aria-labelledby": title.id, dataset: { chapter: i + 1 } },
+      h("div", { class: "tale" }, title, sentences), h("div", { class: "scene" }, nodes));
+    return { node, title, sentences };
+  });
   const marks = chapters.map((_, i) => h("button", { type: "button", class: "mark", onclick: () => go(i) }, String(i + 1)));
-  const heading = unique("chapter"), scene = h("div", { class: "scene" }, [...new Set(chapters.flatMap(({ nodes }) => nodes))]);
-  title.id = heading;
-  const tale = h("div", { class: "tale" }, h("nav", { "aria-label": "Chapters", class: "marks" }, marks),
-    h("div", { class: "row" }, previous, next, h("span", { class: "muted keys" }, "or Space")),
-    h("div", { "aria-live": "polite" }, place, title, sentences), below);
-  const node = h("section", { class: "stage", "aria-labelledby": heading }, tale, scene);
-  let now = -1, told = [];
+  const place = h("span", { class: "muted place", "aria-hidden": "true" });
+  const nav = h("nav", { "aria-label": "Chapters", class: "marks" }, marks, place);
+  let now = 0, told = [], settled = false, frame = 0;
+  const begun = new Set();
 
   function wanted() {
     const n = Math.round(Number(page.local("_chapter", 1)));
@@ -26,65 +23,78 @@ export function chapterStage(page, chapters, below, entered) {
   }
 
   function go(chapter) {
-    if (chapter < 0 || chapter >= chapters.length || chapter === now) return;
     page.setLocal({ _chapter: chapter ? chapter + 1 : null }, "_chapter");
+    come(chapter);
+    parts[chapter].title.focus({ preventScroll: true });
   }
 
-  /** Show the chapter of the address; one that is come to begins to play, unless its place is in the address already. */
+  /** The chapter of the address, where somebody or Back has changed it. */
   function follow() {
-    const before = now;
-    now = wanted();
-    if (now === before) return;
-    for (const each of scene.children) each.hidden = !chapters[now].nodes.includes(each);
-    chapters.forEach(({ play }, i) => { if (i !== now) play?.pause(); });
-    entered(now + 1);
+    if (settled && wanted() !== now) come(wanted());
+  }
+
+  function come(chapter) {
+    enter(chapter);
+    // The first one begins with what is above it.
+    scrollTo({ top: chapter ? parts[chapter].node.getBoundingClientRect().top + scrollY - nav.offsetHeight - above() : 0, behavior: "instant" });
+  }
+
+  function above() {
+    const { position } = getComputedStyle(document.querySelector("header"));
+    return position === "sticky" ? document.querySelector("header").offsetHeight : 0;
+  }
+
+  function enter(chapter) {
+    now = chapter;
     marks.forEach((mark, i) => {
       if (i === now) mark.setAttribute("aria-current", "step");
       else mark.removeAttribute("aria-current");
     });
-    for (const [button, end] of [[previous, 0], [next, chapters.length - 1]]) {
-      if (now === end && document.activeElement === button) (end ? previous : next).focus();
-      button.disabled = now === end;
-    }
-    tell();
-    begin();
-  }
-
-  function begin() {
+    place.textContent = told.length ? told[now].title : "";
+    chapters.forEach(({ play }, i) => { if (i !== now) play?.pause(); });
     const { play, name } = chapters[now];
-    if (told.length && play && !still() && page.local(name, null) === null) play.start();
+    if (settled && play && !begun.has(now) && !still() && page.local(name, null) === null) play.start();
+    begun.add(now);
   }
 
-  function tell() {
-    if (!told.length) return;
-    place.textContent = `Chapter ${now + 1} of ${chapters.length}`;
-    title.textContent = told[now].title;
-    sentences.replaceChildren(...told[now].sentences.map((each) => h("p", {}, each)));
-  }
-
-  function keys(event) {
-    if (event.key !== " " || event.ctrlKey || event.altKey || event.metaKey || event.target.closest?.(BUSY) || document.querySelector("dialog[open]")) return;
-    const to = now + (event.shiftKey ? -1 : 1);
-    if (to < 0 || to >= chapters.length) return;
-    event.preventDefault();
-    go(to);
-  }
-
-  /** lines: [{title, sentences}] of each chapter. */
-  function show(lines) {
-    const first = !told.length;
-    told = lines;
-    marks.forEach((mark, i) => {
-      mark.title = lines[i].title;
-      mark.setAttribute("aria-label", `Chapter ${i + 1}: ${lines[i].title}`);
+  /** The last chapter whose top has passed a third of the window; at the page's end the last one. */
+  function scrolled() {
+    cancelAnimationFrame(frame);
+    frame = requestAnimationFrame(() => {
+      if (!settled || !nav.isConnected) return;
+      const line = innerHeight / 3, end = scrollY > 0 && innerHeight + scrollY >= document.documentElement.scrollHeight - 2;
+      const passed = parts.filter(({ node }) => node.getBoundingClientRect().top <= line).length - 1;
+      const at = end ? chapters.length - 1 : Math.max(0, passed);
+      if (at === now) return;
+      enter(at);
+      page.setLocal({ _chapter: at ? at + 1 : null });
     });
-    tell();
-    if (first) begin();
   }
 
-  addEventListener("keydown", keys);
-  page.cleanup(() => removeEventListener("keydown", keys));
+  function show(lines) {
+    told = lines;
+    lines.forEach(({ title, sentences }, i) => {
+      marks[i].title = title;
+      marks[i].setAttribute("aria-label", `Chapter ${i + 1}: ${title}`);
+      parts[i].title.textContent = title;
+      parts[i].sentences.replaceChildren(...sentences.map((each) => h("p", {}, each)));
+    });
+    enter(settled ? now : wanted());
+  }
+
+  /** Everything is drawn, and has its height: to the chapter of the address. */
+  function settle() {
+    if (settled) return;
+    requestAnimationFrame(() => requestAnimationFrame(() => {
+      settled = true;
+      begun.delete(wanted());
+      if (wanted()) come(wanted());
+      else enter(0);
+    }));
+  }
+
+  addEventListener("scroll", scrolled, { passive: true });
+  page.cleanup(() => removeEventListener("scroll", scrolled));
   page.onLocal(follow);
-  follow();
-  return { node, show, get chapter() { return now + 1; } };
+  return { nav, nodes: parts.map(({ node }) => node), show, settle };
 }

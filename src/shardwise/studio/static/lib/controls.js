@@ -91,6 +91,17 @@ export function panel(title, ...controls) {
   return { node, show: (data) => controls.forEach((each) => each.show(data)) };
 }
 
+/** The few controls that a result is asked with beside it, the rest under "More", and the result; the address has whether
+ * that is open. first, more: panels. */
+export function beside(page, first, more, ...nodes) {
+  const rest = h("details", { class: "more", ontoggle: () => { if (rest.open !== (page.local("_more", "") === "1")) page.setLocal({ _more: rest.open ? 1 : null }); } },
+    h("summary", {}, "More"), more.map((each) => each.node));
+  const follow = () => { rest.open = page.local("_more", "") === "1"; };
+  page.onLocal(follow);
+  follow();
+  return h("div", { class: "beside" }, h("div", { class: "asked" }, first.node, rest), h("div", { class: "scene" }, nodes));
+}
+
 /** Sliders for the sizes of the model; another model has its own again. */
 export function sizes(page) {
   const one = (name, label) => slider(page, name, label, { values: [], typed: true });

@@ -1,28 +1,26 @@
-// A drawer at the side of a view with its controls; one chapter may take them into itself.
+// A drawer at the side of a view with its controls; while it is closed they are in one of the view's chapters.
 
 import { h, unique } from "studio/lib/dom";
 
-/** panels: what `panel` makes. `settle(place, when)`: where the panels are instead of in the drawer, and when. */
+/** panels: what `panel` makes. `settle(place)`: where they are while the drawer is closed. */
 export function controlDrawer(page, panels) {
-  const id = unique("drawer"), row = h("div", { class: "panels" }, panels.map((each) => each.node));
+  const id = unique("drawer"), row = h("div", { class: "panels scroll" }, panels.map((each) => each.node));
   const button = h("button", { type: "button", "aria-controls": id, onclick: () => page.setLocal({ _controls: isOpen() ? null : 1 }) }, "Change model, devices, strategies");
   const close = h("button", { type: "button", class: "quiet", onclick: () => { button.click(); button.focus(); } }, "Close");
   const node = h("aside", { id, class: "drawer", "aria-label": "Controls" }, h("div", { class: "head" }, h("p", { class: "strong" }, "Controls"), close));
-  let elsewhere = null, at = () => false;
+  let elsewhere = node;
   const isOpen = () => page.local("_controls", "") === "1";
 
   function follow() {
-    const away = at(), open = isOpen() && !away;
-    const home = away ? elsewhere : node;
+    const open = isOpen(), home = open ? node : elsewhere;
     if (row.parentNode !== home) home.append(row);
     node.hidden = !open;
-    button.hidden = away;
     button.setAttribute("aria-expanded", String(open));
     document.body.classList.toggle("drawn", open);
   }
 
-  function settle(place, when) {
-    [elsewhere, at] = [place, when];
+  function settle(place) {
+    elsewhere = place;
     follow();
   }
 

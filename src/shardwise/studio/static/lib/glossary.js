@@ -37,7 +37,7 @@ const WORDS = {
 export function glossary() {
   const id = unique("glossary");
   const list = h("dl", {}, Object.entries(WORDS).flatMap(([word, says]) => [h("dt", {}, word), h("dd", {}, says)]));
-  const dialog = h("dialog", { id, "aria-label": "Words" }, h("h2", {}, "Words"), list,
+  const dialog = h("dialog", { id, "aria-label": "Words" }, h("h2", { tabindex: -1, autofocus: true }, "Words"), list,
     h("form", { method: "dialog" }, h("button", { class: "primary" }, "Close")));
   document.body.append(dialog);
   return h("button", { type: "button", class: "quiet", "aria-haspopup": "dialog", onclick: () => dialog.showModal() }, "Words");

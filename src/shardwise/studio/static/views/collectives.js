@@ -61,10 +61,11 @@ export function mount(root, page) {
   }
 
   function showCosts(answer) {
-    const { columns } = answer.tables.costs;
+    const { columns } = answer.tables.costs, { library_seconds: library, reading_peers_seconds: reading } = answer.more.priced;
     facts.replaceChildren(
-      fact("Cheapest", columns.algorithm[0], `of ${columns.algorithm.length} algorithms`),
-      fact("Time", seconds(columns.time[0]), `lower bound ${seconds(columns["lower bound"][0])}`),
+      ...(library ? [fact("Price in all views and commands", seconds(reading ?? library), reading ? `by a kernel that reads peers' memory; ${seconds(library)} by the library` : "by the library, its latency and protocols included")] : []),
+      fact("On the wire alone, cheapest", columns.algorithm[0], `of ${columns.algorithm.length} algorithms`),
+      fact("Its time", seconds(columns.time[0]), `lower bound ${seconds(columns["lower bound"][0])}`),
       fact("Latency + bandwidth + adding", `${seconds(columns.latency[0])} + ${seconds(columns.bandwidth[0])} + ${seconds(columns.adding[0])}`),
       fact("The busiest rank sends", bytes(columns.sent[0]), `in ${columns.steps[0]} steps`),
       fact("Chosen here", seconds(columns.time[columns.algorithm.indexOf(answer.state.algorithm)] ?? NaN), answer.state.algorithm));

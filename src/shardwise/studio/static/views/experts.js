@@ -1,6 +1,6 @@
 // Experts: who has which experts, one layer step by step, the busiest rank, capacity, and what cutting experts would send.
 
-import { chapterStage } from "studio/lib/chapters";
+import { chapterScroll } from "studio/lib/chapters";
 import { choice, panel, select, slider, text } from "studio/lib/controls";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
@@ -39,15 +39,15 @@ export function mount(root, page) {
     draw: (context, width, height) => data && drawCapacity(context, width, height, data) });
   const curves = { dropped: chart(page, "dropped", "Drops against capacity", { yUnit: "share", xName: "capacity", yName: "rows that are dropped" }, () => data),
     exchanged: chart(page, "exchanged", "Bytes of a token, forward", { logX: true, xMarks: [2, 4, 8, 16, 32, 64], yUnit: "bytes", xName: "ranks", yName: "bytes that all ranks send for it" }, () => data) };
-  const story = chapterStage(page, [{ nodes: [held.node] }, { nodes: [load.node, layer.node], play, name: "_step" }, { nodes: [load.node, loads.node] },
-    { nodes: [load.node, capacity.node, curves.dropped.node] }, { nodes: [curves.exchanged.node] }], h("div", {}), () => layer.redraw());
+  const story = chapterScroll(page, [{ nodes: [held.node] }, { nodes: [layer.node], play, name: "_step" }, { nodes: [loads.node] },
+    { nodes: [capacity.node, curves.dropped.node] }, { nodes: [curves.exchanged.node] }]);
   const dense = h("p", { class: "sentence" }), others = h("p", { class: "lead" });
-  root.append(h("div", { class: "panels" }, panel("Model, ranks and tokens", model, ...spread).node), dense, others, story.node);
+  root.append(h("div", { class: "panels" }, panel("Model, ranks and tokens", model, ...spread, load).node), dense, others, story.nav, ...story.nodes);
 
   function show(given) {
     model.show(given);
     const none = Boolean(given.more.dense);
-    for (const { node } of [story, ...spread]) node.hidden = none;
+    for (const node of [story.nav, ...story.nodes, load.node, ...spread.map((each) => each.node)]) node.hidden = none;
     dense.hidden = others.hidden = !none;
     if (none) {
       dense.textContent = given.more.dense;
@@ -61,6 +61,7 @@ export function mount(root, page) {
     tell(given);
     Object.values(curves).forEach((each) => each.set(given));
     story.show(given.more.chapters);
+    story.settle();
   }
 
   /** What a screen reader says of the drawings. */

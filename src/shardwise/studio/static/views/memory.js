@@ -2,7 +2,7 @@
 
 import { axes, halo, line, scale } from "studio/lib/axes";
 import { bars, barsHeight } from "studio/lib/bars";
-import { check, forgetsSizes, number, panel, select, sizes, slider, text } from "studio/lib/controls";
+import { beside, check, forgetsSizes, number, panel, select, sizes, slider, text } from "studio/lib/controls";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
 import { bytes, count, mark, share } from "studio/lib/format";
@@ -12,7 +12,7 @@ import { colours, hatched, kinds } from "studio/lib/theme";
 import { fact } from "studio/views/collectives";
 import { balanceWords, drawSequence, sequenceHeight } from "studio/views/memory_sequence";
 
-export const lead = "What a training step keeps on every device, by class, against what the device has. Change the split and see what fits.";
+export const lead = "What a training step keeps on every device, by class, against what the device has.";
 
 /** Unless it is set itself, dp fills the devices again. */
 export const forgets = (changes) => [...forgetsSizes(changes), ...(["tp", "pp", "cp", "cluster"].some((name) => name in changes) ? ["dp", "place"] : [])];
@@ -23,13 +23,13 @@ const MOMENT_KINDS = { "parameters": "parameters", "optimizer state": "optimizer
 
 export function mount(root, page) {
   const degree = (name, label, most = 1024) => slider(page, name, label, { values: DEGREES.filter((n) => n <= most) });
-  const controls = [
-    panel("Model and devices", text(page, "model", "Model", { size: 16 }), text(page, "cluster", "Cluster"),
-      slider(page, "seq", "Tokens a sequence", { values: [], words: (n) => Number(n).toLocaleString("en-US") }),
-      slider(page, "batch", "Sequences a step", { values: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] })),
+  const first = panel("Model, devices and split", text(page, "model", "Model", { size: 16 }), text(page, "cluster", "Cluster"),
+    slider(page, "batch", "Sequences a step", { values: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] }),
+    degree("tp", "Tensor (tp)", 16), degree("pp", "Pipeline (pp)", 32), select(page, "zero", "ZeRO stage", { choices: [0, 1, 2, 3], labels: ZERO }));
+  const more = [
+    panel("How it is split", slider(page, "seq", "Tokens a sequence", { values: [], words: (n) => Number(n).toLocaleString("en-US") }),
+      degree("dp", "Data (dp)"), degree("cp", "Context (cp)", 32), check(page, "sp", "Sequence parallel (sp)")),
     sizes(page),
-    panel("How it is split", degree("dp", "Data (dp)"), degree("tp", "Tensor (tp)", 16), degree("pp", "Pipeline (pp)", 32), degree("cp", "Context (cp)", 32),
-      select(page, "zero", "ZeRO stage", { choices: [0, 1, 2, 3], labels: ZERO }), check(page, "sp", "Sequence parallel (sp)")),
     panel("What is kept", number(page, "micro", "Sequences a micro-batch", { least: 1, most: 1024 }), select(page, "recompute", "Recompute"),
       select(page, "offload", "Offload optimizer"), select(page, "offload_params", "Offload parameters"), select(page, "offload_activations", "Offload activations"), select(page, "precision", "Precision"), select(page, "grads", "Gradients"), select(page, "attention", "Attention"),
       select(page, "schedule", "Pipeline schedule"), number(page, "virtual", "Chunks a rank", { least: 1, most: 16 }), number(page, "place", "Stage shown below", { least: 0, most: 63 })),
@@ -50,11 +50,11 @@ export function mount(root, page) {
     draw: (context, width, height) => data && drawMoments(context, width, height, data) });
   const sequence = figure(page, { name: "sequence", title: "A sequence over context-parallel ranks", height: () => sequenceHeight(Number(data?.state.cp ?? 1)),
     draw: (context, width) => data?.tables.sequence && drawSequence(context, width, data) });
-  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), devices.node, homes.node, sequence.node, fits.node, moments.node);
+  root.append(beside(page, first, more, devices.node, homes.node, sequence.node, fits.node, moments.node));
 
   function show(answer) {
     data = answer;
-    controls.forEach((each) => each.show(answer));
+    [first, ...more].forEach((each) => each.show(answer));
     const { columns } = answer.tables.devices, peak = Math.max(...columns.peak);
     facts.replaceChildren(
       fact("The fullest device", bytes(peak), roomWords(answer.more, peak)),

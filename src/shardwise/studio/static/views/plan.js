@@ -2,7 +2,7 @@
 
 import { axes, line, scale } from "studio/lib/axes";
 import { bars, barsHeight } from "studio/lib/bars";
-import { forgetsSizes, panel, select, sizes, slider, text } from "studio/lib/controls";
+import { beside, forgetsSizes, panel, select, sizes, slider, text } from "studio/lib/controls";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
 import { bytes, count, seconds, share } from "studio/lib/format";
@@ -18,13 +18,11 @@ export const forgets = forgetsSizes;
 const BY = { throughput: "the fastest step, common layouts first", fastest: "the fastest step, whatever the layout", memory: "the fewest bytes", cost: "the fewest device-seconds", pareto: "time against memory" };
 
 export function mount(root, page) {
-  const controls = [
-    panel("What is asked", text(page, "model", "Model", { size: 16 }), text(page, "cluster", "Cluster"),
-      slider(page, "seq", "Tokens a sequence", { values: [], words: (n) => Number(n).toLocaleString("en-US") }),
-      slider(page, "batch", "Sequences a step", { values: [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096] }),
-      select(page, "by", "Best is", { labels: BY }), text(page, "fix", "The layout must have", { help: "such as tp=8,zero=1", size: 14 })),
-    sizes(page),
-  ];
+  const first = panel("What is asked", text(page, "model", "Model", { size: 16 }), text(page, "cluster", "Cluster"),
+    slider(page, "seq", "Tokens a sequence", { values: [], words: (n) => Number(n).toLocaleString("en-US") }),
+    slider(page, "batch", "Sequences a step", { values: [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096] }),
+    select(page, "by", "Best is", { labels: BY }), text(page, "fix", "The layout must have", { help: "such as tp=8,zero=1", size: 14 }));
+  const more = [sizes(page)];
   let data = null, scored = null;
   const facts = h("dl", { class: "facts" }), opened = h("div", { class: "opens" }), binds = h("p", { class: "muted" }), refused = h("p", { class: "muted" });
   const ranked = figure(page, { name: "ranked", title: "The best layouts", above: [facts, opened], extras: [binds, refused], height: () => barsHeight(data ? data.tables.ranked.columns.place.length : 1),
@@ -41,8 +39,7 @@ export function mount(root, page) {
     draw: (context, width, height) => scored && drawScores(context, width, height, scored),
     hover: (x, y) => (scored ? nearest(scored, scoreboard.canvas, x, y) : "") });
   const sources = figure(page, { name: "sources", title: "By source" });
-  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), ranked.node, parts.node, alternatives.node,
-    h("div", { class: "columns" }, scoreboard.node, sources.node));
+  root.append(beside(page, first, more, ranked.node, parts.node, alternatives.node, h("div", { class: "columns" }, scoreboard.node, sources.node)));
 
   function show(answer, part) {
     if (part !== "plan") {
@@ -54,19 +51,18 @@ export function mount(root, page) {
       return;
     }
     data = answer;
-    controls.forEach((each) => each.show(answer));
-    const { more } = answer;
+    [first, ...more].forEach((each) => each.show(answer));
     facts.replaceChildren(
-      fact("Best", more.best, `${more.considered.toLocaleString("en-US")} legal layouts, up to ${more.fitting.toLocaleString("en-US")} fit${more.fastest ? `; ${more.as_fast} are as fast within the error, this is the most common one, the fastest is ${more.fastest}` : ""}`),
-      fact("Step", seconds(more.seconds), `80% range ${seconds(more.range[0])} to ${seconds(more.range[1])}`),
-      fact("Tokens a second", count(more.tokens), "all devices together"),
-      fact("MFU", share(more.mfu), "of the devices' peak arithmetic"),
-      fact("Memory", bytes(more.nbytes), `${more.memory === "fits" ? "✓" : `! ${more.memory}`} of ${bytes(more.usable)} usable a device`));
-    opened.replaceChildren(...[opensIn("the best layout", more.opens)].filter(Boolean));
-    binds.textContent = more.memory_binds;
-    refused.textContent = more.none_runs;
+      fact("Best", answer.more.best, `${answer.more.considered.toLocaleString("en-US")} legal layouts, up to ${answer.more.fitting.toLocaleString("en-US")} fit${answer.more.fastest ? `; ${answer.more.as_fast} are as fast within the error, this is the most common one, the fastest is ${answer.more.fastest}` : ""}`),
+      fact("Step", seconds(answer.more.seconds), `80% range ${seconds(answer.more.range[0])} to ${seconds(answer.more.range[1])}`),
+      fact("Tokens a second", count(answer.more.tokens), "all devices together"),
+      fact("MFU", share(answer.more.mfu), "of the devices' peak arithmetic"),
+      fact("Memory", bytes(answer.more.nbytes), `${answer.more.memory === "fits" ? "✓" : `! ${answer.more.memory}`} of ${bytes(answer.more.usable)} usable a device`));
+    opened.replaceChildren(...[opensIn("the best layout", answer.more.opens)].filter(Boolean));
+    binds.textContent = answer.more.memory_binds;
+    refused.textContent = answer.more.none_runs;
     ranked.show(answer);
-    ranked.describe(`The best: ${more.best}, ${seconds(more.seconds)} a step.`);
+    ranked.describe(`The best: ${answer.more.best}, ${seconds(answer.more.seconds)} a step.`);
     parts.show(answer);
     parts.describe(`Stacked bars of the parts of a step for the ${answer.tables.parts.columns.layout.length} best layouts.`);
     keys.replaceChildren(...partNames(answer).map((name, n) => h("li", {}, h("span", { class: "swatch", style: `background:${numbered(n)};color:#fff`, "aria-hidden": "true" }, h("span", { class: "plate" }, String.fromCharCode(97 + n))), name)));

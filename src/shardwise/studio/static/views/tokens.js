@@ -1,7 +1,7 @@
-// Tokens: who holds what of the weights, one layer step by step, and what every token adds up to; two strategies.
+// Tokens: one prompt under two strategies, as one scroll: the race, who holds what, a product, a layer, an answer, training.
 
 import { bars, barsHeight } from "studio/lib/bars";
-import { chapterStage } from "studio/lib/chapters";
+import { chapterScroll } from "studio/lib/chapters";
 import { forgetsSizes, panel, select, sizes, slider, text } from "studio/lib/controls";
 import { inside } from "studio/lib/data";
 import { h } from "studio/lib/dom";
@@ -10,20 +10,23 @@ import { figure } from "studio/lib/figure";
 import { seconds } from "studio/lib/format";
 import { drawGantt, eventAt, ganttHeight, prepare, rowHeight, TOP as GANTT_TOP } from "studio/lib/gantt";
 import { swatches } from "studio/lib/legend";
+import { drawLinear, linearHeight } from "studio/lib/linear";
 import { opensIn } from "studio/lib/opens";
 import { player } from "studio/lib/player";
 import { pointing } from "studio/lib/pointed";
+import { sweepFigure } from "studio/lib/sweep";
 import { colours, numbered } from "studio/lib/theme";
 import { timeWindow } from "studio/lib/window";
 import { answerFigure } from "studio/views/tokens_answer";
 import { drawHolds, holdsHeight } from "studio/views/tokens_holds";
 import { metricSummary, metricTable } from "studio/views/tokens_metrics";
 import { productFigure } from "studio/views/tokens_product";
-import { sharesFigure, trainingFigure } from "studio/views/tokens_training";
-import { drawLayer, layerHeight, layerKeys } from "studio/views/tokens_layer";
+import { raceFigure } from "studio/views/tokens_race";
+import { flipFigure, sharesFigure, zeroFigure } from "studio/views/tokens_training";
 
-export const lead = "A large model does not fit one device, so its weights lie on several. What must happen for one token then? Two ways beside each other.";
-export const forgets = (changes) => [...forgetsSizes(changes), ...("output" in changes || "batch" in changes || "prompt" in changes ? ["_token", "_window", "_train"] : "cluster" in changes || "model" in changes ? ["_token", "_step", "_layer", "_window", "_train", "a", "b", ...("cluster" in changes ? ["link"] : [])] : ["_token", "_window"])];
+export const lead = "";
+const OF_A_TOKEN = ["_token", "_window", "_clock", "_train"];
+export const forgets = (changes) => [...forgetsSizes(changes), ...("cluster" in changes || "model" in changes ? [...OF_A_TOKEN, "_layer", "a", "b", "gpus", ...("cluster" in changes ? ["link"] : [])] : "gpus" in changes ? ["_train"] : OF_A_TOKEN)];
 
 const BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
@@ -34,73 +37,73 @@ export function mount(root, page) {
     sizes(page),
     panel("Two strategies", text(page, "a", "A", { size: 12, help: "tp=8, dp=8,zero=3 or pp=8" }), text(page, "b", "B", { size: 12 }), select(page, "precision", "Precision")),
   ];
-  const ranks = pointing();
-  let data = null, step = 0, moves = false;
-  const layerPlay = player(page, { name: "_step", label: "Step of the layer", seconds: 2.6, onFrame: (at) => { step = at; showLinks(); layer.redraw(); } });
+  const ranks = pointing(), race = raceFigure(page), answer = answerFigure(page), product = productFigure(page), through = throughFigure(page);
+  const flip = flipFigure(page), shares = sharesFigure(page), zero = zeroFigure(page);
+  const clock = sweepFigure(page, { name: "clock", word: "_clock", title: "One layer, on one clock", pace: 0.14, each: 2 });
+  const trained = sweepFigure(page, { name: "trained", word: "_train", title: "The same layers for one token and in training", pace: 0.25, each: 6 });
+  let data = null;
   const links = h("p", { class: "lead" });
-  const layer = figure(page, { name: "layer", title: "One layer on every device", extras: [h("ul", { class: "legend" }, layerKeys()), layerPlay.node, links], height: (width) => layerHeight(width, data),
-    draw: (context, width) => data && drawLayer(context, width, data, moves ? step : 0, ranks.now()), ranks });
-  const through = throughFigure(page), metrics = h("div", {}), opened = h("div", { class: "opens" });
-  const compared = figure(page, { name: "compared", title: "The two strategies in numbers", above: [metrics, opened] });
-  const spent = answerFigure(page);
-  const holds = figure(page, { name: "holds", title: "Who holds what of a layer", lead: "The matrices of one layer with every rank's part; the numbers are ranks. Flat shards cut a layer like a tape; tensor slices cut every matrix along heads or columns. Small matrices are drawn larger than to scale.",
+  const layer = figure(page, { name: "layer", title: "The steps inside a layer, in numbers", above: [links] });
+  const holds = figure(page, { name: "holds", title: "Who holds what of a layer", lead: "The matrices of one layer with every rank's part; the numbers are ranks, columns are outputs. ZeRO-3 cuts a layer like a tape, one matrix after the other; tensor parallelism cuts every matrix, by column or by row. Small matrices are drawn larger than to scale.",
     height: (width) => holdsHeight(width, data), draw: (context, width) => data && drawHolds(context, width, data, ranks.now()), ranks });
-  const product = productFigure(page, ranks);
   const partKeys = h("ul", { class: "legend" });
   const where = figure(page, { name: "where", title: "Where a token's time goes", extras: [partKeys], height: () => barsHeight(data ? data.tables.where.columns.strategy.length : 2), draw: (context, width) => data && drawWhere(context, width, data) });
-  const trained = trainingFigure(page), shares = sharesFigure(page);
+  const used = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Who uses which strategy" }), uses = figure(page, { name: "uses", title: "Software and its usual strategies", above: [used] });
+  const metrics = h("div", {}), opened = h("div", { class: "opens" });
+  const compared = figure(page, { name: "compared", title: "The two strategies in numbers", extras: [metrics, opened], height: (width) => (data ? linearHeight(width, data.more.sides) : 60),
+    draw: (context, width) => data && drawLinear(context, width, data.more.sides, 0) });
   const claims = h("div", { class: "claims" });
   const wrong = h("section", { class: "figure" }, h("div", { class: "head" }, h("h2", {}, "Often quoted, and wrong")), claims);
-  const drawer = controlDrawer(page, controls), own = h("div", { class: "own" });
-  const brief = h("div", { class: "brief" });
-  const story = chapterStage(page, [
-    { nodes: [layer.node, holds.node] }, { nodes: [layer.node, product.node], play: layerPlay, name: "_step" },
-    { nodes: [through.node, where.node], play: through.play, name: "_layer" },
-    { nodes: [spent.node], play: spent.play, name: "_token" }, { nodes: [trained.node, shares.node], play: trained.play, name: "_train" }, { nodes: [own, wrong] },
-  ], brief, (chapter) => {
-    moves = chapter > 1;
-    layerPlay.node.hidden = links.hidden = !moves;
-    layer.redraw();
-  });
-  drawer.settle(own, () => story.chapter === 6);
+  const brief = h("div", { class: "brief" }), drawer = controlDrawer(page, [{ node: brief }, ...controls]);
+  const story = chapterScroll(page, [
+    { nodes: [race.node], wide: true, play: race, name: "_race" }, { nodes: [holds.node] }, { nodes: [product.node], play: product.play, name: "_product" },
+    { nodes: [clock.node, layer.node], play: clock.play, name: "_clock" }, { nodes: [through.node, where.node], play: through.play, name: "_layer" },
+    { nodes: [answer.node], play: answer.play, name: "_token" }, { nodes: [flip.node, trained.node, shares.node], play: flip.play, name: "_tokens" },
+    { nodes: [zero.node] }, { nodes: [uses.node] }, { nodes: [compared.node, wrong] },
+  ]);
   const headline = h("p", { class: "headline" });
-  root.append(h("div", { class: "opening" }, headline, drawer.button), drawer.node, story.node, compared.node);
+  root.append(h("div", { class: "opening" }, headline, drawer.button), drawer.node, story.nav, ...story.nodes);
 
   function show(given, part) {
     if (part !== "tokens") {
       metrics.replaceChildren(metricTable(data, given.more.metrics));
-      spent.set(given, data);
+      answer.set(given, data);
+      race.run("AB".slice(0, data.more.sides.length).split("").map((side) => given.tables.spent.columns[`${side} time so far`]), given.state.output);
+      story.settle();
       return;
     }
     data = given;
+    const { sides } = given.more, told = (f) => sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${f(side)}`).join(" ");
     controls.forEach((each) => each.show(given));
-    layerPlay.show(given.more.sentences, Number(page.local("_step", 0)));
-    layer.show(given);
-    layer.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words.join(" ")}`).join(" "));
-    through.set(given);
-    product.set(given);
+    headline.textContent = given.more.headline;
+    story.show(given.more.chapters);
+    for (const each of [race, through, product, flip, zero]) each.set(given);
+    clock.set(given, given.more.clock);
+    trained.set(given, given.more.trained);
+    trained.note.textContent = told((side) => `the training step ${side.trains || "may or may not fit"}.`);
     metrics.replaceChildren(metricTable(given, []));
     brief.replaceChildren(metricSummary(given));
-    opened.replaceChildren(...given.more.sides.map((side, i) => opensIn(`${"AB"[i]}, ${side.layout},`, given.more.opens[i])).filter(Boolean));
-    headline.textContent = given.more.headline;
+    opened.replaceChildren(...sides.map((side, i) => opensIn(`${"AB"[i]}, ${side.layout},`, given.more.opens[i])).filter(Boolean));
     compared.note.textContent = crossover(given);
-    for (const each of [compared, holds, where, shares]) each.show(given);
-    holds.describe(given.more.sides.map((side, i) => `${"AB"[i]}, ${side.layout}: ${side.words[0]}`).join(" "));
+    for (const each of [layer, compared, holds, where, shares, uses]) each.show(given);
+    holds.describe(told((side) => `${side.devices[0].can}; ${side.fits}.`));
     where.describe(given.tables.where.columns.strategy.join(" and "));
-    trained.set(given);
+    compared.describe(`Areas: ${told((side) => `${side.sends} bytes for one step.`)}`);
+    links.replaceChildren(...(inside ? [] : sides.flatMap((side, i) => (side.link ? [i ? " · " : "", h("a", { href: `#${side.link}` }, `${"AB"[i]}: its ${side.gathers ? "all-gather" : "all-reduce"} chunk by chunk`)] : []))));
+    used.replaceChildren(usesTable(given.more));
     partKeys.replaceChildren(...partNames(given).map((name, n) => h("li", {}, h("span", { class: "swatch", style: `background:${numbered(n)};color:#fff`, "aria-hidden": "true" }, h("span", { class: "plate" }, String.fromCharCode(97 + n))), name)));
-    story.show(given.more.chapters);
     claims.replaceChildren(...given.more.claims.map((each) => h("details", {}, h("summary", {}, `“${each.says}”`), h("p", {}, `No: ${each.why}.`))));
   }
 
-  /** What moves at this step of the layer, as the view of collectives shows it. */
-  function showLinks() {
-    const now = data && !inside ? data.more.sides.map((side, i) => [`${"AB"[i]}: ${side.layout}`, side.links[Math.ceil(step)]]).filter(([, link]) => link) : [];
-    links.hidden = !now.length || !moves;
-    links.replaceChildren(...now.map(([name, link]) => h("a", { href: `#${link}` }, `${name}, ${link.includes("all-gather") ? "all-gather" : "all-reduce"} chunk by chunk`)).flatMap((node, i) => (i ? [" · ", node] : [node])));
-  }
-
+  drawer.settle(story.nodes.at(-1).querySelector(".tale"));
   return { show };
+}
+
+/** Who uses which: a row for each software, filled where a strategy is one of its usual ones. */
+function usesTable({ uses, strategies }) {
+  const head = ["software", "", ...strategies, "setting"].map((name) => h("th", { scope: "col" }, name));
+  return h("table", { class: "uses" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, uses.map((use) => h("tr", {}, h("th", { scope: "row" }, use.software), h("td", {}, use.does),
+    strategies.map((name, i) => h("td", {}, use.strategies.includes(name) && h("span", { class: "swatch", style: `background:var(--k-${["a", "b", "rest"][i]})`, role: "img", "aria-label": "yes" }))), h("td", {}, use.how)))));
 }
 
 /** The figure of one token through all layers; `set` shows another answer's. */
@@ -126,10 +129,7 @@ function throughFigure(page) {
     shown.renew();
     const lines = layersDone(given);
     throughPlay.show(lines, Number(page.local("_layer", 0)));
-    throughKeys.replaceChildren(...swatches([...new Set(columns.kind)].sort().map((k) => kinds[k])).map((item, i) => {
-      item.lastChild.textContent = LANES[kinds[[...new Set(columns.kind)].sort()[i]]] ?? item.lastChild.textContent;
-      return item;
-    }));
+    throughKeys.replaceChildren(...swatches([...new Set(columns.kind)].sort().map((k) => kinds[k]), false));
     through.show(given);
     through.describe(`Timeline of one token: ${lines[lines.length - 1]}`);
   }
@@ -144,8 +144,6 @@ function crossover({ more }) {
   const faster = ratio.faster_from_tokens ? `, and is faster from about ${ratio.faster_from_tokens.toLocaleString("en-US")}` : "";
   return `Gathering sends less from ${Math.ceil(ratio.fewer_bytes_from_tokens).toLocaleString("en-US")} tokens in one pass on${faster}.`;
 }
-
-const LANES = { forward: "a layer's arithmetic", update: "output head", rest: "the host", communication: "gathers, sums and messages", waited: "waits for other sequences" };
 
 /** A sentence for each layer that is done. */
 function layersDone({ tables, more }) {

@@ -1,12 +1,12 @@
-// Who holds what of a layer: its matrices side by side, every rank's part in that rank's colour.
+// Who holds what of a layer: its matrices side by side, with every rank's part and number. Columns are outputs.
 
-import { colours, numbered } from "studio/lib/theme";
+import { colourOf, colours } from "studio/lib/theme";
 import { partWords, short } from "studio/views/tokens_matrices";
 
 const GAP = 14, TOP = 44, LEAST = 40;
 
 /** The sides' matrices in pixels: as wide as their columns and as high as their rows, but no lower than `LEAST`. */
-function holdsPlaces(width, data) {
+export function holdsPlaces(width, data) {
   const { matrices, sides } = data.more, narrow = width < 640, wide = narrow ? width : width / sides.length - 16;
   const all = matrices.reduce((sum, m) => sum + m.columns, 0), tallest = Math.max(...matrices.map((m) => m.rows));
   const unit = Math.min((wide - GAP * (matrices.length - 1)) / all, 300 / tallest), high = Math.max(LEAST, tallest * unit);
@@ -35,15 +35,19 @@ export function drawHolds(context, width, data, pointed) {
     context.textAlign = "left";
     context.fillStyle = theme.ink;
     context.font = font.replace("12px", "600 14px");
-    context.fillText(`${"AB"[i]}: ${side.layout}${side.stages.length > 1 ? `, rank 0 has ${side.stages[0]}` : ""}`, place.left, place.top + 9);
+    const name = `${"AB"[i]}: ${side.layout}${side.stages.length > 1 ? `, rank 0 has ${side.stages[0]}` : ""}`, bad = side.fits.startsWith("does not");
+    context.fillText(name, place.left, place.top + 9, place.wide);
+    const x = place.left + context.measureText(name).width + 10;
     context.font = font;
+    context.fillStyle = bad ? theme.bad : theme.muted;
+    context.fillText(side.fits, x, place.top + 9, Math.max(20, place.left + place.wide - x));
     for (const matrix of place.matrices) {
       context.fillStyle = theme.muted;
       context.textAlign = "left";
       context.fillText(short(matrix.name), matrix.x, matrix.y - 12, matrix.w + GAP - 3);
       context.fillStyle = theme.raised;
       context.fillRect(matrix.x, matrix.y, matrix.w, matrix.h);
-      for (const piece of side.pieces) if (piece.name === matrix.name) drawPiece(context, theme, piece, matrix, pointed === null || pointed === piece.rank);
+      for (const piece of side.pieces) if (piece.name === matrix.name) drawPiece(context, theme, piece, matrix, "ab"[i], pointed === null || pointed === piece.rank);
       context.strokeStyle = theme.line;
       context.strokeRect(matrix.x - 0.5, matrix.y - 0.5, matrix.w + 1, matrix.h + 1);
     }
@@ -52,12 +56,13 @@ export function drawHolds(context, width, data, pointed) {
 }
 
 /** strong: false where another rank is pointed at. */
-function drawPiece(context, theme, piece, { x, y, w, h }, strong) {
+function drawPiece(context, theme, piece, { x, y, w, h }, hue, strong) {
   let biggest = [0, 0, 0, 0];
-  context.globalAlpha = strong ? 1 : 0.25;
+  // Neighbours differ in strength, not in hue: the hue is the strategy's.
+  context.globalAlpha = strong ? (piece.rank % 2 ? 0.72 : 1) : 0.2;
   for (const [left, top, wide, high] of piece.boxes) {
     const box = [x + left * w, y + top * h, wide * w, high * h];
-    context.fillStyle = numbered(piece.rank);
+    context.fillStyle = colourOf(hue);
     context.fillRect(...box);
     if (box[2] * box[3] > biggest[2] * biggest[3]) biggest = box;
     if (Math.min(box[2], box[3]) < 4) continue;
@@ -70,9 +75,9 @@ function drawPiece(context, theme, piece, { x, y, w, h }, strong) {
   context.globalAlpha = 1;
   if (biggest[2] < 11 || biggest[3] < 13) return;
   const word = String(piece.rank), wide = context.measureText(word).width + 6, middle = [biggest[0] + biggest[2] / 2, biggest[1] + biggest[3] / 2];
-  context.fillStyle = "rgba(0,0,0,.45)";
+  context.fillStyle = theme.surface;
   context.fillRect(middle[0] - wide / 2, middle[1] - 8, wide, 16);
-  context.fillStyle = "#ffffff";
+  context.fillStyle = theme.ink;
   context.textAlign = "center";
   context.fillText(word, middle[0], middle[1] + 0.5);
 }

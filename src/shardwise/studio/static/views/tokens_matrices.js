@@ -1,4 +1,4 @@
-// What both drawings of a layer's matrices share: their names, and a rank's part of one in words.
+// The matrices of a layer: their names, and a rank's part of one in words.
 
 import { bytes, share } from "studio/lib/format";
 
@@ -6,13 +6,6 @@ const NAMES = { "attention.qkv.q.weight": "Q", "attention.qkv.k.weight": "K", "a
 
 export function short(name) {
   return NAMES[name] ?? name.replace(".weight", "");
-}
-
-/** The pieces of a side by rank, then by matrix. */
-export function byRank(side) {
-  const found = side.devices.map(() => ({}));
-  for (const piece of side.pieces) if (piece.boxes.length) found[piece.rank][piece.name] = piece;
-  return found;
 }
 
 /** What a rank has of a matrix. width: bytes of a number. */

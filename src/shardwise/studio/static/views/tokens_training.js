@@ -1,80 +1,53 @@
-// Why training is different: the same gather beside a layer's arithmetic for many tokens, and for one.
+// Why training is different: one pass of more and more tokens, what a step's time goes to, and what ZeRO is for.
 
 import { bars, barsHeight } from "studio/lib/bars";
-import { line, scale } from "studio/lib/axes";
+import { slider } from "studio/lib/controls";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
 import { seconds } from "studio/lib/format";
-import { drawGantt, eventAt, ganttHeight, prepare, RIGHT, rowHeight, TOP } from "studio/lib/gantt";
+import { legend, lines } from "studio/lib/lines";
 import { swatches } from "studio/lib/legend";
 import { player } from "studio/lib/player";
-import { colours } from "studio/lib/theme";
 
-const LEFT = 100;
-
-/** A token's, a forward and a backward pass of each strategy from the same moment on; a cursor sweeps over all of them. */
-export function trainingFigure(page) {
-  let data = null, events = null, at = 0;
-  const play = player(page, { name: "_train", label: "Time", seconds: 0.25, onFrame: (position) => { at = position; self.redraw(); } });
-  const keys = h("ul", { class: "legend" }, swatches(["forward", "backward", "communication"]).map((item, i) => {
-    item.lastChild.textContent = ["arithmetic of a token, or forward", "arithmetic backward", "gathers, sums and reduce-scatters"][i];
-    return item;
-  }));
-  const self = figure(page, { name: "trained", title: "The same layers for one token and in training", extras: [keys, play.node], height: () => (events ? ganttHeight(events.rows) : 100),
-    draw: (context, width) => events && draw(context, width, data, events, at / data.sentences.slice(1).length),
-    hover: (x, y) => {
-      const i = events ? eventAt(events, [0, data.span], self.canvas.clientWidth, x, y) : -1;
-      return i < 0 ? "" : `${events.name(i)}\nfrom ${seconds(data.columns.start[i])}, takes ${seconds(data.columns.seconds[i])}`;
-    } });
+/** Seconds of a pass over its tokens, on one slider from 1 to 65,536, with the point where the strategies meet. */
+export function flipFigure(page) {
+  let data = null, at = 0;
+  const play = player(page, { name: "_tokens", label: "Tokens of one pass", seconds: 0.5, onFrame: (position) => { at = Math.round(position); self.redraw(); } });
+  const keys = h("ul", { class: "legend" });
+  const self = figure(page, { name: "flip", title: "From one token to a training batch", above: [play.node], extras: [keys], height: 290,
+    draw: (context, width, height) => data && lines(context, width, height, series(data), { logX: true, logY: true, xUnit: "", yUnit: "seconds", xName: "tokens in one pass, over all devices", yName: "time of a pass", marks: marks(data, at) }) });
 
   function set(answer) {
-    data = answer.more.trained;
-    events = prepare(data.columns, data.rows.length, data.kinds);
-    events.name = (i) => data.names[data.columns.name[i]].replace("layer ", "");
-    events.left = LEFT;
-    play.show(data.sentences, Number(page.local("_train", data.sentences.length - 1)));
-    self.note.textContent = hidden(answer);
+    data = answer;
     self.show(answer);
-    self.describe(data.sentences[data.sentences.length - 1]);
+    play.show(answer.more.flip, Number(page.local("_tokens", 0)));
+    keys.replaceChildren(...legend(series(answer)));
+    self.describe(`Lines: time of a pass of 1 to 65,536 tokens. ${answer.more.flip[answer.more.flip.length - 1]}`);
   }
 
   return { ...self, set, play };
 }
 
-function draw(context, width, data, events, share) {
-  const theme = colours(), bottom = TOP + events.rows * rowHeight(events.rows), left = Math.min(LEFT, width * 0.35);
-  drawGantt(context, width, events, [0, data.span], { labels: (row) => data.rows[row] });
-  const x = scale(0, 1, left, width - RIGHT)(share);
-  context.fillStyle = theme.surface;
-  context.globalAlpha = 0.8;
-  context.fillRect(x, TOP, width - RIGHT - x, bottom - TOP);
-  context.globalAlpha = 1;
-  context.strokeStyle = theme.line;
-  // Between the strategies.
-  for (let row = 6; row < events.rows; row += 6) line(context, 0, TOP + row * rowHeight(events.rows) - 1, width - RIGHT, TOP + row * rowHeight(events.rows) - 1);
-  context.strokeStyle = theme.ink;
-  context.lineWidth = 2;
-  if (share < 1) line(context, x, TOP, x, bottom);
-  context.lineWidth = 1;
+function series({ tables, more }) {
+  const { columns } = tables.flip;
+  return more.sides.map(({ layout }, n) => ({ name: `${"AB"[n]}: ${layout}`, n, strong: true, points: columns["tokens of a pass"].map((tokens, i) => [tokens, columns[`${"AB"[n]} takes`][i]]) }));
 }
 
-/** Whether a gather hides behind the block before it in training. */
-function hidden({ tables }) {
-  const t = tables.trained.columns, gathering = t["its gather takes"].findIndex((v) => v > 0);
-  if (gathering < 0) return "In training 8,192 tokens a device share every matrix.";
-  const computes = t["one block computes"][gathering], gather = t["its gather takes"][gathering];
-  return `With 8,192 tokens a device the block before computes ${seconds(computes)}: a gather of ${seconds(gather)} ${gather <= computes ? "hides behind it" : "does not hide behind it"}. With one token there is nothing to hide behind.`;
+function marks({ tables, more }, at) {
+  const tokens = tables.flip.columns["tokens of a pass"][at], meets = more.ratios[0]?.faster_from_tokens;
+  return [[tokens, ""], ...(meets ? [[meets, `equal at ${meets.toLocaleString("en-US")} tokens`]] : [])];
 }
 
 /** What a token's and a training step's time goes to under each strategy. */
 export function sharesFigure(page) {
   let data = null;
+  const kinds = ["forward", "communication", "rest"];
   const self = figure(page, { name: "shares", title: "Shares of the time", height: () => barsHeight(data ? data.tables.shares.columns.of.length : 4),
-    extras: [h("ul", { class: "legend" }, swatches(["forward", "communication", "rest"]).map((item, i) => {
+    extras: [h("ul", { class: "legend" }, swatches(kinds, false).map((item, i) => {
       item.lastChild.textContent = ["computes", "moves data that nothing hides", "waits: bubbles, the host"][i];
       return item;
     }))],
-    draw: (context, width) => data && bars(context, width, rows(data), { unit: "share", left: 170 }) });
+    draw: (context, width) => data && bars(context, width, rows(data), { unit: "share", left: 210, letters: false }) });
   const show = self.show;
 
   self.show = (answer) => {
@@ -86,8 +59,39 @@ export function sharesFigure(page) {
   return self;
 }
 
-function rows({ tables }) {
+function rows({ tables, more }) {
   const { columns } = tables.shares, half = columns.of.length / 2;
-  return columns.of.map((of, i) => ({ label: `${"AB"[i % half]}: ${columns.strategy[i]}`, detail: of, total: 1,
-    parts: [["forward", columns.computes[i]], ["communication", columns["moves data"][i]], ["rest", columns.waits[i]]], words: `takes ${seconds(columns.takes[i])}` }));
+  return columns.of.map((of, i) => {
+    const fits = more.sides[i % half][i < half ? "fits" : "trains"], bad = fits.startsWith("does not");
+    return { label: `${"AB"[i % half]}: ${columns.strategy[i]}`, detail: bad ? `${of}, does not fit` : of, total: 1, bad,
+      parts: [["forward", columns.computes[i]], ["communication", columns["moves data"][i]], ["rest", columns.waits[i]]], words: `takes ${seconds(columns.takes[i])}` };
+  });
+}
+
+const STATES = [["parameters", "weights"], ["gradients", "gradients"], ["optimizer", "optimizer state"]];
+
+/** Bytes of the training states under each stage of ZeRO, on as many devices as a slider says. */
+export function zeroFigure(page) {
+  let data = null, stage = 3;
+  const play = player(page, { name: "_stage", label: "Stage of ZeRO", seconds: 1.6, onFrame: (at) => { stage = Math.round(at); self.redraw(); } });
+  const devices = slider(page, "gpus", "Devices in training", { values: [] });
+  const self = figure(page, { name: "zero", title: "16 bytes for each weight, shared out", above: [h("div", { class: "row" }, devices.node), play.node],
+    extras: [h("ul", { class: "legend" }, swatches(STATES.map(([kind]) => kind), false))], height: barsHeight(4),
+    draw: (context, width) => data && bars(context, width, zeroRows(data, stage), { unit: "bytes", left: 150, limit: data.more.capacity, limitName: "a device", cut: 20, letters: false }) });
+
+  function set(answer) {
+    data = answer;
+    devices.show(answer);
+    self.show(answer);
+    play.show(answer.more.zero, Number(page.local("_stage", 3)));
+    self.describe(answer.more.zero.join(" "));
+  }
+
+  return { ...self, set, play };
+}
+
+function zeroRows({ tables }, stage) {
+  const { columns } = tables.zero;
+  return columns.stage.map((n, i) => ({ label: `${n === stage ? "▸ " : ""}stage ${n}`, detail: ["nothing shared", "optimizer state", "and gradients", "and weights"][n], total: columns["in all"][i], bad: columns.fits[i] === false, good: columns.fits[i] === true,
+    parts: STATES.map(([kind, name]) => [kind, columns[name][i]]) }));
 }
