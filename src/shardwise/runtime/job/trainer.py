@@ -498,11 +498,16 @@ class TrainingRun:
         self.program.optimizer.about = {"run": self.name, "step": step + 1, "samples": self.at.samples + batch}
         key = random.key(config.seed, "dropout", step)
         try:
-            micro_batches = self._micro_batches(step, key)
+            loads_inside = isinstance(around, TimelineRecorder) and not config.layout.served
+            micro_batches = [] if loads_inside else self._micro_batches(step, key)
             with around:
+                if loads_inside:
+                    micro_batches = self._loaded(step, key, around)
                 self.slow.begin(self._number(step), recorded=isinstance(around, StepMeasurement))
                 lr = config.learning_rate(step)
                 loss, norm, _ = self.program.step(micro_batches, lr, self.rounds.ends(step))
+                if isinstance(around, TimelineRecorder):
+                    around.injected(self.slow.spans)
         except RuntimeError as error:
             raise self._named(error, step) from error
         if not self._stops_at(step, loss, norm):
@@ -529,6 +534,12 @@ class TrainingRun:
 
     def _number(self, step: int) -> int:
         return step
+
+    def _loaded(self, step: int, key: int, timeline: TimelineRecorder) -> list[tuple[Batch, Tensor]]:
+        with timeline.loading() as loaded:
+            micro_batches = self._micro_batches(step, key)
+            loaded(len(micro_batches), sum(targets.numel() for _, targets in micro_batches))
+        return micro_batches
 
     def _micro_batches(self, step: int, key: int) -> list[tuple[Batch, Tensor]]:
         return self.batches["train"].step(self.at.samples, self.config.workload.batch, key)

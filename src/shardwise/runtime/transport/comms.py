@@ -23,6 +23,7 @@ from shardwise.layout import Mesh
 from shardwise.layout.algorithms import Schedules
 from shardwise.layout.axes import PP, SERVER, Axes
 from shardwise.layout.units import Backend
+from shardwise.report.exposure import DISK, WAITING
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.transport.buffers import ByteCounter, Target, Workspace, add_up
@@ -57,6 +58,12 @@ class Observer(Protocol):
     def copied(self, op: tuple[str, str], unit: str, spans: Sequence[tuple[int, int]]) -> None:
         """A copy between homes ran in these spans."""
 
+    def mark(self, stream: str, name: str) -> Any:
+        """From now on the rank does this."""
+
+    def resume(self) -> Any:
+        """From now on the rank computes what it last computed."""
+
 
 @dataclass
 class Timing:
@@ -67,6 +74,8 @@ class Timing:
     count: int = 0
     time: float = 0.0
     wait: float = 0.0
+    ranks: tuple[int, ...] = ()
+    """The group's."""
     moved: Moved | None = None
     """Traffic of this rank, where a schedule of the layout's ran."""
 
@@ -319,9 +328,10 @@ class Comms:
         if not self._recording:
             return None
         key = (self.phase, op, self.mesh.name(axes), unit, str(full.dtype).removeprefix("torch."), full.numel())
-        timing = self.timings.setdefault(key, Timing(key, algorithm))
-        timing.count += 1
-        return timing
+        if key not in self.timings:
+            self.timings[key] = Timing(key, algorithm, ranks=self.mesh.group(axes, self.rank))
+        self.timings[key].count += 1
+        return self.timings[key]
 
     def _start(
         self,
@@ -530,6 +540,16 @@ class Comms:
         out = x.new_empty(shape)
         self.reduce_scatter(pieces.view(-1), axes, unit, lambda: Target(out.view(-1)))
         return out
+
+
+@contextmanager
+def waiting_for_disk(comms: Comms) -> Iterator[None]:
+    """The rank does nothing inside the context but wait for a disk."""
+    if comms.timeline is not None:
+        comms.timeline.mark(WAITING, f"for {DISK}")
+    yield
+    if comms.timeline is not None:
+        comms.timeline.resume()
 
 
 def _forget(moved: Moved) -> None:
