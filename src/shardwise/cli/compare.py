@@ -1,8 +1,9 @@
 """A run's prediction against its measurement, or two step reports: every row of the ledger, every class of bytes.
 
 A and B are report files, or run directories, which stand for their measured report. A run directory alone is compared
-with itself: what was predicted for it with what was measured. The exit code is 1 when the ledgers differ. Of a run with
-parameter servers follow its updates, their staleness, and the messages of the whole run.
+with itself: what was predicted for it with what was measured. The exit code is 1 when the ledgers differ. A verdict on
+the step that a run has recorded comes first. Of a run with parameter servers follow its updates, their staleness, and
+the messages of the whole run.
 
 Two predictions (`estimate --json > a.json`) need not be equal: they are shown side by side, with exit code 0.
 """
@@ -10,6 +11,7 @@ Two predictions (`estimate --json > a.json`) need not be equal: they are shown s
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from shardwise.cli.declare import CommandOptions, word
@@ -20,6 +22,8 @@ from shardwise.report import StepReport, compare
 from shardwise.report.predictions import are_predictions, prediction_tables, predictions_json
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.tables import comparison_tables
+from shardwise.report.verdict import Verdict, verdict_of
+from shardwise.report.waiting import WIDTH
 
 if TYPE_CHECKING:
     from shardwise.layout.recorded_run import RecordedRun
@@ -42,16 +46,28 @@ def run(args: CompareOptions) -> int:
         return print_result(args, predictions_json(a, b), prediction_tables(a, b))
     outcome = compare(a, b)
     served = {str(path): run for path in (args.a, args.b) if path is not None and (run := _served(path))}
+    judged = {str(path): found for path in (args.a, args.b) if path is not None and (found := _verdict(path))}
     if args.json:
         updates = [{"run": path, **run.to_json()} for path, run in served.items()]
-        print_json(outcome.to_json() | ({"updates": updates} if updates else {}))
+        verdicts = [{"run": path, **found.to_json()} for path, found in judged.items()]
+        more = {"verdicts": verdicts, "updates": updates}
+        print_json(outcome.to_json() | {name: found for name, found in more.items() if found})
     else:
-        show(comparison_tables(outcome))
+        show(*(_lines(path, found, len(judged)) for path, found in judged.items()), comparison_tables(outcome))
         for path, run in served.items():
             from shardwise.cli.show.sync_table import sync_tables
 
             show(f"\n{path}", *sync_tables(run.layout, run.records, run))
     return 0 if outcome.equal_ledger else 1
+
+
+def _verdict(path: Path) -> Verdict | None:
+    """What a run's recorded step shows."""
+    return verdict_of(RunDirectory.open(path)) if (path / "run.json").is_file() else None
+
+
+def _lines(path: str, found: Verdict, runs: int) -> str:
+    return fill(f"{path}: {found.sentence}" if runs > 1 else found.sentence, WIDTH, subsequent_indent="  ") + "\n"
 
 
 def _served(path: Path) -> RecordedRun | None:

@@ -15,9 +15,10 @@ COMPUTE, COMMUNICATION, WAITING = STREAMS = ("compute", "communication", "waitin
 """The streams of a timeline: what the rank computes; each collective from its issue to its completion; when the rank
 stands still for one, or for a disk."""
 
-DATA, DISK, INJECTED = "data", "disk", "injected"
-"""Further streams: loading a step's text; reads and writes of offloaded state, beside what the rank computes; what
-`--slow` and `--emulate` inject, which the compute stream has too."""
+DATA, DISK, INJECTED, EMULATED = "data", "disk", "injected", "emulated"
+"""Further streams: loading a step's text; reads and writes of offloaded state, beside what the rank computes; waiting
+that `--slow` injects, and what is left of the time that `--emulate` gives to arithmetic, which the compute stream has,
+too."""
 
 LONGEST = 1e12
 """Seconds that an event of a timeline may begin after its step, and last."""

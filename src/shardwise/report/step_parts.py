@@ -4,16 +4,30 @@ A collective ends when its last rank has come and the bytes have moved. Time tha
 last one has arrived is waiting for that rank; the rest is the transfer.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
 from shardwise.codec import Json
 from shardwise.report.exposure import (
-    COMMUNICATION, COMPUTE, DATA, DISK, INJECTED, WAITING, Intervals, TimeSpan, length, overlap, union, without,
-)  # fmt: skip
+    COMMUNICATION,
+    COMPUTE,
+    DATA,
+    DISK,
+    EMULATED,
+    INJECTED,
+    WAITING,
+    Intervals,
+    TimeSpan,
+    length,
+    overlap,
+    union,
+    without,
+)
 
 Recording = Mapping[int, Sequence[TimeSpan]]
 """Rank -> its spans of one step, all on one clock in nanoseconds. Streams: those of `report.exposure`. A collective
@@ -157,12 +171,12 @@ def _divide(
     """Give each moment in which the rank does nothing but communicate to the collective that ends it."""
     mine = {id(call[rank]): i for i, call in enumerate(calls) if rank in call}
     under_way = [span for span in timeline if span.stream == COMMUNICATION]
-    left = without(_union(timeline, COMMUNICATION), union([*_union(timeline, COMPUTE), *_union(timeline, DATA)]))
+    busy = [*_union(timeline, COMPUTE), *_union(timeline, DATA), *_for_disk(timeline)]
+    left = without(_union(timeline, COMMUNICATION), union(busy))
     for span in sorted(under_way, key=lambda span: span.stop):
-        still = overlap(left, [(span.start, span.stop)])
+        still = _taken(left, span.start, span.stop)
         if not still:
             continue
-        left = without(left, still)
         number, before = mine.get(id(span)), 0
         if number is not None:
             last, moment = _last(calls[number])
@@ -176,13 +190,26 @@ def _parts(
     rank: int, timeline: Sequence[TimeSpan], step: int, waits: dict[int, int], transfers: dict[tuple[str, str], int]
 ) -> RankParts:
     compute = _union(timeline, COMPUTE)
-    core = min(length(compute), core_wait(span for span in timeline if span.stream == COMPUTE))
-    disk = union((span.start, span.stop) for span in timeline if span.stream == WAITING and span.name == f"for {DISK}")
-    disk = without(disk, union([*compute, *_union(timeline, COMMUNICATION)]))
+    # Emulated arithmetic ends when it would have, however long it has waited for a core.
+    core = core_wait(span for span in timeline if span.stream == COMPUTE) - length(_union(timeline, EMULATED))
+    core = min(length(compute), max(0, core))
+    disk = without(_for_disk(timeline), compute)
     waited = {other: time for other, time in waits.items() if time}
     data = length(without(_union(timeline, DATA), compute))
-    injected = length(_union(timeline, INJECTED))
+    injected = length(_union(timeline, INJECTED)) + length(_union(timeline, EMULATED))
     return RankParts(rank, step, length(compute) - core, core, data, length(disk), waited, transfers, injected)
+
+
+def _taken(left: Intervals, start: int, stop: int) -> Intervals:
+    """The part of a union from `start` to `stop`, which is taken out of it."""
+    first, last = bisect_left(left, start, key=itemgetter(1)), bisect_left(left, stop, key=itemgetter(0))
+    there, span = left[first:last], [(start, stop)]
+    left[first:last] = without(there, span)
+    return overlap(there, span)
+
+
+def _for_disk(timeline: Sequence[TimeSpan]) -> Intervals:
+    return union((span.start, span.stop) for span in timeline if (span.stream, span.name) == (WAITING, f"for {DISK}"))
 
 
 def core_wait(spans: Iterator[TimeSpan]) -> int:

@@ -298,7 +298,10 @@ class TrainingRun:
             if self._due(config.validate_every, boundary):
                 self._validate(boundary)
             if self._due(config.save_every, boundary):
+                started = time.perf_counter()
                 self._save(last=False)
+                if self.record:
+                    self.record.saved(boundary, time.perf_counter() - started)
             if self.diverged:
                 break
         if self.role is not None:  # no step was left after the measured one
@@ -480,6 +483,7 @@ class TrainingRun:
             "skipped_steps": self.skips,
             **self._waiting(),
             **self._writing(),
+            "verdict": self.record.verdict() if self.record and self.roles is not None else None,
         }
         if self.trains and not math.isfinite(last):
             self.diverged = f"up to step {self.at.step}: the validation loss is {last}"
@@ -507,7 +511,7 @@ class TrainingRun:
                 lr = config.learning_rate(step)
                 loss, norm, _ = self.program.step(micro_batches, lr, self.rounds.ends(step))
                 if isinstance(around, TimelineRecorder):
-                    around.injected(self.slow.spans)
+                    around.injected(self.slow.spans, self.config.emulated is not None)
         except RuntimeError as error:
             raise self._named(error, step) from error
         if not self._stops_at(step, loss, norm):
@@ -555,6 +559,7 @@ class TrainingRun:
 
     def _validate(self, step: int) -> float:
         """Mean loss a token over `validate_batches` global batches of held-out text, the same ones every time."""
+        started = time.perf_counter()
         layout, count = self.config.layout, self.config.workload.batch
         item = layout.dp * layout.micro
         total, tokens = 0.0, 0
@@ -567,7 +572,7 @@ class TrainingRun:
             total, tokens = self._over_replicas(total, tokens)
         mean = total / max(1, tokens) if outer is None else outer.mean(total, tokens)
         if self.record:
-            self.record.validation(step, mean, self.entropy)
+            self.record.validation(step, mean, self.entropy, time.perf_counter() - started)
         return mean
 
     def _over_replicas(self, total: float, tokens: int) -> tuple[float, int]:

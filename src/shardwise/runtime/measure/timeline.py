@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardwise.report.exposure import COMMUNICATION, COMPUTE, DATA, INJECTED, WAITING
+from shardwise.report.exposure import COMMUNICATION, COMPUTE, DATA, EMULATED, INJECTED, WAITING
 from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, TransportRow
 from shardwise.runtime.transport.comms import Key, Timing
@@ -200,9 +200,9 @@ class TimelineRecorder:
         yield lambda micro_batches, tokens: self._loaded.update(micro_batches=micro_batches, tokens=tokens)
         self.resume()
 
-    def injected(self, spans: Sequence[tuple[int, int]]) -> None:
-        """`--slow` and `--emulate` let the rank wait in these spans, nanoseconds of the monotonic clock."""
-        self._apart(INJECTED, "injected waiting", spans)
+    def injected(self, spans: Sequence[tuple[int, int]], emulated: bool) -> None:
+        """`--slow` or `--emulate` let the rank wait in these spans, nanoseconds of the monotonic clock."""
+        self._apart(EMULATED if emulated else INJECTED, "injected waiting", spans)
 
     def resume(self) -> Any:
         """From now on the rank computes what it last computed; returns the moment."""
