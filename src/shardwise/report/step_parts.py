@@ -193,7 +193,7 @@ def _parts(
     # Emulated arithmetic ends when it would have, however long it has waited for a core.
     core = core_wait(span for span in timeline if span.stream == COMPUTE) - length(_union(timeline, EMULATED))
     core = min(length(compute), max(0, core))
-    disk = without(_for_disk(timeline), compute)
+    disk = without(_for_disk(timeline), union([*compute, *_union(timeline, DATA)]))
     waited = {other: time for other, time in waits.items() if time}
     data = length(without(_union(timeline, DATA), compute))
     injected = length(_union(timeline, INJECTED)) + length(_union(timeline, EMULATED))

@@ -89,6 +89,7 @@ def verdict(recording: Recording, between: Sequence[TimeSpan] = (), rows: Mappin
     recording: rank -> spans on one clock. between: spans of the run, as of `run_spans`. rows: rank -> rows that its
     experts received in a step.
     """
+    recording = {rank: spans for rank, spans in recording.items() if spans}
     parts = step_parts(recording)
     if not parts.step:
         return Verdict(parts, ())

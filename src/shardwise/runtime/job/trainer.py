@@ -502,16 +502,17 @@ class TrainingRun:
         self.program.optimizer.about = {"run": self.name, "step": step + 1, "samples": self.at.samples + batch}
         key = random.key(config.seed, "dropout", step)
         try:
-            loads_inside = isinstance(around, TimelineRecorder) and not config.layout.served
-            micro_batches = [] if loads_inside else self._micro_batches(step, key)
+            timeline = around if isinstance(around, TimelineRecorder) else None
+            inside = timeline is not None and not config.layout.served
+            micro_batches = [] if inside else self._micro_batches(step, key)
             with around:
-                if loads_inside:
-                    micro_batches = self._loaded(step, key, around)
+                if timeline is not None and inside:
+                    micro_batches = self._loaded(step, key, timeline)
                 self.slow.begin(self._number(step), recorded=isinstance(around, StepMeasurement))
                 lr = config.learning_rate(step)
                 loss, norm, _ = self.program.step(micro_batches, lr, self.rounds.ends(step))
-                if isinstance(around, TimelineRecorder):
-                    around.injected(self.slow.spans, self.config.emulated is not None)
+                if timeline is not None:
+                    timeline.injected(self.slow.spans, self.config.emulated is not None)
         except RuntimeError as error:
             raise self._named(error, step) from error
         if not self._stops_at(step, loss, norm):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardwise.report.exposure import COMMUNICATION, COMPUTE, DATA, EMULATED, INJECTED, WAITING
+from shardwise.report.exposure import COMMUNICATION, COMPUTE, DATA, DISK, EMULATED, INJECTED, WAITING
 from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, TransportRow
 from shardwise.runtime.transport.comms import Key, Timing
@@ -198,6 +198,12 @@ class TimelineRecorder:
         """The rank loads its text inside the context, and gives the number of micro-batches and of their tokens."""
         self.mark(DATA, "loading text")
         yield lambda micro_batches, tokens: self._loaded.update(micro_batches=micro_batches, tokens=tokens)
+        self.resume()
+
+    @contextmanager
+    def for_disk(self) -> Iterator[None]:
+        self.mark(WAITING, f"for {DISK}")
+        yield
         self.resume()
 
     def injected(self, spans: Sequence[tuple[int, int]], emulated: bool) -> None:

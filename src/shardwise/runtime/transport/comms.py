@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,6 @@ from shardwise.layout import Mesh
 from shardwise.layout.algorithms import Schedules
 from shardwise.layout.axes import PP, SERVER, Axes
 from shardwise.layout.units import Backend
-from shardwise.report.exposure import DISK, WAITING
 from shardwise.report.step_report import LedgerRow, Phase, TransportRow
 from shardwise.runtime.job.pulse import Pulse
 from shardwise.runtime.transport.buffers import ByteCounter, Target, Workspace, add_up
@@ -58,11 +57,8 @@ class Observer(Protocol):
     def copied(self, op: tuple[str, str], unit: str, spans: Sequence[tuple[int, int]]) -> None:
         """A copy between homes ran in these spans."""
 
-    def mark(self, stream: str, name: str) -> Any:
-        """From now on the rank does this."""
-
-    def resume(self) -> Any:
-        """From now on the rank computes what it last computed."""
+    def for_disk(self) -> AbstractContextManager[None]:
+        """The rank does nothing inside the context but wait for a disk."""
 
 
 @dataclass
@@ -542,14 +538,9 @@ class Comms:
         return out
 
 
-@contextmanager
-def waiting_for_disk(comms: Comms) -> Iterator[None]:
-    """The rank does nothing inside the context but wait for a disk."""
-    if comms.timeline is not None:
-        comms.timeline.mark(WAITING, f"for {DISK}")
-    yield
-    if comms.timeline is not None:
-        comms.timeline.resume()
+def waiting_for_disk(comms: Comms) -> AbstractContextManager[None]:
+    """Tell the observer of a recorded step, if there is one."""
+    return nullcontext() if comms.timeline is None else comms.timeline.for_disk()
 
 
 def _forget(moved: Moved) -> None:
