@@ -7,6 +7,8 @@
     <run>/base/                   files beside the tokenizer that it started from: chat template, generation settings
     <run>/reports/*.json          step reports: predicted, measured
     <run>/reports/timelines.json  a step of all ranks on one clock
+    <run>/reports/memory.json     memory over the measured step, of one rank of each kind
+    <run>/reports/memory.pickle   rank 0's, for pytorch.org/memory_viz
     <run>/reports/trace.json      the measured report's timelines, for ui.perfetto.dev
     <run>/errors/*.txt            tracebacks of ranks that failed
     <run>/checkpoints/step-N      written by the checkpoint code
@@ -50,6 +52,8 @@ class RunDirectory:
         self.events_path, self.updates_path = path / "events.jsonl", path / "updates.jsonl"
         self.timelines_path = self.reports / "timelines.json"
         """File of the timelines of all ranks."""
+        self.memory, self.memory_snapshot = self.reports / "memory.json", self.reports / "memory.pickle"
+        """Files of the memory of one rank of each kind over the measured step; rank 0's for pytorch.org/memory_viz."""
         self.trace = self.reports / "trace.json"
         """File of the trace of the measured report's timelines."""
         self._file = path / "run.json"

@@ -19,6 +19,7 @@ from shardwise.model.catalog import catalog
 from shardwise.model.flops import MFU
 from shardwise.report.exposure import Exposure, exposures
 from shardwise.report.files import write_whole
+from shardwise.report.memory_trace import MemoryEvent, write_snapshot
 from shardwise.report.run_directory import COMPANIONS, RunDirectory
 from shardwise.report.step_report import StepReport
 from shardwise.report.strict_json import strict
@@ -199,6 +200,11 @@ class RunRecorder:
         self.directory.append({"time": time.time(), "step": step, **result})
         self._draw(step, {"validation/loss": loss})
         self._show(f"step {step:>4}  validation loss {loss:.4f} (unigram entropy {entropy:.4f})")
+
+    def memory_snapshot(self, events: Sequence[MemoryEvent]) -> None:
+        """Write storages of the measured step for pytorch.org/memory_viz; a run does not depend on it."""
+        with suppress(UserError):
+            write_snapshot(self.directory.memory_snapshot, events)
 
     def saved(self, step: int, seconds: float) -> None:
         self.directory.append({"time": time.time(), "step": step, "saving_s": seconds})

@@ -32,6 +32,7 @@ from shardwise.layout.units import UnitPlan
 from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Parameter
 from shardwise.report.exposure import Exposure
+from shardwise.report.memory_trace import MemoryTrace, write_memory
 from shardwise.report.rank_timelines import Recorded, aligned, kept
 from shardwise.report.run_directory import OFFLOADED, RunDirectory
 from shardwise.report.step_report import Role, StepReport, merge_roles
@@ -217,6 +218,8 @@ class TrainingRun:
         """CPU seconds of all threads of this process, of the same steps."""
         self.role: Role | None = None
         """Measurements of a step on this rank before its times are known."""
+        self.memory: MemoryTrace | None = None
+        """Memory of this rank over the measured step."""
         self.roles: dict[int, Role] | None = None
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
@@ -368,7 +371,9 @@ class TrainingRun:
         loss, norm = self._step(step, measurement or timeline or nullcontext())
         elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
         if measurement is not None:
-            self.role = measurement.role(self.rank)
+            self.role, self.memory = measurement.role(self.rank), measurement.trace(self.rank)
+            if self.record:
+                self.record.memory_snapshot(measurement.events)
         elif step > self.first_step or self.config.steps == 1:
             (self.times if self.rounds.ends(step) else self.inner_times).append(elapsed)
             self.cpu_times.append(cpu)
@@ -606,16 +611,21 @@ class TrainingRun:
         senders: list[Any] = [None]
         if reported and roles:
             leaders = {one.ranks[0] for one in merge_roles(roles)}
-            senders = [kept({rank: count for rank, (_, count) in reported.items()}, leaders)]
+            senders = [(kept({rank: count for rank, (_, count) in reported.items()}, leaders), leaders)]
         dist.broadcast_object_list(senders, src=0)
-        timelines = self._on_rank_0(recorded if self.rank in senders[0] else None)
+        timelines = self._on_rank_0(recorded if self.rank in senders[0][0] else None)
+        memories = self._on_rank_0(self.memory if self.rank in senders[0][1] else None)
         self.pulse.work()
-        if roles is None or timelines is None:
+        if roles is None or timelines is None or memories is None:
             return None
         there = {rank: one for rank, one in timelines.items() if one is not None}
-        if there and self.record:
+        traces = [one for one in memories.values() if one is not None]
+        if self.record:
             directory, step = self.record.directory, self.at.step
-            self._tried(lambda: directory.write_timelines(aligned(there, step, self.world)))
+            if there:
+                self._tried(lambda: directory.write_timelines(aligned(there, step, self.world)))
+            if traces:
+                self._tried(lambda: write_memory(directory.memory, step, traces))
         return {rank: replace(roles[rank], timeline=there[rank].events if rank in there else ()) for rank in roles}
 
     def _waiting(self) -> dict[str, Any]:

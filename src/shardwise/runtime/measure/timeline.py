@@ -28,6 +28,7 @@ import torch.distributed as dist
 from shardwise.report.exposure import COMMUNICATION, COMPUTE, DATA, DISK, EMULATED, INJECTED, WAITING
 from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, TransportRow
+from shardwise.runtime.measure.parts import PartWatcher
 from shardwise.runtime.transport.comms import Key, Timing
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class TimelineRecorder:
         self._loaded: dict[str, int] = {}
         self._flights: list[TimelineCollective] = []
         self._copies: list[Event] = []
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._parts = PartWatcher(program, self._begin_part)
         self._doing = "start of the step"
         self._began = 0
         self._schedstat: int | None = None
@@ -149,7 +150,7 @@ class TimelineRecorder:
             comms.pulse.wait()
             dist.barrier()
             comms.pulse.work()
-        self._watch()
+        self._parts.start()
         with suppress(OSError):
             self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         comms.start_recording()
@@ -167,11 +168,7 @@ class TimelineRecorder:
         comms = self._program.comms
         comms.timeline = None
         comms.stop_recording()
-        for owner, name, before in reversed(self._replaced):
-            delattr(owner, name)
-            if before is not None:
-                setattr(owner, name, before)
-        self._replaced = []
+        self._parts.stop()
 
     # -- what happens
 
@@ -214,6 +211,10 @@ class TimelineRecorder:
         """From now on the rank computes what it last computed; returns the moment."""
         return self.mark(COMPUTE, self._doing)
 
+    def _begin_part(self, part: str) -> None:
+        self._doing = part
+        self.resume()
+
     def issue(self, key: Key, at_once: bool) -> TimelineCollective:
         """A collective is about to be issued. at_once: the rank will stand still until it is complete."""
         flight = TimelineCollective(self, key, None)
@@ -230,29 +231,6 @@ class TimelineRecorder:
     def _apart(self, stream: str, name: str, spans: Sequence[tuple[int, int]]) -> None:
         began = self._began
         self._copies += [_event(name, stream, start - began, stop - began) for start, stop in spans]
-
-    def _watch(self) -> None:
-        program = self._program
-        engine = program.engine
-        self._note(engine, "begin_step", lambda: "start of the step")
-        self._note(engine, "use_unit", lambda kind, part: f"{kind} {part}")
-        self._note(engine, "finish_step", lambda: "end of backward")
-        self._note(program.optimizer, "step", lambda lr: "optimizer step")
-        self._note(engine, "all_gather_params", lambda: "optimizer's new parameters")
-        self._note(program.comms, "in_phase", lambda phase: "loss" if phase == "loss" else None)
-
-    def _note(self, owner: Any, method: str, what: Callable[..., str | None]) -> None:
-        plain = getattr(owner, method)
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            doing = what(*args, **kwargs)
-            if doing is not None:
-                self._doing = doing
-                self.resume()
-            return plain(*args, **kwargs)
-
-        self._replaced.append((owner, method, vars(owner).get(method)))
-        setattr(owner, method, noted)
 
     # -- what was seen
 
