@@ -50,10 +50,11 @@ class PeakTensors(Json):
 
 @dataclass(frozen=True)
 class MemoryTrace(Json):
-    """seconds: of the step, which following every storage makes slow. at, bytes: the curve, and its bytes by `CLASSES`.
-    peak_at, during: when the peak was, and in which part of the step. peak: its bytes by class."""
+    """step: its number. seconds: of the step, which following every storage makes slow. at, bytes: the curve, and its
+    bytes by `CLASSES`. peak_at, during: when the peak was, and in which part of the step. peak: its bytes by class."""
 
     rank: int
+    step: int
     seconds: float
     at: tuple[float, ...]
     bytes: dict[str, list[int]]
@@ -94,8 +95,13 @@ class _Live:
         return "saved" if key in self.saved else "other"
 
 
-def memory_trace(rank: int, events: Sequence[MemoryEvent], lasting: Mapping[str, int], end: int) -> MemoryTrace:
+def memory_trace(
+    rank: int, step: int, events: Sequence[MemoryEvent], lasting: Mapping[str, int], end: int
+) -> MemoryTrace:
     """Replay a step. lasting: bytes of the classes that stay all the time. end: nanoseconds that the step took."""
+    # Making ready to follow storages takes seconds.
+    began = next((event.at for event in events if event.what == PART), 0)
+    events = [event._replace(at=max(0, event.at - began)) for event in events]
     live, totals, curve = _Live(lasting), [], []
     for event in events:
         live.apply(event)
@@ -112,7 +118,8 @@ def memory_trace(rank: int, events: Sequence[MemoryEvent], lasting: Mapping[str,
     tensors = [PeakTensors(*of, len(sizes), sum(sizes)) for of, sizes in found.items()]
     return MemoryTrace(
         rank,
-        end / 1e9,
+        step,
+        (end - began) / 1e9,
         tuple(events[i].at / 1e9 for i in chosen),
         {name: [curve[i][n] for i in chosen] for n, name in enumerate(CLASSES)},
         events[top].at / 1e9 if totals else 0.0,
@@ -129,19 +136,19 @@ def _highest(totals: Sequence[int]) -> Iterator[int]:
         yield max(range(start, min(len(totals), start + step)), key=totals.__getitem__)
 
 
-def write_memory(path: Path, step: int, traces: Sequence[MemoryTrace]) -> None:
+def write_memory(path: Path, traces: Sequence[MemoryTrace]) -> None:
     """Write as JSON, whole or not at all. Raises `UserError` when the file cannot be written."""
-    data = {"step": step, "ranks": [one.to_json() for one in traces]}
+    data = {"ranks": [one.to_json() for one in traces]}
     write_whole(path, json.dumps(data, separators=(",", ":")) + "\n", "memory trace")
 
 
-def read_memory(path: Path) -> tuple[int, tuple[MemoryTrace, ...]]:
-    """(step, traces) of what `write_memory` has written. Raises `UserError` naming the file."""
+def read_memory(path: Path) -> tuple[MemoryTrace, ...]:
+    """What `write_memory` has written. Raises `UserError` naming the file where it is missing or damaged."""
     with os_errors(f"read memory trace {path}"):
         text = path.read_bytes()
     try:
         data = json.loads(text)
-        return int(data["step"]), tuple(MemoryTrace.from_json(one) for one in data["ranks"])
+        return tuple(MemoryTrace.from_json(one) for one in data["ranks"])
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path} is damaged: it holds no memory trace") from None
 

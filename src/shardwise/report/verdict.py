@@ -110,12 +110,13 @@ def _rank_of(finding: Finding, parts: StepParts) -> tuple[bool, float]:
     return finding.cause == HOST_BOUND and finding.seconds < parts.step / 2e9, -finding.seconds
 
 
-def verdict_of(run: RunDirectory) -> Verdict | None:
-    """Judge the step that a run has recorded on all ranks; None where it has not. Raises `UserError` for damaged
-    files."""
-    if not run.timelines_path.is_file():
+def verdict_of(run: RunDirectory, timelines: RankTimelines | None = None) -> Verdict | None:
+    """Judge a step that a run has recorded on all ranks, the first one where none is given; None where there is none.
+    Raises `UserError` for damaged files."""
+    timelines = timelines or next(iter(run.timelines().values()), None)
+    if timelines is None:
         return None
-    timelines, rows = RankTimelines.read(run.timelines_path), {}
+    rows: dict[int, int] = {}
     if run.report("measured").is_file():
         roles = StepReport.read(run.report("measured")).roles
         rows = {rank: _rows(role.routed) for role in roles for rank in role.ranks if role.routed}

@@ -218,6 +218,8 @@ class TrainingRun:
         """CPU seconds of all threads of this process, of the same steps."""
         self.role: Role | None = None
         """Measurements of a step on this rank before its times are known."""
+        self.reported = False
+        """Whether the measured step and the one after it are over."""
         self.memory: MemoryTrace | None = None
         """Memory of this rank over the measured step."""
         self.roles: dict[int, Role] | None = None
@@ -367,20 +369,24 @@ class TrainingRun:
         started, cpu, waited = time.perf_counter(), time.process_time(), self.pulse.waited
         measurement = StepMeasurement(self.program) if measure else None
         again = self.role is not None and self.rounds.ends(step)
-        timeline = TimelineRecorder(self.program) if again else None
+        last = self.reported and step == self.config.steps - 1 and not self.config.layout.served
+        timeline = TimelineRecorder(self.program) if again or last else None
         loss, norm = self._step(step, measurement or timeline or nullcontext())
         elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
         if measurement is not None:
-            self.role, self.memory = measurement.role(self.rank), measurement.trace(self.rank)
+            self.role, self.memory = measurement.role(self.rank), measurement.trace(self.rank, step + 1)
             if self.record:
                 self.record.memory_snapshot(measurement.events)
         elif step > self.first_step or self.config.steps == 1:
             (self.times if self.rounds.ends(step) else self.inner_times).append(elapsed)
             self.cpu_times.append(cpu)
-        if timeline is not None and self.role is not None:
+        if timeline is not None and last:
+            self._gather_last(timeline.recorded())
+        elif timeline is not None and self.role is not None:
             role = replace(self.role, transport=timeline.transport(self.role.ledger))
             self.role = None
             self._measured(role, timeline.recorded())
+            self.reported = True
         if self.record:
             rate = self._rate(elapsed)
             self._record(step, dict(
@@ -621,12 +627,27 @@ class TrainingRun:
         there = {rank: one for rank, one in timelines.items() if one is not None}
         traces = [one for one in memories.values() if one is not None]
         if self.record:
-            directory, step = self.record.directory, self.at.step
-            if there:
-                self._tried(lambda: directory.write_timelines(aligned(there, step, self.world)))
+            directory = self.record.directory
+            self._write_timelines(there)
             if traces:
-                self._tried(lambda: write_memory(directory.memory, step, traces))
+                self._tried(lambda: write_memory(directory.memory, traces))
         return {rank: replace(roles[rank], timeline=there[rank].events if rank in there else ()) for rank in roles}
+
+    def _write_timelines(self, there: dict[int, Recorded], last: bool = False) -> None:
+        if there and self.record:
+            directory, step = self.record.directory, self.at.step
+            self._tried(lambda: directory.write_timelines(aligned(there, step, self.world), last))
+
+    def _gather_last(self, recorded: Recorded) -> None:
+        """The last step's timelines, of as many ranks as there is room for, on rank 0, which writes them."""
+        self.pulse.collective("the gather of the last step's timelines")
+        self.pulse.wait()
+        reported = self._on_rank_0(len(recorded.events))
+        senders = [kept(reported, {0})] if reported else [None]
+        dist.broadcast_object_list(senders, src=0)
+        timelines = self._on_rank_0(recorded if self.rank in (senders[0] or ()) else None)
+        self.pulse.work()
+        self._write_timelines({rank: one for rank, one in (timelines or {}).items() if one is not None}, last=True)
 
     def _waiting(self) -> dict[str, Any]:
         """Seconds that each rank that trains stood still for others; on rank 0, which shows them."""

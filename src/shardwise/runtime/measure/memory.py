@@ -202,10 +202,10 @@ class StepMeasurement:
         """What happened to storages, in order."""
         return self._storages.events
 
-    def trace(self, rank: int) -> MemoryTrace:
-        """Memory over the step."""
+    def trace(self, rank: int, step: int) -> MemoryTrace:
+        """Memory over the step. step: its number."""
         lasting = {name: _unique_bytes(tensors) for name, tensors in self._lasting.items()}
-        return memory_trace(rank, self.events, lasting, self._end)
+        return memory_trace(rank, step, self.events, lasting, self._end)
 
     def _pack(self, tensor: Tensor) -> _Packed:
         packed, storage = _Packed(tensor), tensor.untyped_storage()

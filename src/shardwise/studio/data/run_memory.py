@@ -1,0 +1,56 @@
+"""Memory of a measured step over time, its peak, and the tensors that were there then."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.report.memory_trace import CLASSES, MemoryTrace
+from shardwise.report.palette import BYTE_CLASSES
+from shardwise.report.units import format_bytes, format_time
+from shardwise.studio.columns import Table
+
+SHOWN = 10
+"""Tensors that are drawn."""
+HOW_PEAK = [
+    "Every storage is followed from the operation that made it to its end, which makes the step slow.",
+    "saved: what backward needs; parameters and optimizer state are there all the time.",
+    "rank 0's step as PyTorch's memory viewer opens it: reports/memory.pickle, for pytorch.org/memory_viz.",
+]
+"""How the memory of a step is measured."""
+
+
+def memory_step(traces: Sequence[MemoryTrace]) -> dict[str, Table]:
+    """Tables "over" (the curve of each rank) and "peak" (tensors at the peak)."""
+    labels = [BYTE_CLASSES[name].label for name in CLASSES]
+    points = [
+        (one.rank, at, *(one.bytes[name][i] for name in CLASSES)) for one in traces for i, at in enumerate(one.at)
+    ]
+    units = {"rank": "", "at": "seconds", **dict.fromkeys(labels, "bytes")}
+    tensors = [
+        (one.rank, BYTE_CLASSES[each.byte_class].label, each.what, each.count, each.bytes)
+        for one in traces
+        for each in one.tensors
+    ]
+    columns = {"rank": "", "class": "", "tensors": "", "count": "count", "bytes": "bytes"}
+    over = Table.of_rows("Memory over one step", units, points)
+    return {"over": over, "peak": Table.of_rows("The largest tensors at the peak", columns, tensors)}
+
+
+def peak_bars(traces: Sequence[MemoryTrace]) -> list[dict[str, Any]]:
+    """The largest tensors at the peak of the first rank."""
+    return [
+        {
+            "label": each.what,
+            "detail": f"{each.count} x" if each.count > 1 else "",
+            "total": each.bytes,
+            "parts": [(each.byte_class, each.bytes)],
+            "words": "",
+        }
+        for each in traces[0].tensors[:SHOWN]
+    ]
+
+
+def peak_words(one: MemoryTrace) -> str:
+    """When a rank's peak was, and how much was there."""
+    total = format_bytes(sum(one.peak.values()))
+    when = f"{format_time(one.peak_at)} after step {one.step} began, which took {format_time(one.seconds)}"
+    return f"rank {one.rank}: {total} in {one.during}, {when}"
