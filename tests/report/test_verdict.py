@@ -155,7 +155,7 @@ def test_the_slow_rank_is_named_with_its_milliseconds_and_who_lost_them() -> Non
     assert verdict(marked).line == "923 ms; rank 1 began 820 ms late (injected); ranks 0,2-3 lost 820 ms there"
     plain, told = verdict(made).findings, verdict(marked).findings
     assert [replace(one, words="") for one in plain] == [replace(one, words="") for one in told]
-    slower = usual(80, "backward blocks.0", rank=2)
+    slower = usual(80, "forward blocks.0", rank=2)
     assert "rank 2 computed 80.0 ms longer than the others" in verdict(slower).line
 
 

@@ -37,16 +37,13 @@ def memory_step(traces: Sequence[MemoryTrace]) -> dict[str, Table]:
 
 def peak_bars(traces: Sequence[MemoryTrace]) -> list[dict[str, Any]]:
     """The largest tensors at the peak of the first rank."""
-    return [
-        {
-            "label": each.what,
-            "detail": f"{each.count} x" if each.count > 1 else "",
-            "total": each.bytes,
-            "parts": [(each.byte_class, each.bytes)],
-            "words": "",
-        }
-        for each in traces[0].tensors[:SHOWN]
-    ]
+    bars = []
+    for each in traces[0].tensors[:SHOWN]:
+        made_by, _, shape = each.what.partition(" ")
+        detail = f"{each.count} x {shape}" if each.count > 1 else shape
+        parts = [(each.byte_class, each.bytes)]
+        bars.append({"label": made_by, "detail": detail, "total": each.bytes, "parts": parts, "words": ""})
+    return bars
 
 
 def peak_words(one: MemoryTrace) -> str:

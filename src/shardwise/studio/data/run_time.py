@@ -85,7 +85,7 @@ _RANKS = {
 _ARRIVALS = {"collective": "", "phase": "", "ranks": "", "last": "", "late": "seconds", "lost": "seconds"}
 SHOWN = 10
 """Collectives that are drawn."""
-_LOOKS = dict(zip(PARTS, ("computing", "core", "communication", "idle", "disk", "loading", "spare"), strict=True))
+_LOOKS = dict(zip(PARTS, ("computing", "core", "transfer", "idle", "disk", "loading", "spare"), strict=True))
 """Part of a rank's step -> its kind in the palette."""
 _TRAFFIC = {
     "rank": "", "operation": "", "axes": "", "calls": "count", "payload": "bytes", "time": "seconds",
