@@ -67,7 +67,7 @@ RUNS = (
     ),
     Run("no cause, dp=2", None, "--layout dp=2,zero=1 --batch 8 --emulate 600ms"),
     Run("no cause, dp=4,zero=3", None, "--layout dp=4,zero=3 --batch 8 --emulate 1500ms"),
-    Run("no cause, pp=2", None, "--layout pp=2,micro=4 --batch 32 --emulate 1500ms"),
+    Run("no cause, pp=2", None, "--layout pp=2,micro=4 --batch 16 --emulate 2500ms"),
 )  # fmt: skip
 
 

@@ -24,13 +24,26 @@ def computes_again() -> bool:
     return bool(getattr(_running, "again", False))
 
 
+def watch(told: Callable[[bool], object] | None) -> None:
+    """Have `told` called where a piece begins to be computed again (True), and where that ends; None: nobody."""
+    global _told
+    _told = told
+
+
+_told: Callable[[bool], object] | None = None
+
+
 @contextmanager
 def _again() -> Iterator[None]:
     _running.again = True
+    if _told is not None:
+        _told(True)
     try:
         yield
     finally:
         _running.again = False
+        if _told is not None:
+            _told(False)
 
 
 class _Recompute(torch.autograd.Function):

@@ -27,6 +27,8 @@ SHORT, MICRO_BATCHES = 3e-3, 8
 SAME_RANKS = ("tp", "kv", "cp")
 """Axes of collectives inside blocks, behind which there is nothing to compute."""
 HOST_BOUND = "host-bound"
+FOLLOWS = ("slow rank", "slow link", "no overlap", "many small collectives")
+"""Causes that may follow from a lack of cores."""
 VALIDATION, SAVING = BETWEEN = ("validation", "saving")
 """Streams of a run between its steps."""
 
@@ -56,9 +58,12 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """The step's time and its costliest cause, or where the time went."""
+        """The step's time and its first cause, with another one that costs more; or where the time went."""
         if self.findings:
-            return f"{format_time(self.seconds)}; {self.findings[0].words}"
+            first = self.findings[0]
+            more = max(self.findings, key=lambda each: each.seconds)
+            also = f". Also {more.words}" if more.seconds > first.seconds else ""
+            return f"{format_time(self.seconds)}; {first.words}{also}"
         means = {words: self.parts.mean(part) for part, words in PARTS.items()}
         largest = sorted(means, key=lambda words: -means[words])[:3]
         shares = ", ".join(f"{words} {format_share(means[words] / self.seconds)}" for words in largest if means[words])
@@ -102,12 +107,15 @@ def verdict(recording: Recording, between: Sequence[TimeSpan] = (), rows: Mappin
         *_between(between, parts.step / 1e9),
     ]
     named = [each for each in every if each.seconds >= LEAST * parts.step / 1e9]
-    return Verdict(parts, tuple(sorted(named, key=lambda each: _rank_of(each, parts))))
+    crowded = parts.mean("core") >= parts.step / 2e9
+    return Verdict(parts, tuple(sorted(named, key=lambda each: _rank_of(each, crowded))))
 
 
-def _rank_of(finding: Finding, parts: StepParts) -> tuple[bool, float]:
-    """The costliest first; but cores that others use come after what the program does, unless they are most of it."""
-    return finding.cause == HOST_BOUND and finding.seconds < parts.step / 2e9, -finding.seconds
+def _rank_of(finding: Finding, crowded: bool) -> tuple[int, float]:
+    """The costliest first. But a host that lacks cores comes after what the program does anywhere; if it is crowded, it
+    comes before slow transfers and slow ranks, which follow from that."""
+    place = 1 if finding.cause == HOST_BOUND else 2 if crowded and finding.cause in FOLLOWS else 0
+    return place, -finding.seconds
 
 
 def verdict_of(run: RunDirectory, timelines: RankTimelines | None = None) -> Verdict | None:
@@ -146,33 +154,39 @@ def run_spans(events: Sequence[Mapping[str, Any]]) -> list[TimeSpan]:
 
 
 def _slow_rank(recording: Recording, parts: StepParts, rows: Mapping[int, int]) -> Iterator[Finding]:
-    """The rank that computes longest beside the others: slow, with more of the model, or with more rows of experts."""
+    """The rank that computes longest beside the others: slow, with more of the model, or with more rows of experts.
+
+    Ranks are compared by their time on a core. What one has more, it waits for a core longer, too: as long as all ranks
+    do on average.
+    """
     if len(parts.ranks) < 2:
         return
     slow = max(parts.ranks, key=lambda one: one.computing)
     others = [one for one in parts.ranks if one is not slow]
     excess = slow.computing - round(median(one.computing for one in others))
+    computing, core = (sum(one.of(part) for one in parts.ranks) for part in ("computing", "core"))
+    longer = excess * (computing + core) / max(1, computing)
     work = {rank: _work(timeline) for rank, timeline in recording.items()}
     same, names = _longer(work[slow.rank], [work[one.rank] for one in others])
     lost = _lost(slow.rank, others)
     mean = fmean(rows.values()) if rows else 0.0
+    cause, words = "slow rank", f"rank {slow.rank} computed {_time(longer)} longer"
     if mean and rows.get(slow.rank, 0) >= 1.25 * mean:
-        times = f"{rows[slow.rank] / mean:.1f} times the mean of rows"
-        words = f"imbalance of experts: rank {slow.rank} received {times} and computed {_time(excess)} longer{lost}"
-        yield Finding("imbalance of experts", excess / 1e9, words, (slow.rank,))
+        cause = "imbalance of experts"
+        words = f"{cause}: rank {slow.rank} received {rows[slow.rank] / mean:.1f} times the mean of rows and computed "
+        words += f"{_time(longer)} longer"
     elif same < excess / 2:
         mine = sum(count for _, count in work[slow.rank].values())
         usual = round(median(sum(count for _, count in work[one.rank].values()) for one in others))
-        words = f"uneven stages: rank {slow.rank} computed {_time(excess)} longer, {mine} parts against {usual}{lost}"
-        yield Finding("uneven stages", excess / 1e9, words, (slow.rank,))
+        cause, words = "uneven stages", f"uneven stages: {words}, {mine} parts against {usual}"
     else:
-        injected = slow.injected - median(one.injected for one in others) > excess / 2
-        late, mark = _late(recording, slow.rank), " (injected)" if injected else ""
-        words = f"rank {slow.rank} computed {_time(excess)} longer than the others{mark}, most of it in {names}{lost}"
+        mark = " (injected)" if slow.injected - median(one.injected for one in others) > excess / 2 else ""
+        words += f" than the others{mark}, most of it in {names}"
+        late = _late(recording, slow.rank)
         if late >= excess / 2 and not re.match(_PARTS_OF_MODEL, names):
             lost = _lost_at_once(slow.rank, parts)
-            excess, words = late, f"rank {slow.rank} began {_time(late)} late{mark}{lost}"
-        yield Finding("slow rank", excess / 1e9, words, (slow.rank,))
+            longer, words = late, f"rank {slow.rank} began {_time(late)} late{mark}"
+    yield Finding(cause, longer / 1e9, words + lost, (slow.rank,))
 
 
 _PARTS_OF_MODEL = "forward|backward|recompute|optimizer|end of backward"
@@ -298,7 +312,7 @@ def _micro_batches(recording: Recording, parts: StepParts) -> Iterator[Finding]:
         names = {span.name for span in passes}
         if count < MICRO_BATCHES or not names:
             continue
-        took = sum(_time_of(passes)) / 1e9
+        took = (sum(_time_of(passes)) - core_wait(iter(passes))) / 1e9
         if took / len(names) / count <= SHORT:
             words = (
                 f"tiny micro-batches: {count} of {tokens // count} tokens; a pass through a part of the model takes "
