@@ -231,4 +231,4 @@ def test_a_run_on_disk_has_its_verdict(tmp_path: Path) -> None:
         )
         found = verdict_of(run)
     assert found is not None and found.number == 4
-    assert found.sentence.startswith("step 4: 110 ms; validation")
+    assert found.text().startswith("step 4: 110 ms; validation") and found.text("x").startswith("x: step 4")

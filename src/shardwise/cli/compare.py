@@ -11,7 +11,6 @@ Two predictions (`estimate --json > a.json`) need not be equal: they are shown s
 from __future__ import annotations
 
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 from shardwise.cli.declare import CommandOptions, word
@@ -23,7 +22,6 @@ from shardwise.report.predictions import are_predictions, prediction_tables, pre
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.tables import comparison_tables
 from shardwise.report.verdict import Verdict, verdict_of
-from shardwise.report.waiting import WIDTH
 
 if TYPE_CHECKING:
     from shardwise.layout.recorded_run import RecordedRun
@@ -53,7 +51,8 @@ def run(args: CompareOptions) -> int:
         more = {"verdicts": verdicts, "updates": updates}
         print_json(outcome.to_json() | {name: found for name, found in more.items() if found})
     else:
-        show(*(_lines(path, found, len(judged)) for path, found in judged.items()), comparison_tables(outcome))
+        lines = [found.text(path if len(judged) > 1 else "") + "\n" for path, found in judged.items()]
+        show(*lines, comparison_tables(outcome))
         for path, run in served.items():
             from shardwise.cli.show.sync_table import sync_tables
 
@@ -64,10 +63,6 @@ def run(args: CompareOptions) -> int:
 def _verdict(path: Path) -> Verdict | None:
     """What a run's recorded step shows."""
     return verdict_of(RunDirectory.open(path)) if (path / "run.json").is_file() else None
-
-
-def _lines(path: str, found: Verdict, runs: int) -> str:
-    return fill(f"{path}: {found.sentence}" if runs > 1 else found.sentence, WIDTH, subsequent_indent="  ") + "\n"
 
 
 def _served(path: Path) -> RecordedRun | None:

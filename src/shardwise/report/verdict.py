@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
+from textwrap import fill
 from typing import Any
 
 from shardwise.codec import Json
@@ -17,6 +18,7 @@ from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_parts import PARTS, RankParts, Recording, StepParts, core_wait, step_parts
 from shardwise.report.step_report import StepReport
 from shardwise.report.units import format_bytes, format_ranks, format_share, format_time
+from shardwise.report.waiting import WIDTH
 
 LEAST = 0.1
 """Share of a step from which a cause is named."""
@@ -69,9 +71,11 @@ class Verdict:
         shares = ", ".join(f"{words} {format_share(means[words] / self.seconds)}" for words in largest if means[words])
         return f"{format_time(self.seconds)}: {shares}; no cause stands out"
 
-    @property
-    def sentence(self) -> str:
-        return self.line if self.number is None else f"step {self.number}: {self.line}"
+    def text(self, run: str = "") -> str:
+        """The line with the step's number, at most 80 columns wide. run: a name before it."""
+        names = [run] if run else []
+        names += [] if self.number is None else [f"step {self.number}"]
+        return fill(": ".join([*names, self.line]), WIDTH, subsequent_indent="  ")
 
     def to_json(self, tables: bool = True) -> dict[str, Any]:
         """A JSON-ready dictionary, times in seconds. tables: with all ranks and collectives."""
@@ -142,8 +146,9 @@ def run_spans(events: Sequence[Mapping[str, Any]]) -> list[TimeSpan]:
     spans = []
     for event in events:
         for key, stream in keys.items():
-            if isinstance(seconds := event.get(key), (int, float)):
-                stop = round(event.get("time", 0.0) * 1e9)
+            seconds, ended = event.get(key), event.get("time")
+            if isinstance(seconds, (int, float)) and isinstance(ended, (int, float)):
+                stop = round(ended * 1e9)
                 name = f"{stream} {event.get('step', '')}"
                 spans.append(TimeSpan(name, stream, stop - round(seconds * 1e9), stop, {}))
     steps = [i for i, span in enumerate(spans) if span.stream not in BETWEEN]

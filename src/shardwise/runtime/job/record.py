@@ -214,7 +214,7 @@ class RunRecorder:
         judged = verdict_of(self.directory)
         if judged is None:
             return None
-        print(judged.sentence, flush=True)
+        print(judged.text(), flush=True)
         return judged.to_json(tables=False)
 
     def warn(self, text: str, step: int) -> None:

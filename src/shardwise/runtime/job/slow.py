@@ -69,8 +69,8 @@ class InjectedWaiting:
 
     def _sleep(self, seconds: float) -> None:
         """Wait with heartbeats: the rank is not stuck."""
-        began = time.perf_counter_ns()
-        until = time.perf_counter() + seconds
+        began = time.perf_counter()
+        until = began + seconds
         if seconds > 0:
             self._pulse.work("the waiting that --slow and --emulate inject")
             self.seconds += seconds
@@ -78,7 +78,7 @@ class InjectedWaiting:
             time.sleep(min(SLICE, left))
             self._pulse.work()
         if seconds > 0:
-            self.spans.append((began, time.perf_counter_ns()))
+            self.spans.append((round(began * 1e9), round(time.perf_counter() * 1e9)))
 
 
 class TrainingClock:
