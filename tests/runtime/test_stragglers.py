@@ -12,8 +12,8 @@ from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import catalog
-from shardwise.report.memory_trace import read_memory
 from shardwise.report.run_directory import RunDirectory
+from shardwise.report.step_memory import read_memory
 from shardwise.report.step_report import StepReport
 from shardwise.report.waiting import RankWaiting, waiting_lines
 from shardwise.runtime.job import pulse, slow

@@ -15,9 +15,9 @@ from harness.cases import from_table
 from harness.report_strategies import reports
 from harness.today import FOLLOWED, of_some
 from shardwise.errors import UserError
-from shardwise.report.memory_trace import ALLOC, ENGINE, FREE, PART, SAVED, MemoryEvent, memory_trace, write_memory
 from shardwise.report.rank_timelines import Recorded, aligned
 from shardwise.report.run_directory import RunDirectory
+from shardwise.report.step_memory import ALLOC, ENGINE, FREE, PART, SAVED, StorageEvent, step_memory, write_memory
 from shardwise.report.step_parts import PARTS
 from shardwise.report.step_report import Bytes, LedgerRow, Role, StepReport, TransportRow
 from shardwise.report.strict_json import strict
@@ -186,14 +186,14 @@ def test_the_step_and_the_verdict_are_those_that_are_chosen(tmp_path: Path) -> N
 def test_memory_of_a_step_has_its_peak_by_class(tmp_path: Path) -> None:
     make_run(tmp_path / "one", steps=1)
     events = [
-        MemoryEvent(*event)
+        StorageEvent(*event)
         for event in (
             (9, PART, 0, 0, "forward blocks.0"), (10, ALLOC, 1, 100, "aten.mm [10]"), (11, ALLOC, 2, 50, "aten.mm [5]"),
             (12, SAVED, 1, 0, ""), (13, FREE, 2, 0, ""), (14, PART, 0, 0, "backward blocks.0"),
             (15, ENGINE, 0, 70, "gradients"), (16, FREE, 1, 0, ""),
         )
     ]  # fmt: skip
-    traced = memory_trace(0, 3, events, {"parameters": 1000}, 29)
+    traced = step_memory(0, 3, events, {"parameters": 1000}, 29)
     assert (traced.during, traced.peak_at, traced.seconds) == ("backward blocks.0", 6e-9, 2e-8)
     assert {name: size for name, size in traced.peak.items() if size} == {
         "parameters": 1000, "gradients": 70, "saved": 100,

@@ -19,8 +19,8 @@ from shardwise.model.catalog import catalog
 from shardwise.model.flops import MFU
 from shardwise.report.exposure import Exposure, exposures
 from shardwise.report.files import write_whole
-from shardwise.report.memory_trace import MemoryEvent, write_snapshot
 from shardwise.report.run_directory import COMPANIONS, RunDirectory
+from shardwise.report.step_memory import StorageEvent, write_snapshot
 from shardwise.report.step_report import StepReport
 from shardwise.report.strict_json import strict
 from shardwise.report.trace import write_trace
@@ -201,7 +201,7 @@ class RunRecorder:
         self._draw(step, {"validation/loss": loss})
         self._show(f"step {step:>4}  validation loss {loss:.4f} (unigram entropy {entropy:.4f})")
 
-    def memory_snapshot(self, events: Sequence[MemoryEvent]) -> None:
+    def memory_snapshot(self, events: Sequence[StorageEvent]) -> None:
         """Write storages of the measured step for pytorch.org/memory_viz; a run does not depend on it."""
         with suppress(UserError):
             write_snapshot(self.directory.memory_snapshot, events)

@@ -32,9 +32,9 @@ from shardwise.layout.units import UnitPlan
 from shardwise.model.flops import training_flops_per_token
 from shardwise.model.parameters import Parameter
 from shardwise.report.exposure import Exposure
-from shardwise.report.memory_trace import MemoryTrace, write_memory
 from shardwise.report.rank_timelines import Recorded, aligned, kept
 from shardwise.report.run_directory import OFFLOADED, RunDirectory
+from shardwise.report.step_memory import StepMemory, write_memory
 from shardwise.report.step_report import Role, StepReport, merge_roles
 from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver, restore, start_adapters, start_from
@@ -220,7 +220,7 @@ class TrainingRun:
         """Measurements of a step on this rank before its times are known."""
         self.reported = False
         """Whether the measured step and the one after it are over."""
-        self.memory: MemoryTrace | None = None
+        self.memory: StepMemory | None = None
         """Memory of this rank over the measured step."""
         self.roles: dict[int, Role] | None = None
 

@@ -23,16 +23,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.ops.gradients import WeightGradient
-from shardwise.report.memory_trace import (
+from shardwise.report.step_memory import (
     ALLOC,
     ENGINE,
     FREE,
     PART,
     SAVED,
     UNSAVED,
-    MemoryEvent,
-    MemoryTrace,
-    memory_trace,
+    StepMemory,
+    StorageEvent,
+    step_memory,
 )
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.measure.parts import PartWatcher
@@ -57,7 +57,7 @@ class LiveStorages(TorchDispatchMode):
         self._known = known
         self.live = 0
         self.peak = 0
-        self.events: list[MemoryEvent] = []
+        self.events: list[StorageEvent] = []
         self._began = time.perf_counter_ns()
 
     @property
@@ -66,7 +66,7 @@ class LiveStorages(TorchDispatchMode):
         return time.perf_counter_ns() - self._began
 
     def note(self, what: str, key: int, size: int = 0, words: str = "") -> None:
-        self.events.append(MemoryEvent(self.now, what, key, size, words))
+        self.events.append(StorageEvent(self.now, what, key, size, words))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -198,14 +198,14 @@ class StepMeasurement:
                 self._engine[name] = size
 
     @property
-    def events(self) -> list[MemoryEvent]:
+    def events(self) -> list[StorageEvent]:
         """What happened to storages, in order."""
         return self._storages.events
 
-    def trace(self, rank: int, step: int) -> MemoryTrace:
+    def trace(self, rank: int, step: int) -> StepMemory:
         """Memory over the step. step: its number."""
         lasting = {name: _unique_bytes(tensors) for name, tensors in self._lasting.items()}
-        return memory_trace(rank, step, self.events, lasting, self._end)
+        return step_memory(rank, step, self.events, lasting, self._end)
 
     def _pack(self, tensor: Tensor) -> _Packed:
         packed, storage = _Packed(tensor), tensor.untyped_storage()

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.report.memory_trace import CLASSES, MemoryTrace
 from shardwise.report.palette import BYTE_CLASSES
+from shardwise.report.step_memory import CLASSES, StepMemory
 from shardwise.report.units import format_bytes, format_time
 from shardwise.studio.columns import Table
 
@@ -18,7 +18,7 @@ HOW_PEAK = [
 """How the memory of a step is measured."""
 
 
-def memory_step(traces: Sequence[MemoryTrace]) -> dict[str, Table]:
+def memory_step(traces: Sequence[StepMemory]) -> dict[str, Table]:
     """Tables "over" (the curve of each rank) and "peak" (tensors at the peak)."""
     labels = [BYTE_CLASSES[name].label for name in CLASSES]
     points = [
@@ -35,7 +35,7 @@ def memory_step(traces: Sequence[MemoryTrace]) -> dict[str, Table]:
     return {"over": over, "peak": Table.of_rows("The largest tensors at the peak", columns, tensors)}
 
 
-def peak_bars(traces: Sequence[MemoryTrace]) -> list[dict[str, Any]]:
+def peak_bars(traces: Sequence[StepMemory]) -> list[dict[str, Any]]:
     """The largest tensors at the peak of the first rank."""
     bars = []
     for each in traces[0].tensors[:SHOWN]:
@@ -46,7 +46,7 @@ def peak_bars(traces: Sequence[MemoryTrace]) -> list[dict[str, Any]]:
     return bars
 
 
-def peak_words(one: MemoryTrace) -> str:
+def peak_words(one: StepMemory) -> str:
     """When a rank's peak was, and how much was there."""
     total = format_bytes(sum(one.peak.values()))
     when = f"{format_time(one.peak_at)} after step {one.step} began, which took {format_time(one.seconds)}"

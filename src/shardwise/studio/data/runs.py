@@ -12,10 +12,10 @@ import numpy as np
 from shardwise.errors import UserError
 from shardwise.report.compare import PEAK_TOLERANCE, ReportComparison, compare
 from shardwise.report.exposure import exposures
-from shardwise.report.memory_trace import read_memory
 from shardwise.report.palette import BYTE_CLASSES
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.run_directory import RunDirectory
+from shardwise.report.step_memory import read_memory
 from shardwise.report.step_report import StepReport
 from shardwise.report.units import format_share, format_time
 from shardwise.report.verdict import Verdict, verdict_of

@@ -23,7 +23,7 @@ MOST_POINTS, MOST_TENSORS, MOST_EVENTS = 400, 24, 200_000
 ALLOC, FREE, SAVED, UNSAVED, ENGINE, PART = "alloc", "free", "saved", "unsaved", "engine", "part"
 
 
-class MemoryEvent(NamedTuple):
+class StorageEvent(NamedTuple):
     """Something that happened in a measured step.
 
     at: nanoseconds since it began. what: a storage was made or freed, became or ceased to be one that backward needs,
@@ -49,7 +49,7 @@ class PeakTensors(Json):
 
 
 @dataclass(frozen=True)
-class MemoryTrace(Json):
+class StepMemory(Json):
     """step: its number. seconds: of the step, which following every storage makes slow. at, bytes: the curve, and its
     bytes by `CLASSES`. peak_at, during: when the peak was, and in which part of the step. peak: its bytes by class."""
 
@@ -73,7 +73,7 @@ class _Live:
         self.saved: set[int] = set()
         self.part = "start of the step"
 
-    def apply(self, event: MemoryEvent) -> None:
+    def apply(self, event: StorageEvent) -> None:
         _, what, key, size, words = event
         if what == ENGINE:
             self.now[words] += size
@@ -95,9 +95,9 @@ class _Live:
         return "saved" if key in self.saved else "other"
 
 
-def memory_trace(
-    rank: int, step: int, events: Sequence[MemoryEvent], lasting: Mapping[str, int], end: int
-) -> MemoryTrace:
+def step_memory(
+    rank: int, step: int, events: Sequence[StorageEvent], lasting: Mapping[str, int], end: int
+) -> StepMemory:
     """Replay a step. lasting: bytes of the classes that stay all the time. end: nanoseconds that the step took."""
     # Making ready to follow storages takes seconds.
     began = next((event.at for event in events if event.what == PART), 0)
@@ -116,7 +116,7 @@ def memory_trace(
     for key, (size, words) in peak.storages.items():
         found.setdefault((peak.byte_class(key), words), []).append(size)
     tensors = [PeakTensors(*of, len(sizes), sum(sizes)) for of, sizes in found.items()]
-    return MemoryTrace(
+    return StepMemory(
         rank,
         step,
         (end - began) / 1e9,
@@ -136,24 +136,24 @@ def _highest(totals: Sequence[int]) -> Iterator[int]:
         yield max(range(start, min(len(totals), start + step)), key=totals.__getitem__)
 
 
-def write_memory(path: Path, traces: Sequence[MemoryTrace]) -> None:
+def write_memory(path: Path, traces: Sequence[StepMemory]) -> None:
     """Write as JSON, whole or not at all. Raises `UserError` when the file cannot be written."""
     data = {"ranks": [one.to_json() for one in traces]}
     write_whole(path, json.dumps(data, separators=(",", ":")) + "\n", "memory trace")
 
 
-def read_memory(path: Path) -> tuple[MemoryTrace, ...]:
+def read_memory(path: Path) -> tuple[StepMemory, ...]:
     """What `write_memory` has written. Raises `UserError` naming the file where it is missing or damaged."""
     with os_errors(f"read memory trace {path}"):
         text = path.read_bytes()
     try:
         data = json.loads(text)
-        return tuple(MemoryTrace.from_json(one) for one in data["ranks"])
+        return tuple(StepMemory.from_json(one) for one in data["ranks"])
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path} is damaged: it holds no memory trace") from None
 
 
-def memory_snapshot(events: Sequence[MemoryEvent]) -> dict[str, Any]:
+def memory_snapshot(events: Sequence[StorageEvent]) -> dict[str, Any]:
     """The step's storages as a snapshot of torch's allocator. Without segments, since nothing tells them here."""
     trace: list[dict[str, Any]] = []
     sizes: dict[int, int] = {}
@@ -175,7 +175,7 @@ def _entry(action: str, key: int, size: int, at: int, frames: list[dict[str, Any
     return {"action": action, "addr": key, "size": size, "stream": 0, "time_us": at // 1000, "frames": frames}
 
 
-def write_snapshot(path: Path, events: Sequence[MemoryEvent]) -> None:
+def write_snapshot(path: Path, events: Sequence[StorageEvent]) -> None:
     """Write the snapshot, as long as it is not too long. Raises `UserError` when the file cannot be written."""
     if len(events) <= MOST_EVENTS:
         with os_errors(f"write memory snapshot {path}"):
