@@ -21,7 +21,7 @@ from shardwise.report import StepReport, compare
 from shardwise.report.predictions import are_predictions, prediction_tables, predictions_json
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.tables import comparison_tables
-from shardwise.report.verdict import Verdict, verdict_of
+from shardwise.report.verdict import verdict_of
 
 if TYPE_CHECKING:
     from shardwise.layout.recorded_run import RecordedRun
@@ -44,25 +44,21 @@ def run(args: CompareOptions) -> int:
         return print_result(args, predictions_json(a, b), prediction_tables(a, b))
     outcome = compare(a, b)
     served = {str(path): run for path in (args.a, args.b) if path is not None and (run := _served(path))}
-    judged = {str(path): found for path in (args.a, args.b) if path is not None and (found := _verdict(path))}
+    runs = [path for path in (args.a, args.b) if path is not None and (path / "run.json").is_file()]
+    judged = {str(path): verdict for path in runs if (verdict := verdict_of(RunDirectory.open(path)))}
     if args.json:
         updates = [{"run": path, **run.to_json()} for path, run in served.items()]
-        verdicts = [{"run": path, **found.to_json()} for path, found in judged.items()]
+        verdicts = [{"run": path, **verdict.to_json()} for path, verdict in judged.items()]
         more = {"verdicts": verdicts, "updates": updates}
-        print_json(outcome.to_json() | {name: found for name, found in more.items() if found})
+        print_json(outcome.to_json() | {name: rows for name, rows in more.items() if rows})
     else:
-        lines = [found.text(path if len(judged) > 1 else "") + "\n" for path, found in judged.items()]
+        lines = [verdict.text(path if len(judged) > 1 else "") + "\n" for path, verdict in judged.items()]
         show(*lines, comparison_tables(outcome))
         for path, run in served.items():
             from shardwise.cli.show.sync_table import sync_tables
 
             show(f"\n{path}", *sync_tables(run.layout, run.records, run))
     return 0 if outcome.equal_ledger else 1
-
-
-def _verdict(path: Path) -> Verdict | None:
-    """What a run's recorded step shows."""
-    return verdict_of(RunDirectory.open(path)) if (path / "run.json").is_file() else None
 
 
 def _served(path: Path) -> RecordedRun | None:

@@ -9,7 +9,7 @@
     <run>/reports/timelines.json  a step of all ranks on one clock
     <run>/reports/memory.json     memory over the measured step, of one rank of each kind
     <run>/reports/memory.pickle   rank 0's, for pytorch.org/memory_viz
-    <run>/reports/timelines-last.json  the last step, likewise
+    <run>/reports/timelines-last.json  of the last step
     <run>/reports/trace.json      the measured report's timelines, for ui.perfetto.dev
     <run>/errors/*.txt            tracebacks of ranks that failed
     <run>/checkpoints/step-N      written by the checkpoint code

@@ -7,7 +7,7 @@ which pytorch.org/memory_viz draws.
 import json
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class StorageEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class PeakTensors(Json):
-    """Storages of one class that look alike, at the peak."""
+    """Storages of one class, operation, type and shape at the peak."""
 
     byte_class: str
     what: str
@@ -108,14 +108,17 @@ def step_memory(
         totals.append(sum(live.now.values()))
         curve.append([live.now[name] for name in CLASSES])
     top = max(range(len(totals)), key=totals.__getitem__, default=-1)
-    chosen = sorted({top, *_highest(totals)} if totals else ())
+    # Of as many stretches as the curve may have points, the highest point of each, the peak among them.
+    long = -(-len(totals) // MOST_POINTS) or 1
+    stretches = (range(start, min(len(totals), start + long)) for start in range(0, len(totals), long))
+    chosen = sorted({top} & {*range(len(totals))} | {max(each, key=totals.__getitem__) for each in stretches})
     peak = _Live(lasting)
     for event in events[: top + 1]:
         peak.apply(event)
-    found: dict[tuple[str, str], list[int]] = {}
+    sizes_of: dict[tuple[str, str], list[int]] = {}
     for key, (size, words) in peak.storages.items():
-        found.setdefault((peak.byte_class(key), words), []).append(size)
-    tensors = [PeakTensors(*of, len(sizes), sum(sizes)) for of, sizes in found.items()]
+        sizes_of.setdefault((peak.byte_class(key), words), []).append(size)
+    tensors = [PeakTensors(*of, len(sizes), sum(sizes)) for of, sizes in sizes_of.items()]
     return StepMemory(
         rank,
         step,
@@ -127,13 +130,6 @@ def step_memory(
         {name: peak.now[name] for name in CLASSES},
         tuple(sorted(tensors, key=lambda one: -one.bytes)[:MOST_TENSORS]),
     )
-
-
-def _highest(totals: Sequence[int]) -> Iterator[int]:
-    """Of as many parts of a curve as it may have points, the highest point of each."""
-    step = -(-len(totals) // MOST_POINTS)
-    for start in range(0, len(totals), step):
-        yield max(range(start, min(len(totals), start + step)), key=totals.__getitem__)
 
 
 def write_memory(path: Path, traces: Sequence[StepMemory]) -> None:

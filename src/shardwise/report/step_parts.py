@@ -62,6 +62,14 @@ class Arrival(Json):
     late: int
     lost: int
 
+    @classmethod
+    def of(cls, call: "Call", lost: int) -> "Arrival":
+        last, moment = _last(call)
+        others = [span.start for rank, span in call.items() if rank != last]
+        late = max(0, moment - round(median(others)))
+        phase = str(call[last].args.get("phase", ""))
+        return cls(call[last].name, phase, tuple(sorted(call)), last, late, lost)
+
     @property
     def late_seconds(self) -> float:
         return self.late / 1e9
@@ -132,28 +140,24 @@ def step_parts(recording: Recording) -> StepParts:
     ranks = tuple(
         _parts(rank, timeline, end - begin, waits[rank], transfers[rank]) for rank, timeline in recording.items()
     )
-    return StepParts(end - begin, ranks, tuple(_arrival(call, lost[i]) for i, call in enumerate(calls)))
+    return StepParts(end - begin, ranks, tuple(Arrival.of(call, lost[i]) for i, call in enumerate(calls)))
 
 
 def matched(recording: Recording) -> list[Call]:
     """The collectives and messages that at least two recorded ranks joined, in the order of their last arrivals: the
     n-th of a kind on one rank is the n-th of this kind on every other."""
-    found: dict[tuple[Any, ...], Call] = {}
+    joined: dict[tuple[Any, ...], Call] = {}
     counts: defaultdict[tuple[Any, ...], int] = defaultdict(int)
     for rank, timeline in recording.items():
         calls = [span for span in timeline if span.stream == COMMUNICATION]
         for span in sorted(calls, key=lambda span: span.start):
-            of = (_operation(span), *(str(span.args.get(name, "")) for name in ("axes", "unit", "phase")))
+            op = "message" if span.kind[0] in ("send", "recv") else span.kind[0]
+            of = (op, *(str(span.args.get(name, "")) for name in ("axes", "unit", "phase")))
             group = tuple(span.args.get("ranks", sorted(recording)))
             counts[rank, group, of] += 1
-            found.setdefault((group, of, counts[rank, group, of]), {})[rank] = span
-    shared = [call for call in found.values() if len(call) > 1]
+            joined.setdefault((group, of, counts[rank, group, of]), {})[rank] = span
+    shared = [call for call in joined.values() if len(call) > 1]
     return sorted(shared, key=lambda call: max(span.start for span in call.values()))
-
-
-def _operation(span: TimeSpan) -> str:
-    op = span.kind[0]
-    return "message" if op in ("send", "recv") else op
 
 
 def _last(call: Call) -> tuple[int, int]:
@@ -174,7 +178,11 @@ def _divide(
     busy = [*_union(timeline, COMPUTE), *_union(timeline, DATA), *_for_disk(timeline)]
     left = without(_union(timeline, COMMUNICATION), union(busy))
     for span in sorted(under_way, key=lambda span: span.stop):
-        still = _taken(left, span.start, span.stop)
+        first = bisect_left(left, span.start, key=itemgetter(1))
+        after = bisect_left(left, span.stop, key=itemgetter(0))
+        whole = [(span.start, span.stop)]
+        still = overlap(left[first:after], whole)
+        left[first:after] = without(left[first:after], whole)
         if not still:
             continue
         number, before = mine.get(id(span)), 0
@@ -200,14 +208,6 @@ def _parts(
     return RankParts(rank, step, length(compute) - core, core, data, length(disk), waited, transfers, injected)
 
 
-def _taken(left: Intervals, start: int, stop: int) -> Intervals:
-    """The part of a union from `start` to `stop`, which is taken out of it."""
-    first, last = bisect_left(left, start, key=itemgetter(1)), bisect_left(left, stop, key=itemgetter(0))
-    there, span = left[first:last], [(start, stop)]
-    left[first:last] = without(there, span)
-    return overlap(there, span)
-
-
 def _for_disk(timeline: Sequence[TimeSpan]) -> Intervals:
     return union((span.start, span.stop) for span in timeline if (span.stream, span.name) == (WAITING, f"for {DISK}"))
 
@@ -219,11 +219,3 @@ def core_wait(spans: Iterator[TimeSpan]) -> int:
 
 def _union(timeline: Sequence[TimeSpan], stream: str) -> Intervals:
     return union((span.start, span.stop) for span in timeline if span.stream == stream)
-
-
-def _arrival(call: Call, lost: int) -> Arrival:
-    last, moment = _last(call)
-    span = call[last]
-    others = [other.start for rank, other in call.items() if rank != last]
-    late = max(0, moment - round(median(others)))
-    return Arrival(span.name, str(span.args.get("phase", "")), tuple(sorted(call)), last, late, lost)

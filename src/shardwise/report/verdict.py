@@ -79,7 +79,7 @@ class Verdict:
 
     def to_json(self, tables: bool = True) -> dict[str, Any]:
         """A JSON-ready dictionary, times in seconds. tables: with all ranks and collectives."""
-        found = {
+        result = {
             "step": self.number,
             "seconds": self.seconds,
             "line": self.line,
@@ -87,9 +87,9 @@ class Verdict:
             "findings": [each.to_json() for each in self.findings],
         }
         if not tables:
-            return found
+            return result
         ranks, calls = ([each.to_json() for each in rows] for rows in (self.parts.ranks, self.parts.arrivals))
-        return found | {"ranks": ranks, "collectives": calls}
+        return result | {"ranks": ranks, "collectives": calls}
 
 
 def verdict(recording: Recording, between: Sequence[TimeSpan] = (), rows: Mapping[int, int] | None = None) -> Verdict:
@@ -111,15 +111,11 @@ def verdict(recording: Recording, between: Sequence[TimeSpan] = (), rows: Mappin
         *_between(between, parts.step / 1e9),
     ]
     named = [each for each in every if each.seconds >= LEAST * parts.step / 1e9]
+    # The costliest first. But a lack of cores comes after what the program does anywhere; of a crowded host it comes
+    # before slow transfers and slow ranks, which may follow from it.
     crowded = parts.mean("core") >= parts.step / 2e9
-    return Verdict(parts, tuple(sorted(named, key=lambda each: _rank_of(each, crowded))))
-
-
-def _rank_of(finding: Finding, crowded: bool) -> tuple[int, float]:
-    """The costliest first. But a host that lacks cores comes after what the program does anywhere; if it is crowded, it
-    comes before slow transfers and slow ranks, which follow from that."""
-    place = 1 if finding.cause == HOST_BOUND else 2 if crowded and finding.cause in FOLLOWS else 0
-    return place, -finding.seconds
+    place = {HOST_BOUND: 1} | (dict.fromkeys(FOLLOWS, 2) if crowded else {})
+    return Verdict(parts, tuple(sorted(named, key=lambda each: (place.get(each.cause, 0), -each.seconds))))
 
 
 def verdict_of(run: RunDirectory, timelines: RankTimelines | None = None) -> Verdict | None:
@@ -131,13 +127,11 @@ def verdict_of(run: RunDirectory, timelines: RankTimelines | None = None) -> Ver
     rows: dict[int, int] = {}
     if run.report("measured").is_file():
         roles = StepReport.read(run.report("measured")).roles
-        rows = {rank: _rows(role.routed) for role in roles for rank in role.ranks if role.routed}
+        for role in roles:
+            pairs = [pair for part in (role.routed or {}).values() for pair in part]
+            rows |= dict.fromkeys(role.ranks if pairs else (), sum(received for _, received in pairs))
     between = run_spans([event for _, event in run.events()])
     return replace(verdict(timelines.on_one_clock, between, rows), number=timelines.step)
-
-
-def _rows(routed: Mapping[str, list[list[int]]]) -> int:
-    return sum(received for pairs in routed.values() for _, received in pairs)
 
 
 def run_spans(events: Sequence[Mapping[str, Any]]) -> list[TimeSpan]:
@@ -277,7 +271,11 @@ def _transfers(recording: Recording, parts: StepParts) -> Iterator[Finding]:
     }
     apart = [span for span in calls if span.kind in movable and span.args.get("algorithm") != "shared"]
     could, computing = sum(movable.values()), parts.mean("computing")
-    if apart and not _hidden(recording[busiest], apart) and could >= LEAST * parts.step / 1e9:
+    compute, under_way = (
+        union((span.start, span.stop) for span in spans)
+        for spans in ((span for span in recording[busiest] if span.stream == COMPUTE), apart)
+    )
+    if apart and not overlap(compute, under_way) and could >= LEAST * parts.step / 1e9:
         ops = " and ".join(dict.fromkeys(op for (op, _), time in movable.items() if time >= could / 4))
         words = f"no overlap: {format_time(could)} of {ops} while nothing was computed, none behind computation"
         yield Finding("no overlap", min(could, computing), words)
@@ -297,12 +295,6 @@ def _bytes(span: TimeSpan) -> int:
 
 def _time_of(spans: Iterable[TimeSpan]) -> list[int]:
     return [span.stop - span.start for span in spans]
-
-
-def _hidden(timeline: Sequence[TimeSpan], calls: Sequence[TimeSpan]) -> bool:
-    """Whether the rank computed while one of these collectives was under way."""
-    compute = union((span.start, span.stop) for span in timeline if span.stream == COMPUTE)
-    return bool(overlap(compute, union((span.start, span.stop) for span in calls)))
 
 
 # -- what is computed, and on what

@@ -518,7 +518,9 @@ class TrainingRun:
             micro_batches = [] if inside else self._micro_batches(step, key)
             with around:
                 if timeline is not None and inside:
-                    micro_batches = self._loaded(step, key, timeline)
+                    with timeline.loading() as loaded:
+                        micro_batches = self._micro_batches(step, key)
+                        loaded(len(micro_batches), sum(targets.numel() for _, targets in micro_batches))
                 self.slow.begin(self._number(step), recorded=isinstance(around, StepMeasurement))
                 lr = config.learning_rate(step)
                 loss, norm, _ = self.program.step(micro_batches, lr, self.rounds.ends(step))
@@ -550,12 +552,6 @@ class TrainingRun:
 
     def _number(self, step: int) -> int:
         return step
-
-    def _loaded(self, step: int, key: int, timeline: TimelineRecorder) -> list[tuple[Batch, Tensor]]:
-        with timeline.loading() as loaded:
-            micro_batches = self._micro_batches(step, key)
-            loaded(len(micro_batches), sum(targets.numel() for _, targets in micro_batches))
-        return micro_batches
 
     def _micro_batches(self, step: int, key: int) -> list[tuple[Batch, Tensor]]:
         return self.batches["train"].step(self.at.samples, self.config.workload.batch, key)

@@ -15,7 +15,7 @@ class PartWatcher:
     """Tells `begin` of each part of a step between `start` and `stop`: forward blocks.0, optimizer step."""
 
     def __init__(self, program: Trainable, begin: Callable[[str], object]) -> None:
-        self._program, self._told = program, begin
+        self._program, self._report = program, begin
         self._part = self._outer = ""
         self._replaced: list[tuple[Any, str, Any]] = []
 
@@ -40,7 +40,7 @@ class PartWatcher:
 
     def _begin(self, part: str) -> None:
         self._part = part
-        self._told(part)
+        self._report(part)
 
     def _again(self, begins: bool) -> None:
         """A piece of the part whose backward pass is under way is computed again, or has been."""

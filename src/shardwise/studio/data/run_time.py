@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from shardwise.report.exposure import COMPUTE, Exposure, TimeSpan, exposure, length, spans, union
 from shardwise.report.palette import KINDS
-from shardwise.report.step_parts import PARTS, Arrival, Recording, StepParts
+from shardwise.report.step_parts import PARTS, Recording, StepParts
 from shardwise.report.step_report import Role, StepReport
 from shardwise.report.time_parts import RECORDED, grouped
 from shardwise.report.transport import transport_lines
@@ -120,13 +120,13 @@ def step_figures(judged: Verdict, recording: Recording) -> TimeFigures:
     tables = {"ranks": Table.of_rows("Time of one step by rank", _RANKS, rows)}
     if arrivals:
         tables["arrivals"] = Table.of_rows("Collectives and who came last, the costliest first", _ARRIVALS, arrivals)
-    drawn = {"ranks": bars, "arrivals": [_arrival_bar(call) for call in calls[:SHOWN] if call.lost]}
+    lost = [
+        TimeBar(call.name, f"rank {call.last} came last", call.lost / 1e9, [("idle", call.lost / 1e9)], "")
+        for call in calls[:SHOWN]
+        if call.lost
+    ]
+    drawn = {"ranks": bars, "arrivals": lost}
     return TimeFigures(tables, {name: [bar._asdict() for bar in bars] for name, bars in drawn.items()})
-
-
-def _arrival_bar(call: Arrival) -> TimeBar:
-    lost = call.lost / 1e9
-    return TimeBar(call.name, f"rank {call.last} came last", lost, [("idle", lost)], "")
 
 
 def _compute_kinds(timeline: Sequence[TimeSpan]) -> dict[str, int]:

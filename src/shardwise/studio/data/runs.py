@@ -18,11 +18,11 @@ from shardwise.report.run_directory import RunDirectory
 from shardwise.report.step_memory import read_memory
 from shardwise.report.step_report import StepReport
 from shardwise.report.units import format_share, format_time
-from shardwise.report.verdict import Verdict, verdict_of
+from shardwise.report.verdict import verdict_of
 from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data import timelines
 from shardwise.studio.data.run_memory import HOW_PEAK, memory_step, peak_bars, peak_words
-from shardwise.studio.data.run_time import HOW_TIMED, Base, TimeFigures, step_figures, time_figures, waterfall
+from shardwise.studio.data.run_time import HOW_TIMED, Base, step_figures, time_figures, waterfall
 from shardwise.studio.query import Query
 
 EXPERT_COLUMNS = dict.fromkeys(("step", "imbalance", "dropped", "balance_loss"), "")
@@ -135,11 +135,15 @@ def data(params: Mapping[str, str], runs: Path) -> View:
         tables["timeline"], more["timeline"] = timeline.table(), timeline.to_json()
     bars: dict[str, Any] = {}
     if shown is not None:
-        base = Base.planned(reports.get("predicted")) if against == PLAN else _other(runs, names, against)
-        judged, of_step = _judged(here, shown, base)
-        tables |= of_step.tables
+        base, judged = Base.planned(reports.get("predicted")), verdict_of(here, shown)
+        assert judged is not None
+        if against != PLAN:
+            other = verdict_of(_run(runs, names, against))
+            base = Base.recorded(against, other.parts) if other else None
+        of_step = step_figures(judged, shown.on_one_clock)
+        tables |= of_step.tables | {"waterfall": waterfall(base, judged.parts)}
         bars, more["verdict"] = dict(of_step.bars), judged.to_json(tables=False)
-        how |= {table: How(HOW_TIMED[table], _compare(here)) for table in of_step.tables}
+        how |= {table: How(HOW_TIMED[table], _compare(here)) for table in ("waterfall", *of_step.tables)}
     if here.memory.is_file():
         traces = read_memory(here.memory)
         tables |= memory_step(traces)
@@ -169,19 +173,6 @@ def _shown(name: str, recorded: Mapping[int, RankTimelines], number: int) -> Ran
     if number and number not in recorded:
         raise UserError(f"step={number}: {name} has recorded {', '.join(map(str, recorded)) or 'no step'}")
     return recorded[number] if number else next(iter(recorded.values()), None)
-
-
-def _judged(here: RunDirectory, shown: RankTimelines, base: Base | None) -> tuple[Verdict, TimeFigures]:
-    judged = verdict_of(here, shown)
-    assert judged is not None
-    figures = step_figures(judged, shown.on_one_clock)
-    return judged, figures._replace(tables=figures.tables | {"waterfall": waterfall(base, judged.parts)})
-
-
-def _other(runs: Path, names: list[str], name: str) -> Base | None:
-    """Another run's first recorded step, to compare with."""
-    judged = verdict_of(_run(runs, names, name))
-    return Base.recorded(name, judged.parts) if judged else None
 
 
 def _agreement(both: ReportComparison) -> dict[str, Any]:
