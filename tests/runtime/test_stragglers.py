@@ -253,7 +253,7 @@ def test_a_run_names_its_slow_rank_from_what_it_recorded(text: Path, tmp_path: P
     assert found["cause"] == "slow rank" and found["findings"][0]["ranks"] == [1]
     assert "rank 1 computed" in found["line"] and "(injected)" in found["line"] and "rank 0 lost" in found["line"]
     assert f"step {found['step']}: {found['line']}" in " ".join(said.split())
-    done = forked.shardwise("compare", str(out), "--json")
+    done = forked.shardwise("compare", str(out), "--json", environment={}, timeout=60)
     (again,) = json.loads(done.stdout)["verdicts"]
     assert {name: again[name] for name in found} == found
     recorded = run.timelines()
