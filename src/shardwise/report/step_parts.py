@@ -46,7 +46,7 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Arrival(Json):
+class LastArrival(Json):
     """One collective of the ranks that joined it.
 
     last: the rank that came last. late: nanoseconds after the median of the others. lost: nanoseconds that the others
@@ -63,7 +63,7 @@ class Arrival(Json):
     lost: int
 
     @classmethod
-    def of(cls, call: "Call", lost: int) -> "Arrival":
+    def of(cls, call: "Call", lost: int) -> "LastArrival":
         last, moment = _last(call)
         others = [span.start for rank, span in call.items() if rank != last]
         late = max(0, moment - round(median(others)))
@@ -116,7 +116,7 @@ class StepParts:
 
     step: int
     ranks: tuple[RankParts, ...]
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[LastArrival, ...]
 
     def mean(self, part: str) -> float:
         """Seconds of a part, the mean over the ranks; those of all parts add up to the step."""
@@ -140,7 +140,7 @@ def step_parts(recording: Recording) -> StepParts:
     ranks = tuple(
         _parts(rank, timeline, end - begin, waits[rank], transfers[rank]) for rank, timeline in recording.items()
     )
-    return StepParts(end - begin, ranks, tuple(Arrival.of(call, lost[i]) for i, call in enumerate(calls)))
+    return StepParts(end - begin, ranks, tuple(LastArrival.of(call, lost[i]) for i, call in enumerate(calls)))
 
 
 def matched(recording: Recording) -> list[Call]:
