@@ -1,15 +1,20 @@
 import json
 import math
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from torch.cuda import _memory_viz
 
 from harness import forked
 from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import catalog
+from shardwise.report.run_directory import RunDirectory
+from shardwise.report.step_memory import read_memory
+from shardwise.report.step_report import StepReport
 from shardwise.report.waiting import RankWaiting, waiting_lines
 from shardwise.runtime.job import pulse, slow
 from shardwise.runtime.job.config import TrainConfig
@@ -238,6 +243,28 @@ def test_slow_ranks_change_no_number_of_lockstep(text: Path, tmp_path: Path) -> 
     assert 0 < total <= plain["waiting"][0]["waiting_s"] * (1 + 1e-9)
     config = json.loads((tmp_path / "slow/run.json").read_text())["config"]
     assert config["slow"] == ["rank=1,factor=2", "rank=all,factor=2,probability=0.5"] and config["emulate"] == "40ms"
+
+
+def test_a_run_names_its_slow_rank_from_what_it_recorded(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    slow = ("--slow", "rank=1,factor=3", "--emulate", "400ms", "--report", "--hang", "60")
+    result, _, said = train(text, out, "dp=2,recompute=full", *slow)
+    found, run = result["verdict"], RunDirectory.open(out)
+    assert found["cause"] == "slow rank" and found["findings"][0]["ranks"] == [1]
+    assert "rank 1 computed" in found["line"] and "(injected)" in found["line"] and "rank 0 lost" in found["line"]
+    assert f"step {found['step']}: {found['line']}" in " ".join(said.split())
+    done = forked.shardwise("compare", str(out), "--json", environment={}, timeout=60)
+    (again,) = json.loads(done.stdout)["verdicts"]
+    assert {name: again[name] for name in found} == found
+    recorded = run.timelines()
+    assert list(recorded) == [4, 6]
+    spans = [span for timeline in recorded[4].on_one_clock.values() for span in timeline]
+    assert {"loading text", "recompute blocks.0"} <= {span.name for span in spans}
+    assert all(span.args["ranks"] == [0, 1] for span in spans if span.stream == "communication")
+    (memory,) = read_memory(run.memory)
+    assert memory.step == 3 and sum(memory.peak.values()) == StepReport.read(run.report("measured")).roles[0].peak_bytes
+    told = _memory_viz.trace(pickle.loads(run.memory_snapshot.read_bytes()))  # as PyTorch's own viewer reads it
+    assert "= MEM[" in told and "free completed" in told
 
 
 @pytest.mark.parametrize("layout", ["dp=2,sync=async,servers=1:own", "dp=2,sync=local,every=3"])

@@ -3,20 +3,25 @@
 import json
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from studio_visitor import DELAY, Visitor, make_run, serving, step_event
+from studio_visitor import DELAY, TIMELINE, Visitor, make_run, serving, step_event
 
 from harness.cases import from_table
 from harness.report_strategies import reports
 from harness.today import FOLLOWED, of_some
 from shardwise.errors import UserError
+from shardwise.report.rank_timelines import Recorded, aligned
 from shardwise.report.run_directory import RunDirectory
+from shardwise.report.step_memory import ALLOC, ENGINE, FREE, PART, SAVED, StorageEvent, step_memory, write_memory
+from shardwise.report.step_parts import PARTS
 from shardwise.report.step_report import Bytes, LedgerRow, Role, StepReport, TransportRow
 from shardwise.report.strict_json import strict
+from shardwise.report.time_parts import RECORDED, STEP
 from shardwise.report.trace import trace_events
 from shardwise.studio.columns import encode
 from shardwise.studio.data.opened import opened
@@ -114,12 +119,17 @@ def timed_report() -> StepReport:
 
 
 def test_a_steps_time_adds_up() -> None:
+    shown = opened(json.dumps(strict(timed_report().to_json())).encode())
+    part = {name: values[0] for name, values in shown.tables["ranks"].columns.items()}
+    assert part["transfers that nothing hides"] == pytest.approx(0.026) and part["computing"] == pytest.approx(0.160)
+    assert part["behind computation"] == pytest.approx(0.031)
+    assert [part[name] for name in ("forward", "backward", "forward again", "optimizer")] == pytest.approx(
+        [0.061, 0.042, 0.021, 0.017]
+    )
+    assert sum(part[name] for name in PARTS.values()) == pytest.approx(0.186)
+    (ranks,) = shown.more["bars"]["ranks"]
+    assert sum(seconds for _, seconds in ranks["parts"]) == pytest.approx(0.186)
     figures = time_figures(timed_report())
-    part = dict(zip(*(figures.tables["time"].columns[name] for name in ("part", "time")), strict=True))
-    assert part["one step"] == pytest.approx(0.186) and part["communication, exposed"] == pytest.approx(0.026)
-    assert part["communication, behind computation"] == pytest.approx(0.031)
-    apart = ("one step", "communication, behind computation")
-    assert sum(time for name, time in part.items() if name not in apart) == pytest.approx(0.186)
     traffic = figures.tables["traffic"].columns
     assert traffic["operation"] == ["all_gather_into", "all_reduce"] and traffic["payload"] == [98_765, 12]
     assert traffic["hidden"] == pytest.approx([0.031, 0]) and traffic["exposed"] == pytest.approx([0.012, 0.014])
@@ -127,7 +137,110 @@ def test_a_steps_time_adds_up() -> None:
     assert carried["unit"] == ["blocks.0-3 \u00d74"] and carried["sent"] == [3108] and carried["steps"] == [24]
     (bar,) = figures.bars["transport"]
     assert dict(bar["parts"]) == pytest.approx({"waited": 0.004, "hidden": 0.012})
-    assert figures.bars["time"][0]["words"] == "14.0%"
+
+
+def adds_up(columns: Any) -> None:
+    """Each bar of a waterfall begins where the one above ends, and the last is the sum."""
+    table = list(zip(*columns.values(), strict=True))
+    for (*_, end), (_, before, after, start, stop) in pairwise(table[:-1]):
+        assert start == pytest.approx(end) and stop - start == pytest.approx(after - before)
+    assert table[-1][-1] == pytest.approx(table[-2][-1])
+
+
+def test_the_waterfall_adds_up_from_the_plan_and_from_another_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", steps=1)
+    make_run(tmp_path / "two", steps=1)
+    alone = data({"run": "one"}, tmp_path).tables["waterfall"].columns
+    assert set(alone["nothing"]) == {0.0}
+    predicted = tmp_path / "one" / "reports" / "predicted.json"
+    parts = {"matmul": 0.05, "data": 0.01, "bubble": 0.02, "host": 0.03, "offload": 0.004}
+    timing = {"seconds": sum(parts.values()), "low": 0.1, "high": 0.2, "parts": parts, "engine": "x"}
+    replace(StepReport.read(predicted), time=timing["seconds"], timing=timing).write(predicted)
+    planned = data({"run": "one"}, tmp_path).tables["waterfall"].columns
+    assert planned["part"][0] == "step, planned" and planned["to"][0] == pytest.approx(sum(parts.values()))
+    other = data({"run": "one", "against": "two"}, tmp_path).tables["waterfall"].columns
+    assert other["part"][0] == "step, two" and other["to"][0] == pytest.approx(other["to"][-1])
+    for columns in (planned, other):
+        adds_up(columns)
+    with pytest.raises(UserError, match="holds no run"):
+        data({"run": "one", "against": "../two"}, tmp_path)
+
+
+def test_every_part_of_a_plan_has_a_place_in_the_waterfall() -> None:
+    assert sorted(part for group in RECORDED.values() for part in group) == sorted(STEP)
+    assert set(RECORDED) <= set(PARTS)
+
+
+def test_the_step_and_the_verdict_are_those_that_are_chosen(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", steps=1)
+    with RunDirectory.open(tmp_path / "one") as run:
+        run.write_timelines(aligned({0: Recorded("here", 0, TIMELINE[:1])}, 12, 2), last=True)
+    first, last = (data({"run": "one", "step": step}, tmp_path) for step in ("0", "12"))
+    assert first.choices["step"] == [4, 12] and first.state["step"] == 4 and last.state["step"] == 12
+    assert first.more["verdict"]["seconds"] == pytest.approx(0.232) and last.more["verdict"]["step"] == 12
+    assert last.tables["ranks"].columns["rank"] == [0]
+    with pytest.raises(UserError, match="step=5: one has recorded 4, 12"):
+        data({"run": "one", "step": "5"}, tmp_path)
+
+
+def test_memory_of_a_step_has_its_peak_by_class(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", steps=1)
+    events = [
+        StorageEvent(*event)
+        for event in (
+            (9, PART, 0, 0, "forward blocks.0"), (10, ALLOC, 1, 100, "aten.mm [10]"), (11, ALLOC, 2, 50, "aten.mm [5]"),
+            (12, SAVED, 1, 0, ""), (13, FREE, 2, 0, ""), (14, PART, 0, 0, "backward blocks.0"),
+            (15, ENGINE, 0, 70, "gradients"), (16, FREE, 1, 0, ""),
+        )
+    ]  # fmt: skip
+    traced = step_memory(0, 3, events, {"parameters": 1000}, 29)
+    assert (traced.during, traced.peak_at, traced.seconds) == ("backward blocks.0", 6e-9, 2e-8)
+    assert {name: size for name, size in traced.peak.items() if size} == {
+        "parameters": 1000, "gradients": 70, "saved": 100,
+    }  # fmt: skip
+    assert [(one.byte_class, one.what, one.count, one.bytes) for one in traced.tensors] == [
+        ("saved", "aten.mm [10]", 1, 100)
+    ]
+    with RunDirectory.open(tmp_path / "one") as run:
+        write_memory(run.memory, [traced])
+    shown = data({"run": "one"}, tmp_path)
+    assert shown.tables["over"].columns["saved activations"][-1] == 0
+    assert shown.tables["peak"].columns["bytes"] == [100]
+    assert shown.more["peaks"] == [
+        "rank 0: 1.17 kB in backward blocks.0, 6.00 ns after step 3 began, which took 20.0 ns"
+    ]
+    run.memory.write_text("{")
+    with pytest.raises(UserError, match="holds no memory trace"):
+        data({"run": "one"}, tmp_path)
+
+
+def test_the_timeline_is_searched_and_added_up(visitor: Any) -> None:
+    page = visitor.open("runs?run=first")
+    assert "Step 4: 232 ms" in page.locator(".verdict").inner_text()
+    totals = page.locator('[data-figure="timeline"] .totals')
+    assert "forward 160 ms" in totals.inner_text()  # 80 ms on each of two ranks
+    box = page.get_by_label("Find events")
+    box.fill("backward")
+    found = page.locator('[data-figure="timeline"] .find output')
+    assert found.inner_text() == "2 of 10 events, 200 ms"
+    box.press("Enter")
+    assert found.inner_text() == "1 of 2: backward blocks.0 in rank 0 compute, 100 ms"
+    box.fill("nothing like it")
+    assert found.inner_text() == "no event has it in its name"
+    page.get_by_role("button", name="Show all").first.click()
+    canvas = page.locator('[data-figure="timeline"] canvas')
+    canvas.scroll_into_view_if_needed()
+    area = canvas.bounding_box()
+    page.keyboard.down("Shift")
+    page.mouse.move(area["x"] + 150 + (area["width"] - 162) * 0.1, area["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(area["x"] + 150 + (area["width"] - 162) * 0.2, area["y"] + 20)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    assert totals.inner_text().startswith("Selected: 23")
+    assert "forward 46" in totals.inner_text()  # a tenth of 232 ms on both ranks
+    page.get_by_role("button", name="Select nothing").click()
+    assert totals.inner_text().startswith("Shown: 0")
 
 
 @settings(max_examples=25)
@@ -148,7 +261,7 @@ def test_hostile_text_of_a_run_stays_text(browser: Any, studio: Any, tmp_path: P
         tmp_path / "one" / "reports" / "measured.json"
     )
     (tmp_path / "one" / "reports" / "timelines.json").unlink()
-    write_export(tmp_path / "page.html", "runs?_tables=ledger,traffic,transport,time&_how=ledger", runs=tmp_path)
+    write_export(tmp_path / "page.html", "runs?_tables=ledger,traffic,transport&_how=ledger", runs=tmp_path)
     disk = Visitor(browser, studio, reduced_motion="reduce")
     disk.page.goto((tmp_path / "page.html").as_uri())
     disk.ready()
@@ -158,11 +271,11 @@ def test_hostile_text_of_a_run_stays_text(browser: Any, studio: Any, tmp_path: P
 
 
 def test_a_file_with_two_views_shows_both(browser: Any, studio: Any, runs: Path, tmp_path: Path) -> None:
-    write_export(tmp_path / "page.html", "runs?run=first&_tables=time", "memory?zero=3&cluster=8xH100", runs=runs)
+    write_export(tmp_path / "page.html", "runs?run=first&_tables=ranks", "memory?zero=3&cluster=8xH100", runs=runs)
     disk = Visitor(browser, studio, reduced_motion="reduce")
     disk.page.goto((tmp_path / "page.html").as_uri())
     disk.ready()
-    assert disk.table("time")["part"][-2] == "one step"
+    assert disk.table("ranks")["rank"] == [0, 1]
     assert "\u2713 Every collective" in disk.page.locator('[data-figure="ledger"]').inner_text()
     assert disk.page.locator("nav a").all_inner_texts() == ["Runs", "Memory"]
     disk.after(disk.page.get_by_role("link", name="Memory").click)

@@ -1,8 +1,9 @@
 """A run's prediction against its measurement, or two step reports: every row of the ledger, every class of bytes.
 
 A and B are report files, or run directories, which stand for their measured report. A run directory alone is compared
-with itself: what was predicted for it with what was measured. The exit code is 1 when the ledgers differ. Of a run with
-parameter servers follow its updates, their staleness, and the messages of the whole run.
+with itself: what was predicted for it with what was measured. The exit code is 1 when the ledgers differ. A verdict on
+the step that a run has recorded comes first. Of a run with parameter servers follow its updates, their staleness, and
+the messages of the whole run.
 
 Two predictions (`estimate --json > a.json`) need not be equal: they are shown side by side, with exit code 0.
 """
@@ -20,6 +21,7 @@ from shardwise.report import StepReport, compare
 from shardwise.report.predictions import are_predictions, prediction_tables, predictions_json
 from shardwise.report.run_directory import RunDirectory
 from shardwise.report.tables import comparison_tables
+from shardwise.report.verdict import verdict_of
 
 if TYPE_CHECKING:
     from shardwise.layout.recorded_run import RecordedRun
@@ -42,11 +44,16 @@ def run(args: CompareOptions) -> int:
         return print_result(args, predictions_json(a, b), prediction_tables(a, b))
     outcome = compare(a, b)
     served = {str(path): run for path in (args.a, args.b) if path is not None and (run := _served(path))}
+    runs = [path for path in (args.a, args.b) if path is not None and (path / "run.json").is_file()]
+    judged = {str(path): verdict for path in runs if (verdict := verdict_of(RunDirectory.open(path)))}
     if args.json:
         updates = [{"run": path, **run.to_json()} for path, run in served.items()]
-        print_json(outcome.to_json() | ({"updates": updates} if updates else {}))
+        verdicts = [{"run": path, **verdict.to_json()} for path, verdict in judged.items()]
+        more = {"verdicts": verdicts, "updates": updates}
+        print_json(outcome.to_json() | {name: rows for name, rows in more.items() if rows})
     else:
-        show(comparison_tables(outcome))
+        lines = [verdict.text(path if len(judged) > 1 else "") + "\n" for path, verdict in judged.items()]
+        show(*lines, comparison_tables(outcome))
         for path, run in served.items():
             from shardwise.cli.show.sync_table import sync_tables
 

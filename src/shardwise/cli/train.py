@@ -155,6 +155,7 @@ def _where(out: Path) -> None:
         "checkpoints": [f"shardwise checkpoint inspect {run}", f"shardwise train --resume {run} --steps N"],
         "reports": [f"predicted and measured step: shardwise compare {run}"],
         "reports/trace.json": ["a step's timeline: open it in ui.perfetto.dev"],
+        "reports/memory.pickle": ["a step's memory: open it in pytorch.org/memory_viz"],
         "tensorboard": [f"tensorboard --logdir {run}"],
     }
     print(f"the run is in {out}")
@@ -162,4 +163,4 @@ def _where(out: Path) -> None:
         path = out / name
         if path.is_file() or (path.is_dir() and any(path.iterdir())):
             for title, line in zip_longest([name], lines, fillvalue=""):
-                print(f"  {title:<20}{line}")
+                print(f"  {title:<23}{line}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,6 +56,9 @@ class ActionLog:
 
     def copied(self, op: tuple[str, str], unit: str, spans: Sequence[tuple[int, int]]) -> None:
         """No-op: nothing is offloaded here."""
+
+    def for_disk(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def begin(self, what: str) -> ActionTime:
         self.moments.append(ActionTime(self, what))

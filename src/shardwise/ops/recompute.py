@@ -24,13 +24,26 @@ def computes_again() -> bool:
     return bool(getattr(_running, "again", False))
 
 
+def watch(watcher: Callable[[bool], object] | None) -> None:
+    """Call `watcher` where a piece begins to be computed again (True), and where that ends; None: no watcher."""
+    global _watcher
+    _watcher = watcher
+
+
+_watcher: Callable[[bool], object] | None = None
+
+
 @contextmanager
 def _again() -> Iterator[None]:
     _running.again = True
+    if _watcher is not None:
+        _watcher(True)
     try:
         yield
     finally:
         _running.again = False
+        if _watcher is not None:
+            _watcher(False)
 
 
 class _Recompute(torch.autograd.Function):

@@ -4,7 +4,7 @@ Spans are counted in whole nanoseconds, so that parts add up to the whole.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.errors import UserError
@@ -13,7 +13,12 @@ from shardwise.report.units import format_share
 
 COMPUTE, COMMUNICATION, WAITING = STREAMS = ("compute", "communication", "waiting")
 """The streams of a timeline: what the rank computes; each collective from its issue to its completion; when the rank
-stands still for one."""
+stands still for one, or for a disk."""
+
+DATA, DISK, INJECTED, EMULATED = "data", "disk", "injected", "emulated"
+"""Further streams: loading a step's text; reads and writes of offloaded state, beside what the rank computes; waiting
+that `--slow` injects, and what is left of the time that `--emulate` gives to arithmetic, which the compute stream has,
+too."""
 
 LONGEST = 1e12
 """Seconds that an event of a timeline may begin after its step, and last."""
@@ -31,6 +36,9 @@ class TimeSpan:
     start: int
     stop: int
     args: dict[str, Any]
+
+    def later(self, nanoseconds: int) -> "TimeSpan":
+        return replace(self, start=self.start + nanoseconds, stop=self.stop + nanoseconds)
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -86,6 +94,17 @@ def overlap(a: Intervals, b: Intervals) -> Intervals:
         else:
             j += 1
     return shared
+
+
+def without(a: Intervals, b: Intervals) -> Intervals:
+    """The time of the union `a` that is not in the union `b`."""
+    left: Intervals = []
+    for start, stop in a:
+        for from_, to in overlap([(start, stop)], b):
+            left.append((start, from_))
+            start = to
+        left.append((start, stop))
+    return [(start, stop) for start, stop in left if start < stop]
 
 
 def length(intervals: Intervals) -> int:

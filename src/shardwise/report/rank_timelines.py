@@ -55,10 +55,16 @@ class RankTimelines:
     def hosts(self) -> int:
         return len({one.host for one in self.ranks})
 
+    @property
+    def on_one_clock(self) -> dict[int, tuple[TimeSpan, ...]]:
+        """Rank -> its spans, in nanoseconds since the first rank began."""
+        return {one.rank: tuple(span.later(one.start) for span in one.spans) for one in self.ranks}
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary: names once each, times in whole nanoseconds."""
         names: dict[str, int] = {}
         streams: dict[str, int] = {}
+        args: dict[str, int] = {}
         timelines = [
             {
                 "rank": one.rank,
@@ -68,11 +74,13 @@ class RankTimelines:
                 "stream": [streams.setdefault(span.stream, len(streams)) for span in one.spans],
                 "from_ns": [span.start for span in one.spans],
                 "to_ns": [span.stop for span in one.spans],
+                "args": [args.setdefault(json.dumps(span.args), len(args)) for span in one.spans],
             }
             for one in self.ranks
         ]
         about = {"schema_version": VERSION, "step": self.step, "world": self.world}
-        return about | {"names": list(names), "streams": list(streams), "timelines": timelines}
+        named = {"names": list(names), "streams": list(streams), "args": [json.loads(text) for text in args]}
+        return about | named | {"timelines": timelines}
 
     def write(self, path: Path) -> None:
         """Write as JSON, whole or not at all. Raises `UserError` when the file cannot be written."""
@@ -88,7 +96,8 @@ class RankTimelines:
             if (version := data["schema_version"]) != VERSION:
                 raise UserError(f"{path}: timelines of schema version {version!r}, not {VERSION}")
             names, streams = data["names"], data["streams"]
-            ranks = tuple(_rank(one, names, streams) for one in data["timelines"])
+            args = data.get("args", [{}])  # absent from older files
+            ranks = tuple(_rank(one, names, streams, args) for one in data["timelines"])
             return cls(int(data["step"]), int(data["world"]), ranks)
         except UserError:
             raise
@@ -96,9 +105,12 @@ class RankTimelines:
             raise UserError(f"{path} is damaged: it holds no timelines") from None
 
 
-def _rank(data: Mapping[str, Any], names: list[str], streams: list[str]) -> RankTimeline:
-    columns = zip(data["name"], data["stream"], data["from_ns"], data["to_ns"], strict=True)
-    results = tuple(TimeSpan(str(names[n]), str(streams[s]), int(a), int(b), {}) for n, s, a, b in columns)
+def _rank(data: Mapping[str, Any], names: list[str], streams: list[str], args: list[dict[str, Any]]) -> RankTimeline:
+    about = data.get("args", [0] * len(data["name"]))
+    columns = zip(data["name"], data["stream"], data["from_ns"], data["to_ns"], about, strict=True)
+    results = tuple(
+        TimeSpan(str(names[n]), str(streams[s]), int(a), int(b), dict(args[about])) for n, s, a, b, about in columns
+    )
     return RankTimeline(int(data["rank"]), int(data["host"]), int(data["start_ns"]), results)
 
 

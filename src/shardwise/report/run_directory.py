@@ -7,6 +7,9 @@
     <run>/base/                   files beside the tokenizer that it started from: chat template, generation settings
     <run>/reports/*.json          step reports: predicted, measured
     <run>/reports/timelines.json  a step of all ranks on one clock
+    <run>/reports/memory.json     memory over the measured step, of one rank of each kind
+    <run>/reports/memory.pickle   rank 0's, for pytorch.org/memory_viz
+    <run>/reports/timelines-last.json  of the last step
     <run>/reports/trace.json      the measured report's timelines, for ui.perfetto.dev
     <run>/errors/*.txt            tracebacks of ranks that failed
     <run>/checkpoints/step-N      written by the checkpoint code
@@ -49,7 +52,11 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.events_path, self.updates_path = path / "events.jsonl", path / "updates.jsonl"
         self.timelines_path = self.reports / "timelines.json"
-        """File of the timelines of all ranks."""
+        """File of the timelines of all ranks in the step after the measured one."""
+        self.last_timelines_path = self.reports / "timelines-last.json"
+        """File of those of the last step."""
+        self.memory, self.memory_snapshot = self.reports / "memory.json", self.reports / "memory.pickle"
+        """Files of the memory of one rank of each kind over the measured step; rank 0's for pytorch.org/memory_viz."""
         self.trace = self.reports / "trace.json"
         """File of the trace of the measured report's timelines."""
         self._file = path / "run.json"
@@ -127,10 +134,16 @@ class RunDirectory:
         self._events.append(event)
         self.writing_s += time.thread_time() - began
 
-    def write_timelines(self, timelines: RankTimelines) -> None:
+    def timelines(self) -> dict[int, RankTimelines]:
+        """Number of each step that is recorded on all ranks -> its timelines. Raises `UserError` for damaged files."""
+        paths = (self.timelines_path, self.last_timelines_path)
+        recorded = [RankTimelines.read(path) for path in paths if path.is_file()]
+        return {one.step: one for one in recorded}
+
+    def write_timelines(self, timelines: RankTimelines, last: bool = False) -> None:
         """Write a step of all ranks. Raises `UserError` if it cannot."""
         began = time.thread_time()
-        timelines.write(self.timelines_path)
+        timelines.write(self.last_timelines_path if last else self.timelines_path)
         self.writing_s += time.thread_time() - began
 
     def append_updates(self, part: Mapping[str, Any]) -> None:

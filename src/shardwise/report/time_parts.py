@@ -1,6 +1,6 @@
 """The parts of predicted times, as people read them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 STEP = {
     "matmul": "matrix products",
@@ -44,9 +44,19 @@ GROUPS = {
 """Parts of a training step, grouped: arithmetic, communication that it does not hide, idle stages, the rest."""
 
 
-def grouped(parts: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each of `GROUPS`, which add up to those of the parts."""
-    return {name: sum(parts.get(part, 0.0) for part in group) for name, group in GROUPS.items()}
+RECORDED = {
+    "computing": GROUPS["compute"],
+    "core": ("host",),
+    "transfer": ("tensor", "experts", "pipeline", "data", "outer", "servers"),
+    "others": ("bubble", "stragglers"),
+    "disk": ("offload",),
+}
+"""Parts of a training step, grouped as a recording divides it (`step_parts.PARTS`)."""
+
+
+def grouped(parts: Mapping[str, float], groups: Mapping[str, Sequence[str]] = GROUPS) -> dict[str, float]:
+    """Seconds of each group, which add up to those of the parts."""
+    return {name: sum(parts.get(part, 0.0) for part in group) for name, group in groups.items()}
 
 
 def longest(parts: Mapping[str, float]) -> str:

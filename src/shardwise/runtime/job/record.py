@@ -20,10 +20,12 @@ from shardwise.model.flops import MFU
 from shardwise.report.exposure import Exposure, exposures
 from shardwise.report.files import write_whole
 from shardwise.report.run_directory import COMPANIONS, RunDirectory
+from shardwise.report.step_memory import StorageEvent, write_snapshot
 from shardwise.report.step_report import StepReport
 from shardwise.report.strict_json import strict
 from shardwise.report.trace import write_trace
 from shardwise.report.units import format_time
+from shardwise.report.verdict import verdict_of
 from shardwise.report.waiting import RankWaiting, waiting_lines
 from shardwise.runtime.job.config import OptimizerConfig, TrainConfig
 from shardwise.runtime.job.output import say
@@ -193,10 +195,27 @@ class RunRecorder:
             print(flush=True)
             self._open = 0
 
-    def validation(self, step: int, loss: float, entropy: float) -> None:
-        self.directory.append({"time": time.time(), "step": step, "validation_loss": loss, "unigram_entropy": entropy})
+    def validation(self, step: int, loss: float, entropy: float, seconds: float) -> None:
+        result = {"validation_loss": loss, "unigram_entropy": entropy, "validation_s": seconds}
+        self.directory.append({"time": time.time(), "step": step, **result})
         self._draw(step, {"validation/loss": loss})
         self._show(f"step {step:>4}  validation loss {loss:.4f} (unigram entropy {entropy:.4f})")
+
+    def memory_snapshot(self, events: Sequence[StorageEvent]) -> None:
+        """Write storages of the measured step for pytorch.org/memory_viz; a run does not depend on it."""
+        with suppress(UserError):
+            write_snapshot(self.directory.memory_snapshot, events)
+
+    def saved(self, step: int, seconds: float) -> None:
+        self.directory.append({"time": time.time(), "step": step, "saving_s": seconds})
+
+    def verdict(self) -> dict[str, Any] | None:
+        """Show what costs the recorded step time; its JSON without tables."""
+        judged = verdict_of(self.directory)
+        if judged is None:
+            return None
+        print(judged.text(), flush=True)
+        return judged.to_json(tables=False)
 
     def warn(self, text: str, step: int) -> None:
         """Something that a person should know and that does not end the run."""

@@ -30,6 +30,8 @@ class InjectedWaiting:
         """Injected so far."""
         self.exceeded, self.longest = 0, 0.0
         """Steps whose arithmetic took longer than was emulated, and the most that it took, in seconds."""
+        self.spans: list[tuple[int, int]] = []
+        """Nanoseconds of the monotonic clock from and to which it waited in this step."""
         self._factor = 1.0
         self._arithmetic = 0.0
         """Seconds of the last step's."""
@@ -44,6 +46,7 @@ class InjectedWaiting:
         if not self.active:
             return
         self._recorded = recorded
+        self.spans.clear()
         self._factor = self._slow.factor(self._rank, step)
         if self._emulated is None:
             self._sleep((self._factor - 1) * self._arithmetic)
@@ -66,13 +69,16 @@ class InjectedWaiting:
 
     def _sleep(self, seconds: float) -> None:
         """Wait with heartbeats: the rank is not stuck."""
-        until = time.perf_counter() + seconds
+        began = time.perf_counter()
+        until = began + seconds
         if seconds > 0:
             self._pulse.work("the waiting that --slow and --emulate inject")
             self.seconds += seconds
         while (left := until - time.perf_counter()) > 0:
             time.sleep(min(SLICE, left))
             self._pulse.work()
+        if seconds > 0:
+            self.spans.append((round(began * 1e9), round(time.perf_counter() * 1e9)))
 
 
 class TrainingClock:

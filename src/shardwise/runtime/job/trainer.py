@@ -34,6 +34,7 @@ from shardwise.model.parameters import Parameter
 from shardwise.report.exposure import Exposure
 from shardwise.report.rank_timelines import Recorded, aligned, kept
 from shardwise.report.run_directory import OFFLOADED, RunDirectory
+from shardwise.report.step_memory import StepMemory, write_memory
 from shardwise.report.step_report import Role, StepReport, merge_roles
 from shardwise.runtime.allocator import retain_freed_memory
 from shardwise.runtime.checkpointing import Position, Saver, restore, start_adapters, start_from
@@ -217,6 +218,10 @@ class TrainingRun:
         """CPU seconds of all threads of this process, of the same steps."""
         self.role: Role | None = None
         """Measurements of a step on this rank before its times are known."""
+        self.reported = False
+        """Whether the measured step and the one after it are over."""
+        self.memory: StepMemory | None = None
+        """Memory of this rank over the measured step."""
         self.roles: dict[int, Role] | None = None
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
@@ -298,7 +303,10 @@ class TrainingRun:
             if self._due(config.validate_every, boundary):
                 self._validate(boundary)
             if self._due(config.save_every, boundary):
+                started = time.perf_counter()
                 self._save(last=False)
+                if self.record:
+                    self.record.saved(boundary, time.perf_counter() - started)
             if self.diverged:
                 break
         if self.role is not None:  # no step was left after the measured one
@@ -361,18 +369,24 @@ class TrainingRun:
         started, cpu, waited = time.perf_counter(), time.process_time(), self.pulse.waited
         measurement = StepMeasurement(self.program) if measure else None
         again = self.role is not None and self.rounds.ends(step)
-        timeline = TimelineRecorder(self.program) if again else None
+        last = self.reported and step == self.config.steps - 1 and not self.config.layout.served
+        timeline = TimelineRecorder(self.program) if again or last else None
         loss, norm = self._step(step, measurement or timeline or nullcontext())
         elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
         if measurement is not None:
-            self.role = measurement.role(self.rank)
+            self.role, self.memory = measurement.role(self.rank), measurement.trace(self.rank, step + 1)
+            if self.record:
+                self.record.memory_snapshot(measurement.events)
         elif step > self.first_step or self.config.steps == 1:
             (self.times if self.rounds.ends(step) else self.inner_times).append(elapsed)
             self.cpu_times.append(cpu)
-        if timeline is not None and self.role is not None:
+        if timeline is not None and last:
+            self._gather_last(timeline.recorded())
+        elif timeline is not None and self.role is not None:
             role = replace(self.role, transport=timeline.transport(self.role.ledger))
             self.role = None
             self._measured(role, timeline.recorded())
+            self.reported = True
         if self.record:
             rate = self._rate(elapsed)
             self._record(step, dict(
@@ -480,6 +494,7 @@ class TrainingRun:
             "skipped_steps": self.skips,
             **self._waiting(),
             **self._writing(),
+            "verdict": self.record.verdict() if self.record and self.roles is not None else None,
         }
         if self.trains and not math.isfinite(last):
             self.diverged = f"up to step {self.at.step}: the validation loss is {last}"
@@ -498,11 +513,19 @@ class TrainingRun:
         self.program.optimizer.about = {"run": self.name, "step": step + 1, "samples": self.at.samples + batch}
         key = random.key(config.seed, "dropout", step)
         try:
-            micro_batches = self._micro_batches(step, key)
+            timeline = around if isinstance(around, TimelineRecorder) else None
+            inside = timeline is not None and not config.layout.served
+            micro_batches = [] if inside else self._micro_batches(step, key)
             with around:
+                if timeline is not None and inside:
+                    with timeline.loading() as loaded:
+                        micro_batches = self._micro_batches(step, key)
+                        loaded(len(micro_batches), sum(targets.numel() for _, targets in micro_batches))
                 self.slow.begin(self._number(step), recorded=isinstance(around, StepMeasurement))
                 lr = config.learning_rate(step)
                 loss, norm, _ = self.program.step(micro_batches, lr, self.rounds.ends(step))
+                if timeline is not None:
+                    timeline.injected(self.slow.spans, self.config.emulated is not None)
         except RuntimeError as error:
             raise self._named(error, step) from error
         if not self._stops_at(step, loss, norm):
@@ -544,6 +567,7 @@ class TrainingRun:
 
     def _validate(self, step: int) -> float:
         """Mean loss a token over `validate_batches` global batches of held-out text, the same ones every time."""
+        started = time.perf_counter()
         layout, count = self.config.layout, self.config.workload.batch
         item = layout.dp * layout.micro
         total, tokens = 0.0, 0
@@ -556,7 +580,7 @@ class TrainingRun:
             total, tokens = self._over_replicas(total, tokens)
         mean = total / max(1, tokens) if outer is None else outer.mean(total, tokens)
         if self.record:
-            self.record.validation(step, mean, self.entropy)
+            self.record.validation(step, mean, self.entropy, time.perf_counter() - started)
         return mean
 
     def _over_replicas(self, total: float, tokens: int) -> tuple[float, int]:
@@ -589,17 +613,37 @@ class TrainingRun:
         senders: list[Any] = [None]
         if reported and roles:
             leaders = {one.ranks[0] for one in merge_roles(roles)}
-            senders = [kept({rank: count for rank, (_, count) in reported.items()}, leaders)]
+            senders = [(kept({rank: count for rank, (_, count) in reported.items()}, leaders), leaders)]
         dist.broadcast_object_list(senders, src=0)
-        timelines = self._on_rank_0(recorded if self.rank in senders[0] else None)
+        timelines = self._on_rank_0(recorded if self.rank in senders[0][0] else None)
+        memories = self._on_rank_0(self.memory if self.rank in senders[0][1] else None)
         self.pulse.work()
-        if roles is None or timelines is None:
+        if roles is None or timelines is None or memories is None:
             return None
         there = {rank: one for rank, one in timelines.items() if one is not None}
+        traces = [one for one in memories.values() if one is not None]
+        if self.record:
+            directory = self.record.directory
+            self._write_timelines(there)
+            if traces:
+                self._tried(lambda: write_memory(directory.memory, traces))
+        return {rank: replace(roles[rank], timeline=there[rank].events if rank in there else ()) for rank in roles}
+
+    def _write_timelines(self, there: dict[int, Recorded], last: bool = False) -> None:
         if there and self.record:
             directory, step = self.record.directory, self.at.step
-            self._tried(lambda: directory.write_timelines(aligned(there, step, self.world)))
-        return {rank: replace(roles[rank], timeline=there[rank].events if rank in there else ()) for rank in roles}
+            self._tried(lambda: directory.write_timelines(aligned(there, step, self.world), last))
+
+    def _gather_last(self, recorded: Recorded) -> None:
+        """The last step's timelines, of as many ranks as there is room for, on rank 0, which writes them."""
+        self.pulse.collective("the gather of the last step's timelines")
+        self.pulse.wait()
+        reported = self._on_rank_0(len(recorded.events))
+        senders = [kept(reported, {0})] if reported else [None]
+        dist.broadcast_object_list(senders, src=0)
+        timelines = self._on_rank_0(recorded if self.rank in (senders[0] or ()) else None)
+        self.pulse.work()
+        self._write_timelines({rank: one for rank, one in (timelines or {}).items() if one is not None}, last=True)
 
     def _waiting(self) -> dict[str, Any]:
         """Seconds that each rank that trains stood still for others; on rank 0, which shows them."""

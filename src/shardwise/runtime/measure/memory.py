@@ -11,7 +11,9 @@ workspaces of cuBLAS are left out (each thread that computes has one): predictio
 driver's context and its kernels.
 """
 
+import time
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
@@ -21,7 +23,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.ops.gradients import WeightGradient
+from shardwise.report.step_memory import (
+    ALLOC,
+    ENGINE,
+    FREE,
+    PART,
+    SAVED,
+    UNSAVED,
+    StepMemory,
+    StorageEvent,
+    step_memory,
+)
 from shardwise.report.step_report import Bytes, Role
+from shardwise.runtime.measure.parts import PartWatcher
 from shardwise.runtime.pipeline.stages import no_callback
 from shardwise.runtime.torch_versions import patience_with_recompilations
 from shardwise.runtime.zero.trainable import Trainable
@@ -43,6 +57,16 @@ class LiveStorages(TorchDispatchMode):
         self._known = known
         self.live = 0
         self.peak = 0
+        self.events: list[StorageEvent] = []
+        self._began = time.perf_counter_ns()
+
+    @property
+    def now(self) -> int:
+        """Nanoseconds since the mode was made."""
+        return time.perf_counter_ns() - self._began
+
+    def note(self, what: str, key: int, size: int = 0, words: str = "") -> None:
+        self.events.append(StorageEvent(self.now, what, key, size, words))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -54,20 +78,20 @@ class LiveStorages(TorchDispatchMode):
         self._add_all(args)
         self._add_all(kwargs.values())
         out = func(*args, **kwargs)
-        self._add_all(out if isinstance(out, (tuple, list)) else (out,))
+        self._add_all(out if isinstance(out, (tuple, list)) else (out,), str(func))
         return out
 
-    def _add_all(self, values: Iterable[Any]) -> None:
+    def _add_all(self, values: Iterable[Any], made_by: str = "") -> None:
         """Arguments and results of operators are tensors, or lists of them, beside other values."""
         for value in values:
             if isinstance(value, Tensor):
-                self._add(value)
+                self._add(value, made_by)
             elif isinstance(value, (tuple, list)):
-                self._add_all(value)
+                self._add_all(value, made_by)
             elif isinstance(value, dict):
-                self._add_all(value.values())
+                self._add_all(value.values(), made_by)
 
-    def _add(self, value: Tensor) -> None:
+    def _add(self, value: Tensor, made_by: str) -> None:
         storage = value.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         # Last, since a fake tensor's device takes as long as an operation.
@@ -77,9 +101,11 @@ class LiveStorages(TorchDispatchMode):
         def gone(_: Any, key: int = key, size: int = size) -> None:
             if self._seen.pop(key, None) is not None:
                 self.change(-size)
+                self.note(FREE, key)
 
         self._seen[key] = weakref.ref(storage, gone)
         self.change(size)
+        self.note(ALLOC, key, size, f"{made_by} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}".strip())
 
     def follows(self, value: Tensor) -> bool:
         return value.untyped_storage()._cdata in self._seen
@@ -117,6 +143,10 @@ class StepMeasurement:
         """Storage -> [bytes, saved tensors on it]."""
         self.saved = 0
         self._storages = LiveStorages(self._known, program.offloaded.on_host if program.offloaded else set())
+        self._engine: Counter[str] = Counter()
+        """Bytes of its buffers by class, as they were noted last."""
+        self._parts = PartWatcher(program, lambda part: self._storages.note(PART, 0, 0, part))
+        self._end = 0
         self._workspaces = 0
         self._patience: AbstractContextManager[object] = (
             patience_with_recompilations() if program.plan.layout.compile == "block" else nullcontext()
@@ -134,8 +164,9 @@ class StepMeasurement:
         tally = program.engine.tally
         tally.restart()
         program.engine.host.restart()
-        tally.changed = self._storages.change
-        self._storages.change(tally.total)
+        tally.changed = self._engine_changed
+        self._engine_changed(tally.total)
+        self._parts.start()
         self._patience.__enter__()
         self._storages.__enter__()
         self._hooks.__enter__()
@@ -152,14 +183,35 @@ class StepMeasurement:
             held = torch.cuda.memory_allocated()
             torch._C._cuda_clearCublasWorkspaces()
             self._workspaces = held - torch.cuda.memory_allocated()
+        self._parts.stop()
+        self._end = self._storages.now
         program.after_compute = no_callback
         program.engine.tally.changed = None
         program.comms.stop_recording()
         program.comms.pause = 0.0
 
+    def _engine_changed(self, difference: int) -> None:
+        self._storages.change(difference)
+        for name, size in self.program.engine.tally.now.items():
+            if size != self._engine[name]:
+                self._storages.note(ENGINE, 0, size - self._engine[name], name)
+                self._engine[name] = size
+
+    @property
+    def events(self) -> list[StorageEvent]:
+        """What happened to storages, in order."""
+        return self._storages.events
+
+    def trace(self, rank: int, step: int) -> StepMemory:
+        """Memory over the step. step: its number."""
+        lasting = {name: _unique_bytes(tensors) for name, tensors in self._lasting.items()}
+        return step_memory(rank, step, self.events, lasting, self._end)
+
     def _pack(self, tensor: Tensor) -> _Packed:
         packed, storage = _Packed(tensor), tensor.untyped_storage()
         if storage._cdata not in self._known:
+            if storage._cdata not in self._saved:
+                self._storages.note(SAVED, storage._cdata)
             self._saved.setdefault(storage._cdata, [storage.nbytes(), 0])[1] += 1
             weakref.finalize(packed, self._unpacked, storage._cdata)
         return packed
@@ -168,6 +220,7 @@ class StepMeasurement:
         self._saved[key][1] -= 1
         if not self._saved[key][1]:
             del self._saved[key]
+            self._storages.note(UNSAVED, key)
 
     def _count(self, kept: list[WeightGradient]) -> None:
         results = {key: nbytes for key, (nbytes, _) in self._saved.items()}

@@ -12,25 +12,32 @@ when their turn came. Compute spans then include gaps in which the device had no
 
 from __future__ import annotations
 
+import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING
+from shardwise.report.exposure import COMMUNICATION, COMPUTE, DATA, DISK, EMULATED, INJECTED, WAITING
 from shardwise.report.rank_timelines import Recorded
 from shardwise.report.step_report import DTYPE_BYTES, LedgerRow, TransportRow
+from shardwise.runtime.measure.parts import PartWatcher
 from shardwise.runtime.transport.comms import Key, Timing
 
 if TYPE_CHECKING:
     from shardwise.runtime.pipeline.step import TrainProgram
 
 Event = dict[str, Any]
+
+SHORT = 20_000
+"""Nanoseconds without a core that are not noted."""
 
 
 class _HostClock:
@@ -126,11 +133,15 @@ class TimelineRecorder:
         self._program = program
         self._clock: Any = _DeviceClock() if program.device.type == "cuda" else _HostClock()
         self._marks: list[tuple[Any, str, str]] = []
+        self._core_waits: list[int] = []
+        """Nanoseconds for which this thread had waited for a core at each mark."""
+        self._loaded: dict[str, int] = {}
         self._flights: list[TimelineCollective] = []
         self._copies: list[Event] = []
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._parts = PartWatcher(program, self._begin_part)
         self._doing = "start of the step"
         self._began = 0
+        self._schedstat: int | None = None
 
     def __enter__(self) -> TimelineRecorder:
         comms = self._program.comms
@@ -139,7 +150,9 @@ class TimelineRecorder:
             comms.pulse.wait()
             dist.barrier()
             comms.pulse.work()
-        self._watch()
+        self._parts.start()
+        with suppress(OSError):
+            self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         comms.start_recording()
         comms.timeline = self
         self._began = time.perf_counter_ns()
@@ -148,14 +161,14 @@ class TimelineRecorder:
 
     def __exit__(self, *error: Any) -> None:
         self._end = self.now()
+        self._core_waits.append(self._core_wait())
+        if self._schedstat is not None:
+            os.close(self._schedstat)
+            self._schedstat = None
         comms = self._program.comms
         comms.timeline = None
         comms.stop_recording()
-        for owner, name, before in reversed(self._replaced):
-            delattr(owner, name)
-            if before is not None:
-                setattr(owner, name, before)
-        self._replaced = []
+        self._parts.stop()
 
     # -- what happens
 
@@ -170,11 +183,37 @@ class TimelineRecorder:
         """From now on the rank does this; returns the moment."""
         moment = self.now()
         self._marks.append((moment, stream, name))
+        self._core_waits.append(self._core_wait())
         return moment
+
+    def _core_wait(self) -> int:
+        """Nanoseconds for which this thread was ready to run and had no core, as Linux counts them; else 0."""
+        return int(os.pread(self._schedstat, 80, 0).split()[1]) if self._schedstat is not None else 0
+
+    @contextmanager
+    def loading(self) -> Iterator[Callable[[int, int], None]]:
+        """The rank loads its text inside the context, and gives the number of micro-batches and of their tokens."""
+        self.mark(DATA, "loading text")
+        yield lambda micro_batches, tokens: self._loaded.update(micro_batches=micro_batches, tokens=tokens)
+        self.resume()
+
+    @contextmanager
+    def for_disk(self) -> Iterator[None]:
+        self.mark(WAITING, f"for {DISK}")
+        yield
+        self.resume()
+
+    def injected(self, spans: Sequence[tuple[int, int]], emulated: bool) -> None:
+        """`--slow` or `--emulate` let the rank wait in these spans, nanoseconds of the monotonic clock."""
+        self._apart(EMULATED if emulated else INJECTED, "injected waiting", spans)
 
     def resume(self) -> Any:
         """From now on the rank computes what it last computed; returns the moment."""
         return self.mark(COMPUTE, self._doing)
+
+    def _begin_part(self, part: str) -> None:
+        self._doing = part
+        self.resume()
 
     def issue(self, key: Key, at_once: bool) -> TimelineCollective:
         """A collective is about to be issued. at_once: the rank will stand still until it is complete."""
@@ -187,31 +226,11 @@ class TimelineRecorder:
 
     def copied(self, op: tuple[str, str], unit: str, spans: Sequence[tuple[int, int]]) -> None:
         """A copy between homes ran in these spans; each home beside the device has a stream of its own."""
+        self._apart(op[1], f"{op[0]} {unit}", spans)
+
+    def _apart(self, stream: str, name: str, spans: Sequence[tuple[int, int]]) -> None:
         began = self._began
-        self._copies += [_event(f"{op[0]} {unit}", op[1], start - began, stop - began) for start, stop in spans]
-
-    def _watch(self) -> None:
-        program = self._program
-        engine = program.engine
-        self._note(engine, "begin_step", lambda: "start of the step")
-        self._note(engine, "use_unit", lambda kind, part: f"{kind} {part}")
-        self._note(engine, "finish_step", lambda: "end of backward")
-        self._note(program.optimizer, "step", lambda lr: "optimizer step")
-        self._note(engine, "all_gather_params", lambda: "optimizer's new parameters")
-        self._note(program.comms, "in_phase", lambda phase: "loss" if phase == "loss" else None)
-
-    def _note(self, owner: Any, method: str, what: Callable[..., str | None]) -> None:
-        plain = getattr(owner, method)
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            doing = what(*args, **kwargs)
-            if doing is not None:
-                self._doing = doing
-                self.resume()
-            return plain(*args, **kwargs)
-
-        self._replaced.append((owner, method, vars(owner).get(method)))
-        setattr(owner, method, noted)
+        self._copies += [_event(name, stream, start - began, stop - began) for start, stop in spans]
 
     # -- what was seen
 
@@ -219,14 +238,17 @@ class TimelineRecorder:
         """The timeline, as `Role.timeline` holds it: stream by stream, each in order."""
         end = self.since_start(self._end)
         starts = [self.since_start(moment) for moment, _, _ in self._marks]
-        waits = [
-            _event(name, stream, start, stop)
-            for (_, stream, name), start, stop in zip(self._marks, starts, [*starts[1:], end], strict=True)
-            if start < stop
-        ]
-        compute, waiting = ([event for event in waits if event["stream"] == stream] for stream in (COMPUTE, WAITING))
+        marked: dict[str, list[Event]] = {COMPUTE: [], WAITING: [], DATA: []}
+        waits = [after - before for before, after in pairwise(self._core_waits)]
+        for (_, stream, name), start, stop, wait in zip(self._marks, starts, [*starts[1:], end], waits, strict=True):
+            if start < stop:
+                more = {"core_wait_s": wait / 1e9} if wait > SHORT and stream == COMPUTE else {}
+                marked[stream].append(
+                    _event(name, stream, start, stop, more or (self._loaded if stream == DATA else {}))
+                )
         copies = sorted(self._copies, key=lambda event: (event["stream"], event["start_s"]))
-        return (*compute, *(self._collective(flight, end) for flight in self._flights), *waiting, *copies)
+        calls = (self._collective(flight, end) for flight in self._flights)
+        return (*marked[COMPUTE], *calls, *marked[WAITING], *marked[DATA], *copies)
 
     def recorded(self) -> Recorded:
         """The timeline, and where it lies on the clock of this host."""
@@ -236,7 +258,9 @@ class TimelineRecorder:
         phase, op, axes, unit, dtype, elements = flight.key
         issued, done, _ = flight.times(end)
         about = {"op": op, "axes": axes, "unit": unit, "phase": phase, "bytes": elements * DTYPE_BYTES[dtype]}
-        return _event(flight.name, COMMUNICATION, issued, done) | {"args": about}
+        if timing := self._program.comms.timings.get(flight.key):
+            about |= {"algorithm": timing.algorithm, "ranks": list(timing.ranks)}
+        return _event(flight.name, COMMUNICATION, issued, done, about)
 
     def transport(self, ledger: Sequence[LedgerRow]) -> tuple[TransportRow, ...]:
         """The transport rows of a ledger, timed to the collectives' completion, whenever they were waited for.
@@ -272,8 +296,9 @@ def _transport_row(place: int, parts: Sequence[tuple[Timing, list[int]]]) -> Tra
     return TransportRow(place, whole.algorithm, *whole.sent, total, still)
 
 
-def _event(name: str, stream: str, start: int, stop: int) -> Event:
-    return {"name": name, "stream": stream, "start_s": start / 1e9, "duration_s": (stop - start) / 1e9}
+def _event(name: str, stream: str, start: int, stop: int, args: Event | None = None) -> Event:
+    event = {"name": name, "stream": stream, "start_s": start / 1e9, "duration_s": (stop - start) / 1e9}
+    return event | ({"args": args} if args else {})
 
 
 def _host() -> str:

@@ -19,7 +19,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,10 +129,10 @@ class OffloadFile:
 
     # -- one update
 
-    def update(self, change: Update) -> None:
+    def update(self, change: Update, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Change every load of the state, from the slot of the last step into the other one, which then is the last
         step's; on disk `commit` makes it so. Reading, changing and writing go on at the same time, each in another
-        buffer."""
+        buffer. waiting: entered while it waits for the disk."""
         reads: list[Future[None]] = []
         writes: list[Future[None]] = []
         loads = list(self.layout.loads())
@@ -142,11 +142,13 @@ class OffloadFile:
             for ahead in range(len(reads), min(index + BUFFERS - 1, len(loads))):
                 before = writes[ahead - BUFFERS] if ahead >= BUFFERS else None
                 reads.append(self._reader.submit(self._read_load, loads[ahead], ahead % BUFFERS, before))
-            reads[index].result()
+            with waiting():
+                reads[index].result()
             change(load, self._arrays(load, index % BUFFERS))
             writes.append(self._writer.submit(self._write_load, load, index % BUFFERS))
-        for write in writes:
-            write.result()
+        with waiting():
+            for write in writes:
+                write.result()
         self.slot = 1 - self.slot
 
     def _sections(self, load: Load, index: int, slot: int) -> list[tuple[memoryview, int]]:

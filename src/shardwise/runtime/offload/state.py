@@ -11,7 +11,7 @@ from shardwise.layout.homes import ALL, DISK_READ, TO_DEVICE, parameter_buffers
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.offload.file import OffloadFile, pages
 from shardwise.runtime.transport.buffers import ByteCounter
-from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.transport.comms import Comms, waiting_for_disk
 from shardwise.runtime.zero.flat_unit import FlatUnit
 
 MASTER = 0
@@ -93,7 +93,9 @@ class StoredIntervals:
         if self._file is not None:
             self.prefetch(flat)
             _, reading, interval = self._coming.pop(self._slot(flat))
-            comms.copied(DISK_READ, *moved, [reading.result()])
+            with waiting_for_disk(comms):
+                span = reading.result()
+            comms.copied(DISK_READ, *moved, [span])
         started = time.perf_counter_ns()
         here = interval.to(flat.whole.device, non_blocking=True)
         comms.copied(TO_DEVICE, *moved, [(started, time.perf_counter_ns())])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -57,6 +57,9 @@ class Observer(Protocol):
     def copied(self, op: tuple[str, str], unit: str, spans: Sequence[tuple[int, int]]) -> None:
         """A copy between homes ran in these spans."""
 
+    def for_disk(self) -> AbstractContextManager[None]:
+        """The rank does nothing inside the context but wait for a disk."""
+
 
 @dataclass
 class Timing:
@@ -67,6 +70,8 @@ class Timing:
     count: int = 0
     time: float = 0.0
     wait: float = 0.0
+    ranks: tuple[int, ...] = ()
+    """The group's."""
     moved: Moved | None = None
     """Traffic of this rank, where a schedule of the layout's ran."""
 
@@ -319,9 +324,10 @@ class Comms:
         if not self._recording:
             return None
         key = (self.phase, op, self.mesh.name(axes), unit, str(full.dtype).removeprefix("torch."), full.numel())
-        timing = self.timings.setdefault(key, Timing(key, algorithm))
-        timing.count += 1
-        return timing
+        if key not in self.timings:
+            self.timings[key] = Timing(key, algorithm, ranks=self.mesh.group(axes, self.rank))
+        self.timings[key].count += 1
+        return self.timings[key]
 
     def _start(
         self,
@@ -530,6 +536,11 @@ class Comms:
         out = x.new_empty(shape)
         self.reduce_scatter(pieces.view(-1), axes, unit, lambda: Target(out.view(-1)))
         return out
+
+
+def waiting_for_disk(comms: Comms) -> AbstractContextManager[None]:
+    """Tell the observer of a recorded step, if there is one."""
+    return nullcontext() if comms.timeline is None else comms.timeline.for_disk()
 
 
 def _forget(moved: Moved) -> None:

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,7 @@ from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.config import learning_rate as learning_rate
 from shardwise.runtime.offload.file import OffloadFile
 from shardwise.runtime.offload.state import MASTER, FileState, MemoryState, OptimizerState
-from shardwise.runtime.transport.comms import Comms
+from shardwise.runtime.transport.comms import Comms, waiting_for_disk
 from shardwise.runtime.zero.engine import Engine
 from shardwise.runtime.zero.flat_unit import HOST, FlatUnit, Int8Values, Values, torch_dtype
 from shardwise.runtime.zero.update import divides, update
@@ -171,7 +172,8 @@ class Optimizer:
                 if isinstance(run, MemoryState):
                     self._update(state, run.start, run.tensors, lr, coefficient, apart=not run.engines)
         if (file := self.engine.file) is not None:
-            file.update(lambda load, arrays: self._update_load(load, arrays, lr, coefficient))
+            change = partial(self._update_load, lr=lr, coefficient=coefficient)
+            file.update(change, partial(waiting_for_disk, self.comms))
         for state in self.states:
             state.flat.grads.free()
         self._enter_copies()

@@ -4,11 +4,13 @@ import json
 
 from shardwise.errors import UserError
 from shardwise.report.compare import compare
+from shardwise.report.exposure import spans
 from shardwise.report.palette import classes_of
 from shardwise.report.step_report import StepReport
+from shardwise.report.verdict import verdict
 from shardwise.studio.columns import How, View
 from shardwise.studio.data import timelines
-from shardwise.studio.data.run_time import time_figures
+from shardwise.studio.data.run_time import step_figures, time_figures
 from shardwise.studio.data.runs import ledger_table, memory_table
 
 
@@ -23,13 +25,15 @@ def opened(content: bytes) -> View:
         timeline = timelines.of_report(report)
         both = compare(report, report)
         figures = time_figures(report)
+        recording = {min(role.ranks): spans(role) for role in report.roles if role.timeline}
+        by_rank = step_figures(verdict(recording), recording)
         tables = {"timeline": timeline.table(), "memory": memory_table(both), "ledger": ledger_table(both)}
-        tables |= figures.tables
+        tables |= figures.tables | (by_rank.tables if recording else {})
         how = How(
             [f"Read from the file: a {report.source} step of {report.layout} on {report.cluster}.", *report.notes]
         )
         more = {"kind": "report", "title": f"{report.source} step, {report.layout}", "timeline": timeline.to_json()}
-        more |= {"classes": list(classes_of(role.bytes for role in report.roles)), "bars": figures.bars}
+        more |= {"classes": list(classes_of(role.bytes for role in report.roles)), "bars": figures.bars | by_rank.bars}
         return View({}, {}, tables, dict.fromkeys(tables, how), more)
     timeline = timelines.of_trace(data)
     how = How(

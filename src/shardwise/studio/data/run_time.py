@@ -1,13 +1,17 @@
-"""The time of a measured step: its parts, its collectives by operation, and how each was carried."""
+"""The time of a measured step: its parts by rank, its collectives and who came last to each, how each was carried, and
+the plan beside it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardwise.report.exposure import COMPUTE, Exposure, exposure, length, spans, union
+from shardwise.report.exposure import COMPUTE, Exposure, TimeSpan, exposure, length, spans, union
 from shardwise.report.palette import KINDS
+from shardwise.report.step_parts import PARTS, Recording, StepParts
 from shardwise.report.step_report import Role, StepReport
+from shardwise.report.time_parts import RECORDED, grouped
 from shardwise.report.transport import transport_lines
-from shardwise.report.units import format_share, format_time
+from shardwise.report.units import format_ranks, format_time
+from shardwise.report.verdict import Verdict
 from shardwise.studio.columns import Table
 from shardwise.studio.data import timelines
 
@@ -30,7 +34,7 @@ class TimeFigures(NamedTuple):
 
 
 def time_figures(report: StepReport) -> TimeFigures:
-    """Figures "time", "traffic" and "transport" of a measured step, as far as it has recorded them.
+    """Figures "traffic" and "transport" of a measured step, as far as it has recorded them.
 
     Raises `UserError` when a timeline or a transport row is damaged.
     """
@@ -38,11 +42,9 @@ def time_figures(report: StepReport) -> TimeFigures:
     bars: dict[str, list[dict[str, Any]]] = {}
     timed = [(role, exposure(spans(role))) for role in report.roles if role.timeline]
     if timed:
-        tables["time"] = Table.of_rows("Time of one step", _PART, [row for one in timed for row in _part_rows(*one)])
         tables["traffic"] = Table.of_rows(
             "Collectives by operation", _TRAFFIC, [r for one in timed for r in _traffic(*one)]
         )
-        bars["time"] = [_part_bar(role, total)._asdict() for role, total in timed]
     carried = [role for role in report.roles if role.transport]
     if carried:
         tables["transport"] = Table.of_rows(
@@ -53,7 +55,17 @@ def time_figures(report: StepReport) -> TimeFigures:
 
 
 HOW_TIMED = {
-    "time": ["Time in which the rank computed, and in which only collectives ran; the first rows add up to one step."],
+    "ranks": [
+        "Each moment of a rank counts once: parts from computing to other time add up to the step.",
+        "A rank that stands still in a collective waits for the rank that comes last, and after that for the transfer.",
+    ],
+    "arrivals": [
+        "late: after the median of the others' arrivals; lost: what all others stood still for it until then."
+    ],
+    "waterfall": [
+        "Each part: the mean over the ranks. From the first bar to the last the differences add up.",
+        "Planned parts are those of `shardwise estimate`, grouped as a recording divides a step.",
+    ],
     "traffic": [
         "A collective lasts from its issue to its completion, slower ranks included.",
         "It costs the step what is exposed: the time in which nothing is computed meanwhile.",
@@ -65,7 +77,16 @@ HOW_TIMED = {
 }
 """Name of a figure -> how its numbers are measured."""
 
-_PART = {"rank": "", "part": "", "time": "seconds", "of the step": "share"}
+_WORK = ("forward", "backward", "recompute", "update", "rest")
+_RANKS = {
+    "rank": "", **dict.fromkeys(PARTS.values(), "seconds"), "waiting for": "", "injected": "seconds",
+    "behind computation": "seconds", **{KINDS[kind].label: "seconds" for kind in _WORK},
+}  # fmt: skip
+_ARRIVALS = {"collective": "", "phase": "", "ranks": "", "last": "", "late": "seconds", "lost": "seconds"}
+SHOWN = 10
+"""Collectives that are drawn."""
+_LOOKS = dict(zip(PARTS, ("computing", "core", "transfer", "idle", "disk", "loading", "spare"), strict=True))
+"""Part of a rank's step -> its kind in the palette."""
 _TRAFFIC = {
     "rank": "", "operation": "", "axes": "", "calls": "count", "payload": "bytes", "time": "seconds",
     "hidden": "seconds", "exposed": "seconds", "of the step": "share",
@@ -77,30 +98,79 @@ _CARRIED = {
 """Heading -> unit of each column."""
 
 
-def _compute_parts(role: Role) -> list[tuple[str, int]]:
-    """(kind, nanoseconds) of what the rank computed."""
+def step_figures(judged: Verdict, recording: Recording) -> TimeFigures:
+    """Figures "ranks" and "arrivals" of a recorded step."""
+    ranks = judged.parts.ranks
+    rows = []
+    for one in ranks:
+        waits = sorted(one.others.items(), key=lambda wait: -wait[1])
+        words = ", ".join(f"rank {rank} {format_time(time / 1e9)}" for rank, time in waits if time * 100 >= one.step)
+        parts = (one.of(part) / 1e9 for part in PARTS)
+        work = _compute_kinds(recording[one.rank])
+        kinds = (work.get(kind, 0) / 1e9 for kind in _WORK)
+        rows.append((one.rank, *parts, words, one.injected / 1e9, exposure(recording[one.rank]).hidden / 1e9, *kinds))
+    bars = [
+        TimeBar(f"rank {one.rank}", "", one.step / 1e9, [(_LOOKS[p], one.of(p) / 1e9) for p in PARTS], "")
+        for one in ranks
+    ]
+    calls = sorted(judged.parts.arrivals, key=lambda call: -call.lost)
+    arrivals = [
+        (call.name, call.phase, format_ranks(call.ranks), call.last, call.late / 1e9, call.lost / 1e9) for call in calls
+    ]
+    tables = {"ranks": Table.of_rows("Time of one step by rank", _RANKS, rows)}
+    if arrivals:
+        tables["arrivals"] = Table.of_rows("Collectives and who came last, the costliest first", _ARRIVALS, arrivals)
+    lost = [
+        TimeBar(call.name, f"rank {call.last} came last", call.lost / 1e9, [("idle", call.lost / 1e9)], "")
+        for call in calls[:SHOWN]
+        if call.lost
+    ]
+    drawn = {"ranks": bars, "arrivals": lost}
+    return TimeFigures(tables, {name: [bar._asdict() for bar in bars] for name, bars in drawn.items()})
+
+
+def _compute_kinds(timeline: Sequence[TimeSpan]) -> dict[str, int]:
+    """Kind -> nanoseconds of what the rank computed."""
     by_kind: dict[str, list[tuple[int, int]]] = {}
-    for span in spans(role):
+    for span in timeline:
         if span.stream == COMPUTE:
             by_kind.setdefault(timelines.KINDS[timelines.kind_of(span)], []).append((span.start, span.stop))
-    return [(kind, length(union(by_kind[kind]))) for kind in timelines.KINDS if kind in by_kind]
+    return {kind: length(union(times)) for kind, times in by_kind.items()}
 
 
-def _part_rows(role: Role, total: Exposure) -> Iterator[tuple[Any, ...]]:
-    parts = [(KINDS[kind].label, time) for kind, time in _compute_parts(role)]
-    parts += [("communication, exposed", total.exposed), ("neither", total.idle), ("one step", total.step)]
-    parts += [("communication, behind computation", total.hidden)]
-    for name, time in parts:
-        yield min(role.ranks), name, time / 1e9, total.share(time)
+class Base(NamedTuple):
+    """What a step is compared with. name: in words. parts: seconds by `PARTS`."""
+
+    name: str
+    parts: Mapping[str, float]
+
+    @classmethod
+    def planned(cls, report: StepReport | None) -> "Base | None":
+        """The prediction, where it has a time."""
+        return Base("planned", grouped(report.timing["parts"], RECORDED)) if report and report.timing else None
+
+    @classmethod
+    def recorded(cls, name: str, parts: StepParts) -> "Base":
+        return cls(name, {part: parts.mean(part) for part in PARTS})
 
 
-def _part_bar(role: Role, total: Exposure) -> TimeBar:
-    parts = [*_compute_parts(role), ("communication", total.exposed)]
-    words = format_share(total.share(total.exposed))
-    return TimeBar(
-        f"rank {min(role.ranks)}", format_time(total.step / 1e9), total.step / 1e9,
-        [(kind, time / 1e9) for kind, time in parts], words,
-    )  # fmt: skip
+def waterfall(base: Base | None, parts: StepParts) -> Table:
+    """From the base's step to the recorded one, part by part; without a base, from nothing."""
+    name, before = base or Base("nothing", {})
+    rows: list[tuple[str, float, float, float, float]] = []
+    at = sum(before.values())
+    if base:
+        rows.append((f"step, {name}", at, 0.0, 0.0, at))
+    for part, words in PARTS.items():
+        planned, measured = before.get(part, 0.0), parts.mean(part)
+        if planned or measured:
+            rows.append((words, planned, measured, at, at + measured - planned))
+            at += measured - planned
+    rows.append(("step, recorded", sum(before.values()), at, 0.0, at))
+    units = dict.fromkeys(("part", name, "recorded", "from", "to"), "seconds") | {"part": ""}
+    return Table.of_rows(
+        f"From the step that is {name} to the recorded one" if base else "Parts of the step", units, rows
+    )
 
 
 def _traffic(role: Role, total: Exposure) -> Iterator[tuple[Any, ...]]:

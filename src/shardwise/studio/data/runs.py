@@ -15,11 +15,14 @@ from shardwise.report.exposure import exposures
 from shardwise.report.palette import BYTE_CLASSES
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.run_directory import RunDirectory
+from shardwise.report.step_memory import read_memory
 from shardwise.report.step_report import StepReport
 from shardwise.report.units import format_share, format_time
+from shardwise.report.verdict import verdict_of
 from shardwise.studio.columns import How, Table, View, command_line
 from shardwise.studio.data import timelines
-from shardwise.studio.data.run_time import HOW_TIMED, time_figures
+from shardwise.studio.data.run_memory import HOW_PEAK, memory_step, peak_bars, peak_words
+from shardwise.studio.data.run_time import HOW_TIMED, Base, step_figures, time_figures, waterfall
 from shardwise.studio.query import Query
 
 EXPERT_COLUMNS = dict.fromkeys(("step", "imbalance", "dropped", "balance_loss"), "")
@@ -28,6 +31,10 @@ MOST_LOADS = 1 << 18
 """Numbers of tokens up to which the loads of every step are sent; of a longer run, those of every n-th step."""
 
 Event = Mapping[str, Any]
+REPORTS = ("predicted", "measured", "timelines", "timelines-last", "memory")
+"""Files of reports, whose coming the page waits for."""
+PLAN = "its plan"
+"""Choice of what a step is compared with, beside the other runs."""
 
 
 def with_experts(events: Sequence[Event]) -> list[dict[str, Any]]:
@@ -106,9 +113,11 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     query = Query(params)
     names = listed(runs)
     name = query.text("run", _usual(runs, names))
+    number, against = query.whole("step", 0, 0, 1 << 40), query.text("against", PLAN)
     query.done()
     if not name:
-        return View(query.state, {"run": []}, _event_tables([]), {}, {"folder": str(runs), "status": "", "cursor": 0})
+        none = {"folder": str(runs), "status": "", "cursor": 0}
+        return View(query.state, _choices([], name, {}), _event_tables([]), {}, none)
     here = _run(runs, names, name)
     events, cursor = _events(here, 0)
     run = here.run
@@ -118,10 +127,28 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     if found := loads(events):
         tables["loads"], more["loads"] = loads_table(found), found
         how |= dict.fromkeys(("experts", "loads"), how_loads(_follow(here)))
-    reports = _reports(here)
-    if drawn := _timeline(here, reports.get("measured")):
+    reports, recorded = _reports(here), here.timelines()
+    shown = _shown(name, recorded, number)
+    query.state["step"] = shown.step if shown else 0
+    if drawn := _timeline(here, reports.get("measured"), shown):
         timeline, how["timeline"], more["timeline_of"] = drawn
         tables["timeline"], more["timeline"] = timeline.table(), timeline.to_json()
+    bars: dict[str, Any] = {}
+    if shown is not None:
+        base, judged = Base.planned(reports.get("predicted")), verdict_of(here, shown)
+        assert judged is not None
+        if against != PLAN:
+            other = verdict_of(_run(runs, names, against))
+            base = Base.recorded(against, other.parts) if other else None
+        of_step = step_figures(judged, shown.on_one_clock)
+        tables |= of_step.tables | {"waterfall": waterfall(base, judged.parts)}
+        bars, more["verdict"] = dict(of_step.bars), judged.to_json(tables=False)
+        how |= {table: How(HOW_TIMED[table], _compare(here)) for table in ("waterfall", *of_step.tables)}
+    if here.memory.is_file():
+        traces = read_memory(here.memory)
+        tables |= memory_step(traces)
+        bars["peak"], more["peaks"] = peak_bars(traces), [peak_words(one) for one in traces]
+        how |= dict.fromkeys(("peak", "over"), How(HOW_PEAK, _compare(here)))
     if reports:
         sides = list(reports.values())
         both = compare(sides[0], sides[-1])
@@ -133,8 +160,19 @@ def data(params: Mapping[str, str], runs: Path) -> View:
         lines += dict.fromkeys(note for report in sides for note in report.notes)
         how |= {table: How(lines, _compare(here)) for table in ("memory", "ledger")}
         how |= {table: How(HOW_TIMED[table], _compare(here)) for table in figures.tables}
-        more |= {"has": list(reports), "bars": figures.bars, "classes": list(BYTE_CLASSES), **_agreement(both)}
-    return View(query.state, {"run": names}, tables, how, more)
+        more |= {"has": list(reports), "bars": bars | figures.bars, "classes": list(BYTE_CLASSES), **_agreement(both)}
+    return View(query.state, _choices(names, name, recorded), tables, how, more)
+
+
+def _choices(names: list[str], name: str, recorded: Mapping[int, RankTimelines]) -> dict[str, list[Any]]:
+    return {"run": names, "step": list(recorded) or [0], "against": [PLAN, *(each for each in names if each != name)]}
+
+
+def _shown(name: str, recorded: Mapping[int, RankTimelines], number: int) -> RankTimelines | None:
+    """The recorded step with a number, or the first one for 0. Raises `UserError` where it is none of them."""
+    if number and number not in recorded:
+        raise UserError(f"step={number}: {name} has recorded {', '.join(map(str, recorded)) or 'no step'}")
+    return recorded[number] if number else next(iter(recorded.values()), None)
 
 
 def _agreement(both: ReportComparison) -> dict[str, Any]:
@@ -191,7 +229,7 @@ def _about(here: RunDirectory, run: Mapping[str, Any]) -> dict[str, Any]:
         "model": config.get("model", {}).get("name", ""),
         "workload": config.get("workload", {}),
         "steps_wanted": config.get("steps"),
-        "reports": [name for name in ("predicted", "measured", "timelines") if here.report(name).is_file()],
+        "reports": [name for name in REPORTS if here.report(name).is_file()],
         "writing": {name: here.result.get(name) for name in WRITING},
     }
 
@@ -271,15 +309,16 @@ def _follow(here: RunDirectory) -> str:
     return shlex.join(["tail", "-f", str(here.events_path)])
 
 
-def _timeline(here: RunDirectory, measured: StepReport | None) -> tuple[timelines.DrawnTimeline, How, str] | None:
+def _timeline(
+    here: RunDirectory, measured: StepReport | None, result: RankTimelines | None
+) -> tuple[timelines.DrawnTimeline, How, str] | None:
     """(the timeline, how it was measured, what it shows in words): of all ranks, where the run has recorded them; else
     of each role's lowest."""
-    if not here.timelines_path.is_file():
+    if result is None:
         if measured is None:
             return None
         lines = ["Ranks whose ledgers and bytes are equal are drawn once."]
         return timelines.of_report(measured), _how_timeline(here, measured, lines), "One rank of each kind."
-    result = RankTimelines.read(here.timelines_path)
     lines = ["Every rank notes when its step began by its host's monotonic clock, which all ranks there share."]
     if result.hosts > 1:
         lines.append(

@@ -7,15 +7,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.errors import UserError
-from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, TimeSpan, spans
+from shardwise.report.exposure import COMMUNICATION, COMPUTE, DATA, DISK, EMULATED, INJECTED, WAITING, TimeSpan, spans
 from shardwise.report.rank_timelines import RankTimelines
 from shardwise.report.step_report import StepReport
 from shardwise.studio.columns import Columns, Table
 
-KINDS = ("forward", "backward", "recompute", "update", "rest", "communication", "waited", "span")
+KINDS = (
+    "forward", "backward", "recompute", "update", "rest", "communication", "waited", "span", "loading", "disk",
+    "injected",
+)  # fmt: skip
 """Kinds of events, by number."""
 _BY_WORD = {"forward": 0, "backward": 1, "recompute": 2, "optimizer": 3, "optimizer:": 3}
-_STREAMS = {COMMUNICATION: 5, WAITING: 6}
+_STREAMS = {COMMUNICATION: 5, WAITING: 6, DATA: 8, DISK: 9, INJECTED: 10, EMULATED: 10}
 _ORDER = {COMPUTE: 0, COMMUNICATION: 1, WAITING: 2}
 
 MOST_LISTED = 50_000

@@ -97,7 +97,7 @@ function broken(context, theme, end, y, h) {
   }
 }
 
-function clip(context, text, width) {
+export function clip(context, text, width) {
   let short = text;
   while (short.length > 3 && context.measureText(short).width > width) short = `${short.slice(0, -2)}…`;
   return short;

@@ -41,7 +41,7 @@ export function rowHeight(rows) {
 }
 
 /** Where the rows begin: behind their names. */
-function leftOf(events, width) {
+export function leftOf(events, width) {
   return Math.min(events.left ?? LEFT, width * 0.35);
 }
 
@@ -162,6 +162,34 @@ function letters(context, events, window, box, x, tall) {
     }
   }
   context.restore();
+}
+
+/** A frame around the events of a window that are among `chosen`, by their index; `first` has a thicker one. */
+export function outlined(context, width, events, window, chosen, first) {
+  const tall = rowHeight(events.rows), left = leftOf(events, width), x = scale(window[0], window[1], left, width - RIGHT);
+  context.strokeStyle = colours().ink;
+  for (let r = 0; r < events.rows; r++) {
+    for (let j = firstAfter(events.reach, events.from[r], events.from[r + 1], window[0]); j < events.from[r + 1] && events.starts[j] < window[1]; j++) {
+      const i = events.order[j], a = Math.max(left, x(events.starts[j])), b = Math.min(width - RIGHT, x(events.ends[j]));
+      if (!chosen[i] || b < left) continue;
+      context.lineWidth = i === first ? 3 : 1.2;
+      context.strokeRect(a, TOP + r * tall, Math.max(2, b - a), tall - 2);
+    }
+  }
+  context.lineWidth = 1;
+}
+
+/** The time that is selected. */
+export function shaded(context, width, events, window, [from, to]) {
+  const left = leftOf(events, width), x = scale(window[0], window[1], left, width - RIGHT);
+  const a = Math.max(left, x(from)), b = Math.min(width - RIGHT, x(to));
+  if (b <= a) return;
+  context.fillStyle = colours().accent;
+  context.globalAlpha = 0.18;
+  context.fillRect(a, TOP, b - a, events.rows * rowHeight(events.rows));
+  context.globalAlpha = 1;
+  context.strokeStyle = colours().accent;
+  context.strokeRect(a, TOP, b - a, events.rows * rowHeight(events.rows));
 }
 
 /** The event at a pixel, or -1. */

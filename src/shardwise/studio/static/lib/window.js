@@ -3,8 +3,9 @@
 import { h } from "studio/lib/dom";
 import { LEFT } from "studio/lib/gantt";
 
-/** extent(): the whole time. Kept in the URL under `name`. onChange: redraw. canvases: where it listens. */
-export function timeWindow(page, { name, extent, onChange }) {
+/** extent(): the whole time. Kept in the URL under `name`. onChange: redraw. left(): pixels before the time begins. onSelect(span):
+ * Shift and drag have selected this time. */
+export function timeWindow(page, { name, extent, onChange, left = () => LEFT, onSelect = null }) {
   let span = null, kept = page.local(name, "");
   const button = (label, words, act) => h("button", { type: "button", "aria-label": words, onclick: act }, label);
   const node = h("div", { class: "zoom", role: "group", "aria-label": "Time shown" },
@@ -54,14 +55,18 @@ export function timeWindow(page, { name, extent, onChange }) {
   function listen(canvas) {
     canvas.tabIndex = 0;
     canvas.addEventListener("keydown", (event) => {
-      const act = { ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15), "+": () => zoom(1 / 1.4), "=": () => zoom(1 / 1.4), "-": () => zoom(1.4), 0: reset, Home: reset }[event.key];
+      const act = { ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15), "+": () => zoom(1 / 1.4), "=": () => zoom(1 / 1.4), "-": () => zoom(1.4), 0: reset, Home: reset, w: () => zoom(1 / 1.4), s: () => zoom(1.4), a: () => pan(-0.15), d: () => pan(0.15) }[event.key];
       if (!act || event.ctrlKey || event.metaKey) return;
       event.preventDefault();
       act();
     });
     const shareAt = (event) => {
       const box = canvas.getBoundingClientRect();
-      return Math.min(1, Math.max(0, (event.clientX - box.left - LEFT) / (box.width - LEFT - 12)));
+      return Math.min(1, Math.max(0, (event.clientX - box.left - left()) / (box.width - left() - 12)));
+    };
+    const timeAt = (event) => {
+      const [a, b] = current();
+      return a + (b - a) * shareAt(event);
     };
     canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && Math.abs(event.deltaX) <= Math.abs(event.deltaY)) return;
@@ -72,12 +77,13 @@ export function timeWindow(page, { name, extent, onChange }) {
     let held = null;
     canvas.addEventListener("pointerdown", (event) => {
       if (event.button) return;
-      held = { x: event.clientX, span: [...current()] };
+      held = { x: event.clientX, span: [...current()], from: onSelect && event.shiftKey ? timeAt(event) : null };
       canvas.setPointerCapture(event.pointerId);
     });
     canvas.addEventListener("pointermove", (event) => {
       if (!held) return;
-      const [a, b] = held.span, by = (held.x - event.clientX) / (canvas.clientWidth - LEFT - 12) * (b - a);
+      if (held.from !== null) return void onSelect([held.from, timeAt(event)].sort((a, b) => a - b));
+      const [a, b] = held.span, by = (held.x - event.clientX) / (canvas.clientWidth - left() - 12) * (b - a);
       move(a + by, b + by);
     });
     for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { held = null; });

@@ -4,22 +4,24 @@ import { panel, select } from "studio/lib/controls";
 import { inside, load, send } from "studio/lib/data";
 import { h } from "studio/lib/dom";
 import { figure } from "studio/lib/figure";
-import { bytes, count, plain, seconds, share } from "studio/lib/format";
+import { bytes, count, plain, share } from "studio/lib/format";
 import { bars, barsHeight } from "studio/lib/bars";
-import { drawGantt, eventAt, ganttHeight, prepare } from "studio/lib/gantt";
 import { swatches } from "studio/lib/legend";
 import { legend, lines } from "studio/lib/lines";
 import { opensIn } from "studio/lib/opens";
-import { timeWindow } from "studio/lib/window";
 import { fact } from "studio/views/collectives";
 import { expertFigures } from "studio/views/runs_experts";
+import { barFigure, stepFigures } from "studio/views/runs_step";
+import { TIMELINE, timelineFigure } from "studio/views/runs_timeline";
 
 export const lead = "A training run on disk beside what was predicted for it. A run that is still going is followed live.";
 const EVERY = 1000, EVERY_ENDED = 3000;
-const TIMELINE = "One step on every rank";
+/** Another run has recorded other steps. */
+export const forgets = (changes) => ("run" in changes ? ["step", "_window"] : []);
 
 export function mount(root, page) {
-  const controls = [panel("Run", select(page, "run", "Run"))];
+  const controls = [panel("Run", select(page, "run", "Run"), select(page, "step", "Recorded step"), select(page, "against", "Compare with"))];
+  const verdict = h("p", { class: "verdict", "aria-live": "polite", hidden: true });
   const status = h("p", { class: "sentence", "aria-live": "polite" }), facts = h("dl", { class: "facts" }), links = h("div", {});
   let data = null, timer = 0, waiting = false, closed = false, opened = false, lost = false;
   const name = h("span", { class: "strong" });
@@ -31,10 +33,10 @@ export function mount(root, page) {
   const experts = expertFigures(page), timeline = timelineFigure(page), classKeys = h("ul", { class: "legend" });
   const memory = figure(page, { name: "memory", title: "Memory", extras: [classKeys], height: () => barsHeight(memoryRows(data).length || 1), draw: (context, width) => data?.tables.memory && bars(context, width, memoryRows(data), { unit: "bytes", left: 190 }) });
   const ledger = figure(page, { name: "ledger", title: "Ledger" });
-  const timed = { time: barFigure(page, "time", "Where a step's time goes", () => data, "Beside each bar: the share of exposed communication, in which nothing is computed."), transport: barFigure(page, "transport", "Communication time", () => data),
-    traffic: figure(page, { name: "traffic", title: "Collectives by operation" }) };
-  const ofStep = { timeline, ...timed, memory, ledger };
-  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), bar, steps.node, ...experts.nodes, ...Object.values(ofStep).map((each) => each.node), validation.node);
+  const timed = { transport: barFigure(page, "transport", "Communication time", () => data), traffic: figure(page, { name: "traffic", title: "Collectives by operation" }) };
+  const { ranks, waterfall, arrivals, over, peak } = stepFigures(page, () => data);
+  const ofStep = { ranks, timeline, waterfall, arrivals, ...timed, memory, over, peak, ledger };
+  root.append(h("div", { class: "panels" }, controls.map((each) => each.node)), bar, verdict, steps.node, ...experts.nodes, ...Object.values(ofStep).map((each) => each.node), validation.node);
   if (!inside) root.append(dropArea(open));
   page.openFile = open;
   page.cleanup(() => { closed = true; clearTimeout(timer); });
@@ -72,6 +74,9 @@ export function mount(root, page) {
 
   function tell() {
     status.textContent = sentence(data);
+    const judged = data.more.verdict;
+    verdict.hidden = !judged;
+    verdict.textContent = judged ? `Step ${judged.step}: ${judged.line}` : "";
     facts.replaceChildren(...(data.state.run ? runFacts(data) : []));
     links.replaceChildren(opensIn("this run", data.more.opens ?? []) ?? "");
     if (data.state.run) steps.describe(`Line: loss over ${data.tables.steps.columns.step.length} steps.`);
@@ -95,7 +100,7 @@ export function mount(root, page) {
       if (lost) page.refuse("");
       lost = false;
       const begun = fresh.runs.some((run) => !data.choices.run.includes(run));
-      if (begun) controls.forEach((each) => each.show({ ...data, choices: { run: fresh.runs } }));
+      if (begun) controls.forEach((each) => each.show({ ...data, choices: { ...data.choices, run: fresh.runs } }));
       data.choices.run = fresh.runs;
       // Without a run in the address, the page shows the latest one, but does not leave a running one for it.
       if (begun && !page.local("run", "") && data.more.status !== "running") return void page.fetch();
@@ -128,7 +133,8 @@ export function mount(root, page) {
       opened = true;
       clearTimeout(timer);
       page.refuse("");
-      bar.hidden = false;
+      bar.hidden = verdict.hidden = false;
+      verdict.textContent = answer.more.verdict?.line ?? "";
       name.textContent = file.name;
       data = { ...answer, tables: { ...answer.tables }, state: {}, more: { ...answer.more, status: "" } };
       steps.node.hidden = validation.node.hidden = true;
@@ -147,53 +153,6 @@ export function mount(root, page) {
   }
 
   return { show };
-}
-
-/** The figure of a step's events; `set` shows others, or hides it where there are none. */
-function timelineFigure(page) {
-  let events = null;
-  const keys = h("ul", { class: "legend" });
-  const shown = timeWindow(page, { name: "_window", extent: () => events?.latest || 1, onChange: () => timeline.redraw() });
-  const timeline = figure(page, { name: "timeline", title: TIMELINE, above: [shown.node], extras: [keys],
-    height: () => (events ? ganttHeight(events.rows) : 60),
-    draw: (context, width) => events && drawGantt(context, width, events, shown.current(), { labels: (row) => events.labels[row], left: events.left }),
-    hover: (x, y) => {
-      const i = events ? eventAt(events, shown.current(), timeline.canvas.clientWidth, x, y) : -1;
-      return i < 0 ? "" : `${events.name(i)}\n${seconds(events.startOf(i))}, takes ${seconds(events.secondsOf(i))}`;
-    } });
-  shown.listen(timeline.canvas);
-
-  function set(given, title, note) {
-    timeline.node.querySelector("h2").textContent = title;
-    timeline.note.textContent = note;
-    timeline.node.hidden = !given;
-    if (!given) return;
-    events = prepare(given.columns, given.rows.length, given.kinds);
-    events.labels = given.rows;
-    events.name = (i) => given.names[given.columns.name[i]];
-    events.startOf = (i) => given.columns.start[i];
-    events.secondsOf = (i) => given.columns.seconds[i];
-    events.left = 150;
-    shown.renew();
-    keys.replaceChildren(...swatches([...new Set(given.columns.kind)].sort().map((k) => given.kinds[k])));
-    timeline.describe(`Timeline of ${given.rows.length} rows and ${given.columns.start.length} events over ${seconds(events.latest)}.`);
-    timeline.redraw();
-  }
-
-  return { ...timeline, set };
-}
-
-/** A figure of bars of seconds, which an answer's more.bars has by its name; `answer()` is the one that is shown. */
-function barFigure(page, name, title, answer, lead = "") {
-  const rows = () => answer()?.more.bars?.[name] ?? [], keys = h("ul", { class: "legend" });
-  const made = figure(page, { name, title, lead, extras: [keys], height: () => barsHeight(rows().length || 1),
-    draw: (context, width) => rows().length && bars(context, width, rows().map((row) => ({ ...row, words: row.words || undefined })), { unit: "seconds", left: 190 }) });
-  const show = (data) => {
-    made.show(data);
-    keys.replaceChildren(...swatches([...new Set(rows().flatMap((row) => row.parts.map(([kind]) => kind)))]));
-    made.describe(rows().map((row) => `${row.label} ${row.detail}: ${seconds(row.total)}${row.words && `, ${row.words}`}`).join("; "));
-  };
-  return { ...made, show };
 }
 
 /** How far a run is, or where there would be one. */
