@@ -300,7 +300,8 @@ class Namer:
     def __init__(self, plan: UnitPlan, part: str) -> None:
         self.plan, self.kind, self.routes = plan, plan.kind(part), plan.routes_in(part)
         s = Sizes.of(plan)
-        self.sizes = recorded.sizes_of(plan, s, part)
+        sizes = recorded.sizes_of(plan, s, part, self.routes)
+        self.sizes = {name: size for name, size in sizes.items() if name not in vars(s)} | vars(s)
         some = "core " * (plan.layout.recompute != "selective" and core_sizes(plan, s) is not s)
         names = {"q": "queries", "k": "keys and values", "v": "keys and values"}
         names["attended"] = "output of some heads" if some else "attention output"
@@ -415,7 +416,7 @@ def keys(plan: UnitPlan) -> dict[Key, str]:
     """What a plan records -> a part that does."""
     found: dict[Key, str] = {}
     for part in plan.parts:
-        traits = recorded.traits_of(plan, part)
+        traits = recorded.traits_of(plan, part, plan.routes_in(part))
         kind = str(traits["kind"])
         for name, names in TRAITS[kind].items():
             found[kind, name, recorded.key_of(traits, names.split())] = part

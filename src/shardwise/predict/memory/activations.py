@@ -6,6 +6,8 @@ fp16 (34 sbh + 5 a s^2 b); here attention is fused unless `attention=math`.
 
 from __future__ import annotations
 
+from itertools import compress
+
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.expert_tensors import MixtureTensors
 from shardwise.predict.memory.recorded import recorded_items
@@ -38,15 +40,17 @@ def stored_bytes(plan: UnitPlan, s: Sizes, part: str | None) -> int:
 
 
 def made_items(plan: UnitPlan, s: Sizes, part: str) -> Items:
-    """Tensors of `part` that its forward pass saves, wherever they go."""
-    items: Items = recorded_items(plan, s, part)
-    if plan.model.embedding_norm and "token ids" in items:
-        items["norm"] = (s.hidden + 2) * s.stream * s.element
-    if recomputes_activation(plan, plan.routes_in(part)):
-        items.pop("activation", None)
-    if recomputes_output(plan):
-        items.pop("attention output", None)
-    return items
+    """Tensors of `part` that its forward pass saves, wherever they go. Not to be changed: kept with the plan."""
+    made: dict[str, Items] = vars(plan).setdefault("made_items", {})
+    if part not in made:
+        made[part] = items = recorded_items(plan, s, part)
+        if plan.model.embedding_norm and "token ids" in items:
+            items["norm"] = (s.hidden + 2) * s.stream * s.element
+        if plan.layout.compile == "block":
+            again = recomputes_activation(plan, plan.routes_in(part)), recomputes_output(plan)
+            for name in compress(("activation", "attention output"), again):
+                items.pop(name, None)
+    return made[part]
 
 
 def mask_bytes(plan: UnitPlan, s: Sizes) -> int:

@@ -28,8 +28,8 @@ Formula = tuple[int, list[str]]
 """Coefficient and names of sizes, whose product are bytes."""
 
 
-def traits_of(plan: UnitPlan, part: str) -> dict[str, bool | str]:
-    """What of the model and the layout decides which tensors a part saves; its kind first."""
+def traits_of(plan: UnitPlan, part: str, routes: bool) -> dict[str, bool | str]:
+    """What of the model and the layout decides which tensors a part saves. routes: whether it has experts."""
     layout, model, kind = plan.layout, plan.model, plan.kind(part)
     if kind == "block" and layout.recompute in ("full", "input"):
         return {"kind": "recomputed" if layout.recompute == "full" or part in plan.first_blocks else "later"}
@@ -38,7 +38,7 @@ def traits_of(plan: UnitPlan, part: str) -> dict[str, bool | str]:
     if kind != "block":
         traits |= {"trains": plan.trains_in(part), "learned": model.positions == "learned", "split": layout.tp > 1}
     else:
-        experts, latent = model.experts if plan.routes_in(part) else None, model.latent_attention
+        experts, latent = model.experts if routes else None, model.latent_attention
         every = not experts or plan.routed_places * experts.active == plan.routed_pairs
         core = _core(plan)
         traits |= {
@@ -70,16 +70,14 @@ def _core(plan: UnitPlan) -> str:
     return "short" if plan.layout.attention == "sdpa" and uses_batched_attention(plan) else plan.layout.attention
 
 
-def sizes_of(plan: UnitPlan, s: Sizes, part: str) -> dict[str, Any]:
-    """Names of sizes in formulas -> the plan's, integers or arrays of them. Multiples of others come before these."""
-    model, routes = plan.model, plan.routes_in(part)
-    sizes: dict[str, Any] = {}
-    if routes and model.experts:
+def sizes_of(plan: UnitPlan, s: Sizes, part: str, routes: bool) -> dict[str, Any]:
+    """Names of sizes in formulas -> the plan's, integers or arrays of them. routes: whether the part has experts."""
+    sizes: dict[str, Any] = {**vars(s), "statistic": s.statistic, "inner": s.ffn}
+    if routes and (experts := plan.model.experts):
         pairs, received = plan.routed_rows(part)
-        sizes = {"received": received, "pairs": pairs, "places": plan.routed_places, "active": model.experts.active}
-        sizes["expert width"] = width_held(model.experts.ffn, plan.layout.expert_tp)
-    sizes["inner"] = shared_width(plan) if routes else s.ffn
-    if latent := model.latent_attention:
+        sizes |= {"received": received, "pairs": pairs, "places": plan.routed_places, "active": experts.active}
+        sizes |= {"expert width": width_held(experts.ffn, plan.layout.expert_tp), "inner": shared_width(plan)}
+    if latent := plan.model.latent_attention:
         sizes |= {
             "low ranks": latent.kv_rank + latent.rope_head_dim,
             "q_rank": latent.q_rank,
@@ -88,7 +86,7 @@ def sizes_of(plan: UnitPlan, s: Sizes, part: str) -> dict[str, Any]:
     core = core_sizes(plan, s)
     if core is not s:
         sizes |= {f"core {name}": value for name, value in vars(core).items()}
-    return sizes | vars(s) | {"statistic": s.statistic}
+    return sizes
 
 
 @cache
@@ -119,8 +117,9 @@ def _formulas(traits: tuple[tuple[str, bool | str], ...]) -> tuple[dict[str, lis
 
 def recorded_items(plan: UnitPlan, s: Sizes, part: str) -> dict[str, Any]:
     """Bytes of the tensors that a part's forward pass saves, inputs of the step included, by name."""
-    of_name, formulas = _formulas(tuple(traits_of(plan, part).items()))
-    sizes = sizes_of(plan, s, part)
+    routes = plan.routes_in(part)
+    of_name, formulas = _formulas(tuple(traits_of(plan, part, routes).items()))
+    sizes = sizes_of(plan, s, part, routes)
     nbytes = []
     for product, names in formulas:
         for name in names:

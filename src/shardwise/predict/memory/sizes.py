@@ -111,8 +111,9 @@ def uses_batched_attention(plan: UnitPlan) -> bool:
 def uses_blocked_attention(plan: UnitPlan) -> bool:
     """Whether attention goes through a sequence block by block (`ops/attention.py`): no fused kernel has the
     model's."""
-    fused = plan.model.plain_attention and not (plan.model.narrow_values and not plan.cuda)
-    return plan.layout.attention == "sdpa" and not fused and not cuts_attention(plan)
+    if plan.layout.attention != "sdpa" or cuts_attention(plan):
+        return False
+    return not plan.model.plain_attention or (plan.model.narrow_values and not plan.cuda)
 
 
 def recomputes_activation(plan: UnitPlan, routed: bool) -> bool:
