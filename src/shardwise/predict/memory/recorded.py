@@ -9,7 +9,7 @@ formulas of every tensor serve all models, whatever others these save.
 import json
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from shardwise.layout.placement import width_held
@@ -92,7 +92,7 @@ def sizes_of(plan: UnitPlan, s: Sizes, part: str, routes: bool) -> dict[str, Any
 @cache
 def recordings() -> dict[str, dict[str, tuple[list[str], dict[str, list[str]]]]]:
     """Kind of a part -> name of a tensor -> traits, and formulas by the values of these."""
-    data: dict[str, Any] = json.loads(files(__package__).joinpath("recordings.json").read_text("utf-8"))
+    data: dict[str, Any] = json.loads(Path(__file__).with_name("recordings.json").read_text("utf-8"))
     return data
 
 
