@@ -19,7 +19,6 @@ SHORT_HELPERS, SMALL_MODULES = 530, 20
 CIRCLES = {
     ("layout.homes", "layout.transport_buffers", "layout.units"),
     ("model.blueprint", "model.config", "model.counted"),
-    ("predict.memory.activations", "predict.memory.expert_tensors", "predict.memory.transients"),
     ("runtime.transport.mail", "runtime.transport.shared", "runtime.transport.shared_collective"),
     ("schedule.staleness", "schedule.update_record"),
 }

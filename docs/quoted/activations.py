@@ -8,7 +8,8 @@ from shardwise.layout.axes import TP, named
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.flops import hardware_flops_per_token, training_flops_per_token
-from shardwise.predict.memory.activations import Sizes, saved_items
+from shardwise.predict.memory.activations import saved_items
+from shardwise.predict.memory.sizes import Sizes
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.schedule.closed_forms import CLOSED_FORMS
 from shardwise.validation.scoreboard.memory import BLOCK_ITEMS, Recompute, block_activations

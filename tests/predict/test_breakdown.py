@@ -19,8 +19,9 @@ from shardwise.model.lora import Lora
 from shardwise.model.parameters import count
 from shardwise.predict import estimate, zero_table
 from shardwise.predict.breakdown import Breakdown, breakdown
-from shardwise.predict.memory.activations import Sizes, block_items
+from shardwise.predict.memory.activations import made_items
 from shardwise.predict.memory.latent_tensors import block_tensors
+from shardwise.predict.memory.sizes import Sizes
 from shardwise.predict.memory.states import largest_model, least_devices, training_states, zero_sent
 from shardwise.predict.recompute_modes import recompute_modes
 from shardwise.predict.tensor_kinds import tensor_kinds
@@ -160,7 +161,7 @@ def test_a_forward_pass_leaves_what_is_saved_and_the_output() -> None:
     for plan in plans(("none", "selective")):
         s = Sizes.of(plan)
         part = plan.first_blocks[0]
-        block, items = block_tensors(plan, s, part), block_items(plan, s, part)
+        block, items = block_tensors(plan, s, part), made_items(plan, s, part)
         most = block.forward(saves=True)
         assert block.live.now == sum(items.values()) - items["input"] + block.stream, plan.layout
         assert most >= block.live.now
@@ -170,7 +171,7 @@ def test_a_backward_pass_leaves_the_gradient_of_the_input() -> None:
     for plan in plans(("none", "selective")):
         s = Sizes.of(plan)
         part = plan.first_blocks[0]
-        block, items = block_tensors(plan, s, part), block_items(plan, s, part)
+        block, items = block_tensors(plan, s, part), made_items(plan, s, part)
         block.backward(keeps_gradient=False)
         assert block.live.now == block.stream - (sum(items.values()) - items["input"]), plan.layout
 

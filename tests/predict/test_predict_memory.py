@@ -19,10 +19,11 @@ from shardwise.model import ModelConfig
 from shardwise.model.catalog import get
 from shardwise.model.parameters import count
 from shardwise.predict import estimate
-from shardwise.predict.memory.activations import Sizes, block_items, saved_bytes, saved_items
+from shardwise.predict.memory.activations import made_items, saved_bytes, saved_items
 from shardwise.predict.memory.buffers import held_through_step
 from shardwise.predict.memory.pipeline import _Rank, held_by_actions
 from shardwise.predict.memory.pipeline_action import StageBytes
+from shardwise.predict.memory.sizes import Sizes
 from shardwise.predict.memory.states import zero_table
 from shardwise.predict.memory.step import gradient_bytes, optimizer_bytes, parameter_bytes, predict_bytes
 from shardwise.predict.traffic import ledger
@@ -169,7 +170,7 @@ def test_saved_activations_of_a_llama_block(precision: str, recompute: str) -> N
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_unfused_attention_keeps_its_probabilities(tp: int) -> None:
     plans = [unit_plan(MODEL, Layout.parse(f"tp={tp},attention={kind}"), Workload(16, 1)) for kind in ("math", "sdpa")]
-    math, sdpa = (sum(block_items(plan, Sizes.of(plan), "blocks.0").values()) for plan in plans)
+    math, sdpa = (sum(made_items(plan, Sizes.of(plan), "blocks.0").values()) for plan in plans)
     heads = MODEL.heads // tp
     assert math - sdpa == 2 * heads * 16 * 16 - 4 * heads * 16
 
@@ -178,7 +179,7 @@ def test_sequence_parallelism_divides_everything_by_tp() -> None:
     """Korthikanti et al.: with sp nothing is left whole. Gathered inputs are gathered again, so not saved either."""
     whole = unit_plan(MODEL, Layout(), Workload(16, 1))
     split = unit_plan(MODEL, Layout.parse("tp=2,sp"), Workload(16, 1))
-    a, b = (sum(block_items(plan, Sizes.of(plan), "blocks.0").values()) for plan in (whole, split))
+    a, b = (sum(made_items(plan, Sizes.of(plan), "blocks.0").values()) for plan in (whole, split))
     assert a == 2 * b
 
 

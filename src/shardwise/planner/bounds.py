@@ -30,9 +30,10 @@ from shardwise.model.parameters import Model, count, count_trained
 from shardwise.planner.rank_bound import WEIGHT, MicroBatchBytes, Num, RankBound
 from shardwise.planner.space import ON_DEVICE, BatchChoice, LayoutColumns, Space
 from shardwise.predict.memory import peak
-from shardwise.predict.memory.activations import Sizes, kept_items, saved_items
+from shardwise.predict.memory.activations import kept_items, saved_items
 from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.latent_tensors import block_tensors
+from shardwise.predict.memory.sizes import Sizes
 from shardwise.predict.memory.step import state_bytes
 from shardwise.predict.memory.transients import LiveBytes
 

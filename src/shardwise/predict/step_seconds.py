@@ -135,7 +135,8 @@ def _rounds(layout: Layout, step: float, outer: float) -> str:
 def _saved_by_a_block(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> float:
     """Bytes that a block of the first rank saves in the host's memory in a micro-batch, the mean over its blocks."""
     from shardwise.layout.units import unit_plan, usual_backend
-    from shardwise.predict.memory.activations import Sizes, stored_bytes
+    from shardwise.predict.memory.activations import stored_bytes
+    from shardwise.predict.memory.sizes import Sizes
 
     plan = unit_plan(model, layout, workload, backend=usual_backend(cluster))
     plan = plan.as_micro_batch(0) if plan.uneven else plan

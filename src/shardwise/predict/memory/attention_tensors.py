@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.limits import ATTENTION_ROWS, QUERY_ROWS
-from shardwise.predict.memory.activations import Sizes, uses_batched_attention, uses_blocked_attention
+from shardwise.predict.memory.sizes import Sizes, uses_batched_attention, uses_blocked_attention
 from shardwise.predict.memory.transients import LiveBytes, dropout
 
 

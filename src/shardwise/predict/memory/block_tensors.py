@@ -10,15 +10,9 @@ from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.model.lora import NF4
 from shardwise.ops.limits import dense_rows
-from shardwise.predict.memory.activations import (
-    MapInputs,
-    Sizes,
-    query_norms,
-    recomputes_activation,
-    shared_width,
-)
 from shardwise.predict.memory.context_tensors import attention_tensors
 from shardwise.predict.memory.expert_tensors import MixtureTensors
+from shardwise.predict.memory.sizes import MapInputs, Sizes, query_norms, recomputes_activation, shared_width
 from shardwise.predict.memory.transients import (
     LiveBytes,
     dropout,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.memory.activations import Sizes, core_sizes
 from shardwise.predict.memory.attention_tensors import AttentionTensors
+from shardwise.predict.memory.sizes import Sizes, core_sizes
 from shardwise.predict.memory.transients import LiveBytes
 
 

@@ -21,9 +21,9 @@ from shardwise.layout.placement import place, width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import blueprint
-from shardwise.predict.memory.activations import Sizes
 from shardwise.predict.memory.engine_rows import EngineMemory, TensorRow, engine_memory
 from shardwise.predict.memory.engine_settings import USUAL, EngineSettings
+from shardwise.predict.memory.sizes import Sizes
 from shardwise.records import dataclass
 from shardwise.report.step_report import Bytes
 

@@ -16,7 +16,7 @@ from shardwise.predict.memory.transients import LiveBytes, gather, scatter, weig
 from shardwise.records import dataclass
 
 if TYPE_CHECKING:
-    from shardwise.predict.memory.activations import Sizes
+    from shardwise.predict.memory.sizes import Sizes
 
 INDEX = 8
 """Bytes of an int64."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shardwise.layout.units import UnitPlan
 from shardwise.model.config import LatentAttention
-from shardwise.predict.memory.activations import Sizes
 from shardwise.predict.memory.block_tensors import BlockTensors
+from shardwise.predict.memory.sizes import Sizes
 from shardwise.predict.memory.transients import rolled
 
 

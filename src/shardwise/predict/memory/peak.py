@@ -14,20 +14,11 @@ from typing import Any
 from shardwise.layout.homes import on_device
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.limits import ATTENTION_ROWS, loss_chunk, loss_rows, optimizer_chunk
-from shardwise.predict.memory.activations import (
-    Sizes,
-    core_sizes,
-    cuts_attention,
-    mask_bytes,
-    saved_bytes,
-    saved_items,
-    saved_mask,
-    stored_bytes,
-    uses_batched_attention,
-)
+from shardwise.predict.memory.activations import mask_bytes, saved_bytes, saved_items, saved_mask, stored_bytes
 from shardwise.predict.memory.buffers import MemoryByClass, When, held_through_step
 from shardwise.predict.memory.latent_tensors import block_tensors
 from shardwise.predict.memory.outer import outer_transient
+from shardwise.predict.memory.sizes import Sizes, core_sizes, cuts_attention, uses_batched_attention
 from shardwise.predict.memory.traced import trace_of, traced_moments
 from shardwise.predict.memory.transients import dropout, gather, norm_backward, norm_forward, scatter, weight_gradient
 
@@ -216,7 +207,7 @@ def _projection_backward(plan: UnitPlan, s: Sizes, adds: bool) -> int:
 def _final_norm_backward(plan: UnitPlan, s: Sizes) -> int:
     """When what the projection and the loss have saved is gone."""
     items = saved_items(plan, s, "head")
-    gone = items["logits"] + items["final norm output"] + items["log-sum-exp of the loss"]
+    gone = items["logits"] + items.get("final norm output", 0) + items["log-sum-exp of the loss"]
     return s.stream * s.hidden * s.element + norm_backward(plan, s, s.stream * s.hidden) - gone
 
 

@@ -12,9 +12,10 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.memory.activations import Sizes, kept_items, saved_items, saved_mask, stored_bytes
+from shardwise.predict.memory.activations import kept_items, saved_items, saved_mask, stored_bytes
 from shardwise.predict.memory.buffers import MemoryByClass, MemoryTrace, When
 from shardwise.predict.memory.peak import backwards, forward, inputs, loss, of_weights, saved_inputs, tables
+from shardwise.predict.memory.sizes import Sizes
 from shardwise.records import dataclass
 
 

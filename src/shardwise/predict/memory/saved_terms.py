@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from shardwise.layout.units import UnitPlan
-from shardwise.predict.memory.activations import Sizes, kept_items, saved_items, saved_mask
+from shardwise.predict.memory.activations import kept_items, saved_items, saved_mask
 from shardwise.predict.memory.pipeline import most_under_way
+from shardwise.predict.memory.sizes import Sizes
 
 MASK = "mask of packed documents"
 

@@ -15,7 +15,7 @@ from shardwise.ops.limits import product_piece
 from shardwise.predict.memory.buffers import wide_chunk
 
 if TYPE_CHECKING:
-    from shardwise.predict.memory.activations import Sizes
+    from shardwise.predict.memory.sizes import Sizes
 
 
 class LiveBytes:

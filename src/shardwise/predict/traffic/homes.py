@@ -6,7 +6,8 @@ from typing import cast
 from shardwise.layout.homes import DISK_READ, DISK_WRITE, TO_DEVICE, TO_HOST, accumulates_on_host, on_device
 from shardwise.layout.outer import averaged_moments
 from shardwise.layout.units import Unit, UnitPlan
-from shardwise.predict.memory.activations import Sizes, stored_bytes
+from shardwise.predict.memory.activations import stored_bytes
+from shardwise.predict.memory.sizes import Sizes
 from shardwise.report.step_report import LedgerRow, Phase
 
 

@@ -16,10 +16,11 @@ from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.predict import estimate
 from shardwise.predict.context_balance import context_balance
-from shardwise.predict.memory.activations import Sizes, saved_items
+from shardwise.predict.memory.activations import saved_items
 from shardwise.predict.memory.capacity import capacity_of
 from shardwise.predict.memory.peak import inputs, moments, saved_inputs, tables
 from shardwise.predict.memory.pipeline import moments as moments_of_rank
+from shardwise.predict.memory.sizes import Sizes
 from shardwise.predict.memory.step import OPTIMIZER_BYTES, optimizer_bytes, parameter_bytes
 from shardwise.report.palette import BYTE_CLASSES
 from shardwise.report.step_report import DTYPE_BYTES, HOMES, StepReport
