@@ -179,8 +179,10 @@ class ShareRun:
         micro_batches = self.batches.step(number * batch, batch, random.key(SEED, "dropout", number))
         before = time.perf_counter() - started
         recorder = ShareRecorder(self.program, self.prices, self.pace)
+        if self.program.plan.schedule is not None:
+            micro_batches = MicroBatches(micro_batches, recorder.start)
         with recorder:
-            self.program.step(MicroBatches(micro_batches, recorder.start), self.config.lr)
+            self.program.step(micro_batches, self.config.lr)
         step = recorder.share_step(before)
         if self.paced:
             self.pace = self._next_pace(step)

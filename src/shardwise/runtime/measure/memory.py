@@ -36,9 +36,8 @@ from shardwise.report.step_memory import (
 )
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.measure.parts import PartWatcher
-from shardwise.runtime.pipeline.stages import no_callback
+from shardwise.runtime.pipeline.program import Program, no_callback
 from shardwise.runtime.torch_versions import patience_with_recompilations
-from shardwise.runtime.zero.trainable import Trainable
 
 SETTLE = 1e-3
 """Seconds that a measured step on CPU stands still after each collective, so that its buffers are gone."""
@@ -130,7 +129,7 @@ class _Packed:
 class StepMeasurement:
     """Context manager around one `program.step`: afterwards `role` gives ledger, bytes by class and transport times."""
 
-    def __init__(self, program: Trainable) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
         held = program.engine.storages()
         outer = program.outer

@@ -25,18 +25,17 @@ from torch.utils import _pytree
 from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan, Use
-from shardwise.ops.gradients import GradSlot, WeightGradient, WeightGradients, grad_slot
+from shardwise.ops.gradients import GradSlot, WeightGradients, grad_slot
 from shardwise.runtime.module.chain import ENTRY, EXIT
 from shardwise.runtime.module.describe import ROOT, DescribedModule
 from shardwise.runtime.module.maps import lower_maps
 from shardwise.runtime.module.recompute import recomputed
 from shardwise.runtime.module.sequence import cut_stream, gather_inputs
 from shardwise.runtime.module.stages import ModuleStages, free_others
-from shardwise.runtime.offload.activations import OffloadedActivations, SavedTensors, storages
+from shardwise.runtime.offload.activations import SavedTensors, storages
 from shardwise.runtime.offload.file import OffloadFile
-from shardwise.runtime.pipeline.stages import no_callback
+from shardwise.runtime.pipeline.program import Runner
 from shardwise.runtime.transport.comms import Comms
-from shardwise.runtime.zero.engine import Engine
 
 
 class _Boundary(torch.autograd.Function):
@@ -111,7 +110,7 @@ def _differentiable(tree: Any) -> Any:
     ])  # fmt: skip
 
 
-class PartRunner:
+class PartRunner(Runner):
     """A user's module bound to its buffers. After `Engine.begin_micro_batch` comes one forward pass by `run`, then a
     backward pass between `begin_backward` and `end_backward`."""
 
@@ -125,21 +124,14 @@ class PartRunner:
         file: OffloadFile | None = None,
     ) -> None:
         """file: of what is offloaded to disk."""
-        self.module, self.plan, self.comms, self.device = module, plan, comms, device
-        self.weights = WeightGradients(at_once=plan.of_kind("exit"))
-        writing = lower_maps(module, plan, comms, described, self.weights)
+        weights = WeightGradients(at_once=plan.of_kind("exit"))
+        writing = lower_maps(module, plan, comms, described, weights)
         gather_inputs(module, described.sequence, comms)
-        self.engine = Engine(module, plan, comms, device, writing, self.weights, file)
-        self.offloaded: OffloadedActivations | None = None
-        if plan.layout.offloads_activations:
-            lasting = self.engine.lasting() | storages(module.buffers())
-            self.offloaded = OffloadedActivations(device, comms, self.engine.host, lasting)
+        super().__init__(module, plan, comms, device, weights, writing, file)
         self._saved: dict[tuple[str, int], SavedTensors] = {}
         """(block, forward pass) -> its offloaded tensors of this micro-batch, in the order of the forward passes."""
         self._whole_stream = bool(described.sequence.blocks)
         """Whether the blocks have shards of sequences, from the first one to the last."""
-        self.after_compute: Callable[[list[WeightGradient]], object] = no_callback
-        """As of `StageRunner`."""
         self.freezes = plan.blueprint.freezes
         """Whether a parameter on this rank has no gradient, by `requires_grad`, before the split or since."""
         self._unfinished: list[tuple[str, int]] = []
@@ -195,8 +187,10 @@ class PartRunner:
             raise
 
     def run_stage(self, stage: int, x: Tensor | None, forward: Callable[[], Any]) -> Any:
-        """A stage of a pipeline, as of `ModuleStages.run`. Without gradients its parameters are gathered for it."""
-        assert self.stages is not None
+        """A stage, as of `ModuleStages.run`; the whole module where there are none. Without gradients a stage's
+        parameters are gathered for it."""
+        if self.stages is None:
+            return forward()
         gathers = self.plan.layout.stage == 3 and not torch.is_grad_enabled()
         if gathers:
             self.engine.unshard(stage)
@@ -218,22 +212,22 @@ class PartRunner:
             )
         return total
 
-    def open_parts(self, parts: Sequence[str]) -> None:
-        """The backward pass of a stage with these parts begins."""
-        self._open = set(parts) | ({ENTRY} if EXIT in parts else set())  # they may share a table
-        for part in parts:
-            self.engine.use_unit("backward", part)
-
     def _prepared(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         dtype = getattr(torch, self.plan.layout.dtype) if value.is_floating_point() else value.dtype
         return value.to(self.device, dtype)
 
-    def begin_backward(self) -> None:
-        """The loss is there, and its backward pass is next."""
-        self._open = {ROOT}
-        self._use("backward", ROOT)
+    def begin_backward(self, stage: int) -> None:
+        """As of `Runner`."""
+        if self.stages is None:
+            self._open = {ROOT}
+            self._use("backward", ROOT)
+            return
+        parts = self.plan.stages[stage]
+        self._open = set(parts) | ({ENTRY} if EXIT in parts else set())  # they may share a table
+        for part in reversed(parts):
+            self.engine.use_unit("backward", part)
 
     @contextmanager
     def backward_errors(self) -> Iterator[None]:
@@ -241,7 +235,7 @@ class PartRunner:
         try:
             yield
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
+            if self.stages is not None or "modified by an inplace operation" not in str(error):
                 raise
             where = next((name for name in self._open if name != ROOT), "what comes after the blocks")
             raise UserError(
@@ -249,8 +243,12 @@ class PartRunner:
                 "x += 1): write x = x + 1"
             ) from error
 
-    def end_backward(self) -> None:
-        """The whole backward pass is over: that of blocks which the loss does not depend on, too."""
+    def end_backward(self, stage: int) -> None:
+        """As of `Runner`: that of blocks which the loss does not depend on is over, too."""
+        if self.stages is not None:
+            for part in reversed(self.plan.stages[stage]):
+                self.finish_part(part)
+            return
         self._finish_rest()
         self._skip(lambda use: True)
         for saved in self._saved.values():
@@ -325,14 +323,13 @@ class PartRunner:
         place.add_nothing()
         place.arrived = True
 
-    def finish_part(self, name: str, number: int = 0) -> None:
-        """A part's backward pass is over: where nothing has come, the gradient is zero. number: of its forward pass; 0
-        for none."""
-        if (name, number) in self._saved:
-            self._saved[name, number].drop()
-        for unit in self.plan.finished_after(name):
+    def finish_part(self, part: str, number: int = 0) -> None:
+        """As of `Runner`: where nothing has come, the gradient is zero. number: of its forward pass; 0 for none."""
+        if (part, number) in self._saved:
+            self._saved[part, number].drop()
+        for unit in self.plan.finished_after(part):
             self.engine.units[unit.name].empty_rest()
-        self.engine.finish_backward(name)
+        super().finish_part(part)
 
     def _finish_rest(self) -> None:
         for name, number in self._unfinished:

@@ -1,4 +1,4 @@
-"""Training steps of a user's module over the stages of a pipeline, in the order of the layout's schedule.
+"""The computation of a step of a user's module, and the messages between the stages of its pipeline.
 
 Messages have the shapes of what the module makes of the batch. The first batch of each kind passes through all stages
 once without gradients, so that every rank knows them.
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from shardwise.layout.axes import DATA, PP
-from shardwise.ops.gradients import WeightGradient
+from shardwise.layout.axes import PP
 from shardwise.runtime.module.stages import LARGEST, ModuleStages
-from shardwise.runtime.pipeline.executor import execute
+from shardwise.runtime.pipeline.program import StepWorker
 
 if TYPE_CHECKING:
     from shardwise.runtime.module.parts import PartRunner
@@ -96,123 +95,56 @@ class Messages:
         return out
 
 
-class StepWorker:
-    """Computation of one step (`Worker` of the executor). loss: of a micro-batch, by the module's own forward.
+class ModuleWorker(StepWorker):
+    """The computation of a user's module in one step, stage by stage. loss: of a micro-batch, by the module's own
+    forward.
 
-    Gradients are scaled by the tokens of the first micro-batch that ends, as if the others had as many.
+    A micro-batch's tokens are known after its forward pass, those of later ones only then. So gradients are scaled by
+    those of the first one, as if the others had as many, and once more at the end where they had not.
     """
 
-    def __init__(self, runner: PartRunner, messages: Messages, loss: Loss, batches: Sequence[Any]) -> None:
-        self.runner, self.engine, self.messages = runner, runner.engine, messages
-        self.loss, self.batches, self.last = loss, batches, messages.stages.last
-        self.unshard, self.reshard, self.reduce = self.engine.unshard, self.engine.reshard, self.engine.reduce
-        self.tied_gradients = self.engine.tied_gradients
-        self.total = torch.zeros((), dtype=torch.float64, device=runner.device)
+    runner: PartRunner
+
+    def __init__(self, runner: PartRunner, messages: Messages | None, loss: Loss, batches: Sequence[Any]) -> None:
+        super().__init__(runner, batches)
+        self.messages, self.loss = messages, loss
         self.first: float | None = None
         """Tokens of the first micro-batch on all data ranks; None on ranks without the last stage."""
         self.later = torch.zeros((), dtype=torch.float64, device=runner.device)
-        self._begun: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
-        """(stage, micro-batch) -> (its input, where its backward starts)."""
-        self._kept: dict[tuple[int, int], list[WeightGradient]] = {}
 
     def buffer(self, way: str, stage: int, micro: int) -> Tensor:
-        """Memory for a message that a stage takes: forward its input, backward its output's gradient."""
+        """As of `Worker`."""
+        assert self.messages is not None
         return self.messages.buffer(self.batches[micro], stage - 1 if way == "F" else stage)
 
-    def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
-        """As of `Worker`."""
-        if x is not None:
-            x = x.detach().requires_grad_()
+    def compute(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
+        """As of `StepWorker`."""
         result = self.runner.run_stage(stage, x, lambda: self.loss(self.batches[micro]))
-        if stage == self.last:
-            loss, count = result
-            self._count(count)
-            assert self.first is not None
-            self.total += loss.detach()
-            self._begun[stage, micro] = x, loss / self.assumed
-            out = None
-        else:
-            if not result.requires_grad:  # all that computes it is frozen
-                result = result.detach().requires_grad_()
-            # The graph alone: what it does not need of the output goes when that has been sent.
-            self._begun[stage, micro] = x, torch.autograd.graph.get_gradient_edge(result)
-            out = result.detach()
-        del result
-        self._moment()
-        return out
-
-    @property
-    def assumed(self) -> float:
-        """Tokens by which gradients are divided."""
-        return (self.first or 0) * len(self.batches) or 1
-
-    def _count(self, count: Tensor) -> None:
+        if stage < self.last:
+            return result  # type: ignore[no-any-return]
+        loss: Tensor
+        loss, count = result
         if self.first is None:
             self.first = self.runner.over_data(count)
+            self.tokens = self.first * len(self.batches) or 1
         else:
             self.later += count
+        return loss
 
-    def backward(self, stage: int, micro: int, grad: Tensor | None, weights: bool) -> Tensor | None:
-        """As of `Worker`."""
-        x, start = self._begun.pop((stage, micro))
-        parts = list(reversed(self.runner.plan.stages[stage]))
-        self.runner.open_parts(parts)
-        if weights:
-            torch.autograd.backward(start, grad)
-            for part in parts:
-                self.runner.finish_part(part)
-        else:
-            with self.runner.weights.split_weight_grad() as products:
-                torch.autograd.backward(start, grad)
-            self._kept[stage, micro] = products
-        del start, grad
-        self._moment()
-        return None if x is None else x.grad
-
-    @torch.no_grad()
-    def backward_of_weights(self, stage: int, micro: int) -> None:
-        """As of `Worker`."""
-        products = self._kept.pop((stage, micro))
-        assert {product.part for product in products} <= set(self.runner.plan.stages[stage])
-        for part in reversed(self.runner.plan.stages[stage]):
-            self.engine.use_unit("weights", part)
-            for product in [each for each in products if each.part == part]:
-                product.add()
-            self.runner.finish_part(part)
-        products.clear()
-        self._moment()
-
-    def share_loss(self, holder: int) -> None:
-        """As of `Worker`."""
-        comms = self.runner.comms
-        if comms.index(PP) != holder:
-            self.total.zero_()
-        with comms.in_phase("loss"):
-            comms.all_reduce(self.total, DATA + PP, "loss")
-
-    def _moment(self) -> None:
-        self.runner.after_compute([product for products in self._kept.values() for product in products])
-
-    def tokens(self) -> tuple[float, float]:
-        """(tokens by which gradients were divided, tokens of all ranks), on every rank."""
-        numbers = torch.zeros(2, dtype=torch.float64, device=self.runner.device)
+    def count_tokens(self) -> float:
+        """As of `StepWorker`."""
+        comms, tokens = self.runner.comms, 0.0
+        piped = self.runner.plan.layout.pp > 1
         if self.first is not None:
-            numbers[0], numbers[1] = self.assumed, self.first + self.runner.over_data(self.later)
-        comms = self.runner.comms
-        with comms.in_phase("loss"):
-            comms.all_reduce(numbers, PP, "valid tokens")
-        assumed, tokens = numbers.tolist()
-        return assumed, tokens
-
-
-def gradients(
-    runner: PartRunner, messages: Messages, loss: Loss, batches: Sequence[Any]
-) -> tuple[StepWorker, float, float]:
-    """Forward and backward of a step's micro-batches. Returns (the worker, tokens by which gradients were divided,
-    tokens of all ranks)."""
-    assert runner.plan.schedule is not None
-    worker = StepWorker(runner, messages, loss, batches)
-    runner.engine.begin_step()
-    execute(runner.plan.schedule, runner.comms, worker)
-    runner.engine.finish_step()
-    return worker, *worker.tokens()
+            tokens = self.first + (self.runner.over_data(self.later) if piped or len(self.batches) > 1 else 0.0)
+        if piped:
+            numbers = torch.zeros(2, dtype=torch.float64, device=self.runner.device)
+            if self.first is not None:
+                numbers[0], numbers[1] = self.tokens, tokens
+            with comms.in_phase("loss"):
+                comms.all_reduce(numbers, PP, "valid tokens")
+            self.tokens, tokens = numbers.tolist()
+        if self.tokens != (tokens or 1):
+            for flat in self.engine.trained:
+                flat.grads_interval.mul_(self.tokens / (tokens or 1))
+        return tokens

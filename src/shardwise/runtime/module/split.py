@@ -35,7 +35,8 @@ from shardwise.runtime.module.failures import Failures
 from shardwise.runtime.module.initial import MetaValues, is_meta, values_of
 from shardwise.runtime.module.inputs import row_length
 from shardwise.runtime.module.legality import check_described, check_module_layout
-from shardwise.runtime.module.program import ModuleProgram, StepOutcome
+from shardwise.runtime.module.program import ModuleProgram
+from shardwise.runtime.pipeline.program import StepOutcome
 from shardwise.runtime.zero.flat_unit import Values
 
 TIMEOUT = 600.0

@@ -15,7 +15,7 @@ from shardwise.ops.gradients import WeightGradient
 from shardwise.report.step_report import LedgerRow
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.module.chain import ENTRY, EXIT
-from shardwise.runtime.module.pipelined import StepWorker
+from shardwise.runtime.module.pipelined import ModuleWorker
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
 
 MICRO_BATCHES = 3
@@ -94,8 +94,8 @@ class StageRecorder(StepMeasurement):
     def record(self, loss: LossFunction, batches: Sequence[Any]) -> RawStages:
         """Forward and backward passes of `MICRO_BATCHES` micro-batches."""
         program = self.program
-        assert isinstance(program, ModuleProgram) and program.messages is not None
-        worker = StepWorker(program, program.messages, program.loss_of(loss), batches)
+        assert isinstance(program, ModuleProgram)
+        worker = ModuleWorker(program, program.messages, program.loss_of(loss), batches)
         program.engine.begin_step()
         for micro, when in enumerate(("backward", "adding", "inputs")):
             self._micro_batch(worker, micro, when)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ class StageRecorder(StepMeasurement):
         self.raw.buffers = self.followed(self.module.buffers())
         return self.raw
 
-    def _micro_batch(self, worker: StepWorker, micro: int, backward: When) -> None:
+    def _micro_batch(self, worker: ModuleWorker, micro: int, backward: When) -> None:
         comms, self._peaks, self._when, self._part = self.program.comms, {}, "forward", ENTRY
         self._savers, self._holders, self._kept, self._gone = {}, {}, {}, []
         comms.phase = "forward"

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from shardwise.decoder import Batch, Decoder
 from shardwise.layout.units import UnitPlan
-from shardwise.ops.gradients import WeightGradient, WeightGradients
+from shardwise.ops.gradients import WeightGradients
 from shardwise.ops.recompute import recompute
-from shardwise.runtime.offload.activations import OffloadedActivations, SavedTensors, storages
+from shardwise.runtime.offload.activations import SavedTensors, storages
 from shardwise.runtime.offload.file import OffloadFile
+from shardwise.runtime.pipeline.program import Runner
 from shardwise.runtime.tensor.loss import loss_form, summed_cross_entropy
 from shardwise.runtime.tensor.lowering import lower_for_training, vocabulary_range
 from shardwise.runtime.transport.comms import Comms
-from shardwise.runtime.zero.engine import Engine
 
 
 class _BeforeForward(torch.autograd.Function):
@@ -90,36 +90,24 @@ class _RecomputeFromInput(torch.autograd.Function):
         return grad, None, None, None
 
 
-def no_callback(kept: list[WeightGradient]) -> None:
-    """No-op."""
-
-
-class StageRunner:
+class StageRunner(Runner):
     """A decoder cut and bound to its buffers, whose stages on this rank can be computed.
 
-    decoder: built on the meta device; device: where the buffers live. weights: when the gradients of weights are
-    computed. file: of what is offloaded to disk.
+    device: where the buffers are. file: of what is offloaded to disk.
     """
 
     def __init__(self, plan: UnitPlan, comms: Comms, device: torch.device, file: OffloadFile | None = None) -> None:
         with torch.device("meta"):
             self.decoder = Decoder(plan.model)
-        self.plan, self.comms, self.device = plan, comms, device
-        self.weights = WeightGradients(at_once=plan.of_kind("head"))
+        weights = WeightGradients(at_once=plan.of_kind("head"))
         writing: set[nn.Module] = set()
         if plan.trains:
-            writing = lower_for_training(self.decoder, plan, comms, self.weights, device)
-        self.engine = Engine(self.decoder, plan, comms, device, writing, self.weights, file)
-        self.offloaded: OffloadedActivations | None = None
-        if plan.layout.offloads_activations:
-            self.offloaded = OffloadedActivations(device, comms, self.engine.host, self.engine.lasting())
+            writing = lower_for_training(self.decoder, plan, comms, weights, device)
+        super().__init__(self.decoder, plan, comms, device, weights, writing, file)
         self.vocabulary = vocabulary_range(plan)
         self.loss_form = loss_form(device, plan.model.logit_softcap)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.parts = {name: part for name, part in self.decoder.parts() if name in plan.parts}
-        self.after_compute: Callable[[list[WeightGradient]], object] = no_callback
-        """Told whenever all that backward will need is there, or some of it has gone: at the end of a forward pass, and
-        of every computation of a pipeline. kept: what is kept of backward passes whose weights come later."""
 
     def infer(self, stage: int, x: Tensor | None, batch: Batch) -> Tensor:
         """The forward pass of a stage, for which no backward will come."""
@@ -200,3 +188,8 @@ class StageRunner:
         assert y.grad_fn is not None
         y.grad_fn.register_prehook(lambda grads: begin())
         return y
+
+    def end_backward(self, stage: int) -> None:
+        """As of `Runner`: that of the embedding has no input whose gradient would tell."""
+        if stage == 0:
+            self.engine.finish_backward(self.plan.stages[0][0])

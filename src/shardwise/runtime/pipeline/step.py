@@ -1,37 +1,25 @@
-"""One training step of a split decoder: forward and backward of every micro-batch, in the order of the plan.
+"""Training steps and evaluations of a split decoder."""
 
-Without a pipeline micro-batches come one after the other; with one, `pipeline.py` has the order.
-"""
-
-import math
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.decoder import Batch
+from shardwise.layout import pipeline
 from shardwise.layout.axes import DATA
 from shardwise.layout.units import UnitPlan
-from shardwise.report.step_report import Bytes
-from shardwise.runtime.expert.exchange import ExpertLoads
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.offload.file import Kept, file_bytes, offload_file
-from shardwise.runtime.pipeline.executor import evaluate, train
+from shardwise.runtime.offload.file import Kept, offload_file
+from shardwise.runtime.pipeline.executor import execute
+from shardwise.runtime.pipeline.program import MakeOptimizer, Program, StepOutcome, StepWorker
 from shardwise.runtime.pipeline.stages import StageRunner
-from shardwise.runtime.sync.outer_step import OuterStep
 from shardwise.runtime.tensor.loss import IGNORED
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.flat_unit import Values
-from shardwise.runtime.zero.optimizer import Optimizer
-
-MakeOptimizer = Callable[..., Any]
-"""(engine, comms, values=...) -> an `Optimizer`, or what acts as one."""
 
 
-class TrainProgram(StageRunner):
+class TrainProgram(Program, StageRunner):
     """A decoder cut, bound to its buffers and ready to step. `values` gives the initial weights.
 
     optimizer: its settings, or what makes another one.
@@ -52,18 +40,7 @@ class TrainProgram(StageRunner):
     ) -> None:
         file = offload_file(plan, folder, comms.rank, kept.slot if kept else None)
         super().__init__(plan, comms, device, file)
-        make: MakeOptimizer = (
-            partial(Optimizer, config=optimizer) if isinstance(optimizer, OptimizerConfig) else optimizer
-        )
-        self.optimizer = make(self.engine, comms, values=values)
-        if kept:
-            self.optimizer.use_kept(kept.about["updates"])
-        self.outer = OuterStep(self.optimizer, comms) if plan.layout.local_sgd else None
-        self.expert_loads = ExpertLoads(self.parts, plan, comms, device)
-        with comms.in_phase("optimizer"):
-            self.engine.all_gather_params()
-        self.computed: Callable[[], object] = _nothing
-        """Called when the arithmetic of a step is done, before its exchange is waited for."""
+        self.bind_optimizer(optimizer, values, self.parts, kept)
         self.compile_seconds = 0.0
         if plan.layout.compile == "block" and plan.first_blocks:
             self._compile()
@@ -81,44 +58,10 @@ class TrainProgram(StageRunner):
             self.engine.overwrite(name)
         self.expert_loads.forget()
 
-    def step(
-        self, micro_batches: list[tuple[Batch, Tensor]], lr: float, agrees: bool = True
-    ) -> tuple[float, float, int]:
-        """Train on one global batch. micro_batches: this rank's (batch, targets [B, S]). agrees: whether an outer step
-        ends it, where replicas train apart from each other.
-
-        Returns (loss, gradient norm, valid tokens), the same numbers on every rank of a replica: the loss is the mean
-        over the valid tokens of the replica's batch.
-        """
+    def step(self, micro_batches: list[tuple[Batch, Tensor]], lr: float, agrees: bool = True) -> StepOutcome:
+        """Train on one global batch, as of `train`. micro_batches: this rank's (batch, targets [B, S])."""
         tokens = self._count_valid([targets for _, targets in micro_batches])
-        self.engine.begin_step()
-        if self.plan.schedule is not None:
-            total = train(self, self.plan.schedule, micro_batches, tokens)
-        else:
-            total = torch.zeros((), dtype=torch.float64, device=self.device)
-            for batch, targets in micro_batches:
-                self.engine.begin_micro_batch()
-                total += self._train(batch.fresh(), targets, tokens)
-        self.computed()
-        self.engine.finish_step()
-        if self.plan.schedule is None:
-            with self.comms.in_phase("loss"):
-                self.comms.all_reduce(total, DATA, "loss")
-        self.optimizer.tell(summed := self.comms.read(total), tokens)
-        loss, norm = summed / max(1, tokens), self.optimizer.step(lr)
-        self.expert_loads.finish_step(self.optimizer)
-        if self.outer is not None and agrees:
-            self.outer.step()
-        self.optimizer.commit()
-        self.engine.all_gather_params()
-        if self.outer is not None:
-            self.outer.count_loss(math.nan if self.optimizer.skipped else loss, tokens, agrees)
-        return loss, norm, tokens
-
-    @property
-    def bytes_on_disk(self) -> Bytes:
-        """Bytes of the rank's file, by class."""
-        return file_bytes(self.engine.file)
+        return self.train(DecoderWorker(self, micro_batches, tokens), lr, agrees)
 
     def close(self, remove: bool = False) -> None:
         """Let go of the rank's file of offloaded state, and remove it."""
@@ -129,13 +72,17 @@ class TrainProgram(StageRunner):
         """(summed loss, valid tokens) of one micro-batch on every data rank, summed over them; nothing is trained."""
         with torch.no_grad():
             tokens = self._count_valid([targets])
+            evaluation = _Evaluation(self, [(batch.fresh(), targets)], tokens)
             if self.plan.layout.pp > 1:
-                return self.comms.read(evaluate(self, batch, targets)), tokens
-            self.engine.begin_evaluation()
-            loss = self.loss(self.infer(0, None, batch.fresh()), targets).double()
-            with self.comms.in_phase("loss"):
-                self.comms.all_reduce(loss, DATA, "loss")
-        return self.comms.read(loss), tokens
+                schedule = pipeline.evaluation(self.plan.layout, self.plan.model.tied)
+                execute(schedule, self.comms, evaluation)
+                evaluation.share_loss(schedule.loss_rank)
+            else:
+                self.engine.begin_evaluation()
+                evaluation.forward(0, 0, None)
+                with self.comms.in_phase("loss"):
+                    self.comms.all_reduce(evaluation.total, DATA, "loss")
+        return self.comms.read(evaluation.total), tokens
 
     def _count_valid(self, targets: list[Tensor]) -> int:
         count = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -145,13 +92,53 @@ class TrainProgram(StageRunner):
             self.comms.all_reduce(count, DATA, "valid tokens")
         return int(self.comms.read(count))
 
-    def _train(self, batch: Batch, targets: Tensor, tokens: int) -> Tensor:
-        loss = self.loss(self.forward(0, None, batch), targets)
-        self.after_compute([])
-        (loss / max(1, tokens)).backward()
-        self.engine.finish_backward(self.plan.parts[0])
-        return loss.detach()
+
+class DecoderWorker(StepWorker):
+    """The computation of a decoder's stages in one step. batches: (batch, targets [B, S]); valid: their valid tokens on
+    all data ranks."""
+
+    runner: StageRunner
+
+    def __init__(self, runner: StageRunner, batches: list[tuple[Batch, Tensor]], valid: int) -> None:
+        super().__init__(runner, batches)
+        self.valid, self.tokens = valid, max(1, valid)
+        self._shared: dict[int, Batch] = {}
+        """Micro-batch -> its batch, with the tables that blocks share: they are made once for all stages of the rank,
+        and go with the last stage with blocks."""
+
+    def buffer(self, way: str, stage: int, micro: int) -> Tensor:
+        """As of `Worker`."""
+        plan = self.runner.plan
+        shape = plan.layout.micro, plan.stream_tokens // plan.layout.micro, plan.model.hidden
+        return torch.empty(shape, dtype=getattr(torch, plan.layout.dtype), device=self.runner.device)
+
+    def compute(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
+        """As of `StepWorker`."""
+        batch, targets = self.batches[micro]
+        shared = self._shared.setdefault(micro, batch.fresh()) if self._attends(stage) else batch
+        y = self.runner.forward(stage, x, shared)
+        return self.runner.loss(y, targets) if stage == self.last else y
+
+    def release(self, stage: int, micro: int) -> None:
+        """As of `StepWorker`."""
+        if not any(waiting == micro and self._attends(other) for other, waiting in self.begun):
+            self._shared.pop(micro, None)
+
+    def count_tokens(self) -> float:
+        """As of `StepWorker`."""
+        return self.valid
+
+    def _attends(self, stage: int) -> bool:
+        return bool(self.runner.plan.blocks(stage))
 
 
-def _nothing() -> None:
-    """No-op: nothing is injected into steps."""
+class _Evaluation(DecoderWorker):
+    """Forward passes of one micro-batch, for which no backward comes."""
+
+    def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
+        batch, targets = self.batches[micro]
+        y = self.runner.infer(stage, x, batch)
+        if stage < self.last:
+            return y
+        self.total += self.runner.loss(y, targets)
+        return None

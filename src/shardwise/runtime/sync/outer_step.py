@@ -267,7 +267,7 @@ class OuterStep:
             if elements:
                 self._comms.copied(op, name, kind, elements)
 
-    def count_loss(self, loss: float, tokens: int, agrees: bool) -> None:
+    def count_loss(self, loss: float, tokens: float, agrees: bool) -> None:
         """Note the loss of this replica's step; with the outer step the means over all replicas are known."""
         self._sums.append((loss * tokens, float(tokens)))
         if not agrees:
