@@ -13,11 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.compile_jobs import default_backend
 from harness.jobs import _errors
-from harness.own_modules import OWN, PARTS, PLANS, llama, mixtral, own_batch, summed_loss, token_example
+from harness.own_modules import (
+    ATTENDING,
+    COMPILED,
+    OWN,
+    PARTS,
+    PLANS,
+    llama,
+    logits_of,
+    mixtral,
+    own_batch,
+    summed_loss,
+    token_example,
+)
 from harness.pool import run_ranks
+from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.layout.axes import DATA
+from shardwise.layout.axes import DATA, REPLICA
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import Bytes, LedgerRow, StepReport
 from shardwise.runtime.job.config import OptimizerConfig
@@ -27,6 +41,7 @@ from shardwise.runtime.module.split import SplitModule, split
 from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
 
 ROWS, STEPS, LR = 8, 3, 1e-2
+MODULES = OWN | ATTENDING | COMPILED
 SETTINGS = OptimizerConfig(clip=0.5)
 
 
@@ -67,7 +82,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 
 def one_device(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
     torch.manual_seed(0)
-    module = OWN[name]().double()
+    module = MODULES[name]().double()
     optimizer = adamw(module.parameters())
     outcome = OwnOutcome()
     for step in range(STEPS):
@@ -85,9 +100,9 @@ def one_device(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
 def own_split(job: OwnTraining) -> SplitModule:
     torch.manual_seed(0)
     layout = Layout.parse(f"{job.layout},precision=fp64")
-    plan = PLANS[job.name] if layout.tp > 1 or layout.ep > 1 else None
+    plan = PLANS.get(job.name) if layout.tp > 1 or layout.ep > 1 else None
     return split(
-        OWN[job.name](), layout, plan, parts=PARTS.get(job.name), accumulate=job.accumulate, optimizer=SETTINGS,
+        MODULES[job.name](), layout, plan, parts=PARTS.get(job.name), accumulate=job.accumulate, optimizer=SETTINGS,
         transport=job.transport,
     )  # fmt: skip
 
@@ -112,15 +127,93 @@ def train_own(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) -> OwnO
     for state in module.program.optimizer.states:
         outcome.errors |= _errors(state.flat, state.master, reference)
     outcome.ledger, outcome.report = comms.ledger(), module.report()
-    plain = OWN[job.name]().double()
+    plain = MODULES[job.name]().double()
     plain.load_state_dict(reference, strict=False)
     inputs = own_batch(job.name, 2, comms.index(DATA))[0]
-    logits = module(inputs)
+    with torch.no_grad():
+        logits, expected = logits_of(module(inputs)), logits_of(plain(inputs))
     # Only the last stage of a pipeline has them.
-    outcome.evaluation = float((logits - plain(inputs)).abs().max()) if logits is not None else 0.0
+    outcome.evaluation = float((logits - expected).abs().max()) if logits is not None else 0.0
     dist.barrier()
     comms.close()
     return outcome
+
+
+def train_compiled(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) -> tuple[OwnOutcome, int]:
+    """As `train_own`, by a compiler that generates no code, and how many graphs it has had."""
+    torch.compiler.reset()
+    compile_graph, graphs = torch._dynamo.lookup_backend("aot_eager"), 0
+
+    def counted(*graph: Any, **options: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return compile_graph(*graph, **options)
+
+    with default_backend(counted):
+        outcome = train_own(rank, payload)
+    return outcome, graphs
+
+
+EVERY = 2
+"""Steps of a round of replicas that train apart."""
+
+
+@dataclass
+class LocalOutcome:
+    replica: int
+    losses: list[float]
+    errors: dict[str, float]
+    saved: list[str]
+    """What each attempt to save has said; empty where it has saved."""
+
+
+def replicas_alone(name: str, replicas: int, steps: int) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """(losses of each replica, weights after the last round), of replicas that agree on the mean of their weights."""
+    modules = []
+    for _ in range(replicas):
+        torch.manual_seed(0)
+        modules.append(MODULES[name]().double())
+    optimizers = [adamw(module.parameters()) for module in modules]
+    losses: list[list[float]] = [[] for _ in modules]
+    for step in range(steps):
+        for number, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
+            loss, count = summed_loss(module, tuple(x.chunk(replicas)[number] for x in own_batch(name, ROWS, step)))
+            optimizer.zero_grad()
+            (loss / count).backward()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), SETTINGS.clip)
+            optimizer.step()
+            losses[number].append(float(loss.detach() / count))
+        if (step + 1) % EVERY == 0:
+            with torch.no_grad():
+                for parts in zip(*(module.parameters() for module in modules), strict=True):
+                    mean = torch.stack([p.detach() for p in parts]).mean(0)
+                    for p in parts:
+                        p.copy_(mean)
+    return losses, {name: p.detach() for name, p in modules[0].named_parameters()}
+
+
+def train_local(rank: int, payload: tuple[OwnTraining, dict[str, Tensor], int]) -> LocalOutcome:
+    """Train for so many steps as `replicas_alone` does; `save` is tried after each of them, or `load` precedes them."""
+    job, reference, steps = payload
+    module = own_split(job)
+    comms, losses, saved = module.program.comms, [], []
+    for step in range(module.load(Path(job.load)) if job.load else 0, steps):
+        ranks = comms.size(REPLICA + DATA)
+        rows = [part.chunk(ranks)[comms.index(REPLICA + DATA)] for part in own_batch(job.name, ROWS, step)]
+        micro = list(zip(*(part.chunk(job.accumulate) for part in rows), strict=True))
+        losses.append(module.train_step(summed_loss, micro, lr=LR).loss)
+        if job.save:
+            try:
+                module.save(Path(job.save))
+                saved.append("")
+            except UserError as error:
+                saved.append(str(error))
+    errors: dict[str, float] = {}
+    for state in module.program.optimizer.states:
+        errors |= _errors(state.flat, state.master, reference)
+    dist.barrier()
+    comms.close()
+    return LocalOutcome(comms.index(REPLICA), losses, errors, saved)
 
 
 @dataclass
@@ -272,16 +365,26 @@ def reference(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
 
 
 def trained(job: OwnTraining) -> list[OwnOutcome]:
-    expected, final = reference(job.name)
+    _, final = reference(job.name)
     outcomes = run_ranks("harness.module_jobs:train_own", Layout.parse(job.layout).ranks, (job, final))
+    assert_as_one_device(job.name, outcomes)
+    return outcomes
+
+
+def assert_as_one_device(name: str, outcomes: list[OwnOutcome], tolerance: float = 1e-9) -> None:
+    expected, final = reference(name)
     for outcome in outcomes:
         steps = len(outcome.losses)
         assert outcome.tokens == expected.tokens[-steps:]
-        assert outcome.losses == pytest.approx(expected.losses[-steps:], rel=1e-9)
-        assert outcome.evaluation < 1e-9
-        assert outcome.norms == pytest.approx(expected.norms[-steps:], rel=1e-9)
+        assert outcome.losses == pytest.approx(expected.losses[-steps:], rel=tolerance)
+        assert outcome.evaluation < tolerance
+        assert outcome.norms == pytest.approx(expected.norms[-steps:], rel=tolerance)
+    assert_weights([outcome.errors for outcome in outcomes], final, tolerance)
+
+
+def assert_weights(errors: list[dict[str, float]], final: dict[str, Tensor], tolerance: float = 1e-9) -> None:
+    """errors: of each rank, parameter -> squared distance over its interval."""
     for name, whole in final.items():
-        error = math.sqrt(sum(outcome.errors.get(name, 0.0) for outcome in outcomes))
-        assert error <= 1e-9 * float(whole.norm()), name
-    assert {name for outcome in outcomes for name in outcome.errors} == set(final)
-    return outcomes
+        error = math.sqrt(sum(of_rank.get(name, 0.0) for of_rank in errors))
+        assert error <= tolerance * float(whole.norm()), name
+    assert {name for of_rank in errors for name in of_rank} == set(final)

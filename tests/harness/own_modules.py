@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -257,6 +258,41 @@ class RoutedModel(nn.Module):
         return self.head(x)
 
 
+class AttentionBlock(nn.Module):
+    """Attention over all tokens so far, then a feed-forward. x: [batch, seq, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self._heads(self.norm(x))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part(x).unflatten(2, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+
+
+class AttentionModel(nn.Module):
+    """A table, four blocks, a norm and a head. ids: [batch, seq]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(AttentionBlock(WIDTH) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 OWN: dict[str, type[nn.Module]] = {
     "skips": SkipMLP,
     "states": StateSpace,
@@ -283,6 +319,8 @@ PLANS: dict[str, dict[str, str]] = {
     },
     "plain": {"blocks.*.up": "column", "blocks.*.down": "row"},
     "tied": {"blocks.*.up": "column", "blocks.*.down": "row"},
+    "attends": {f"blocks.*.{name}": "column" for name in ("q", "k", "v", "up")}
+    | {"blocks.*.out": "row", "blocks.*.down": "row", "head": "vocab"},
     "nested": {"table": "vocab", "blocks.*.feed.0": "column", "blocks.*.feed.2": "row", "head": "vocab"},
 }
 
@@ -301,10 +339,15 @@ def own_batch(name: str, rows: int, seed: int) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
+def logits_of(out: Any) -> Any:
+    """Those of a module's result, as `transformers` has them or alone."""
+    return getattr(out, "logits", out)
+
+
 def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """(cross-entropy summed over the targets that count, how many these are)."""
     inputs, targets = batch
-    logits = model(inputs)
+    logits = logits_of(model(inputs))
     loss = F.cross_entropy(logits.reshape(-1, VOCAB), targets.reshape(-1), reduction="sum", ignore_index=-100)
     return loss, (targets != -100).sum()
 
@@ -394,6 +437,32 @@ FAMILIES = {"llama": llama, "qwen3": qwen3, "phi3": phi3, "gemma3": gemma3, "gpt
 MIXTURES = {"mixtral": mixtral, "deepseek": deepseek}
 
 
+def qwen3_moe(**changes: object) -> nn.Module:
+    """Stacked experts in every block, which compute one by one."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SMALL | sizes | {"experts_implementation": "eager"} | changes))
+
+
+def _four_small(family: Callable[..., nn.Module]) -> nn.Module:
+    return family(vocab_size=VOCAB, num_hidden_layers=4, use_cache=False)
+
+
+ATTENDING: dict[str, Callable[[], nn.Module]] = {
+    "attends": AttentionModel,
+    "llama": lambda: oracle(_four_small(llama)),
+    "qwen3_moe": lambda: oracle(_four_small(qwen3_moe)),
+}
+"""One of the tests' own and two of `transformers`, whose blocks call `scaled_dot_product_attention`."""
+COMPILED: dict[str, Callable[[], nn.Module]] = {
+    "attends": AttentionModel,
+    "rounded llama": lambda: _four_small(llama),
+    "rounded qwen3_moe": lambda: _four_small(qwen3_moe),
+}
+"""The same for a compiler: norms and routers of `transformers` compute in fp32."""
+
+
 def exact(family: str) -> nn.Module:
     """A family's model that computes in float64 throughout."""
     return oracle((FAMILIES | MIXTURES)[family]())
@@ -417,6 +486,7 @@ PARTS = {
     "states": ["table", "blocks.*", "head"],
     "routed": ["table", "blocks.*", "head"],
     "plain": ["enter", "blocks.*", "head"],
+    "attends": ["table", "blocks.*", "norm", "head"],
     "tied": ["table", "blocks.*", "head"],
 }
 GPT2_PLAN = {

@@ -398,7 +398,6 @@ class Keys:
         "untraced uncounted unadapted training",
         choices=("allreduce", *SERVED, "local"),
         rules=(_ROUNDS,),
-        module="lets replicas train apart",
     )
     servers: str = key(
         "",
@@ -513,7 +512,6 @@ class Keys:
         "torch.compile for every block",
         "untraced uncounted unadapted untimed",
         choices=("off", "block"),
-        module="compiles blocks",
         words="blocks are compiled",
     )
     precision: str = key("bf16", "data type of the computation", "uncounted", choices=("bf16", "fp32", "fp64"))

@@ -193,10 +193,8 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
     return None
 
 
-def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
-    """Raise `LayoutError` if the runtime cannot run `layout` yet, or if `check` rejects it."""
-    check(layout, model, workload, ranks)
-    check_own(workload.optimizer)
+def check_modes(layout: Layout) -> None:
+    """Raise `LayoutError` for two keys that the runtime cannot have together yet, whatever the model."""
     if layout.local_sgd and layout.offload_home == "nvme":
         raise LayoutError(
             f"sync=local does not go with offload={layout.offload} yet: an outer step changes weights that are on disk "
@@ -212,5 +210,12 @@ def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks
             "compile=block saves tensors where offload_activations=cpu does not see them: choose compile=off, or leave "
             "offload_activations out"
         )
+
+
+def check_runnable(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
+    """Raise `LayoutError` if the runtime cannot run `layout` yet, or if `check` rejects it."""
+    check(layout, model, workload, ranks)
+    check_own(workload.optimizer)
+    check_modes(layout)
     if reason := model.why_not_runnable():
         raise LayoutError(f"{model.name}: {reason}")

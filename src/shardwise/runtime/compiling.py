@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
@@ -61,10 +61,41 @@ def compile_blocks(decoder: Decoder, plan: UnitPlan, device: torch.device) -> Co
     try:
         _run_once(first, plan, device)
     except TorchDynamoException as error:
-        raise UserError(
-            f"compile=block: torch.compile failed: {_first_line(error)}; leave compile=block out to train without it"
-        ) from error
+        raise _failed(error) from error
     return CompiledBlocks(time.perf_counter() - started, whole)
+
+
+def _failed(error: Exception) -> UserError:
+    return UserError(
+        f"compile=block: torch.compile failed: {_first_line(error)}; leave compile=block out to train without it"
+    )
+
+
+class ModuleBlocks:
+    """The blocks of a user's module, compiled in the first step: one function for each class. What communicates, and
+    what the compiler does not know, stays eager."""
+
+    def __init__(self, device: torch.device) -> None:
+        check_compiler(device)
+        self._by_class: dict[type[nn.Module], Callable[..., Any]] = {}
+
+    def compiled(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward pass of a block; a block that is a map of its own has none to compile. Raises `UserError` where
+        torch.compile fails."""
+        if "forward" in vars(block):
+            return forward
+        kind = type(block)
+        if kind not in self._by_class:
+            self._by_class[kind] = compile_apart(kind.forward, fullgraph=False)
+        function = self._by_class[kind]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(block, *args, **kwargs)
+            except TorchDynamoException as error:
+                raise _failed(error) from error
+
+        return run
 
 
 def write_gradients(block: Block) -> None:

@@ -14,7 +14,7 @@ from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.dtypes import CODES
 from shardwise.checkpoint.names import unwrapped
 from shardwise.errors import UserError
-from shardwise.layout.axes import PP, STAGE
+from shardwise.layout.axes import PP, REPLICA, STAGE
 from shardwise.runtime.module.program import ModuleProgram
 
 KIND = "buffer"
@@ -69,7 +69,7 @@ def stored(name: str, buffer: Tensor) -> Tensor:
 def written(program: ModuleProgram) -> dict[str, Tensor]:
     """Stored name -> values of the buffers, and of missed updates, that this rank writes."""
     comms, stages = program.comms, program.stages
-    if comms.index(STAGE):
+    if comms.index(REPLICA + STAGE):
         return {}
 
     def here(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, pipeline
 from shardwise.layout.keys import changed
-from shardwise.layout.legality import check_narrow_base
+from shardwise.layout.legality import check_modes, check_narrow_base
 from shardwise.model.blueprint import Blueprint
 
 
@@ -14,8 +14,22 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
     for key, value in changed(layout).items():
         if key.module:
             raise LayoutError(f"{key.text(value)} {key.module}; it is not there yet for a user's module: leave it out")
-    if layout.recompute not in ("none", "full"):
-        raise LayoutError(f"recompute={layout.recompute} needs the attention of a known model: choose recompute=full")
+    if layout.served:
+        raise LayoutError(
+            f"sync={layout.sync} has parameter servers, which hand out a run's text; a user's module gets its batches "
+            "from its own loop: choose sync=local, or leave it out"
+        )
+    if layout.recompute == "input":
+        raise LayoutError(
+            "recompute=input computes blocks again from the first one's input, and a user's module may take other "
+            "tensors between them: choose recompute=full"
+        )
+    if layout.recompute == "selective" and layout.compile == "block":
+        raise LayoutError(
+            "recompute=selective finds attention as it runs, which compile=block does not show: choose recompute=full, "
+            "or leave compile out"
+        )
+    check_modes(layout)
     if layout.offloads_activations and layout.pp > 1:
         raise LayoutError(
             f"offload_activations={layout.offload_activations} does not go with pp={layout.pp} for a user's module, "

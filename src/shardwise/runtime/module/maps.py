@@ -18,6 +18,7 @@ from shardwise.ops.context import Around, OpContext, Options, Redistribute
 from shardwise.ops.gradients import WeightGradients
 from shardwise.ops.linear import linear
 from shardwise.runtime.expert.exchange import RankExchange
+from shardwise.runtime.module.adapters import AdaptedMap
 from shardwise.runtime.module.describe import DescribedModule, is_conv1d, is_plain_map
 from shardwise.runtime.module.experts import lower_experts
 from shardwise.runtime.tensor.redistribute import around_map
@@ -27,23 +28,26 @@ from shardwise.runtime.transport.comms import Comms
 def lower_maps(
     module: nn.Module, plan: UnitPlan, comms: Comms, described: DescribedModule, weights: WeightGradients
 ) -> set[nn.Module]:
-    """Give every linear map, and every table or experts that are cut, its form. Weights are cut elsewhere
-    (`engine.py`). weights: when their gradients are computed. Returns the maps whose gradients do not pass through
-    autograd's accumulation."""
+    """Give every linear map, and every table or experts that are cut, its form; in compiled blocks what is cut alone.
+    Weights are cut elsewhere (`engine.py`). weights: when their gradients are computed. Returns the maps whose
+    gradients do not pass through autograd's accumulation."""
     styles = described.styles
     parameters = {id(module.get_parameter(p.name)): p for p in plan.blueprint.parameters()}
     writing: set[nn.Module] = set()
     for name, child in module.named_modules():
         style = styles.get(name, MapStyle())
         if name in described.experts.modules:
-            leaf = next(child.parameters(recurse=False))
-            lower_experts(child, plan, RankExchange(plan, comms, parameters[id(leaf)].part))
+            part = parameters[id(next(child.parameters(recurse=False)))].part
+            lower_experts(child, plan, RankExchange(plan, comms, part))
+            child.forward = outside(child.forward, plan.compiles(part))  # type: ignore[method-assign]
             continue
         if not is_plain_map(child) and style.cut == "replicated":
             continue
         weight = parameters[id(child.weight)]
         # Under a pipeline a tied head computes on another stage than the part of its weight.
         part = weight.part if described.chain is None else described.chain.home(f"{name}.")
+        if plan.compiles(part) and style.cut == "replicated" and not isinstance(child, AdaptedMap):
+            continue
         outputs, inputs = reversed(weight.shape) if weight.transposed else weight.shape
         around = around_map(style.cut, style.edges, comms, part, (inputs, outputs))
         if isinstance(child, nn.Embedding):
@@ -52,8 +56,17 @@ def lower_maps(
             at = OpContext(part, Options("train", split=True), name, {f"{name}.weight": around}, weights)
             form = linear(child, at, is_conv1d(child))  # type: ignore[arg-type]
             writing.add(child)
-        child.forward = form  # type: ignore[assignment]
+        child.forward = outside(form, plan.compiles(part))  # type: ignore[assignment]
     return writing
+
+
+def outside(form: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    """What communicates, which the compiler leaves as it is where the block around it is compiled."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return form(*args, **kwargs)
+
+    return torch.compiler.disable(run) if compiled else form  # type: ignore[no-any-return]
 
 
 class _Leave(torch.autograd.Function):

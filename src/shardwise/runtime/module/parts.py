@@ -28,8 +28,8 @@ from shardwise.layout.units import UnitPlan, Use
 from shardwise.ops.gradients import GradSlot, WeightGradients, grad_slot
 from shardwise.runtime.module.chain import ENTRY, EXIT
 from shardwise.runtime.module.describe import ROOT, DescribedModule
-from shardwise.runtime.module.maps import lower_maps
-from shardwise.runtime.module.recompute import recomputed
+from shardwise.runtime.module.maps import lower_maps, outside
+from shardwise.runtime.module.recompute import BlockRecomputation
 from shardwise.runtime.module.sequence import cut_stream, gather_inputs
 from shardwise.runtime.module.stages import ModuleStages, free_others
 from shardwise.runtime.offload.activations import SavedTensors, storages
@@ -126,7 +126,7 @@ class PartRunner(Runner):
         """file: of what is offloaded to disk."""
         weights = WeightGradients(at_once=plan.of_kind("exit"))
         writing = lower_maps(module, plan, comms, described, weights)
-        gather_inputs(module, described.sequence, comms)
+        gather_inputs(module, described.sequence, comms, partial(outside, compiled=plan.layout.compile == "block"))
         super().__init__(module, plan, comms, device, weights, writing, file)
         self._saved: dict[tuple[str, int], SavedTensors] = {}
         """(block, forward pass) -> its offloaded tensors of this micro-batch, in the order of the forward passes."""
@@ -146,18 +146,26 @@ class PartRunner(Runner):
                     continue
                 parameter = module.get_parameter(placed.name)
                 parameter.register_hook(partial(self._arrives, placed.parameter.part, grad_slot(parameter)))
-        self._recomputed: dict[str, Callable[..., Any]] = {}
-        """Block -> its forward pass that keeps its inputs alone."""
+        self.recomputation, self._compiler = BlockRecomputation(plan.layout.recompute), None
+        if plan.layout.compile == "block":
+            from shardwise.runtime.compiling import ModuleBlocks  # brings in the compiler
+
+            self._compiler = ModuleBlocks(device)
         self.stages: ModuleStages | None = None
         if described.chain is not None:
             free_others(module, [placed.name for unit in plan.units for placed in unit.placed])
-            self.stages = ModuleStages(module, described.chain, plan)
+            self.stages = ModuleStages(module, described.chain, plan, self._wrapped)
             return
         for name in plan.of_kind("block"):
             block = module.get_submodule(name)
-            self._recomputed[name] = recomputed(block, block.forward)
-            block.forward = partial(self._part, name, block.forward)  # type: ignore[method-assign]
+            block.forward = partial(self._part, name, self._wrapped(block, block.forward))  # type: ignore[method-assign]
         cut_stream(module, described.sequence, comms)
+
+    def _wrapped(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward pass as the layout has it."""
+        if self._compiler is not None:
+            forward = self._compiler.compiled(block, forward)
+        return self.recomputation.wrap(block, forward)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with floating-point inputs in the layout's precision. Raises `UserError` where its
@@ -245,6 +253,8 @@ class PartRunner(Runner):
 
     def end_backward(self, stage: int) -> None:
         """As of `Runner`: that of blocks which the loss does not depend on is over, too."""
+        if self.plan.blocks(stage):
+            self.recomputation.check()
         if self.stages is not None:
             for part in reversed(self.plan.stages[stage]):
                 self.finish_part(part)
@@ -267,8 +277,6 @@ class PartRunner(Runner):
         if self.freezes:
             args, kwargs = _differentiable((args, kwargs))
         (args, kwargs), entered = _through(partial(self.finish_part, name, number), (args, kwargs))
-        if self.plan.layout.recompute == "full":
-            forward = self._recomputed[name]
         self._latest = f"an input of {name}"
         with self._saving(name, number, (args, kwargs)):
             out = forward(*args, **kwargs)

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from shardwise.errors import UserError
 from shardwise.layout.units import UnitPlan
+from shardwise.runtime.checkpointing import Position
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import DescribedModule
 from shardwise.runtime.module.parts import PartRunner
 from shardwise.runtime.module.pipelined import Loss, Messages, ModuleWorker
 from shardwise.runtime.offload.file import offload_file
 from shardwise.runtime.pipeline.program import Program, StepOutcome
+from shardwise.runtime.sync.outer_step import Rounds
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.flat_unit import Values
 
@@ -51,6 +53,8 @@ class ModuleProgram(Program, PartRunner):
             self.close = weakref.finalize(self, file.close, True)
         self.layout = replace(plan.layout, sp=bool(described.sequence.blocks))
         """The layout of reports: what sp adds is in the description, not in the plan."""
+        self.rounds, self._steps = Rounds.of(plan.layout, 0), 0
+        """Rounds of outer steps; steps so far, skipped ones included."""
         self.messages = Messages(self, self.stages) if self.stages is not None else None
         self._trained = [p.name for p in plan.blueprint.parameters() if not p.frozen]
         self._frozen = [p.name for p in plan.blueprint.parameters() if p.frozen]
@@ -77,7 +81,42 @@ class ModuleProgram(Program, PartRunner):
                 f"{len(micro_batches)} micro-batches for a split that accumulates {self.plan.micro_batches}: give as "
                 "many, or split with accumulate="
             )
-        return self.train(self._worker(loss_fn, micro_batches), lr)
+        outcome = self.train(self._worker(loss_fn, micro_batches), lr, self.rounds.ends(self._steps))
+        self._steps += 1
+        return outcome
+
+    @property
+    def position(self) -> Position:
+        """Progress, the same on all ranks. Raises `UserError` between two outer steps, where replicas have different
+        weights."""
+        updates = self.optimizer.steps
+        if self.outer is None:
+            return Position(updates, 0, updates)
+        if not self.rounds.begins(self._steps):
+            left = self.rounds.every - self._steps % self.rounds.every
+            raise UserError(
+                f"sync=local: replicas have different weights until their next outer step: save after {left} more "
+                f"step{'s' * (left > 1)}"
+            )
+        return Position(self._steps, 0, updates)
+
+    def resume(self, position: Position) -> None:
+        """Continue after so many steps, whose state is in place."""
+        self._steps = position.step
+
+    def diverged(self, outcome: StepOutcome) -> str:
+        """Where a run that must be finite has diverged, in words; empty where it has not. The same on all ranks:
+        replicas that train apart learn of each other's steps at an outer one."""
+        if self.outer is None and outcome.skipped:
+            return f"the loss is {outcome.loss}, the gradient norm {outcome.grad_norm}; no update was made"
+        if self.outer is not None and self.rounds.begins(self._steps):
+            skips = sum(not math.isfinite(loss) for loss in self.outer.losses)
+            if skips:
+                return (
+                    f"in {skips} of the last {self.rounds.every} steps the loss or the gradient norm of a replica was "
+                    "not finite, and its update was not made"
+                )
+        return ""
 
     def idle_parameters(self) -> Collection[str]:
         """As of `Program`."""

@@ -1,6 +1,7 @@
-"""Recomputation of a block whose forward pass writes buffers, such as a batch norm's: they are written once.
+"""Recomputation in a user's module: of whole blocks, or of attention's core.
 
-The second pass runs on copies of the buffers as they were before the first one, so that it computes the same values.
+A block's forward pass may write buffers, such as a batch norm's: they are written once. The second pass runs on copies
+of the buffers as they were before the first one, so that it computes the same values.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+
+from shardwise.errors import UserError
 
 _Place = tuple[nn.Module, str]
 """A module and the name of its buffer."""
@@ -64,9 +69,45 @@ class Recomputation:
                 module._buffers[leaf] = buffer
 
 
-def recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward pass of a block, recomputed in its backward pass."""
-    return partial(Recomputation(block), forward)
+class CoreRecomputation(TorchFunctionMode):
+    """Around a block's forward pass: what calls `scaled_dot_product_attention` saves its inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met = False
+        """Whether there has been such a call."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.met = True
+        return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return forward(*args, **kwargs)
+
+
+class BlockRecomputation:
+    """`recompute=` for the blocks of one rank."""
+
+    def __init__(self, mode: str) -> None:
+        self._mode, self._cores = mode, CoreRecomputation()
+
+    def wrap(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward pass of a block, which saves no more than the mode says."""
+        if self._mode == "none":
+            return forward
+        again = partial(Recomputation(block) if self._mode == "full" else self._cores.run, forward)
+        return lambda *args, **kwargs: (again if torch.is_grad_enabled() else forward)(*args, **kwargs)
+
+    def check(self) -> None:
+        """After the forward passes of some blocks: raise `UserError` where they have had nothing to recompute."""
+        if self._mode == "selective" and not self._cores.met:
+            raise UserError(
+                "recompute=selective recomputes torch.nn.functional.scaled_dot_product_attention, and no block of this "
+                "rank calls it: choose recompute=full"
+            )
 
 
 def _places(block: nn.Module) -> Iterator[_Place]:

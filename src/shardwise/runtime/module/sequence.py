@@ -164,12 +164,15 @@ class _Whole(torch.autograd.Function):
         return None, None, mine.contiguous()
 
 
-def gather_inputs(module: nn.Module, plan: SequencePlan, comms: Comms) -> None:
-    """Let the modules that own column-parallel maps gather their first tensor."""
+def gather_inputs(
+    module: nn.Module, plan: SequencePlan, comms: Comms, outside: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Let the modules that own column-parallel maps gather their first tensor. outside: keeps communication out of
+    compiled blocks."""
     for path in plan.gathered:
         part = next(block for block in plan.blocks if _in(path, [block]))
-        child, gather = module.get_submodule(path), GatherSequence(comms, part)
-        child.forward = partial(_first, partial(_Exchange.apply, gather), child.forward)  # type: ignore[assignment]
+        child, gather = module.get_submodule(path), partial(_Exchange.apply, GatherSequence(comms, part))
+        child.forward = partial(_first, outside(gather), child.forward)  # type: ignore[assignment]
 
 
 def cut_stream(module: nn.Module, plan: SequencePlan, comms: Comms) -> None:

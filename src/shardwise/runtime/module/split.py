@@ -22,7 +22,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.lora import Lora
 from shardwise.report.compare import ReportComparison, compare
 from shardwise.report.step_report import StepReport, merge_roles
-from shardwise.runtime.checkpointing import Position, Saver, restore
+from shardwise.runtime.checkpointing import Saver, restore
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.measure.memory import StepMeasurement
@@ -207,17 +207,18 @@ class SplitModule(nn.Module):
         batch: this rank's rows, handed to `loss_fn` as they are; a list has `accumulate` micro-batches. Every rank of a
         pipeline has the same, and `loss_fn` computes the loss on the last stage alone.
         measure: whether `report` will be this step's, which follows every tensor and takes longer.
-        Raises `DivergedError` on all ranks as `on_nonfinite` says; the split is as it was before the step.
+        Raises `DivergedError` on all ranks as `on_nonfinite` says; the split is as it was before the step. Under
+        sync=local the outcome is that of this rank's replica, and the error follows the next outer step.
         """
         before = BuffersBefore(self.module)
         with self._failures.shared():
             outcome = self._train_step(loss_fn, batch if isinstance(batch, list) else [batch], lr, measure)
         if outcome.skipped:
             before.restore()
-        if outcome.skipped and self._stops:
+        if self._stops and (words := self.program.diverged(outcome)):
             raise DivergedError(
-                f"step {self.program.optimizer.steps + 1}: the loss is {outcome.loss}, the gradient norm "
-                f"{outcome.grad_norm}; no update was made: use a smaller lr, or on_nonfinite='skip' to leave it out"
+                f"step {self.program.optimizer.steps + 1}: {words}: use a smaller lr, or on_nonfinite='skip' to leave "
+                "it out"
             )
         return outcome
 
@@ -268,15 +269,15 @@ class SplitModule(nn.Module):
         """Write weights, moments, persistent buffers and step to `folder`/step-N, under the module's own names, for any
         layout. All ranks call it together. Returns the checkpoint's folder."""
         folder, program = Path(folder), self.program
+        position = program.position
         if folder not in self._savers:
             about = {"module": program.plan.blueprint.name, "layout": str(program.layout)}
             self._savers[folder] = Saver(
                 program, folder, seed=0, about=about, keep=0, later=False, timeout=TIMEOUT,
                 others=partial(written, program),
             )  # fmt: skip
-        steps = program.optimizer.steps
-        self._savers[folder].save(Position(steps, 0, steps))
-        return folder / f"step-{steps}"
+        self._savers[folder].save(position)
+        return folder / f"step-{position.step}"
 
     def load(self, folder: Path | str) -> int:
         """Set weights, moments, buffers and step from a checkpoint of any layout, or from a folder's newest one. All
@@ -284,6 +285,7 @@ class SplitModule(nn.Module):
         damaged."""
         checkpoint, module = find(Path(folder)), self.program.module
         position = restore(self.program, checkpoint, stored_shapes(module))
+        self.program.resume(position)
         restore_buffers(module, checkpoint)
         restore_missed(self.program, checkpoint)
         return position.step

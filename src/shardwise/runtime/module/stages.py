@@ -20,8 +20,9 @@ from shardwise.errors import UserError
 from shardwise.layout import pipeline
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.module.chain import Chain
-from shardwise.runtime.module.recompute import recomputed
 
+Wrap = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
+"""(block, its forward pass) -> what runs in its place."""
 LARGEST = 8
 """Most dims of a tensor between stages."""
 
@@ -37,7 +38,8 @@ class _Left(BaseException):
 class ModuleStages:
     """The forward passes of a rank's stages. Blocks, and what is before them, are wrapped."""
 
-    def __init__(self, module: nn.Module, chain: Chain, plan: UnitPlan) -> None:
+    def __init__(self, module: nn.Module, chain: Chain, plan: UnitPlan, wrap: Wrap) -> None:
+        """wrap: what a block's forward pass becomes, by the layout's modes."""
         self.module, self.chain, self.plan = module, chain, plan
         ends = list(accumulate(pipeline.stages(plan.subject, plan.layout).layers))
         self.blocks = list(zip([0, *ends], ends, strict=False))
@@ -52,8 +54,7 @@ class ModuleStages:
             child.forward = partial(self._before, child.forward)  # type: ignore[assignment]
         for number, path in enumerate(chain.blocks):
             child = module.get_submodule(path)
-            again = recomputed(child, child.forward)
-            child.forward = partial(self._block, number, path, child.forward, again)  # type: ignore[assignment]
+            child.forward = partial(self._block, number, path, wrap(child, child.forward))  # type: ignore[assignment]
 
     def run(self, stage: int, x: Tensor | None, forward: Callable[[], Any]) -> Any:
         """The result of a stage: a tensor, and of the last stage what `forward` returns. x: what has arrived; None on
@@ -90,10 +91,7 @@ class ModuleStages:
     def _nothing(self) -> Tensor:
         return torch.full_like(self._arrived, float("nan"), requires_grad=False)
 
-    def _block(
-        self, number: int, path: str, forward: Callable[..., Any], again: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """again: its forward pass that keeps its inputs alone."""
+    def _block(self, number: int, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         first, stop = self.blocks[self._stage]
         if number > self._next:
             raise self._left_out()
@@ -109,8 +107,6 @@ class ModuleStages:
             raise _Left(_first_of(args, kwargs, path))
         if number == 0 and self._stage:
             args, kwargs = _replaced(args, kwargs, self._arrived)
-        if self.plan.layout.recompute == "full" and torch.is_grad_enabled():
-            forward = again
         out = forward(*args, **kwargs)
         if not isinstance(out, Tensor):
             raise UserError(

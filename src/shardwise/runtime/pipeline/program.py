@@ -98,9 +98,9 @@ class StepWorker:
         self.tied_gradients = self.engine.tied_gradients
         self.last = len(pipeline.placement(runner.plan.layout)) - 1
         self.total = torch.zeros((), dtype=torch.float64, device=runner.device)
-        """Summed loss."""
-        self.begun: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
-        """(stage, micro-batch) -> (its input, where its backward starts)."""
+        """Summed loss of the micro-batches that have gone backward."""
+        self.begun: dict[tuple[int, int], tuple[Tensor | None, Any, Tensor | None]] = {}
+        """(stage, micro-batch) -> (its input, where its backward starts, its loss)."""
         self._kept: dict[tuple[int, int], list[WeightGradient]] = {}
 
     def buffer(self, way: str, stage: int, micro: int) -> Tensor:
@@ -125,13 +125,12 @@ class StepWorker:
             x = x.detach().requires_grad_()
         y, out = self.compute(stage, micro, x), None
         if stage == self.last:
-            self.total += y.detach()
-            self.begun[stage, micro] = x, y / self.tokens
+            self.begun[stage, micro] = x, y / self.tokens, y.detach()
         else:
             if not y.requires_grad:  # all that computes it is frozen
                 y = y.detach().requires_grad_()
             # The graph alone: what it does not need of the output goes when that has been sent.
-            self.begun[stage, micro] = x, torch.autograd.graph.get_gradient_edge(y)
+            self.begun[stage, micro] = x, torch.autograd.graph.get_gradient_edge(y), None
             out = y.detach()
         del y
         self._note_compute()
@@ -139,13 +138,15 @@ class StepWorker:
 
     def backward(self, stage: int, micro: int, grad: Tensor | None, weights: bool) -> Tensor | None:
         """As of `Worker`."""
-        x, start = self.begun.pop((stage, micro))
+        x, start, loss = self.begun.pop((stage, micro))
         self.runner.begin_backward(stage)
         with self._products(stage, micro, weights), self.runner.backward_errors():
             torch.autograd.backward(start, grad)
         if weights:
             self.runner.end_backward(stage)
         self.release(stage, micro)
+        if loss is not None:
+            self.total += loss
         dx = None if x is None else x.grad
         del x, start, grad
         self._note_compute()
