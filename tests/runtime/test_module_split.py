@@ -136,7 +136,7 @@ class Twice(nn.Module):
         (lambda: 3, "dp=1", {}, r"not int"),
         (SkipMLP(device="meta"), "dp=1", {}, r"scale is on the meta device, and SkipMLP has no .* give a function"),
         (OWN["skips"], "dp=2", {}, r"needs 2 ranks, but there are 1: .*torchrun --nproc-per-node 2"),
-        (OWN["skips"], "recompute=selective", {}, r"choose recompute=full"),
+        (OWN["skips"], "recompute=input", {}, r"choose recompute=full"),
         (OWN["skips"], "dp=1", {"blocks": ["Skip"]}, r"nothing is named 'Skip'; did you mean SkipMLP|SkipBlock"),
     ],
 )

@@ -161,24 +161,30 @@ def _observe_each(pipe: Connection, asked: Sequence[tuple[UnitPlan, int]]) -> No
 
 
 @contextmanager
-def fake_comms(plan: UnitPlan, rank: int) -> Iterator[Comms]:
-    """The process groups of `rank` without other ranks, which send nothing."""
+def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
+    """A process group of so many ranks without peers."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from shardwise.runtime.job.setup import axes_of
     from shardwise.runtime.torch_versions import know_fake_collectives
-    from shardwise.runtime.transport.comms import Comms
 
     know_fake_collectives()
-    dist.init_process_group("fake", rank=rank, world_size=plan.layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
-        mesh, connect = Mesh.of(plan.layout, plan.model), fake_transport(plan.backend)
-        comms = Comms(mesh, rank, axes_of(plan.model), timeout=60.0, backend=plan.backend, connect=connect)
-        comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
-        yield comms
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def fake_comms(plan: UnitPlan, rank: int = 0) -> Comms:
+    """The process groups of `rank` inside `fake_ranks`, which send nothing."""
+    from shardwise.runtime.job.setup import axes_of
+    from shardwise.runtime.transport.comms import Comms
+
+    mesh, connect = Mesh.of(plan.layout, plan.subject), fake_transport(plan.backend)
+    comms = Comms(mesh, rank, axes_of(plan.subject), timeout=60.0, backend=plan.backend, connect=connect)
+    comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
+    return comms
 
 
 def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
@@ -190,7 +196,8 @@ def _observe(plan: UnitPlan, rank: int, fake: Any) -> Role:
     from shardwise.runtime.pipeline.step import TrainProgram
 
     short = _run(plan)
-    with fake_comms(plan, rank) as comms, fake:
+    with fake_ranks(plan.layout.ranks, rank), fake:
+        comms = fake_comms(plan, rank)
         program = TrainProgram(
             short, comms, OptimizerConfig(), lambda parameter, index: index.double(), torch.device("cpu")
         )

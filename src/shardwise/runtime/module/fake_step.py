@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Mesh, Workload, unit_plan
+from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.units import UnitPlan
-from shardwise.runtime.dryrun import fake_transport
+from shardwise.runtime.dryrun import fake_comms, fake_ranks
 from shardwise.runtime.job.config import OptimizerConfig
-from shardwise.runtime.job.setup import axes_of
 from shardwise.runtime.module.describe import DescribedModule, call
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
 from shardwise.runtime.module.recorder import FakeStepRecorder, RawStep
 from shardwise.runtime.module.stage_recorder import RawStages, StageRecorder
-from shardwise.runtime.torch_versions import know_fake_collectives
-from shardwise.runtime.transport.comms import Comms
 
 MICRO_BATCHES = 2
 """Micro-batches of a traced step: the first one, and one that adds its gradients to what is there."""
@@ -47,26 +43,20 @@ def _blank(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=dtype if dtype and x.is_floating_point() else x.dtype)
 
 
-@contextmanager
-def fake_ranks(count: int) -> Iterator[None]:
+def alone(count: int) -> AbstractContextManager[None]:
     """A process group of so many ranks without peers. Raises `UserError` inside a job."""
     if dist.is_initialized():
         raise UserError(
             "a process of a job cannot trace: do it before torch.distributed.init_process_group, or in another process"
         )
-    know_fake_collectives()
-    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    return fake_ranks(count)
 
 
 def fake_step(
     module: nn.Module, described: DescribedModule, layout: Layout, batches: Sequence[Any], loss: LossFunction
 ) -> tuple[UnitPlan, RawStep]:
     """Record the forward and backward passes of a module that is taken over; its parameters are fake, and this is
-    called on fake tensors, inside `fake_ranks`. Raises `UserError` for a loss with more than one pass."""
+    called on fake tensors, inside `alone`. Raises `UserError` for a loss with more than one pass."""
     program = _program(module, described, layout, len(batches))
     with FakeStepRecorder(program) as recorder:
         program.gradients(loss, batches)
@@ -88,13 +78,10 @@ def fake_stages(
 
 def _program(module: nn.Module, described: DescribedModule, layout: Layout, micro_batches: int) -> ModuleProgram:
     units = unit_plan(described.blueprint, layout, Workload(seq=1, batch=micro_batches))
-    comms = Comms(
-        Mesh(layout), 0, axes_of(None), timeout=60.0, backend=units.backend, connect=fake_transport(units.backend)
-    )
-    comms.read = lambda scalar: 1.0  # type: ignore[method-assign]  # fake tensors hold no numbers
     return ModuleProgram(
-        module, described, units, comms, OptimizerConfig(), lambda parameter, index: index.double(), torch.device("cpu")
-    )
+        module, described, units, fake_comms(units), OptimizerConfig(), lambda parameter, index: index.double(),
+        torch.device("cpu"),
+    )  # fmt: skip
 
 
 def default_loss(run: Callable[..., Any], batch: Any) -> tuple[Tensor, int]:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from shardwise.layout.placement import place
 from shardwise.layout.styles import MapStyle
 from shardwise.layout.units import UnitPlan
-from shardwise.ops.context import Around, OpContext, Options, Redistribute
+from shardwise.ops.context import Around, OpContext, Options
 from shardwise.ops.gradients import WeightGradients
 from shardwise.ops.linear import linear
 from shardwise.runtime.expert.exchange import RankExchange
 from shardwise.runtime.module.adapters import AdaptedMap
 from shardwise.runtime.module.describe import DescribedModule, is_conv1d, is_plain_map
 from shardwise.runtime.module.experts import lower_experts
+from shardwise.runtime.module.sequence import Exchange
 from shardwise.runtime.tensor.redistribute import around_map
 from shardwise.runtime.transport.comms import Comms
 
@@ -69,21 +70,6 @@ def outside(form: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     return torch.compiler.disable(run) if compiled else form  # type: ignore[no-any-return]
 
 
-class _Leave(torch.autograd.Function):
-    """The communication behind an operation."""
-
-    @staticmethod
-    def forward(ctx: Any, leave: Redistribute, x: Tensor) -> Tensor:
-        ctx.leave = leave
-        return leave.forward(x.clone())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        grad, pending = ctx.leave.backward(grads[0])
-        pending.wait()
-        return None, grad
-
-
 def _lookup(table: nn.Embedding, held: tuple[int, int], around: Around) -> Callable[[Tensor], Tensor]:
     """A lookup in rows `held` of a table, by the table's own forward: others are zero, and what leaves is the sum. The
     padding token gets no gradient, as in the whole table."""
@@ -92,7 +78,7 @@ def _lookup(table: nn.Embedding, held: tuple[int, int], around: Around) -> Calla
     def run(ids: Tensor) -> Tensor:
         elsewhere = ((ids < held[0]) | (ids >= held[1])).unsqueeze(-1)
         rows = forward((ids - held[0]).masked_fill(elsewhere[..., 0], 0)).masked_fill(elsewhere, 0)
-        rows = _Leave.apply(around.leave, rows)  # type: ignore[no-untyped-call]
+        rows = Exchange.apply(around.leave, rows.clone())  # type: ignore[no-untyped-call]  # summed in place
         return rows if padding is None else torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
 
     return run

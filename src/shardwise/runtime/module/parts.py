@@ -34,28 +34,8 @@ from shardwise.runtime.module.sequence import cut_stream, gather_inputs
 from shardwise.runtime.module.stages import ModuleStages, free_others
 from shardwise.runtime.offload.activations import SavedTensors, storages
 from shardwise.runtime.offload.file import OffloadFile
-from shardwise.runtime.pipeline.program import Runner
+from shardwise.runtime.pipeline.program import Boundary, Runner
 from shardwise.runtime.transport.comms import Comms
-
-
-class _Boundary(torch.autograd.Function):
-    """Identity on several tensors; its backward calls `reached` once the gradients of all of them are there.
-
-    What autograd lets it hand on is the same tensor, which may be changed in place later; the others become views.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, reached: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.reached = reached
-        ctx.set_materialize_grads(False)
-        same = [tensor for tensor in tensors if not tensor.is_leaf and not tensor._is_view()]
-        ctx.mark_dirty(*same)
-        return tuple(tensor if any(tensor is one for one in same) else tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        ctx.reached()
-        return None, *grads
 
 
 def _opened(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
@@ -94,7 +74,7 @@ def _through(reached: Callable[[], None], tree: Any) -> tuple[Any, bool]:
     if at:
         tensors = tuple({id(leaves[i]): leaves[i] for i in at}.values())  # some may come twice
         with _unsafe_preserve_version_counter(tensors):  # nothing is written
-            passed = _Boundary.apply(reached, *tensors)  # type: ignore[no-untyped-call]
+            passed = Boundary.apply(reached, *tensors)  # type: ignore[no-untyped-call]
         after = {id(before): tensor for before, tensor in zip(tensors, passed, strict=True)}
         for i in at:
             leaves[i] = after[id(leaves[i])]
@@ -176,7 +156,7 @@ class PartRunner(Runner):
                 return self.module(*args, **kwargs)
             return self._part(ROOT, self.module, *args, **kwargs)
         except RuntimeError as error:
-            if "_Boundary is a view and is being modified inplace" in str(error):
+            if "Boundary is a view and is being modified inplace" in str(error):
                 raise UserError(
                     f"{self._latest}, or of a block before it, is changed in place (as by x += 1): write x = x + 1, "
                     "or leave these out of blocks="

@@ -47,13 +47,11 @@ class ModuleProgram(Program, PartRunner):
         be made."""
         file = offload_file(plan, folder, comms.rank)
         super().__init__(module, described, plan, comms, device, file)
-        self.close: Callable[[], object] = lambda: None
-        """Remove the rank's file of offloaded state, which else goes with the program."""
         if file is not None:
-            self.close = weakref.finalize(self, file.close, True)
+            self.close = weakref.finalize(self, file.close, True)  # type: ignore[method-assign]
         self.layout = replace(plan.layout, sp=bool(described.sequence.blocks))
         """The layout of reports: what sp adds is in the description, not in the plan."""
-        self.rounds, self._steps = Rounds.of(plan.layout, 0), 0
+        self.rounds, self.steps = Rounds.of(plan.layout, 0), 0
         """Rounds of outer steps; steps so far, skipped ones included."""
         self.messages = Messages(self, self.stages) if self.stages is not None else None
         self._trained = [p.name for p in plan.blueprint.parameters() if not p.frozen]
@@ -81,8 +79,8 @@ class ModuleProgram(Program, PartRunner):
                 f"{len(micro_batches)} micro-batches for a split that accumulates {self.plan.micro_batches}: give as "
                 "many, or split with accumulate="
             )
-        outcome = self.train(self._worker(loss_fn, micro_batches), lr, self.rounds.ends(self._steps))
-        self._steps += 1
+        outcome = self.train(self._worker(loss_fn, micro_batches), lr, self.rounds.ends(self.steps))
+        self.steps += 1
         return outcome
 
     @property
@@ -92,24 +90,20 @@ class ModuleProgram(Program, PartRunner):
         updates = self.optimizer.steps
         if self.outer is None:
             return Position(updates, 0, updates)
-        if not self.rounds.begins(self._steps):
-            left = self.rounds.every - self._steps % self.rounds.every
+        if not self.rounds.begins(self.steps):
+            left = self.rounds.every - self.steps % self.rounds.every
             raise UserError(
                 f"sync=local: replicas have different weights until their next outer step: save after {left} more "
                 f"step{'s' * (left > 1)}"
             )
-        return Position(self._steps, 0, updates)
-
-    def resume(self, position: Position) -> None:
-        """Continue after so many steps, whose state is in place."""
-        self._steps = position.step
+        return Position(self.steps, 0, updates)
 
     def diverged(self, outcome: StepOutcome) -> str:
         """Where a run that must be finite has diverged, in words; empty where it has not. The same on all ranks:
         replicas that train apart learn of each other's steps at an outer one."""
         if self.outer is None and outcome.skipped:
             return f"the loss is {outcome.loss}, the gradient norm {outcome.grad_norm}; no update was made"
-        if self.outer is not None and self.rounds.begins(self._steps):
+        if self.outer is not None and self.rounds.begins(self.steps):
             skips = sum(not math.isfinite(loss) for loss in self.outer.losses)
             if skips:
                 return (

@@ -69,41 +69,34 @@ class Recomputation:
                 module._buffers[leaf] = buffer
 
 
-class CoreRecomputation(TorchFunctionMode):
-    """Around a block's forward pass: what calls `scaled_dot_product_attention` saves its inputs alone."""
+class BlockRecomputation(TorchFunctionMode):
+    """`recompute=` for the blocks of one rank. As a mode around a block's forward pass, it has what calls
+    `scaled_dot_product_attention` save its inputs alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, recompute: str) -> None:
         super().__init__()
-        self.met = False
-        """Whether there has been such a call."""
+        self._recompute, self._met = recompute, False
+
+    def wrap(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward pass of a block, which saves no more than the layout says."""
+        if self._recompute == "none":
+            return forward
+        again = partial(Recomputation(block) if self._recompute == "full" else self._with_cores, forward)
+        return lambda *args, **kwargs: (again if torch.is_grad_enabled() else forward)(*args, **kwargs)
+
+    def _with_cores(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return forward(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        self.met = True
+        self._met = True
         return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
-
-    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self:
-            return forward(*args, **kwargs)
-
-
-class BlockRecomputation:
-    """`recompute=` for the blocks of one rank."""
-
-    def __init__(self, mode: str) -> None:
-        self._mode, self._cores = mode, CoreRecomputation()
-
-    def wrap(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward pass of a block, which saves no more than the mode says."""
-        if self._mode == "none":
-            return forward
-        again = partial(Recomputation(block) if self._mode == "full" else self._cores.run, forward)
-        return lambda *args, **kwargs: (again if torch.is_grad_enabled() else forward)(*args, **kwargs)
 
     def check(self) -> None:
         """After the forward passes of some blocks: raise `UserError` where they have had nothing to recompute."""
-        if self._mode == "selective" and not self._cores.met:
+        if self._recompute == "selective" and not self._met:
             raise UserError(
                 "recompute=selective recomputes torch.nn.functional.scaled_dot_product_attention, and no block of this "
                 "rank calls it: choose recompute=full"

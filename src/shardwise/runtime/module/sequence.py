@@ -22,7 +22,7 @@ from shardwise.layout import Layout
 from shardwise.layout.axes import TP
 from shardwise.layout.styles import SEQUENCE, MapStyle
 from shardwise.layout.tensor import Edges, Redistribution
-from shardwise.ops.context import Redistribute
+from shardwise.ops.context import COMPLETE, Pending, Redistribute
 from shardwise.runtime.tensor.redistribute import SEQUENCE_DIM, GatherSequence
 from shardwise.runtime.transport.comms import Comms
 
@@ -119,7 +119,7 @@ def _shards(
     return shards
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """The communication of a `Redistribute`."""
 
     @staticmethod
@@ -134,34 +134,24 @@ class _Exchange(torch.autograd.Function):
         return None, grad
 
 
-class _Shard(torch.autograd.Function):
-    """This rank's shard of a stream that all ranks have; its gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, comms: Comms, unit: str, x: Tensor) -> Tensor:
-        ctx.comms, ctx.unit = comms, unit
-        ranks = comms.size(TP)
-        if x.dim() < 2 or x.shape[SEQUENCE_DIM] % ranks:
-            raise UserError(f"sp: tp={ranks} does not divide the sequence of a stream of shape {list(x.shape)}")
-        return x.chunk(ranks, SEQUENCE_DIM)[comms.index(TP)].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, ctx.comms.gather_dim(grads[0], SEQUENCE_DIM, TP, ctx.unit)
-
-
-class _Whole(torch.autograd.Function):
+class _WholeStream(GatherSequence):
     """The whole stream of all ranks' shards, which all of them go on with in the same way."""
 
-    @staticmethod
-    def forward(ctx: Any, comms: Comms, unit: str, x: Tensor) -> Tensor:
-        ctx.comms = comms
-        return comms.gather_dim(x, SEQUENCE_DIM, TP, unit)
+    def backward(self, grad: Tensor) -> tuple[Tensor, Pending]:
+        return grad.chunk(self.comms.size(TP), SEQUENCE_DIM)[self.comms.index(TP)].contiguous(), COMPLETE
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
-        mine = grads[0].chunk(ctx.comms.size(TP), SEQUENCE_DIM)[ctx.comms.index(TP)]
-        return None, None, mine.contiguous()
+
+class _StreamShard(_WholeStream):
+    """This rank's shard of a stream that all ranks have; its gradient is gathered."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ranks = self.comms.size(TP)
+        if x.dim() < 2 or x.shape[SEQUENCE_DIM] % ranks:
+            raise UserError(f"sp: tp={ranks} does not divide the sequence of a stream of shape {list(x.shape)}")
+        return super().backward(x)[0]
+
+    def backward(self, grad: Tensor) -> tuple[Tensor, Pending]:
+        return super().forward(grad), COMPLETE
 
 
 def gather_inputs(
@@ -171,7 +161,7 @@ def gather_inputs(
     compiled blocks."""
     for path in plan.gathered:
         part = next(block for block in plan.blocks if _in(path, [block]))
-        child, gather = module.get_submodule(path), partial(_Exchange.apply, GatherSequence(comms, part))
+        child, gather = module.get_submodule(path), partial(Exchange.apply, GatherSequence(comms, part))
         child.forward = partial(_first, outside(gather), child.forward)  # type: ignore[assignment]
 
 
@@ -180,9 +170,9 @@ def cut_stream(module: nn.Module, plan: SequencePlan, comms: Comms) -> None:
     if not plan.blocks:
         return
     first, last = (module.get_submodule(plan.blocks[at]) for at in (0, -1))
-    shard = partial(_Shard.apply, comms, plan.blocks[0])
+    shard = partial(Exchange.apply, _StreamShard(comms, plan.blocks[0]))
     first.forward = partial(_first, shard, first.forward)  # type: ignore[assignment]
-    last.forward = partial(_gathered, partial(_Whole.apply, comms, plan.blocks[-1]), last.forward)  # type: ignore[assignment]
+    last.forward = partial(_gathered, partial(Exchange.apply, _WholeStream(comms, plan.blocks[-1])), last.forward)  # type: ignore[assignment]
 
 
 def _first(change: Callable[[Tensor], Tensor], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -284,11 +284,10 @@ class SplitModule(nn.Module):
         ranks call it together. Returns the steps that were done. Raises `UserError` when it is of another module, or
         damaged."""
         checkpoint, module = find(Path(folder)), self.program.module
-        position = restore(self.program, checkpoint, stored_shapes(module))
-        self.program.resume(position)
+        self.program.steps = restore(self.program, checkpoint, stored_shapes(module)).step
         restore_buffers(module, checkpoint)
         restore_missed(self.program, checkpoint)
-        return position.step
+        return self.program.steps
 
     def close(self) -> None:
         """Remove this rank's file of offloaded state, which else goes with the module. No step can follow."""

@@ -28,14 +28,13 @@ from shardwise.runtime.module.chain import Chain
 from shardwise.runtime.module.describe import DescribedModule, describe, find_blocks, run_order
 from shardwise.runtime.module.fake_step import (
     MICRO_BATCHES,
+    alone,
     default_loss,
     fake_copy,
-    fake_ranks,
     fake_stages,
     fake_step,
 )
-from shardwise.runtime.module.inputs import row_count, row_length, with_rows
-from shardwise.runtime.module.masks import usual_masks
+from shardwise.runtime.module.inputs import row_count, row_length, usual_masks, with_rows
 from shardwise.runtime.module.program import LossFunction
 from shardwise.runtime.module.recorder import RawOp, RawStep
 from shardwise.runtime.module.repeats import GROUPS, NAMED, UnlikeRepeats, Whole, find_repeats, shortened
@@ -179,7 +178,7 @@ class _Tracer:
 
     def _step(self, described: DescribedModule, layout: Layout) -> TracedStep:
         raws = []
-        with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
+        with readable(self.module), alone(layout.ranks), usual_masks(self.example):
             for rows in self.rows:
                 blank = fake_copy(self.module, self.fake)
                 with self.fake:
@@ -196,7 +195,7 @@ class _Tracer:
         pipelines have no predictions."""
         try:
             described, stages = describe(self.module, layout, self.plan, self.blocks, chain), []
-            with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
+            with readable(self.module), alone(layout.ranks), usual_masks(self.example):
                 for rows in self.rows:
                     blank = fake_copy(self.module, self.fake)
                     with self.fake:

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,12 +35,31 @@ MakeOptimizer = Callable[..., Any]
 """(engine, comms, values=...) -> an `Optimizer`, or what acts as one."""
 
 
-def no_callback(kept: list[WeightGradient]) -> None:
+def no_callback(*kept: list[WeightGradient]) -> None:
     """No-op."""
 
 
-def _nothing() -> None:
-    """No-op: nothing is injected into steps."""
+class Boundary(torch.autograd.Function):
+    """Identity on several tensors; its backward calls `reached` once the gradients of all of them are there.
+
+    Autograd runs ready nodes latest-created first: at the inputs of a part it comes after all others of the part, where
+    a hook of an input could run before the last accumulation.
+
+    What autograd lets it hand on is the same tensor, which may be changed in place later; the others become views.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, reached: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.reached = reached
+        ctx.set_materialize_grads(False)
+        same = [tensor for tensor in tensors if not tensor.is_leaf and not tensor._is_view()]
+        ctx.mark_dirty(*same)
+        return tuple(tensor if any(tensor is one for one in same) else tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.reached()
+        return None, *grads
 
 
 class Runner:
@@ -140,8 +159,12 @@ class StepWorker:
         """As of `Worker`."""
         x, start, loss = self.begun.pop((stage, micro))
         self.runner.begin_backward(stage)
-        with self._products(stage, micro, weights), self.runner.backward_errors():
-            torch.autograd.backward(start, grad)
+        with self.runner.backward_errors():
+            if weights:
+                torch.autograd.backward(start, grad)
+            else:
+                with self.runner.weights.split_weight_grad() as self._kept[stage, micro]:
+                    torch.autograd.backward(start, grad)
         if weights:
             self.runner.end_backward(stage)
         self.release(stage, micro)
@@ -151,15 +174,6 @@ class StepWorker:
         del x, start, grad
         self._note_compute()
         return dx
-
-    @contextmanager
-    def _products(self, stage: int, micro: int, weights: bool) -> Iterator[None]:
-        if weights:
-            yield
-            return
-        with self.runner.weights.split_weight_grad() as products:
-            yield
-        self._kept[stage, micro] = products
 
     @torch.no_grad()
     def backward_of_weights(self, stage: int, micro: int) -> None:
@@ -224,7 +238,7 @@ class Program(Runner):
             self.optimizer.use_kept(kept.about["updates"])
         self.outer = OuterStep(self.optimizer, self.comms) if self.plan.layout.local_sgd else None
         self.expert_loads = ExpertLoads(parts, self.plan, self.comms, self.device)
-        self.computed = _nothing
+        self.computed = no_callback
         with self.comms.in_phase("optimizer"):
             self.engine.all_gather_params()
 
@@ -272,3 +286,8 @@ class Program(Runner):
     def bytes_on_disk(self) -> Bytes:
         """Bytes of the rank's file, by class."""
         return file_bytes(self.engine.file)
+
+    def close(self, remove: bool = False) -> None:
+        """Let go of the rank's file of offloaded state, and remove it."""
+        if self.engine.file is not None:
+            self.engine.file.close(remove)

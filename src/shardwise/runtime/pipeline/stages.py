@@ -5,7 +5,6 @@ Without a pipeline there is one stage, the whole decoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,28 +18,10 @@ from shardwise.ops.gradients import WeightGradients
 from shardwise.ops.recompute import recompute
 from shardwise.runtime.offload.activations import SavedTensors, storages
 from shardwise.runtime.offload.file import OffloadFile
-from shardwise.runtime.pipeline.program import Runner
+from shardwise.runtime.pipeline.program import Boundary, Runner
 from shardwise.runtime.tensor.loss import loss_form, summed_cross_entropy
 from shardwise.runtime.tensor.lowering import lower_for_training, vocabulary_range
 from shardwise.runtime.transport.comms import Comms
-
-
-class _BeforeForward(torch.autograd.Function):
-    """Identity at a stage's input: its backward runs when every gradient inside the first part has been accumulated.
-
-    Autograd runs ready nodes latest-created first, and this one was created before all others of the part. A hook of
-    the input itself could run before the last accumulation, as both are at the end of the graph.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, after_backward: Callable[[], None]) -> Tensor:
-        ctx.after_backward = after_backward
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.after_backward()
-        return grads[0], None
 
 
 class _WithGradient(torch.autograd.Function):
@@ -169,7 +150,7 @@ class StageRunner(Runner):
                 saved.restore(self.device)
 
         if x is not None and x.is_leaf:
-            x = _BeforeForward.apply(x, finish)  # type: ignore[no-untyped-call]
+            (x,) = Boundary.apply(finish, x)  # type: ignore[no-untyped-call]
         elif x is not None:
             # Runs when the gradient of the part's input is complete, before the part that made it goes backward.
             x.register_hook(lambda grad: finish())

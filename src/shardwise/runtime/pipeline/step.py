@@ -63,11 +63,6 @@ class TrainProgram(Program, StageRunner):
         tokens = self._count_valid([targets for _, targets in micro_batches])
         return self.train(DecoderWorker(self, micro_batches, tokens), lr, agrees)
 
-    def close(self, remove: bool = False) -> None:
-        """Let go of the rank's file of offloaded state, and remove it."""
-        if self.engine.file is not None:
-            self.engine.file.close(remove)
-
     def evaluate(self, batch: Batch, targets: Tensor) -> tuple[float, int]:
         """(summed loss, valid tokens) of one micro-batch on every data rank, summed over them; nothing is trained."""
         with torch.no_grad():
