@@ -64,10 +64,7 @@ def lower_maps(
 def outside(form: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     """What communicates, which the compiler leaves as it is where the block around it is compiled."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return form(*args, **kwargs)
-
-    return torch.compiler.disable(run) if compiled else form  # type: ignore[no-any-return]
+    return torch.compiler.disable(lambda *args, **kwargs: form(*args, **kwargs)) if compiled else form  # type: ignore[no-any-return]
 
 
 def _lookup(table: nn.Embedding, held: tuple[int, int], around: Around) -> Callable[[Tensor], Tensor]:

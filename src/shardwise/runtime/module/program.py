@@ -48,7 +48,7 @@ class ModuleProgram(Program, PartRunner):
         file = offload_file(plan, folder, comms.rank)
         super().__init__(module, described, plan, comms, device, file)
         if file is not None:
-            self.close = weakref.finalize(self, file.close, True)  # type: ignore[method-assign]
+            self.close = weakref.finalize(self, file.close, True)  # type: ignore[assignment, method-assign]
         self.layout = replace(plan.layout, sp=bool(described.sequence.blocks))
         """The layout of reports: what sp adds is in the description, not in the plan."""
         self.rounds, self.steps = Rounds.of(plan.layout, 0), 0
@@ -146,7 +146,7 @@ class ModuleProgram(Program, PartRunner):
     def _worker(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> ModuleWorker:
         self._begin_step()
         self.learn_shapes(loss_fn, micro_batches)
-        return ModuleWorker(self, self.messages, self.loss_of(loss_fn), micro_batches)
+        return ModuleWorker(self, self.loss_of(loss_fn), micro_batches)
 
     def loss_of(self, loss_fn: LossFunction) -> Loss:
         """(loss, tokens) of a micro-batch."""
