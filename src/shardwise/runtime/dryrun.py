@@ -162,12 +162,16 @@ def _observe_each(pipe: Connection, asked: Sequence[tuple[UnitPlan, int]]) -> No
 
 @contextmanager
 def fake_ranks(count: int, rank: int = 0) -> Iterator[None]:
-    """A process group of so many ranks without peers."""
+    """A process group of so many ranks without peers. Raises `UserError` inside a job."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from shardwise.runtime.torch_versions import know_fake_collectives
 
+    if dist.is_initialized():
+        raise UserError(
+            "a process of a job cannot trace: do it before torch.distributed.init_process_group, or in another process"
+        )
     know_fake_collectives()
     dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())  # type: ignore[no-untyped-call]
     try:

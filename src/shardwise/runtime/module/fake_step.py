@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
@@ -16,7 +14,7 @@ from torch.utils import _pytree
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.units import UnitPlan
-from shardwise.runtime.dryrun import fake_comms, fake_ranks
+from shardwise.runtime.dryrun import fake_comms
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import DescribedModule, call
 from shardwise.runtime.module.program import LossFunction, ModuleProgram
@@ -43,20 +41,11 @@ def _blank(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=dtype if dtype and x.is_floating_point() else x.dtype)
 
 
-def alone(count: int) -> AbstractContextManager[None]:
-    """A process group of so many ranks without peers. Raises `UserError` inside a job."""
-    if dist.is_initialized():
-        raise UserError(
-            "a process of a job cannot trace: do it before torch.distributed.init_process_group, or in another process"
-        )
-    return fake_ranks(count)
-
-
 def fake_step(
     module: nn.Module, described: DescribedModule, layout: Layout, batches: Sequence[Any], loss: LossFunction
 ) -> tuple[UnitPlan, RawStep]:
     """Record the forward and backward passes of a module that is taken over; its parameters are fake, and this is
-    called on fake tensors, inside `alone`. Raises `UserError` for a loss with more than one pass."""
+    called on fake tensors, inside `fake_ranks`. Raises `UserError` for a loss with more than one pass."""
     program = _program(module, described, layout, len(batches))
     with FakeStepRecorder(program) as recorder:
         program.gradients(loss, batches)

@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.styles import matched
+from shardwise.runtime.dryrun import fake_ranks
 from shardwise.runtime.module.cuts import DimCut, Uncut, through
 from shardwise.runtime.module.describe import call, describe, find_blocks, is_plain_map
-from shardwise.runtime.module.fake_step import alone, default_loss, fake_copy, fake_step
+from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_step
 from shardwise.runtime.module.inputs import row_count, usual_masks, with_rows
 from shardwise.runtime.module.trace import readable
 
@@ -142,7 +143,7 @@ class _Search:
         for name, child in blank.named_modules():
             child.register_forward_pre_hook(lambda *_, name=name: stack.append(name))
             child.register_forward_hook(lambda *_: _left(stack))
-        with alone(degree), fake:
+        with fake_ranks(degree), fake:
             batches = [with_rows(example, max(2, row_count(example)))]
             try:
                 fake_step(blank, described, layout, batches, default_loss)

@@ -24,11 +24,11 @@ from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.trace import Trace, TracedCollective, TracedMoment, TracedOp, TracedPart, TracedStep
 from shardwise.model.traced_stages import TracedEnds
+from shardwise.runtime.dryrun import fake_ranks
 from shardwise.runtime.module.chain import Chain
 from shardwise.runtime.module.describe import DescribedModule, describe, find_blocks, run_order
 from shardwise.runtime.module.fake_step import (
     MICRO_BATCHES,
-    alone,
     default_loss,
     fake_copy,
     fake_stages,
@@ -178,7 +178,7 @@ class _Tracer:
 
     def _step(self, described: DescribedModule, layout: Layout) -> TracedStep:
         raws = []
-        with readable(self.module), alone(layout.ranks), usual_masks(self.example):
+        with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
             for rows in self.rows:
                 blank = fake_copy(self.module, self.fake)
                 with self.fake:
@@ -195,7 +195,7 @@ class _Tracer:
         pipelines have no predictions."""
         try:
             described, stages = describe(self.module, layout, self.plan, self.blocks, chain), []
-            with readable(self.module), alone(layout.ranks), usual_masks(self.example):
+            with readable(self.module), fake_ranks(layout.ranks), usual_masks(self.example):
                 for rows in self.rows:
                     blank = fake_copy(self.module, self.fake)
                     with self.fake:
