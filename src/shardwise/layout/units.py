@@ -604,10 +604,6 @@ class UnitPlan:
     def blocks(self, stage: int) -> list[str]:
         return [part for part in self.stages[stage] if self.kind(part) == "block"]
 
-    def compiles(self, part: str) -> bool:
-        """Whether a compiler takes a part."""
-        return self.layout.compile == "block" and self.kind(part) == "block"
-
     @cached_property
     def first_blocks(self) -> list[str]:
         return [blocks[0] for stage in self.stages if (blocks := self.blocks(stage))]

@@ -54,7 +54,7 @@ from shardwise.model.adapters import is_scale
 from shardwise.model.parameters import Parameter
 from shardwise.runtime.job.launch import reason
 from shardwise.runtime.job.pulse import Pulse
-from shardwise.runtime.pipeline.program import Program
+from shardwise.runtime.pipeline.program import StepProgram
 from shardwise.runtime.residual_state import RESIDUAL, average_residuals, folded_residuals, restore_residuals
 from shardwise.runtime.zero.flat_unit import Int8Values
 
@@ -68,7 +68,7 @@ def outer_kinds(plan: UnitPlan) -> dict[str, str]:
     return kinds | ({ERROR: "float32"} if any(any(outer_residuals(plan, unit)) for unit in plan.units) else {})
 
 
-def agree(program: Program) -> None:
+def agree(program: StepProgram) -> None:
     """Give all replicas the mean of their moments and of their residuals. Weights they share already: this follows an
     outer step. All ranks call it together."""
     assert program.outer is not None
@@ -81,7 +81,7 @@ def agree(program: Program) -> None:
             unit.packed.restore(unit.packed.mean_error())
 
 
-def outer_tensors(program: Program) -> dict[str, dict[str, Tensor]]:
+def outer_tensors(program: StepProgram) -> dict[str, dict[str, Tensor]]:
     """Kind -> unit -> the values of this rank's interval, after `agree`."""
     units = program.outer.units if program.outer is not None else {}
     return {
@@ -90,7 +90,7 @@ def outer_tensors(program: Program) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def restore_outer(program: Program, checkpoint: Checkpoint, stored: set[str]) -> None:
+def restore_outer(program: StepProgram, checkpoint: Checkpoint, stored: set[str]) -> None:
     """Set outer state from a checkpoint whose weights are in place; what it has none of starts at zero. stored: the
     kinds that it has."""
     if program.outer is None:
@@ -135,7 +135,7 @@ class Saver:
 
     def __init__(
         self,
-        program: Program,
+        program: StepProgram,
         folder: Path,
         *,
         seed: int,
@@ -315,7 +315,9 @@ def _array(held: LocalInterval, tensor: Tensor) -> np.ndarray:
     return np.ascontiguousarray(held.without_padding(tensor.detach().cpu().numpy()))
 
 
-def restore(program: Program, checkpoint: Checkpoint, others: Mapping[str, tuple[int, ...]] | None = None) -> Position:
+def restore(
+    program: StepProgram, checkpoint: Checkpoint, others: Mapping[str, tuple[int, ...]] | None = None
+) -> Position:
     """Set weights, moments and the update count from a checkpoint, reading only what this rank holds. others: stored
     name -> shape of tensors that it may have besides, which are not read.
 
@@ -334,7 +336,7 @@ def restore(program: Program, checkpoint: Checkpoint, others: Mapping[str, tuple
     return Position(manifest.step, manifest.samples, manifest.optimizer_steps)
 
 
-def start_from(program: Program, weights: HuggingFaceWeights) -> None:
+def start_from(program: StepProgram, weights: HuggingFaceWeights) -> None:
     """Set the weights of a program that has made no step, reading only what this rank holds: where some are frozen,
     these alone. Raises as `restore`."""
     plan = program.plan
@@ -357,7 +359,7 @@ def start_from(program: Program, weights: HuggingFaceWeights) -> None:
 
 
 def _whole_values(
-    program: Program, weights: HuggingFaceWeights, latest: dict[str, Tensor], parameter: Parameter, index: Tensor
+    program: StepProgram, weights: HuggingFaceWeights, latest: dict[str, Tensor], parameter: Parameter, index: Tensor
 ) -> Tensor:
     """`Values` of a matrix, which is read whole: scales of 8 bits are those of whole rows. latest: keeps it."""
     if parameter.name not in latest:
@@ -367,13 +369,13 @@ def _whole_values(
     return latest[parameter.name][index.cpu()].to(index.device, torch.float64)
 
 
-def start_adapters(program: Program, adapters: PeftAdapters) -> None:
+def start_adapters(program: StepProgram, adapters: PeftAdapters) -> None:
     """Set the adapters of a program that has made no step. Raises as `restore`."""
     _fill(program, adapters, ("model",))
 
 
 def _fill(
-    program: Program, source: Checkpoint | HuggingFaceWeights | PeftAdapters, kinds: Sequence[str],
+    program: StepProgram, source: Checkpoint | HuggingFaceWeights | PeftAdapters, kinds: Sequence[str],
     unused: Sequence[str] = (), besides: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:  # fmt: skip
     """Set weights and moments. kinds: the first of `UnitPlan.states`. unused: stored kinds that are not read; besides:

@@ -11,13 +11,13 @@ from torch import Tensor
 from shardwise.checkpoint import Checkpoint, needs
 from shardwise.checkpoint.names import unwrapped
 from shardwise.layout.axes import PP, REPLICA
-from shardwise.runtime.pipeline.program import Program
+from shardwise.runtime.pipeline.program import StepProgram
 
 RESIDUAL = "residual"
 """Kind of the stored tensor of each parameter where errors of packed gradients are fed back."""
 
 
-def folded_residuals(program: Program) -> dict[str, Tensor]:
+def folded_residuals(program: StepProgram) -> dict[str, Tensor]:
     """Unit -> the sum of all ranks' residuals over this rank's interval, in fp32. All ranks call this together."""
     plan, comms = program.plan, program.comms
     folded = {}
@@ -34,7 +34,7 @@ def folded_residuals(program: Program) -> dict[str, Tensor]:
     return folded
 
 
-def restore_residuals(program: Program, checkpoint: Checkpoint | None) -> None:
+def restore_residuals(program: StepProgram, checkpoint: Checkpoint | None) -> None:
     """Set this rank's residuals: an element's stored sum on one of the ranks that add up its gradient, 0 on the others.
     checkpoint: None where none is stored."""
     plan, targets = program.plan, _targets(program)
@@ -47,7 +47,7 @@ def restore_residuals(program: Program, checkpoint: Checkpoint | None) -> None:
             target[held.start - start : held.stop - start].copy_(torch.from_numpy(values))
 
 
-def average_residuals(program: Program) -> None:
+def average_residuals(program: StepProgram) -> None:
     """Give every replica that trains apart from the others the mean of all their residuals. All ranks call this
     together."""
     folded, comms = folded_residuals(program), program.comms
@@ -58,7 +58,7 @@ def average_residuals(program: Program) -> None:
             target.copy_(own.div_(comms.size(REPLICA)))
 
 
-def _targets(program: Program) -> dict[str, Tensor | None]:
+def _targets(program: StepProgram) -> dict[str, Tensor | None]:
     """Drop all residuals; unit -> the memory for those of this rank's interval, None where another rank feeds them
     back."""
     targets = {

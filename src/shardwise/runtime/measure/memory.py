@@ -36,7 +36,7 @@ from shardwise.report.step_memory import (
 )
 from shardwise.report.step_report import Bytes, Role
 from shardwise.runtime.measure.parts import PartWatcher
-from shardwise.runtime.pipeline.program import Program, no_callback
+from shardwise.runtime.pipeline.program import StepProgram, no_callback
 from shardwise.runtime.torch_versions import patience_with_recompilations
 
 SETTLE = 1e-3
@@ -129,7 +129,7 @@ class _Packed:
 class StepMeasurement:
     """Context manager around one `program.step`: afterwards `role` gives ledger, bytes by class and transport times."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: StepProgram) -> None:
         self.program = program
         held = program.engine.storages()
         outer = program.outer

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from shardwise.ops import recompute
 
 if TYPE_CHECKING:
-    from shardwise.runtime.zero.trainable import Trainable
+    from shardwise.runtime.pipeline.program import StepProgram
 
 
 class PartWatcher:
     """Tells `begin` of each part of a step between `start` and `stop`: forward blocks.0, optimizer step."""
 
-    def __init__(self, program: Trainable, begin: Callable[[str], object]) -> None:
+    def __init__(self, program: StepProgram, begin: Callable[[str], object]) -> None:
         self._program, self._report = program, begin
         self._part = self._outer = ""
         self._replaced: list[tuple[Any, str, Any]] = []

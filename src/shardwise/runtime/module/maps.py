@@ -35,19 +35,20 @@ def lower_maps(
     styles = described.styles
     parameters = {id(module.get_parameter(p.name)): p for p in plan.blueprint.parameters()}
     writing: set[nn.Module] = set()
+    compiled = plan.of_kind("block") if plan.layout.compile == "block" else []
     for name, child in module.named_modules():
         style = styles.get(name, MapStyle())
         if name in described.experts.modules:
             part = parameters[id(next(child.parameters(recurse=False)))].part
             lower_experts(child, plan, RankExchange(plan, comms, part))
-            child.forward = outside(child.forward, plan.compiles(part))  # type: ignore[method-assign]
+            child.forward = outside(child.forward, part in compiled)  # type: ignore[method-assign]
             continue
         if not is_plain_map(child) and style.cut == "replicated":
             continue
         weight = parameters[id(child.weight)]
         # Under a pipeline a tied head computes on another stage than the part of its weight.
         part = weight.part if described.chain is None else described.chain.home(f"{name}.")
-        if plan.compiles(part) and style.cut == "replicated" and not isinstance(child, AdaptedMap):
+        if part in compiled and style.cut == "replicated" and not isinstance(child, AdaptedMap):
             continue
         outputs, inputs = reversed(weight.shape) if weight.transposed else weight.shape
         around = around_map(style.cut, style.edges, comms, part, (inputs, outputs))
@@ -57,7 +58,7 @@ def lower_maps(
             at = OpContext(part, Options("train", split=True), name, {f"{name}.weight": around}, weights)
             form = linear(child, at, is_conv1d(child))  # type: ignore[arg-type]
             writing.add(child)
-        child.forward = outside(form, plan.compiles(part))  # type: ignore[assignment]
+        child.forward = outside(form, part in compiled)  # type: ignore[assignment]
     return writing
 
 

@@ -34,7 +34,7 @@ from shardwise.runtime.module.sequence import cut_stream, gather_inputs
 from shardwise.runtime.module.stages import ModuleStages, free_others
 from shardwise.runtime.offload.activations import SavedTensors, storages
 from shardwise.runtime.offload.file import OffloadFile
-from shardwise.runtime.pipeline.program import Boundary, Runner
+from shardwise.runtime.pipeline.program import PartBoundary, Runner
 from shardwise.runtime.transport.comms import Comms
 
 
@@ -74,7 +74,7 @@ def _through(reached: Callable[[], None], tree: Any) -> tuple[Any, bool]:
     if at:
         tensors = tuple({id(leaves[i]): leaves[i] for i in at}.values())  # some may come twice
         with _unsafe_preserve_version_counter(tensors):  # nothing is written
-            passed = Boundary.apply(reached, *tensors)  # type: ignore[no-untyped-call]
+            passed = PartBoundary.apply(reached, *tensors)  # type: ignore[no-untyped-call]
         after = {id(before): tensor for before, tensor in zip(tensors, passed, strict=True)}
         for i in at:
             leaves[i] = after[id(leaves[i])]
@@ -156,7 +156,7 @@ class PartRunner(Runner):
                 return self.module(*args, **kwargs)
             return self._part(ROOT, self.module, *args, **kwargs)
         except RuntimeError as error:
-            if "Boundary is a view and is being modified inplace" in str(error):
+            if "PartBoundary is a view and is being modified inplace" in str(error):
                 raise UserError(
                     f"{self._latest}, or of a block before it, is changed in place (as by x += 1): write x = x + 1, "
                     "or leave these out of blocks="

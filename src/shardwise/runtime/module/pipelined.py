@@ -19,7 +19,6 @@ from shardwise.runtime.pipeline.program import StepWorker
 
 if TYPE_CHECKING:
     from shardwise.runtime.module.parts import PartRunner
-    from shardwise.runtime.module.program import ModuleProgram
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """dtypes of tensors between stages, by their codes in a header."""
@@ -104,19 +103,19 @@ class ModuleWorker(StepWorker):
     those of the first one, as if the others had as many, and once more at the end where they had not.
     """
 
-    runner: ModuleProgram
+    runner: PartRunner
 
-    def __init__(self, runner: ModuleProgram, loss: Loss, batches: Sequence[Any]) -> None:
+    def __init__(self, runner: PartRunner, messages: Messages | None, loss: Loss, batches: Sequence[Any]) -> None:
         super().__init__(runner, batches)
-        self.loss = loss
+        self.messages, self.loss = messages, loss
         self.first: float | None = None
         """Tokens of the first micro-batch on all data ranks; None on ranks without the last stage."""
         self.later = torch.zeros((), dtype=torch.float64, device=runner.device)
 
     def buffer(self, way: str, stage: int, micro: int) -> Tensor:
         """As of `Worker`."""
-        assert self.runner.messages is not None
-        return self.runner.messages.buffer(self.batches[micro], stage - 1 if way == "F" else stage)
+        assert self.messages is not None
+        return self.messages.buffer(self.batches[micro], stage - 1 if way == "F" else stage)
 
     def compute(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
         """As of `StepWorker`."""

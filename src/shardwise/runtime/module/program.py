@@ -20,7 +20,7 @@ from shardwise.runtime.module.describe import DescribedModule
 from shardwise.runtime.module.parts import PartRunner
 from shardwise.runtime.module.pipelined import Loss, Messages, ModuleWorker
 from shardwise.runtime.offload.file import offload_file
-from shardwise.runtime.pipeline.program import Program, StepOutcome
+from shardwise.runtime.pipeline.program import StepOutcome, StepProgram
 from shardwise.runtime.sync.outer_step import Rounds
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.flat_unit import Values
@@ -29,7 +29,7 @@ LossFunction = Callable[[Callable[..., Any], Any], Any]
 """(module, micro-batch) -> (summed loss, how many tokens it is summed over), or a mean loss alone."""
 
 
-class ModuleProgram(Program, PartRunner):
+class ModuleProgram(StepProgram, PartRunner):
     """A user's module bound to its buffers and ready to step."""
 
     def __init__(
@@ -113,7 +113,7 @@ class ModuleProgram(Program, PartRunner):
         return ""
 
     def idle_parameters(self) -> Collection[str]:
-        """As of `Program`."""
+        """As of `StepProgram`."""
         came = [name in self._slots and self._slots[name].arrived for name in self._trained]
         counts = torch.tensor(came, dtype=torch.int64, device=self.device)
         with self.comms.in_phase("loss"):
@@ -146,7 +146,7 @@ class ModuleProgram(Program, PartRunner):
     def _worker(self, loss_fn: LossFunction, micro_batches: Sequence[Any]) -> ModuleWorker:
         self._begin_step()
         self.learn_shapes(loss_fn, micro_batches)
-        return ModuleWorker(self, self.loss_of(loss_fn), micro_batches)
+        return ModuleWorker(self, self.messages, self.loss_of(loss_fn), micro_batches)
 
     def loss_of(self, loss_fn: LossFunction) -> Loss:
         """(loss, tokens) of a micro-batch."""

@@ -226,13 +226,14 @@ class SplitModule(nn.Module):
         self, loss_fn: Callable[[Any, Any], Any], micro_batches: list[Any], lr: float | None, measure: bool
     ) -> StepOutcome:
         lr = self.program.optimizer.config.lr if lr is None else lr
+        step = partial(self.program.step, lambda run, rows: loss_fn(self, rows), micro_batches, lr)
         self._trains = True
         try:
             if not measure:
-                return self.program.step(lambda run, rows: loss_fn(self, rows), micro_batches, lr)
+                return step()
             self.program.learn_shapes(lambda run, rows: loss_fn(self, rows), micro_batches)
             with StepMeasurement(self.program) as measurement:
-                outcome = self.program.step(lambda run, rows: loss_fn(self, rows), micro_batches, lr)
+                outcome = step()
         finally:
             self._trains = False
         self._report = self._gathered(measurement, row_length(micro_batches[0]))

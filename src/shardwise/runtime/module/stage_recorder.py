@@ -95,7 +95,7 @@ class StageRecorder(StepMeasurement):
         """Forward and backward passes of `MICRO_BATCHES` micro-batches."""
         program = self.program
         assert isinstance(program, ModuleProgram)
-        worker = ModuleWorker(program, program.loss_of(loss), batches)
+        worker = ModuleWorker(program, program.messages, program.loss_of(loss), batches)
         program.engine.begin_step()
         for micro, when in enumerate(("backward", "adding", "inputs")):
             self._micro_batch(worker, micro, when)  # type: ignore[arg-type]

@@ -21,8 +21,6 @@ from shardwise.layout import pipeline
 from shardwise.layout.units import UnitPlan
 from shardwise.runtime.module.chain import Chain
 
-Wrap = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
-"""(block, its forward pass) -> what runs in its place."""
 LARGEST = 8
 """Most dims of a tensor between stages."""
 
@@ -38,8 +36,10 @@ class _Left(BaseException):
 class ModuleStages:
     """The forward passes of a rank's stages. Blocks, and what is before them, are wrapped."""
 
-    def __init__(self, module: nn.Module, chain: Chain, plan: UnitPlan, wrap: Wrap) -> None:
-        """wrap: what a block's forward pass becomes, by the layout's modes."""
+    def __init__(
+        self, module: nn.Module, chain: Chain, plan: UnitPlan, wrap: Callable[..., Callable[..., Any]]
+    ) -> None:
+        """wrap: (block, its forward pass) -> what runs in its place."""
         self.module, self.chain, self.plan = module, chain, plan
         ends = list(accumulate(pipeline.stages(plan.subject, plan.layout).layers))
         self.blocks = list(zip([0, *ends], ends, strict=False))

@@ -1,6 +1,6 @@
 """One training step of any module: forward and backward of every micro-batch, then the optimizer.
 
-`Runner` is a module bound to its buffers, `StepWorker` the computation of its stages, `Program` what steps. A decoder
+`Runner` is a module bound to its buffers, `StepWorker` computes its stages, `StepProgram` makes steps. A decoder
 (`stages.py`, `step.py`) and a user's module (`runtime/module/`) differ in how a stage computes and tokens are counted.
 """
 
@@ -39,7 +39,7 @@ def no_callback(*kept: list[WeightGradient]) -> None:
     """No-op."""
 
 
-class Boundary(torch.autograd.Function):
+class PartBoundary(torch.autograd.Function):
     """Identity on several tensors; its backward calls `reached` once the gradients of all of them are there.
 
     Autograd runs ready nodes latest-created first: at the inputs of a part it comes after all others of the part, where
@@ -217,7 +217,7 @@ class StepOutcome(NamedTuple):
         return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
 
-class Program(Runner):
+class StepProgram(Runner):
     """A module bound to its buffers, with its optimizer: what trains, is measured and is saved."""
 
     optimizer: Any

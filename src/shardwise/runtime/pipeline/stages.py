@@ -18,7 +18,7 @@ from shardwise.ops.gradients import WeightGradients
 from shardwise.ops.recompute import recompute
 from shardwise.runtime.offload.activations import SavedTensors, storages
 from shardwise.runtime.offload.file import OffloadFile
-from shardwise.runtime.pipeline.program import Boundary, Runner
+from shardwise.runtime.pipeline.program import PartBoundary, Runner
 from shardwise.runtime.tensor.loss import loss_form, summed_cross_entropy
 from shardwise.runtime.tensor.lowering import lower_for_training, vocabulary_range
 from shardwise.runtime.transport.comms import Comms
@@ -150,7 +150,7 @@ class StageRunner(Runner):
                 saved.restore(self.device)
 
         if x is not None and x.is_leaf:
-            (x,) = Boundary.apply(finish, x)  # type: ignore[no-untyped-call]
+            (x,) = PartBoundary.apply(finish, x)  # type: ignore[no-untyped-call]
         elif x is not None:
             # Runs when the gradient of the part's input is complete, before the part that made it goes backward.
             x.register_hook(lambda grad: finish())

@@ -12,14 +12,14 @@ from shardwise.layout.units import UnitPlan
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.offload.file import Kept, offload_file
 from shardwise.runtime.pipeline.executor import execute
-from shardwise.runtime.pipeline.program import MakeOptimizer, Program, StepOutcome, StepWorker
+from shardwise.runtime.pipeline.program import MakeOptimizer, StepOutcome, StepProgram, StepWorker
 from shardwise.runtime.pipeline.stages import StageRunner
 from shardwise.runtime.tensor.loss import IGNORED
 from shardwise.runtime.transport.comms import Comms
 from shardwise.runtime.zero.flat_unit import Values
 
 
-class TrainProgram(Program, StageRunner):
+class TrainProgram(StepProgram, StageRunner):
     """A decoder cut, bound to its buffers and ready to step. `values` gives the initial weights.
 
     optimizer: its settings, or what makes another one.

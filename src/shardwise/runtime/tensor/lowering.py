@@ -29,7 +29,7 @@ def context_of(part: str, mode: Mode, plan: UnitPlan, comms: Comms | None, devic
             split=layout.tp > 1,
             attention=layout.attention,  # type: ignore[arg-type]
             recompute=layout.recompute,
-            compiled=plan.compiles(part),
+            compiled=layout.compile == "block" and plan.kind(part) == "block",
             fused=plan.fused,
             cut_sequence=layout.cp > 1,
         ),
