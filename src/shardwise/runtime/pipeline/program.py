@@ -86,7 +86,7 @@ class Runner:
             lasting = self.engine.lasting() | storages(module.buffers())
             self.offloaded = OffloadedActivations(device, comms, self.engine.host, lasting)
         self.after_compute: Callable[[list[WeightGradient]], object] = no_callback
-        """Told whenever all that backward will need is there, or some of it has gone: after each forward and backward
+        """Called whenever all that backward will need is there, or some of it has gone: after each forward and backward
         pass of a stage. kept: what is kept of backward passes whose weights come later."""
 
     def begin_backward(self, stage: int) -> None:
