@@ -72,7 +72,7 @@ def _failed(error: Exception) -> UserError:
 
 
 class ModuleBlocks:
-    """The blocks of a user's module, compiled in the first step: one function for each class. What communicates, and
+    """The blocks of a user's module, compiled in the first step: one function per class. What communicates, and
     what the compiler does not know, stays eager."""
 
     def __init__(self, device: torch.device) -> None:

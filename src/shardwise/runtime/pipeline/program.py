@@ -182,7 +182,7 @@ class StepWorker:
         assert {product.part for product in products} <= set(self.runner.plan.stages[stage])
         for part in reversed(self.runner.plan.stages[stage]):
             self.engine.use_unit("weights", part)
-            for product in [each for each in products if each.part == part]:
+            for product in [one for one in products if one.part == part]:
                 product.add()
             self.runner.finish_part(part)
         products.clear()
