@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class RankRecording:
     steps: tuple[StepMark, ...] = ()
     model: tuple[str, int, dict[str, Any] | None, list[Any]] | None = None
     """(class, parameters of this rank, Hugging Face's configuration, [name, shape, dtype, trained] of each)."""
+    pipeline: tuple[str, int, int] | None = None
+    """(class of torch's schedule, micro-batches, stages of this rank)."""
     exit: float | None = None
     """Seconds of the clock when Python ended, by itself or with an error."""
     error: tuple[float, str, str] | None = None
@@ -83,8 +86,8 @@ class _Lines:
                 self.calls[items[0]] = replace(self.calls[items[0]], end=items[1], state="completed")
             case "step":
                 self.steps.append(StepMark(*items))
-            case "model":
-                self.values["model"] = tuple(items)
+            case "model" | "pipeline":
+                self.values[kind] = tuple(items)
             case "exit":
                 self.values["exit"] = items[0]
             case "error":
@@ -96,8 +99,8 @@ class _Lines:
         inputs, outputs, peer, place, phase, engine, step, begin = items
         comm, ranks = self.groups[group]
         self.calls[order] = Call(
-            self.values["rank"], order, op, ranks, dtype, tuple(shape), inputs, outputs, peer, self.places[place], phase,
-            begin, None, "started", comm, engine, step,
+            self.values["rank"], order, op, ranks, dtype, tuple(shape), inputs, outputs, peer, self.places[place],
+            phase, begin, None, "started", comm, engine, step,
         )  # fmt: skip
 
 
@@ -109,10 +112,8 @@ def _read(file: Path) -> RankRecording | None:
     if not lines.values:
         return None
     now = file.with_suffix(".now")
-    try:
+    with suppress(OSError, ValueError):  # absent, or just being written
         lines.values["position"] = tuple(json.loads(now.read_text()))
-    except (OSError, ValueError):  # absent, or just being written
-        pass
     calls = tuple(call for _, call in sorted(lines.calls.items()))
     return RankRecording(calls=calls, steps=tuple(lines.steps), lost=lines.lost, **lines.values)
 

@@ -13,6 +13,7 @@ Each line is a JSON list. Its first item is one of:
 - "end": order, seconds of the clock
 - "step": steps, seconds of the clock, seconds waited in the step, bytes by class
 - "model": class, parameters of this rank, Hugging Face's configuration or null, [name, shape, dtype, trained] of each
+- "pipeline": class of torch's schedule, micro-batches, stages of this rank
 - "exit" or "error": seconds of the clock; the error's text and its place
 """
 
@@ -187,8 +188,8 @@ class Recorder:
         at = next(index for index, arg in enumerate(args) if type(arg).__name__ == "ScriptObject")
         group, ranks = self._group(args[at])
         first, sent = args[0], args[at - 1]
-        tensors = _flat(sent)
-        size, received = _size(tensors), _size(_flat(first))
+        tensors = _flat(sent) or _flat(first)  # a rank that is not the root of a scatter gives nothing
+        size, received = _size(_flat(sent)), _size(_flat(first))
         op = OPS[name]
         inputs, outputs = (size, 0) if op == "send" else (0, size) if op == "recv" else (size, received)
         peer = next((arg for arg in args[at + 1 :] if type(arg) is int), None) if name in _PEERED else None
@@ -337,18 +338,23 @@ class Recorder:
         autograd._engine_run_backward = counted
 
     def _model(self) -> None:
-        """The largest module that no other contains, by a look at all objects."""
+        """The largest module that no other contains, and the pipeline's schedule, by a look at all objects."""
         import gc
 
-        module = self.torch.nn.Module
-        modules = [each for each in gc.get_objects() if _is(each, module)]
+        module, objects = self.torch.nn.Module, gc.get_objects()
+        for each in objects:
+            if type(each).__module__ == "torch.distributed.pipelining.schedules" and hasattr(each, "_n_microbatches"):
+                stages = len(getattr(each, "_stages", [0]))
+                self.write("pipeline", type(each).__name__, each._n_microbatches, stages)
+                break
+        modules = [each for each in objects if _is(each, module)]
         inner = {id(child) for each in modules for child in each._modules.values()}
         roots = [(sum(p.numel() for p in each.parameters()), each) for each in modules if id(each) not in inner]
         if roots:
             count, root = max(roots, key=lambda item: item[0])
             while isinstance(getattr(root, "module", None), module):  # DDP and engines
                 root = root.module
-            configs = [getattr(each, "config", None) for each in root.modules()]
+            configs: list[Any] = [getattr(each, "config", None) for each in root.modules()]
             texts = [each.to_json_string(use_diff=False) for each in configs if hasattr(each, "to_json_string")]
             names = [(name, list(p.shape), str(p.dtype)[6:], p.requires_grad) for name, p in root.named_parameters()]
             config = json.loads(texts[0]) if texts else None
