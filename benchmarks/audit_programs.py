@@ -60,6 +60,8 @@ def main() -> None:
     for seed in range(args.first, args.first + args.seeds):
         for kind in args.kinds.split(","):
             for mistake in args.mistakes.split(","):
+                if (mistake, kind) in audited_programs.NEVER:
+                    continue
                 item = program(kind, seed, mistake)
                 with tempfile.TemporaryDirectory() as folder:
                     job = server.audit(item, Path(folder))

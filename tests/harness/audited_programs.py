@@ -19,7 +19,7 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
     def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
+        return x + self.down(torch.relu(self.up(x)))  # MICRO
 
 def net(layers={layers}, h={width}):
     return nn.Sequential(*(Block(h) for _ in range(layers)))
@@ -121,10 +121,9 @@ opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loss = lambda y, t: (y - t).square().mean()
 def pipeline(micro):
     return {schedule}(stages if {chunks} > 1 else stages[0], micro, loss_fn=loss)
-usual, fewer = pipeline({micro}), pipeline({micro} - 2)
+schedule = pipeline({micro})
 for step in range({steps}):
-    schedule = fewer if wrong("unequal") else usual
-    x = torch.randn({micro} - 2 if wrong("unequal") else {micro}, {width})
+    x = torch.randn({micro}, {width})
     kept = x if rank == 0 else None
     if rank == world - 1:
         schedule.step(*([kept] if rank == 0 else []), target=torch.zeros_like(x))  # MICRO
@@ -134,13 +133,69 @@ for step in range({steps}):
     opt.zero_grad()
 """
 
+TRAINER = """
+import transformers, logging
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, TrainerCallback
+config = LlamaConfig(vocab_size=64, hidden_size={width}, intermediate_size=32, num_hidden_layers={layers},
+                     num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32)
+rows = [dict(input_ids=torch.arange(8), labels=torch.arange(8)) for _ in range(64)]
+arguments = TrainingArguments("out", per_device_train_batch_size=2, max_steps={steps}, report_to=[], use_cpu=True,
+                              save_strategy="no", logging_strategy="no", disable_tqdm=True)
+trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
+trainer.train()  # MICRO
+for step in range(AT, AT + 1):
+    pass
+"""
+
+ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model = net()
+model, opt = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+for step in range({steps}):
+    for micro in range({micro} - wrong("unequal")):
+        accelerator.backward(model(torch.randn(4, {width})).square().mean())  # MICRO
+    opt.step()
+    opt.zero_grad()
+"""
+
+BY_HAND = """
+model = net()
+opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range({steps}):
+    kept = []
+    for micro in range({micro} - wrong("unequal")):
+        x = torch.randn(4, {width})
+        if rank > 0:
+            dist.recv(x, rank - 1)  # MICRO
+            x.requires_grad_()
+        y = model(x)
+        if rank < world - 1:
+            dist.send(y.detach(), rank + 1)  # MICRO
+        kept.append((x, y))
+    for x, y in kept:
+        grad = torch.ones_like(y)
+        if rank < world - 1:
+            dist.recv(grad, rank + 1)  # MICRO
+        y.backward(grad)
+        if rank > 0:
+            dist.send(x.grad, rank - 1)  # MICRO
+    opt.step()
+    opt.zero_grad()
+"""
+
+WHOLE = {"trainer": (2, "dp=2", TRAINER), "accelerate": (2, "dp=2", ACCELERATE)}
+"""Kind -> ranks, its layout, and its program up to the last step."""
 PIPELINES = {
+    "pp by hand": (3, "pp=3,schedule=gpipe", 1, ""),
     "gpipe": (2, "pp=2,schedule=gpipe", 1, "ScheduleGPipe"),
     "1f1b": (2, "pp=2", 1, "Schedule1F1B"),
     "1f1b4": (4, "pp=4", 1, "Schedule1F1B"),
     "interleaved": (2, "pp=2,schedule=interleaved,virtual=2", 2, "ScheduleInterleaved1F1B"),
 }
 
+NEVER = {("unequal", kind) for kind in ("gpipe", "1f1b", "1f1b4", "interleaved", "trainer")}
+"""Mistakes that programs of a kind cannot make: torch's schedules and the Trainer fix the number of micro-batches."""
 MISTAKES = ("skipped", "reordered", "size", "dtype", "group", "died", "error", "unequal")
 
 
@@ -173,7 +228,7 @@ def program(kind: str, seed: int, mistake: str = "") -> Program:
     """A program of a kind, at sizes, and with a rank and a step of its mistake, that the seed draws."""
     draw = random.Random(f"{kind} {seed} {mistake}")
     piped = kind in PIPELINES
-    ranks, layout = (PIPELINES if piped else MODELS)[kind][:2]
+    ranks, layout = (PIPELINES | MODELS | WHOLE)[kind][:2]
     sizes = {
         "layers": draw.randint(2, 4),
         "width": draw.choice([8, 16, 24]),
@@ -183,7 +238,9 @@ def program(kind: str, seed: int, mistake: str = "") -> Program:
     wrong, step = draw.randrange(ranks), draw.randint(1, 2)
     if piped:
         _, _, chunks, schedule = PIPELINES[kind]
-        body = PIPELINE.format(chunks=chunks, schedule=schedule, **sizes)
+        body = (PIPELINE if schedule else BY_HAND).format(chunks=chunks, schedule=schedule, **sizes)
+    elif kind in WHOLE:
+        body = WHOLE[kind][2].format(**sizes)
     else:
         body = "\n" + MODELS[kind][2].replace("{{", "{").replace("}}", "}") + STEP.format(**sizes)
         if kind == "zero1":
@@ -197,4 +254,4 @@ def program(kind: str, seed: int, mistake: str = "") -> Program:
     return Program(kind, ranks, layout, text, mistake, wrong, lines_of(text, *NAMED[mistake]) if mistake else ())
 
 
-KINDS = (*MODELS, *PIPELINES)
+KINDS = (*MODELS, *PIPELINES, *WHOLE)

@@ -212,8 +212,10 @@ def first_difference(recordings: Sequence[RankRecording]) -> Difference | None:
         return _finish(program, _located(program, found[0]))
     if ends is not None:
         return _finish(program, ends)
-    waits = [one for one in found if not one.hard]
-    return _finish(program, _located(program, waits[0])) if waits else None
+    waits = [_located(program, one) for one in found[:_REACH] if not one.hard]
+    # A rank that skips a call may be seen from both sides: that it went on, and that it did not come.
+    waits.sort(key=lambda one: (not one.sure, one.kind == "extra"))
+    return _finish(program, waits[0]) if waits else None
 
 
 def _finish(program: _Program, difference: Difference) -> Difference:
@@ -243,7 +245,7 @@ def _said(call: Call) -> str:
     if call.op in ("send", "recv"):
         what += f" {'to' if call.op == 'send' else 'from'} rank {call.peer}" if call.peer is not None else ""
     elif call.group:
-        what += f" on ranks {format_ranks(call.group)}"
+        what += f" on {format_ranks(call.group)}"
     return f"{what} at {call.where}" if call.where else what
 
 
@@ -289,7 +291,7 @@ def _located(program: _Program, candidate: _Candidate) -> Difference:
     for rank, places in sequences.items():
         token = see(places[index].token) if index < len(places) else None
         unlike[token].append(rank)
-    ranks, sure = _deviants(program, sequences, index, list(unlike.values()))
+    ranks, sure = _deviants(program, sequences, index, list(unlike.values()), see)
     others = [rank for rank in sequences if rank not in ranks]
     if not sure or not others:
         return _unsure(sequences, index, candidate)
@@ -318,14 +320,17 @@ def _shifted(a: list[_Place], b: list[_Place], index: int) -> bool:
 
 
 def _deviants(
-    program: _Program, sequences: dict[int, list[_Place]], index: int, classes: list[list[int]]
-) -> tuple[list[int], bool]:
+    program: _Program, sequences: dict[int, list[_Place]], index: int, classes: list[list[int]],
+    see: Callable[[Token], Token],
+) -> tuple[list[int], bool]:  # fmt: skip
     """(ranks that differ, whether that is sure): a minority, or who does what has not been done before."""
     classes.sort(key=len)
     total = len(sequences)
     minority = [rank for some in classes[:-1] for rank in some]
     if len(minority) * 2 < total:
         return minority, True
+    if odd := _by_count(sequences, index, see):
+        return odd, True
     scores = {}
     for some in classes:
         scores[tuple(some)] = max(_habit(program, sequences[rank], index, rank) for rank in some)
@@ -334,13 +339,40 @@ def _deviants(
     return (odd, True) if odd and best >= 2 and list(scores.values()).count(best) == 1 else (minority, False)
 
 
+def _by_count(sequences: dict[int, list[_Place]], index: int, see: Callable[[Token], Token]) -> list[int]:
+    """Ranks that made a call, which some make here, less or more often in this step than all did in other steps."""
+    odd: list[int] = []
+    tokens = {see(some[index].token) for some in sequences.values() if index < len(some) and some[index].call}
+    for token in tokens:
+        usual: Counter[int] = Counter()
+        here: dict[int, tuple[int, bool]] = {}
+        for rank, places in sequences.items():
+            counts, begin, end = [0], 0, len(places)
+            for at, place in enumerate(places):
+                if place.call is None:
+                    begin, end = (at, end) if at < index else (begin, min(end, at))
+                    counts.append(0)
+                else:
+                    counts[-1] += see(place.token) == token
+            step = sum(place.call is None for place in places[:index])
+            here[rank] = counts[step], end < len(places)
+            usual.update(count for at, count in enumerate(counts[:-1]) if at != step)
+        if len(usual) != 1:
+            continue
+        due = next(iter(usual))
+        odd += [rank for rank, (count, over) in here.items() if count > due or (count < due and over)]
+    return odd if 0 < len(set(odd)) < len(sequences) else []
+
+
 def _habit(program: _Program, places: list[_Place], index: int, rank: int) -> int:
     """How usual what a rank did here is, after what it did before."""
     if index < len(places) and (call := places[index].call) is not None:
         return program.usual(rank, program.index(call))
     before = [place.call for place in places[:index] if place.call is not None]
-    following = program.index(before[-1]) + 1 if before else 0
-    return program.usual(rank, following)
+    whole = program.recordings[rank].calls
+    if whole and whole[-1].state != "completed":
+        return program.usual(rank, program.index(whole[-1]))  # where it waits
+    return program.usual(rank, program.index(before[-1]) + 1 if before else max(0, len(program.whole[rank]) - 1))
 
 
 def _unsure(sequences: dict[int, list[_Place]], index: int, candidate: _Candidate) -> Difference:
@@ -352,7 +384,7 @@ def _unsure(sequences: dict[int, list[_Place]], index: int, candidate: _Candidat
     first = calls[0]
     said = "; ".join(f"rank {call.rank} makes {_said(call)}" for call in calls[:4])
     missing = [rank for rank in sequences if rank not in {call.rank for call in calls}]
-    said += f"; rank {format_ranks(tuple(missing))} does not" if missing else ""
+    said += f"; {format_ranks(tuple(missing))} does not" if missing else ""
     return Difference(
         "waiting", tuple(sequences), False, first.where, first.op, first.step, f"not sure which rank is wrong: {said}"
     )
@@ -365,16 +397,21 @@ def _described(
     """What deviating ranks did in place of what the others did."""
     rank = ranks[0]
     mine, theirs = sequences[rank][index:], sequences[others[0]][index:]
-    who = f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(tuple(ranks))}"
+    who = format_ranks(tuple(ranks))
     made, due = (mine[0].call if mine else None), (theirs[0].call if theirs else None)
-    kind = _kind(mine, theirs)
+    kind = _kind(_continued(sequences, mine, index), _continued(sequences, theirs, index))
     elsewhere = _elsewhere(program, rank, others, kind, made, due)
     if elsewhere is not None:
         wrong, right = elsewhere
-        text = f"{who} made {_said(wrong)}, where rank {right.rank} made it on ranks {format_ranks(right.group)}"
+        text = f"{who} made {_said(wrong)}, where rank {right.rank} made it on {format_ranks(right.group)}"
         return Difference("group", tuple(ranks), True, wrong.where, wrong.op, wrong.step, text)
     named = due if kind == "skipped" else made or due
     assert named is not None
+    own = [place.call for place in sequences[rank] if place.call is not None]
+    if kind == "skipped" and named.op in ("send", "recv"):
+        op, where = ("recv", "send")[named.op == "recv"], own[-1].where if own else named.where
+        text = f"{who} made no {op} for {_said(named)} of rank {named.rank}" + (f"; its last: {where}" if own else "")
+        return Difference(kind, tuple(ranks), True, where, op, named.step, text)
     if kind == "skipped":
         partner = "waited in" if named.state != "completed" else "made"
         text = f"{who} skipped {_said(named)}, which rank {named.rank} {partner}"
@@ -389,6 +426,17 @@ def _described(
     if kind == "skipped" and program.recordings[rank].exit is not None and not mine:
         text += "; it has ended"
     return Difference(kind, tuple(ranks), True, named.where, named.op, named.step, text)
+
+
+def _continued(sequences: dict[int, list[_Place]], places: list[_Place], index: int) -> list[_Place]:
+    """A sequence that its rank could not continue, with what followed its last call before."""
+    if len(places) != 1:
+        return places
+    for rank, earlier in sequences.items():
+        for at in range(index - 1, -1, -1):
+            if at < len(earlier) and earlier[at].token == places[0].token and at + 1 < len(sequences[rank]):
+                return places + earlier[at + 1 : min(index, at + _REACH)]
+    return places
 
 
 def _kind(mine: list[_Place], theirs: list[_Place]) -> Kind:
