@@ -35,14 +35,10 @@ TAIL = """
         raise ValueError("no such token")  # ERROR
     seen = torch.zeros(3, dtype=torch.int64)
     total = torch.ones(2 if wrong("size") else 1, dtype=torch.int32 if wrong("dtype") else torch.float32)
-    if wrong("reordered"):
-        dist.all_reduce(seen)  # EARLY
-        dist.all_reduce(total)
-    else:
-        if not wrong("skipped"):
-            dist.all_reduce(total, group=half if wrong("group") else None)  # LOSS
-        dist.all_reduce(seen)  # TOKENS
-{more}dist.destroy_process_group()
+    numbers = [total, seen]
+    for number in reversed(numbers) if wrong("reordered") else numbers[wrong("skipped"):]:
+        dist.all_reduce(number, group=half if wrong("group") and number is total else None)  # LOSS
+dist.destroy_process_group()
 """
 
 STEP = """
@@ -218,8 +214,8 @@ def lines_of(text: str, *tags: str) -> tuple[int, ...]:
 
 
 NAMED = {
-    "skipped": ("LOSS",), "reordered": ("EARLY",), "size": ("LOSS",), "dtype": ("LOSS",), "group": ("LOSS",),
-    "error": ("ERROR",), "unequal": ("MICRO",), "died": ("MICRO", "TOKENS"),
+    "skipped": ("LOSS",), "reordered": ("LOSS",), "size": ("LOSS",), "dtype": ("LOSS",), "group": ("LOSS",),
+    "error": ("ERROR",), "unequal": ("MICRO",), "died": ("MICRO", "LOSS"),
 }  # fmt: skip
 """Mistake -> tags of the lines that name it."""
 
@@ -250,7 +246,7 @@ def program(kind: str, seed: int, mistake: str = "") -> Program:
                 "opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)",
             )
     head = HEAD.format(mistake=mistake, rank=wrong, step=step, **sizes)
-    text = head + body + TAIL.format(more="")
+    text = head + body + TAIL
     return Program(kind, ranks, layout, text, mistake, wrong, lines_of(text, *NAMED[mistake]) if mistake else ())
 
 

@@ -154,6 +154,11 @@ class _Program:
         )
         return mine < theirs
 
+    def first(self, call: Call) -> bool:
+        """Whether no rank made a call at this line before."""
+        before = (each for one in self.recordings.values() for each in one.calls if each.where == call.where)
+        return all(each is call or (each.step, each.begin or 0.0) >= (call.step, call.begin or 0.0) for each in before)
+
     def usual(self, rank: int, index: int) -> int:
         """How many calls before this one also came before one like it, elsewhere."""
         places = self.whole[rank]
@@ -336,32 +341,36 @@ def _deviants(
         scores[tuple(some)] = max(_habit(program, sequences[rank], index, rank) for rank in some)
     best = max(scores.values())
     odd = [rank for some, score in scores.items() if score < best for rank in some]
+    calls = [sequences[rank][index].call for rank in odd if index < len(sequences[rank])]
+    if any(call is not None and program.first(call) for call in calls):
+        return minority, False  # a line that is new may be right, and the rank that did not come to it wrong
     return (odd, True) if odd and best >= 2 and list(scores.values()).count(best) == 1 else (minority, False)
 
 
 def _by_count(sequences: dict[int, list[_Place]], index: int, see: Callable[[Token], Token]) -> list[int]:
-    """Ranks that made a call, which some make here, less or more often in this step than all did in other steps."""
-    odd: list[int] = []
-    tokens = {see(some[index].token) for some in sequences.values() if index < len(some) and some[index].call}
-    for token in tokens:
-        usual: Counter[int] = Counter()
-        here: dict[int, tuple[int, bool]] = {}
-        for rank, places in sequences.items():
-            counts, begin, end = [0], 0, len(places)
-            for at, place in enumerate(places):
-                if place.call is None:
-                    begin, end = (at, end) if at < index else (begin, min(end, at))
-                    counts.append(0)
-                else:
-                    counts[-1] += see(place.token) == token
-            step = sum(place.call is None for place in places[:index])
-            here[rank] = counts[step], end < len(places)
-            usual.update(count for at, count in enumerate(counts[:-1]) if at != step)
-        if len(usual) != 1:
-            continue
-        due = next(iter(usual))
-        odd += [rank for rank, (count, over) in here.items() if count > due or (count < due and over)]
-    return odd if 0 < len(set(odd)) < len(sequences) else []
+    """Ranks that made a call less, or else more, often in this step than all did in every other step."""
+    step = {rank: sum(place.call is None for place in places[:index]) for rank, places in sequences.items()}
+    counts: dict[int, list[Counter[Token]]] = {}
+    for rank, places in sequences.items():
+        counts[rank] = [Counter()]
+        for place in places:
+            if place.call is None:
+                counts[rank].append(Counter())
+            else:
+                counts[rank][-1][see(place.token)] += 1
+    others = [one for rank, some in counts.items() for at, one in enumerate(some[:-1]) if at != step[rank]]
+    if not others:
+        return []
+    less, more = set(), set()
+    for token in {token for one in others for token in one}:
+        if len(usual := {one[token] for one in others}) == 1:
+            due = usual.pop()
+            for rank, some in counts.items():
+                made = some[step[rank]][token]
+                less |= {rank} if made < due and step[rank] < len(some) - 1 else set()
+                more |= {rank} if made > due else set()
+    odd = less or more
+    return sorted(odd) if len(odd) < len(sequences) else []
 
 
 def _habit(program: _Program, places: list[_Place], index: int, rank: int) -> int:
@@ -446,10 +455,10 @@ def _kind(mine: list[_Place], theirs: list[_Place]) -> Kind:
     if not theirs or theirs[0].call is None:
         return "extra"
     a, b = [place.token for place in mine[:_REACH]], [place.token for place in theirs[:_REACH]]
-    if a[0].where == b[0].where and a[0].op == b[0].op:
-        return "dtype" if a[0].dtype != b[0].dtype else "size" if a[0].size != b[0].size else "root"
     if a[0] in b[1:2] and b[0] in a[1:2]:
         return "reordered"
+    if a[0] not in b and a[0].where == b[0].where and a[0].op == b[0].op:
+        return "dtype" if a[0].dtype != b[0].dtype else "size" if a[0].size != b[0].size else "root"
     if a[0] in b[1:]:
         return "skipped"
     if b[0] in a[1:]:

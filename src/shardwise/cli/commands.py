@@ -27,6 +27,7 @@ GROUPS = {
         "trace": "describe your module in a file for estimate and plan",
     },
     "Other engines": {
+        "audit": "what a job of any engine sends and holds, and which rank differs",
         "explain": "read a vLLM, DeepSpeed, Megatron-LM or torchtitan configuration",
         "emit": "write a layout as the configuration of another engine",
     },

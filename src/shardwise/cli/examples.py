@@ -61,6 +61,11 @@ EXAMPLES = {
         "shardwise trace model.py:build --out model.json",
         "shardwise trace model.py:build --out small.json --tp 1",
     ),
+    "audit": (
+        "shardwise audit -- torchrun --nproc-per-node 4 train.py",
+        "shardwise audit --expect dp=4,zero=3,precision=fp32 --budget memory=8GB --json -- torchrun --nproc-per-node 4 "
+        "train.py",
+    ),
     "explain": (
         'shardwise explain "vllm serve meta-llama/Llama-3.1-70B --tensor-parallel-size 8" --cluster 8xH100',
         'shardwise explain "pretrain_gpt.py --tensor-model-parallel-size 2 --use-distributed-optimizer" --ranks 8',
