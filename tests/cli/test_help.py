@@ -91,6 +91,7 @@ PARSED = {
     "serve": "serves until it is stopped: tests/cli/test_serve.py",
     "studio": "serves until it is stopped: tests/cli/test_serve.py",
     "lab": "needs root: tests/cli/test_serve.py",
+    "audit": "runs a program: tests/audit/test_programs.py",
     "demo": "minutes: tests/test_demo.py",
     "verify": "starts ranks: tests/runtime/test_module_verify.py",
     "trace": "loads torch: tests/runtime/test_module_trace.py",

@@ -46,7 +46,7 @@ opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step in range({steps}):
     for micro in range({micro} - wrong("unequal")):
         model(torch.randn(4, {width})).square().mean().backward()  # MICRO
-    opt.step()
+    opt.step()  # STEP
     opt.zero_grad()
 """
 
@@ -125,7 +125,7 @@ for step in range({steps}):
         schedule.step(*([kept] if rank == 0 else []), target=torch.zeros_like(x))  # MICRO
     else:
         schedule.step(*([kept] if rank == 0 else []))  # MICRO
-    opt.step()
+    opt.step()  # STEP
     opt.zero_grad()
 """
 
@@ -151,7 +151,7 @@ model, opt = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr
 for step in range({steps}):
     for micro in range({micro} - wrong("unequal")):
         accelerator.backward(model(torch.randn(4, {width})).square().mean())  # MICRO
-    opt.step()
+    opt.step()  # STEP
     opt.zero_grad()
 """
 
@@ -176,7 +176,7 @@ for step in range({steps}):
         y.backward(grad)
         if rank > 0:
             dist.send(x.grad, rank - 1)  # MICRO
-    opt.step()
+    opt.step()  # STEP
     opt.zero_grad()
 """
 
@@ -215,7 +215,7 @@ def lines_of(text: str, *tags: str) -> tuple[int, ...]:
 
 NAMED = {
     "skipped": ("LOSS",), "reordered": ("LOSS",), "size": ("LOSS",), "dtype": ("LOSS",), "group": ("LOSS",),
-    "error": ("ERROR",), "unequal": ("MICRO",), "died": ("MICRO", "LOSS"),
+    "error": ("ERROR",), "unequal": ("MICRO",), "died": ("MICRO", "STEP", "LOSS"),
 }  # fmt: skip
 """Mistake -> tags of the lines that name it."""
 

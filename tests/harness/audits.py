@@ -27,8 +27,19 @@ class AuditServer:
             time.sleep(0.05)
 
     def command(self, folder: Path, ranks: int, script: Path) -> list[str]:
-        """The command line of a program."""
-        return [sys.executable, "-S", LAUNCHER, "run", str(self.path), str(folder / "log"), str(ranks), str(script)]
+        """The command line of a program, which ends within a minute."""
+        return [
+            "timeout",
+            "60",
+            sys.executable,
+            "-S",
+            LAUNCHER,
+            "run",
+            str(self.path),
+            str(folder / "log"),
+            str(ranks),
+            str(script),
+        ]
 
     def audit(self, program: Program, folder: Path, hang: float = 3.0) -> AuditedJob:
         """Audit a program in an empty folder."""

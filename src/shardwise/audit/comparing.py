@@ -93,19 +93,17 @@ def compare_traffic(recordings: Sequence[RankRecording], understood: Understood)
     Empty where no optimizer step was recorded.
     """
     for one in recordings:
-        sizes = [mark.bytes for mark in one.steps if mark.bytes]
-        if sizes and one.model is not None:
+        if one.model is not None:
             return list(_judged(one, recorded_rows(one, understood), understood))
     return []
 
 
 def _judged(one: RankRecording, rows: list[RecordedRow], understood: Understood) -> Iterator[RecordedRow]:
     assert one.model is not None
-    trained = {(name, shape[0] if shape else 1): _numel(shape) for name, shape, _, grad in one.model[3] if grad}
-    local = next(mark.bytes for mark in one.steps if mark.bytes)["parameters"]
+    trained = {(name, shape[0] if shape else 1): _numel(shape) for name, shape, _, grad, _ in one.model[3] if grad}
     stored = {row[2] for row in one.model[3]}
     dtype = next(iter(stored)) if len(stored) == 1 else ""
-    whole = local // DTYPE_BYTES.get(dtype, 4)
+    whole = sum(local for *_, grad, local in one.model[3] if grad)
     shards = understood.axes.get("shard", 1)
     full = whole * shards if understood.layout is not None and understood.layout.zero >= 2 else whole
     times = _reductions(rows, full)

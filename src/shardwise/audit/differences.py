@@ -110,13 +110,16 @@ class _Candidate:
     time: float
     hard: bool
 
+    def unmatched(self) -> list[Call]:
+        return [some[self.index] for some in self.calls.values() if self.index < len(some)]
+
 
 class _Program:
     """All recordings, by group and by pair."""
 
     def __init__(self, recordings: Sequence[RankRecording]) -> None:
         self.recordings = {one.rank: one for one in recordings}
-        self.whole = {one.rank: _with_steps(one.calls, len(one.steps)) for one in recordings}
+        self.whole = {one.rank: [_STEP, *_with_steps(one.calls, len(one.steps))] for one in recordings}
         self.groups: dict[Any, dict[int, list[Call]]] = {}
         anyone = set()
         for one in recordings:
@@ -291,7 +294,7 @@ def _located(program: _Program, candidate: _Candidate) -> Difference:
         for rank, calls in candidate.calls.items()
     }
     see: Callable[[Token], Token] = _pair if messages else lambda token: token
-    index = _diverged(sequences, see)
+    index = _diverged(sequences, see, candidate)
     unlike: dict[Token | None, list[int]] = defaultdict(list)
     for rank, places in sequences.items():
         token = see(places[index].token) if index < len(places) else None
@@ -300,22 +303,24 @@ def _located(program: _Program, candidate: _Candidate) -> Difference:
     others = [rank for rank in sequences if rank not in ranks]
     if not sure or not others:
         return _unsure(sequences, index, candidate)
-    return _described(program, sequences, index, ranks, others, see)
+    return _described(program, sequences, index, ranks, others) or _unsure(sequences, index, candidate)
 
 
-def _diverged(sequences: dict[int, list[_Place]], see: Callable[[Token], Token]) -> int:
+def _diverged(sequences: dict[int, list[_Place]], see: Callable[[Token], Token], candidate: _Candidate) -> int:
     """The first index at which sequences do something else, or are shifted against each other."""
     longest = max(map(len, sequences.values()))
     for index in range(longest):
         tokens = {r: see(places[index].token) if index < len(places) else None for r, places in sequences.items()}
         kinds = set(tokens.values())
-        if len(kinds) == 1:
+        if len(kinds) == 1 or kinds == {None, see(_STEP.token)}:  # a rank that waits has not come to its step
             continue
         if None in kinds or not all(a.fits(b) for a in kinds for b in kinds if a and b):
             return index
         if any(_shifted(sequences[a], sequences[b], index) for a in sequences for b in sequences):
             return index
-    return longest - 1
+    calls = (some[last] for some in sequences.values() for last in range(len(some)) if some[last].call is not None)
+    unmatched = next(place for place in calls if place.call in candidate.unmatched())
+    return next(some.index(unmatched) for some in sequences.values() if unmatched in some)
 
 
 def _shifted(a: list[_Place], b: list[_Place], index: int) -> bool:
@@ -389,7 +394,7 @@ def _unsure(sequences: dict[int, list[_Place]], index: int, candidate: _Candidat
     here = {rank: places[index].call for rank, places in sequences.items() if index < len(places)}
     calls = [call for call in here.values() if call is not None]
     if not calls:
-        calls = [some[candidate.index] for some in candidate.calls.values() if candidate.index < len(some)]
+        calls = candidate.unmatched()
     first = calls[0]
     said = "; ".join(f"rank {call.rank} makes {_said(call)}" for call in calls[:4])
     missing = [rank for rank in sequences if rank not in {call.rank for call in calls}]
@@ -400,9 +405,8 @@ def _unsure(sequences: dict[int, list[_Place]], index: int, candidate: _Candidat
 
 
 def _described(
-    program: _Program, sequences: dict[int, list[_Place]], index: int, ranks: list[int], others: list[int],
-    see: Callable[[Token], Token],
-) -> Difference:  # fmt: skip
+    program: _Program, sequences: dict[int, list[_Place]], index: int, ranks: list[int], others: list[int]
+) -> Difference | None:
     """What deviating ranks did in place of what the others did."""
     rank = ranks[0]
     mine, theirs = sequences[rank][index:], sequences[others[0]][index:]
@@ -415,7 +419,8 @@ def _described(
         text = f"{who} made {_said(wrong)}, where rank {right.rank} made it on {format_ranks(right.group)}"
         return Difference("group", tuple(ranks), True, wrong.where, wrong.op, wrong.step, text)
     named = due if kind == "skipped" else made or due
-    assert named is not None
+    if named is None:
+        return None
     own = [place.call for place in sequences[rank] if place.call is not None]
     if kind == "skipped" and named.op in ("send", "recv"):
         op, where = ("recv", "send")[named.op == "recv"], own[-1].where if own else named.where
@@ -459,11 +464,10 @@ def _kind(mine: list[_Place], theirs: list[_Place]) -> Kind:
         return "reordered"
     if a[0] not in b and a[0].where == b[0].where and a[0].op == b[0].op:
         return "dtype" if a[0].dtype != b[0].dtype else "size" if a[0].size != b[0].size else "root"
-    if a[0] in b[1:]:
-        return "skipped"
-    if b[0] in a[1:]:
-        return "extra"
-    return "operation"
+    later, sooner = (x.index(y[0], 1) if y[0] in x[1:] else _REACH for x, y in ((b, a), (a, b)))
+    if later == sooner == _REACH:
+        return "operation"
+    return "skipped" if later <= sooner else "extra"
 
 
 def _elsewhere(

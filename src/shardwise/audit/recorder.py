@@ -12,7 +12,8 @@ Each line is a JSON list. Its first item is one of:
 - "call": order, op, group, dtype, shape, input bytes, output bytes, peer, place, phase, engine, step, begin
 - "end": order, seconds of the clock
 - "step": steps, seconds of the clock, seconds waited in the step, bytes by class
-- "model": class, parameters of this rank, Hugging Face's configuration or null, [name, shape, dtype, trained] of each
+- "model": class, parameters of this rank, Hugging Face's configuration or null, [name, shape, dtype,
+  trained, elements on this rank] of each
 - "pipeline": class of torch's schedule, micro-batches, stages of this rank
 - "exit" or "error": seconds of the clock; the error's text and its place
 """
@@ -133,6 +134,8 @@ class Recorder:
         self.main = threading.main_thread().ident
         self.step, self.waited, self.last, self.saved = 0, 0.0, time.time(), 0
         self.optimizer: int | None = None
+        self.inside: list[Any] = []
+        """Optimizers that are in a step, as None, and those within them that have ended theirs."""
         self.weights: set[int] = set()
         about = (self.pid, socket.gethostname(), time.time(), torch.__version__, c10d.get_backend())
         self.write("rank", self.rank, c10d.get_world_size(), *about, sys.argv[:1])
@@ -142,17 +145,11 @@ class Recorder:
         os.write(self.file, (json.dumps(items, separators=(",", ":")) + "\n").encode())
 
     def install(self) -> None:
-        torch = self.torch
-        self.library = torch.library.Library("c10d", "IMPL")
-        key = "BackendSelect"
-        below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
-        for name in OPS:
-            op = getattr(torch.ops.c10d, name, None)
-            if op is not None:
-                self.library.impl(name, self.kernel(name, op.default, below), key, with_keyset=True)
+        self.intercept()
         self._wrap_wait()
-        # `torch.optim` removes its module `optimizer` from its names.
-        sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(self.stepped)
+        steps = sys.modules["torch.optim.optimizer"]  # `torch.optim` removes it from its names
+        steps.register_optimizer_step_pre_hook(lambda *_: self.inside.append(None))
+        steps.register_optimizer_step_post_hook(self.stepped)
         self._wrap_backward()
         hook = sys.excepthook
 
@@ -165,6 +162,17 @@ class Recorder:
         threading.Thread(target=self._beat, name="shardwise-audit", daemon=True).start()
 
     # -- Calls
+
+    def intercept(self) -> None:
+        """Put a kernel in front of every operation. Its key is above those of devices and below autograd's, and is
+        there in inference mode, too."""
+        torch, key = self.torch, "BackendSelect"
+        self.library = torch.library.Library("c10d", "IMPL")
+        below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+        for name in OPS:
+            op = getattr(torch.ops.c10d, name, None)
+            if op is not None:
+                self.library.impl(name, self.kernel(name, op.default, below), key, with_keyset=True)
 
     def kernel(self, name: str, op: Any, below: Any) -> Any:
         """What runs in front of an operation."""
@@ -291,7 +299,12 @@ class Recorder:
     # -- Bytes
 
     def stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Behind every step of every optimizer; the first one counts the steps."""
+        """Behind every step of every optimizer; the first one that no other wraps counts the steps."""
+        within = self.inside.index(None) if None in self.inside else 0
+        self.inside[within:] = [*self.inside[within + 1 :], optimizer]
+        if None in self.inside:
+            return  # an optimizer within another's step, as ZeroRedundancyOptimizer has
+        wrapped, self.inside = self.inside, []
         if self.optimizer is None:
             self.optimizer = id(optimizer)
         if self.optimizer != id(optimizer):
@@ -300,7 +313,7 @@ class Recorder:
         sizes = None
         if self.step <= MEASURED_STEPS:
             try:
-                sizes = self._bytes(optimizer)
+                sizes = self._bytes(optimizer, wrapped)
             except Exception as error:
                 self.write("lost", repr(error))
         self.write("step", self.step, time.time(), self.waited, sizes)
@@ -308,11 +321,12 @@ class Recorder:
         if self.step == 1:
             self._model()
 
-    def _bytes(self, optimizer: Any) -> dict[str, int]:
+    def _bytes(self, optimizer: Any, wrapped: list[Any]) -> dict[str, int]:
         parameters = [_local(each) for group in optimizer.param_groups for each in group["params"]]
         gradients = [_local(each.grad) for group in optimizer.param_groups for each in group["params"]]
         tensor = self.torch.Tensor
-        state = [_local(each) for values in optimizer.state.values() for each in _flat(values) if _is(each, tensor)]
+        values = [each for one in wrapped for some in one.state.values() for each in _flat(some) if _is(each, tensor)]
+        state = list({id(each): _local(each) for each in values}.values())
         self.weights = {_storage(each) for each in parameters}
         cuda = self.torch.cuda
         if cuda.is_initialized():
@@ -356,7 +370,10 @@ class Recorder:
                 root = root.module
             configs: list[Any] = [getattr(each, "config", None) for each in root.modules()]
             texts = [each.to_json_string(use_diff=False) for each in configs if hasattr(each, "to_json_string")]
-            names = [(name, list(p.shape), str(p.dtype)[6:], p.requires_grad) for name, p in root.named_parameters()]
+            names = [
+                (name, list(p.shape), str(p.dtype)[6:], p.requires_grad, _local(p).numel())
+                for name, p in root.named_parameters()
+            ]
             config = json.loads(texts[0]) if texts else None
             self.write("model", type(root).__name__.removeprefix("FSDP"), count, config, names)
 
