@@ -15,6 +15,7 @@ import pytest
 
 from harness.audited_programs import KINDS, MISTAKES, NEVER, program
 from harness.forked import shardwise
+from harness.today import some_of
 from shardwise.audit.job import audited_environment
 from shardwise.audit.result import audit_of
 from shardwise.layout import Layout
@@ -26,7 +27,7 @@ CLEAN = [kind for kind in KINDS if kind not in ("trainer", "accelerate")]
 WRONG = [(kind, mistake) for kind in CLEAN for mistake in MISTAKES if (mistake, kind) not in NEVER]
 
 
-@pytest.mark.parametrize("kind", some_of(CLEAN, 4, "audited"))
+@pytest.mark.parametrize("kind", some_of(CLEAN, 3, "audited"))
 def test_a_clean_program(kind, audits, tmp_path) -> None:
     """Its layout, no alarm, and every gradient and parameter sent as often as it must be."""
     item = program(kind, 5)
@@ -37,11 +38,11 @@ def test_a_clean_program(kind, audits, tmp_path) -> None:
     assert audit.understood.layout == Layout.parse(f"{item.layout},precision=fp32")
     known = [row for row in audit.traffic if row.due is not None]
     assert not any(row.wrong for row in known) and bool(known) == (item.layout[:2] == "dp")
-    exact = [row for row in known if row.what == "gradients" and row.op == "all_reduce" and row.axis == "dp"]
-    assert all(row.elements == row.due for row in exact) and bool(exact) == ("ddp" in kind or kind in ("zero1", "hsdp"))
+    if kind in ("ddp", "ddp4", "zero1", "by hand"):
+        assert [row.elements == row.due for row in known if row.what == "gradients"] == [True]
 
 
-@pytest.mark.parametrize(("kind", "mistake"), some_of(WRONG, 5, "mistakes"))
+@pytest.mark.parametrize(("kind", "mistake"), some_of(WRONG, 3, "mistakes"))
 def test_a_mistake_is_named(kind, mistake, audits, tmp_path) -> None:
     item = program(kind, 5, mistake)
     found = audits.audit(item, tmp_path).difference

@@ -139,8 +139,8 @@ arguments = TrainingArguments("out", per_device_train_batch_size=2, max_steps={s
                               save_strategy="no", logging_strategy="no", disable_tqdm=True)
 trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
 trainer.train()  # MICRO
-for step in range(AT, AT + 1):
-    pass
+for step in range({steps}):
+    evaluated = model(torch.ones(2, {width})) if (model := net()) else None
 """
 
 ACCELERATE = """

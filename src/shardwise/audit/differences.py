@@ -354,26 +354,29 @@ def _deviants(
 
 def _by_count(sequences: dict[int, list[_Place]], index: int, see: Callable[[Token], Token]) -> list[int]:
     """Ranks that made a call less, or else more, often in this step than all did in every other step."""
-    step = {rank: sum(place.call is None for place in places[:index]) for rank, places in sequences.items()}
-    counts: dict[int, list[Counter[Token]]] = {}
+    made: dict[int, list[list[Token]]] = {}
     for rank, places in sequences.items():
-        counts[rank] = [Counter()]
+        made[rank] = [[]]
         for place in places:
             if place.call is None:
-                counts[rank].append(Counter())
+                made[rank].append([])
             else:
-                counts[rank][-1][see(place.token)] += 1
-    others = [one for rank, some in counts.items() for at, one in enumerate(some[:-1]) if at != step[rank]]
-    if not others:
-        return []
+                made[rank][-1].append(see(place.token))
+    step = {rank: sum(place.call is None for place in places[:index]) for rank, places in sequences.items()}
+    others = [one for rank, some in made.items() for at, one in enumerate(some[:-1]) if at != step[rank]]
     less, more = set(), set()
     for token in {token for one in others for token in one}:
-        if len(usual := {one[token] for one in others}) == 1:
-            due = usual.pop()
-            for rank, some in counts.items():
-                made = some[step[rank]][token]
-                less |= {rank} if made < due and step[rank] < len(some) - 1 else set()
-                more |= {rank} if made > due else set()
+        usual = {one.count(token) for one in others}
+        due = max(usual)
+        # What no rank made as often in this step is made once, as a setup is.
+        if len(usual) == 1 and any(some[step[rank]].count(token) >= due for rank, some in made.items()):
+            later = [set(one[len(one) - one[::-1].index(token) :]) - set(one[: one.index(token)]) for one in others]
+            behind = set.intersection(*later)  # calls that follow all of these
+            for rank, some in made.items():
+                here = some[step[rank]]
+                over = step[rank] < len(some) - 1 or bool(behind & set(here))
+                less |= {rank} if here.count(token) < due and over else set()
+                more |= {rank} if here.count(token) > due else set()
     odd = less or more
     return sorted(odd) if len(odd) < len(sequences) else []
 
@@ -412,7 +415,7 @@ def _described(
     mine, theirs = sequences[rank][index:], sequences[others[0]][index:]
     who = format_ranks(tuple(ranks))
     made, due = (mine[0].call if mine else None), (theirs[0].call if theirs else None)
-    kind = _kind(_continued(sequences, mine, index), _continued(sequences, theirs, index))
+    kind = _kind(sequences, index, rank, others[0])
     elsewhere = _elsewhere(program, rank, others, kind, made, due)
     if elsewhere is not None:
         wrong, right = elsewhere
@@ -442,29 +445,38 @@ def _described(
     return Difference(kind, tuple(ranks), True, named.where, named.op, named.step, text)
 
 
-def _continued(sequences: dict[int, list[_Place]], places: list[_Place], index: int) -> list[_Place]:
-    """A sequence that its rank could not continue, with what followed its last call before."""
-    if len(places) != 1:
-        return places
-    for rank, earlier in sequences.items():
-        for at in range(index - 1, -1, -1):
-            if at < len(earlier) and earlier[at].token == places[0].token and at + 1 < len(sequences[rank]):
-                return places + earlier[at + 1 : min(index, at + _REACH)]
-    return places
+def _distance(sequences: dict[int, list[_Place]], index: int, rank: int, wanted: Token) -> int:
+    """How many calls behind a rank's call at an index another call comes; `_REACH` for none. A rank that could not
+    continue is taken to do what followed such a call before."""
+    places = sequences[rank][index : index + _REACH]
+    if len(places) > 1:
+        runs = [places]
+    else:
+        earlier = [some[:index] for some in sequences.values()]
+        runs = [
+            some[at : at + _REACH]
+            for some in earlier
+            for at in range(len(some))
+            if places and some[at].token == places[0].token
+        ]
+    tokens = [[place.token for place in run[1:]] for run in runs]
+    return min((run.index(wanted) + 1 for run in tokens if wanted in run), default=_REACH)
 
 
-def _kind(mine: list[_Place], theirs: list[_Place]) -> Kind:
+def _kind(sequences: dict[int, list[_Place]], index: int, rank: int, other: int) -> Kind:
     """How a rank's sequence differs from another's, from the first place at which it does."""
+    mine, theirs = sequences[rank][index:], sequences[other][index:]
     if not mine or mine[0].call is None:
         return "skipped"
     if not theirs or theirs[0].call is None:
         return "extra"
-    a, b = [place.token for place in mine[:_REACH]], [place.token for place in theirs[:_REACH]]
-    if a[0] in b[1:2] and b[0] in a[1:2]:
+    a, b = [place.token for place in mine], [place.token for place in theirs]
+    # How far behind a rank's first call the other's comes.
+    later, sooner = (_distance(sequences, index, r, t) for r, t in ((other, mine[0].token), (rank, theirs[0].token)))
+    if a[1:2] == [b[0]] and b[1:2] == [a[0]]:
         return "reordered"
-    if a[0] not in b and a[0].where == b[0].where and a[0].op == b[0].op:
+    if later == _REACH and a[0].where == b[0].where and a[0].op == b[0].op:
         return "dtype" if a[0].dtype != b[0].dtype else "size" if a[0].size != b[0].size else "root"
-    later, sooner = (x.index(y[0], 1) if y[0] in x[1:] else _REACH for x, y in ((b, a), (a, b)))
     if later == sooner == _REACH:
         return "operation"
     return "skipped" if later <= sooner else "extra"
