@@ -25,11 +25,13 @@ _REACH = 12
 """Calls over which a shift between two ranks is looked for."""
 _CONTEXT = 200
 """Calls before one that are compared with what came before others like it."""
+_CLEAR = 1.25
+"""Times as many calls before one that came before others like it, for a rank to be taken as right."""
 _COMMUNICATION = ("connection", "peer", "gloo", "nccl", "timed out", "timeout", "preamble", "dist", "unhandled system")
 """Words of errors that follow from what another rank did."""
 
 
-class Token(NamedTuple):
+class CallSignature(NamedTuple):
     """A call as it can be compared between ranks; a step of the optimizer has no `op`."""
 
     op: str = ""
@@ -39,7 +41,7 @@ class Token(NamedTuple):
     ranks: int = 0
     root: int | None = None
 
-    def fits(self, other: Token) -> bool:
+    def fits(self, other: CallSignature) -> bool:
         """Whether both can be one collective; that of a barrier is any other."""
         mine, theirs = self._replace(where="", ranks=0), other._replace(where="", ranks=0)
         return mine == theirs or (self.op == other.op == "barrier")
@@ -66,7 +68,7 @@ class Difference(Json):
     json_omits = ("waiting",)
 
 
-def token_of(call: Call) -> Token:
+def signature_of(call: Call) -> CallSignature:
     """What must be equal on all ranks, with the line."""
     size = 0
     match call.op:
@@ -76,17 +78,17 @@ def token_of(call: Call) -> Token:
             size = call.outputs
     root = call.peer if call.op in ("broadcast", "reduce", "gather", "scatter") else None
     dtype = "" if call.op == "barrier" else call.dtype
-    return Token(call.op, size, dtype, call.where, len(call.group), root)
+    return CallSignature(call.op, size, dtype, call.where, len(call.group), root)
 
 
 class _Place(NamedTuple):
     """One entry of a rank's sequence; `call` is None for a step of the optimizer."""
 
-    token: Token
+    token: CallSignature
     call: Call | None
 
 
-_STEP = _Place(Token(), None)
+_STEP = _Place(CallSignature(), None)
 
 
 def _with_steps(calls: Sequence[Call], steps: int) -> list[_Place]:
@@ -95,7 +97,7 @@ def _with_steps(calls: Sequence[Call], steps: int) -> list[_Place]:
     for call in calls:
         places += [_STEP] * (call.step - step)
         step = call.step
-        places.append(_Place(token_of(call), call))
+        places.append(_Place(signature_of(call), call))
     return places + [_STEP] * (steps - step)
 
 
@@ -138,7 +140,7 @@ class _Program:
             for rank in members:
                 if rank in self.recordings:
                     calls.setdefault(rank, [])
-        self.positions: dict[Token, list[tuple[int, int]]] = defaultdict(list)
+        self.positions: dict[CallSignature, list[tuple[int, int]]] = defaultdict(list)
         for rank, places in self.whole.items():
             for index, place in enumerate(places):
                 self.positions[_role(place.token)].append((rank, index))
@@ -180,11 +182,11 @@ class _Program:
         return best
 
 
-def _role(token: Token) -> Token:
+def _role(token: CallSignature) -> CallSignature:
     return token._replace(root=None)
 
 
-def _pair(token: Token) -> Token:
+def _pair(token: CallSignature) -> CallSignature:
     """A message as both of its ends see it."""
     return token._replace(op="message", where="", ranks=0) if token.op in ("send", "recv") else token
 
@@ -197,7 +199,7 @@ def _candidates(program: _Program) -> Iterator[_Candidate]:
         for index in range(max(lengths)):
             here = [some[index] for some in calls.values() if index < len(some)]
             time = min(call.begin or 0.0 for call in here)
-            first, *others = [_pair(token_of(call)) for call in here]
+            first, *others = [_pair(signature_of(call)) for call in here]
             if not all(first.fits(other) for other in others):
                 yield _Candidate(calls, index, time, True)
                 break
@@ -290,12 +292,12 @@ def _located(program: _Program, candidate: _Candidate) -> Difference:
     sequences = {
         rank: _with_steps(calls, len(program.recordings[rank].steps) if marked else 0)
         if marked
-        else [_Place(token_of(call), call) for call in calls]
+        else [_Place(signature_of(call), call) for call in calls]
         for rank, calls in candidate.calls.items()
     }
-    see: Callable[[Token], Token] = _pair if messages else lambda token: token
+    see: Callable[[CallSignature], CallSignature] = _pair if messages else lambda token: token
     index = _diverged(sequences, see, candidate)
-    unlike: dict[Token | None, list[int]] = defaultdict(list)
+    unlike: dict[CallSignature | None, list[int]] = defaultdict(list)
     for rank, places in sequences.items():
         token = see(places[index].token) if index < len(places) else None
         unlike[token].append(rank)
@@ -306,7 +308,9 @@ def _located(program: _Program, candidate: _Candidate) -> Difference:
     return _described(program, sequences, index, ranks, others) or _unsure(sequences, index, candidate)
 
 
-def _diverged(sequences: dict[int, list[_Place]], see: Callable[[Token], Token], candidate: _Candidate) -> int:
+def _diverged(
+    sequences: dict[int, list[_Place]], see: Callable[[CallSignature], CallSignature], candidate: _Candidate
+) -> int:
     """The first index at which sequences do something else, or are shifted against each other."""
     longest = max(map(len, sequences.values()))
     for index in range(longest):
@@ -331,7 +335,7 @@ def _shifted(a: list[_Place], b: list[_Place], index: int) -> bool:
 
 def _deviants(
     program: _Program, sequences: dict[int, list[_Place]], index: int, classes: list[list[int]],
-    see: Callable[[Token], Token],
+    see: Callable[[CallSignature], CallSignature],
 ) -> tuple[list[int], bool]:  # fmt: skip
     """(ranks that differ, whether that is sure): a minority, or who does what has not been done before."""
     classes.sort(key=len)
@@ -349,12 +353,18 @@ def _deviants(
     calls = [sequences[rank][index].call for rank in odd if index < len(sequences[rank])]
     if any(call is not None and program.first(call) for call in calls):
         return minority, False  # a line that is new may be right, and the rank that did not come to it wrong
-    return (odd, True) if odd and best >= 2 and list(scores.values()).count(best) == 1 else (minority, False)
+    rest = max((score for score in scores.values() if score < best), default=best)
+    # New arguments of a line that both are at need no more than one call like it before.
+    lines = {some[index].token.where if index < len(some) else "" for some in sequences.values()}
+    clear = best >= (1 if rest == 0 and len(lines) == 1 else 2) and best >= _CLEAR * rest
+    return (odd, True) if odd and clear and list(scores.values()).count(best) == 1 else (minority, False)
 
 
-def _by_count(sequences: dict[int, list[_Place]], index: int, see: Callable[[Token], Token]) -> list[int]:
+def _by_count(
+    sequences: dict[int, list[_Place]], index: int, see: Callable[[CallSignature], CallSignature]
+) -> list[int]:
     """Ranks that made a call less, or else more, often in this step than all did in every other step."""
-    made: dict[int, list[list[Token]]] = {}
+    made: dict[int, list[list[CallSignature]]] = {}
     for rank, places in sequences.items():
         made[rank] = [[]]
         for place in places:
@@ -368,10 +378,11 @@ def _by_count(sequences: dict[int, list[_Place]], index: int, see: Callable[[Tok
     for token in {token for one in others for token in one}:
         usual = {one.count(token) for one in others}
         due = max(usual)
-        # What no rank made as often in this step is made once, as a setup is.
-        if len(usual) == 1 and any(some[step[rank]].count(token) >= due for rank, some in made.items()):
-            later = [set(one[len(one) - one[::-1].index(token) :]) - set(one[: one.index(token)]) for one in others]
-            behind = set.intersection(*later)  # calls that follow all of these
+        # What no rank makes in this step is made once, as a setup is.
+        if len(usual) == 1 and any(token in some[step[rank]] for rank, some in made.items()):
+            ends = [len(one) - one[::-1].index(token) for one in others]
+            # Calls that follow all of these.
+            behind = set.intersection(*(set(one[end:]) - set(one[:end]) for one, end in zip(others, ends, strict=True)))
             for rank, some in made.items():
                 here = some[step[rank]]
                 over = step[rank] < len(some) - 1 or bool(behind & set(here))
@@ -445,7 +456,7 @@ def _described(
     return Difference(kind, tuple(ranks), True, named.where, named.op, named.step, text)
 
 
-def _distance(sequences: dict[int, list[_Place]], index: int, rank: int, wanted: Token) -> int:
+def _distance(sequences: dict[int, list[_Place]], index: int, rank: int, wanted: CallSignature) -> int:
     """How many calls behind a rank's call at an index another call comes; `_REACH` for none. A rank that could not
     continue is taken to do what followed such a call before."""
     places = sequences[rank][index : index + _REACH]
