@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shardwise.audit.calls import Call
 from shardwise.audit.reading import RankRecording
-from shardwise.audit.understanding import Understood, steady_calls
+from shardwise.audit.understanding import FLOATS, SMALL, Understood, steady_calls
 from shardwise.codec import Json
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -27,7 +26,7 @@ class RecordedRow(Json):
     """Calls of one kind in one step of one rank."""
 
     what: str
-    """gradients, parameters, activations, messages, buffers, or the program's own."""
+    """gradients, parameters, activations, messages, buffers, or program: calls that are its own."""
     phase: str
     op: str
     axis: str
@@ -69,7 +68,8 @@ def _what(call: Call, axis: str) -> str:
         return "parameters"
     if axis == "tp" and call.phase:
         return "activations"
-    return "gradients" if axis in ("dp", "shard") and call.phase == "backward" else "the program's own"
+    large = call.dtype in FLOATS and max(call.inputs, call.outputs) > SMALL and call.phase != "forward"
+    return "gradients" if axis in ("dp", "shard") and large and not call.engine else "program"
 
 
 def recorded_rows(recording: RankRecording, understood: Understood) -> list[RecordedRow]:
@@ -79,7 +79,7 @@ def recorded_rows(recording: RankRecording, understood: Understood) -> list[Reco
     for call in steady_calls(recording):
         axis = "pp" if call.op in ("send", "recv") else axes.get(call.group, f"{len(call.group)} ranks")
         what = _what(call, axis)
-        place = call.where if what == "the program's own" else ""
+        place = call.where if what == "program" else ""
         kinds[what, call.phase, call.op, axis, call.dtype, place].append(call)
     return [
         RecordedRow(what, phase, op, axis, dtype, len(calls), sum(map(elements_of, calls)), calls[0].where)
@@ -100,7 +100,7 @@ def compare_traffic(recordings: Sequence[RankRecording], understood: Understood)
 
 def _judged(one: RankRecording, rows: list[RecordedRow], understood: Understood) -> Iterator[RecordedRow]:
     assert one.model is not None
-    trained = {(name, shape[0] if shape else 1): _numel(shape) for name, shape, _, grad, _ in one.model[3] if grad}
+    trained = {name: _numel(shape) for name, shape, _, grad, _ in one.model[3] if grad}
     stored = {row[2] for row in one.model[3]}
     dtype = next(iter(stored)) if len(stored) == 1 else ""
     whole = sum(local for *_, grad, local in one.model[3] if grad)
@@ -120,14 +120,14 @@ def _reductions(rows: Sequence[RecordedRow], full: int) -> int:
     return max(1, round(max(reduced, default=0) / full)) if full else 1
 
 
-def _against(row: RecordedRow, full: int, times: int, dtype: str, trained: dict[Any, int]) -> RecordedRow:
+def _against(row: RecordedRow, full: int, times: int, dtype: str, trained: dict[str, int]) -> RecordedRow:
     """A row of parameters or gradients with what is due."""
     due = full if row.what == "parameters" and not row.phase else full * times
     excess, note, wrong = row.elements - due, "", False
     slack = max(_PADDING * due, 64 * row.calls)
     if excess < 0 and row.what == "gradients":
-        names = [name for (name, _), size in trained.items() if size * times == -excess]
-        note = f"{-excess:,} elements are never reduced" + (f" (as many as {names[0]} has)" if names else "")
+        names = _run_of(trained, -excess // times)
+        note = f"{-excess:,} elements are never reduced" + (f" (as many as {names} has)" if names else "")
         wrong = True
     elif excess < -slack and row.what == "parameters":
         note = "the rest is kept from the forward pass" if row.phase == "backward" else "the rest stays gathered"
@@ -138,6 +138,19 @@ def _against(row: RecordedRow, full: int, times: int, dtype: str, trained: dict[
     if row.dtype != dtype and dtype and not wrong:
         note = f"{row.dtype} on the wire, {dtype} stored" + (f"; {note}" if note else "")
     return replace(row, due=due, note=note, wrong=wrong)
+
+
+def _run_of(trained: dict[str, int], elements: int) -> str:
+    """Name of the parameter, or of the first and the last in a row, with so many elements; "" for none. Those of one
+    module go first."""
+    names, sizes, found = list(trained), list(trained.values()), []
+    for length in range(1, len(sizes)):
+        for first in range(len(sizes) - length + 1):
+            if sum(sizes[first : first + length]) == elements:
+                run = names[first : first + length]
+                found.append((len({name.rpartition(".")[0] for name in run}), length, run))
+    _, length, run = min(found, key=lambda one: one[:2], default=(0, 0, [""]))
+    return run[0] if length <= 1 else f"{run[0]} to {run[-1]}"
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -452,8 +452,9 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _local(tensor: Any) -> Any:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """This rank's part of a DTensor, also of one whose collective is not waited for; any other tensor as it is."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    return getattr(tensor, "elem", tensor)
 
 
 def _size(tensors: list[Any]) -> int:

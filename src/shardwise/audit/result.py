@@ -63,9 +63,9 @@ class Audit(Json):
 
     @property
     def exit_code(self) -> int:
-        """The program's own, else 1 for a difference, a wrong row or what was expected and is not so."""
+        """The program's own, else 1 for a difference, a wrong row or what was expected and is not so; 1 for a hang."""
         wrong = self.difference is not None or any(row.wrong for row in self.traffic) or bool(self.failures)
-        return self.code or int(wrong)
+        return int(wrong) if self.hung else self.code or int(wrong)
 
     json_keys = "* exit_code"
 
@@ -88,7 +88,7 @@ def audit_of(job: AuditedJob, command: str) -> Audit:
         next((one.model[0] for one in recordings if one.model), None), job.hung, understood, job.difference,
         tuple(compare_traffic(recordings, understood)), held, peak,
         _late(late_ranks(recordings)), max(sent, default=0),
-        (*UNSEEN, *([f"{lost} calls that the recorder failed to note"] if lost else [])),
+        (*UNSEEN, *([f"{lost} things that the recorder failed to note"] if lost else [])),
     )  # fmt: skip
 
 
@@ -119,7 +119,8 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
     """One screen."""
     model = f" of {audit.model}" if audit.model else ""
     of = f"{audit.recorded} of {audit.ranks}" if audit.recorded < audit.ranks else f"{audit.ranks}"
-    yield f"{of} ranks, {audit.steps} steps{model}, {format_time(audit.seconds)}, exit code {audit.code}"
+    end = "ended by the audit" if audit.hung else f"exit code {audit.code}"
+    yield f"{of} ranks, {audit.steps} steps{model}, {format_time(audit.seconds)}, {end}"
     if not audit.recorded:
         yield "nothing was recorded: the program never called torch.distributed.init_process_group"
         return
@@ -130,6 +131,11 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
     if audit.traffic:
         yield ""
         yield _traffic(audit)
+        yield from (
+            f"{'wrong: ' if row.wrong else ''}{row.what}, {row.phase or row.where}: {row.note}"
+            for row in audit.traffic
+            if row.note
+        )
     if audit.bytes is not None:
         parts = [
             (name, getattr(audit.bytes, name)) for name in ("parameters", "gradients", "optimizer", "saved", "other")
@@ -158,17 +164,14 @@ def _difference(audit: Audit) -> Iterator[str]:
 
 def _traffic(audit: Audit) -> FittedTable:
     columns = (
-        Column("what", left=True), Column("pass", left=True), Column("call", left=True), Column("axis", left=True),
-        Column("type", left=True), Column("calls"), Column("elements"), Column("due"), Column("note", left=True),
+        Column("what", left=True), Column("where", left=True), Column("call", left=True), Column("axis", left=True),
+        Column("type", left=True), Column("calls"), Column("elements"), Column("due"),
     )  # fmt: skip
     table = FittedTable(columns, title="calls of one step of a rank")
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
     for row in audit.traffic:
-        what = f"program, {row.where}" if row.what == "the program's own" else row.what
         due = "" if row.due is None else "equal" if row.due == row.elements else format_count(row.due)
-        note = ("! " if row.wrong else "") + row.note
-        table.add_row(
-            what, row.phase, row.op, row.axis, short.get(row.dtype, row.dtype), str(row.calls),
-            format_count(row.elements), due, note,
-        )  # fmt: skip
+        where = row.phase or row.where
+        dtype, elements = short.get(row.dtype, row.dtype), format_count(row.elements)
+        table.add_row(row.what, where, row.op, row.axis, dtype, str(row.calls), elements, due)
     return table

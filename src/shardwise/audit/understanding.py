@@ -21,8 +21,8 @@ SCHEDULES = {
     "ScheduleLoopedBFS": "breadth-first", "ScheduleZBVZeroBubble": "zb-v", "ScheduleDualPipeV": "dualpipe-v",
 }  # fmt: skip
 """torch's class -> our name."""
-_FLOATS = ("float64", "float32", "bfloat16", "float16")
-_SMALL = 64
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+SMALL = 64
 """Bytes up to which a call is a scalar: a norm, a loss, a count."""
 
 
@@ -83,7 +83,7 @@ def _uses(calls: Sequence[Call], ranks: int) -> Iterable[tuple[Axis, str, int | 
     """(axis, reason, ZeRO stage) of each use that a group is put to in a step."""
     kinds: Counter[tuple[str, str, str]] = Counter()
     for call in calls:
-        if call.dtype in _FLOATS and max(call.inputs, call.outputs) > _SMALL:
+        if call.dtype in FLOATS and max(call.inputs, call.outputs) > SMALL:
             kinds[call.engine, call.op, call.phase] += 1
     by = {engine: {(op, phase) for e, op, phase in kinds if e == engine} for engine in {e for e, _, _ in kinds}}
     for engine in ("fsdp", "deepspeed"):
@@ -132,7 +132,7 @@ def _pipeline(calls: Iterable[Call], world: int) -> list[tuple[int, ...]]:
     """Chains of ranks that send each other floating-point messages."""
     near: dict[int, set[int]] = defaultdict(set)
     for call in calls:
-        if call.op in ("send", "recv") and call.peer is not None and call.dtype in _FLOATS:
+        if call.op in ("send", "recv") and call.peer is not None and call.dtype in FLOATS:
             near[call.rank].add(call.peer)
             near[call.peer].add(call.rank)
     chains, left = [], set(near)
@@ -173,7 +173,9 @@ def _layout(
         reasons["world"] = f"the axes make {product} of {world} ranks"
         confidence: Literal["sure", "likely", "not sure"] = "not sure"
     else:
-        named = all(call.engine for call in calls if call.phase and max(call.inputs, call.outputs) > _SMALL)
+        grouped = {group for some in groups.values() for group in some}
+        large = [c for c in calls if c.dtype in FLOATS and max(c.inputs, c.outputs) > SMALL]
+        named = all(c.engine for c in large if c.group in grouped or c.op in ("send", "recv"))
         confidence = "sure" if regular and named and min(len(one.steps) for one in recordings) > 1 else "likely"
     ordered = {axis: tuple(sorted(some)) for axis, some in groups.items()}
     micro = pipeline[1] if pipeline else None
@@ -202,6 +204,6 @@ def _precision(recordings: Sequence[RankRecording], calls: Sequence[Call]) -> st
     """Type of parameters as they are gathered or stored; autocast does not show in what is sent."""
     gathered = Counter(c.dtype for c in calls if c.engine == "fsdp" and c.op == "all_gather_into")
     stored = Counter(row[2] for one in recordings if one.model for row in one.model[3])
-    sent = Counter(call.dtype for call in calls if call.dtype in _FLOATS and max(call.inputs, call.outputs) > _SMALL)
+    sent = Counter(call.dtype for call in calls if call.dtype in FLOATS and max(call.inputs, call.outputs) > SMALL)
     most = next((some.most_common(1)[0][0] for some in (gathered, stored, sent) if some), "float32")
     return {"float64": "fp64", "float32": "fp32"}.get(most, "bf16")
