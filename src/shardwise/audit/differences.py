@@ -290,7 +290,7 @@ def _located(program: _Program, candidate: _Candidate) -> Difference:
     marked = max(steps) - min(steps) <= 1
     messages = any(call.op in ("send", "recv") for some in candidate.calls.values() for call in some)
     sequences = {
-        rank: _with_steps(calls, len(program.recordings[rank].steps) if marked else 0)
+        rank: _with_steps(calls, len(program.recordings[rank].steps))
         if marked
         else [_Place(signature_of(call), call) for call in calls]
         for rank, calls in candidate.calls.items()
