@@ -21,7 +21,7 @@ class AuditServer:
         self.path = folder / "socket"
         environment = audited_environment(folder / "unused")
         self._process = subprocess.Popen([sys.executable, LAUNCHER, "serve", str(self.path)], env=environment)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not self.path.exists():
             assert self._process.poll() is None and time.monotonic() < deadline, "the server did not start"
             time.sleep(0.05)

@@ -1,8 +1,8 @@
-"""Recorded calls of a step against what the layout must send, by the sizes of the program's own parameters.
+"""Recorded calls of a step against what the layout must send, by the sizes of the program's parameters.
 
-A layout's parameter traffic follows from the bytes that each rank has: DDP must all-reduce every gradient once per
+A layout's parameter traffic follows from the bytes of every rank: DDP must all-reduce every gradient once per
 reduction, FSDP must gather every parameter and scatter every gradient. Activations and messages between stages depend
-on the model's shapes and are counted; what belongs to no engine is the program's own.
+on the model's shapes and are counted; what belongs to no engine is the program's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RecordedRow(Json):
     """Calls of one kind in one step of one rank."""
 
     what: str
-    """gradients, parameters, activations, messages, buffers, or program: calls that are its own."""
+    """gradients, parameters, activations, messages, buffers, or program: calls by no engine."""
     phase: str
     op: str
     axis: str
@@ -63,7 +63,7 @@ def _what(call: Call, axis: str) -> str:
     if call.engine in ("ddp", "fsdp", "deepspeed"):
         if call.op in ("all_gather_into", "all_gather"):
             return "parameters"
-        return "buffers" if call.op == "broadcast" else "gradients" if call.phase == "backward" else "engine's own"
+        return "buffers" if call.op == "broadcast" else "gradients" if call.phase == "backward" else "engine"
     if call.engine == "zero-redundancy":
         return "parameters"
     if axis == "tp" and call.phase:
@@ -88,7 +88,7 @@ def recorded_rows(recording: RankRecording, understood: Understood) -> list[Reco
 
 
 def compare_traffic(recordings: Sequence[RankRecording], understood: Understood) -> list[RecordedRow]:
-    """Rows of the first rank of which bytes are known, each with what is due and a note.
+    """Rows of the first rank of which bytes are known, with what is due and a note.
 
     Empty where no optimizer step was recorded.
     """
@@ -143,18 +143,18 @@ def _against(row: RecordedRow, full: int, times: int, dtype: str, trained: dict[
 def _run_of(trained: dict[str, int], elements: int) -> str:
     """Name of the parameter, or of the first and the last in a row, with so many elements; "" for none. Those of one
     module go first."""
-    names, sizes, found = list(trained), list(trained.values()), []
+    names, sizes, results = list(trained), list(trained.values()), []
     for length in range(1, len(sizes)):
         for first in range(len(sizes) - length + 1):
             if sum(sizes[first : first + length]) == elements:
                 run = names[first : first + length]
-                found.append((len({name.rpartition(".")[0] for name in run}), length, run))
-    _, length, run = min(found, key=lambda one: one[:2], default=(0, 0, [""]))
+                results.append((len({name.rpartition(".")[0] for name in run}), length, run))
+    _, length, run = min(results, key=lambda one: one[:2], default=(0, 0, [""]))
     return run[0] if length <= 1 else f"{run[0]} to {run[-1]}"
 
 
 def _numel(shape: Sequence[int]) -> int:
     size = 1
-    for each in shape:
-        size *= each
+    for entry in shape:
+        size *= entry
     return size

@@ -1,9 +1,9 @@
 """The first rank, call and line at which ranks of a program differ.
 
 Evidence that something is wrong is hard: calls of one group that cannot meet (another operation, size, type or root), a
-rank that died, raised or ended, or ranks that wait for each other. Where it began is then found by comparing what each
-rank did, lines and optimizer steps included; lines alone never make a program wrong, since ranks may take different
-branches to the same call.
+rank that died, raised or ended, or ranks that wait for one another. Where it began is then located by comparing what
+the ranks did, lines and optimizer steps included; lines alone never make a program wrong, since ranks may take
+different branches to the same call.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Difference(Json):
     text: str
     """One sentence."""
     waiting: tuple[str, ...] = ()
-    """What each rank was doing at the end."""
+    """What every rank was doing at the end."""
 
     json_omits = ("waiting",)
 
@@ -155,14 +155,16 @@ class _Program:
         """Whether a rank made fewer calls of this line on this group than the rank of the call."""
         key = call.where, call.comm, call.group
         mine, theirs = (
-            sum((each.where, each.comm, each.group) == key for each in self.calls(r)) for r in (rank, call.rank)
+            sum((entry.where, entry.comm, entry.group) == key for entry in self.calls(r)) for r in (rank, call.rank)
         )
         return mine < theirs
 
     def first(self, call: Call) -> bool:
         """Whether no rank made a call at this line before."""
-        before = (each for one in self.recordings.values() for each in one.calls if each.where == call.where)
-        return all(each is call or (each.step, each.begin or 0.0) >= (call.step, call.begin or 0.0) for each in before)
+        before = (entry for one in self.recordings.values() for entry in one.calls if entry.where == call.where)
+        return all(
+            entry is call or (entry.step, entry.begin or 0.0) >= (call.step, call.begin or 0.0) for entry in before
+        )
 
     def usual(self, rank: int, index: int) -> int:
         """How many calls before this one also came before one like it, elsewhere."""
@@ -216,13 +218,13 @@ def first_difference(recordings: Sequence[RankRecording]) -> Difference | None:
     A program that still runs differs also where a rank has not arrived yet: ask when nothing has moved for a while.
     """
     program = _Program(recordings)
-    found = sorted(_candidates(program), key=lambda one: (not one.hard, one.time))
+    results = sorted(_candidates(program), key=lambda one: (not one.hard, one.time))
     ends = _ended(program)
-    if found and found[0].hard:
-        return _finish(program, _located(program, found[0]))
+    if results and results[0].hard:
+        return _finish(program, _located(program, results[0]))
     if ends is not None:
         return _finish(program, ends)
-    waits = [_located(program, one) for one in found[:_REACH] if not one.hard]
+    waits = [_located(program, one) for one in results[:_REACH] if not one.hard]
     # A rank that skips a call may be seen from both sides: that it went on, and that it did not come.
     waits.sort(key=lambda one: (not one.sure, one.kind == "extra"))
     return _finish(program, waits[0]) if waits else None
@@ -311,7 +313,7 @@ def _located(program: _Program, candidate: _Candidate) -> Difference:
 def _diverged(
     sequences: dict[int, list[_Place]], see: Callable[[CallSignature], CallSignature], candidate: _Candidate
 ) -> int:
-    """The first index at which sequences do something else, or are shifted against each other."""
+    """The first index at which sequences do something else, or are shifted against one another."""
     longest = max(map(len, sequences.values()))
     for index in range(longest):
         tokens = {r: see(places[index].token) if index < len(places) else None for r, places in sequences.items()}
@@ -435,10 +437,12 @@ def _described(
     named = due if kind == "skipped" else made or due
     if named is None:
         return None
-    own = [place.call for place in sequences[rank] if place.call is not None]
+    made_before = [place.call for place in sequences[rank] if place.call is not None]
     if kind == "skipped" and named.op in ("send", "recv"):
-        op, where = ("recv", "send")[named.op == "recv"], own[-1].where if own else named.where
-        text = f"{who} made no {op} for {_said(named)} of rank {named.rank}" + (f"; its last: {where}" if own else "")
+        op, where = ("recv", "send")[named.op == "recv"], made_before[-1].where if made_before else named.where
+        text = f"{who} made no {op} for {_said(named)} of rank {named.rank}" + (
+            f"; its last: {where}" if made_before else ""
+        )
         return Difference(kind, tuple(ranks), True, where, op, named.step, text)
     if kind == "skipped":
         partner = "waited in" if named.state != "completed" else "made"
@@ -456,7 +460,7 @@ def _described(
     return Difference(kind, tuple(ranks), True, named.where, named.op, named.step, text)
 
 
-def _distance(sequences: dict[int, list[_Place]], index: int, rank: int, wanted: CallSignature) -> int:
+def _distance(sequences: dict[int, list[_Place]], index: int, rank: int, sought: CallSignature) -> int:
     """How many calls behind a rank's call at an index another call comes; `_REACH` for none. A rank that could not
     continue is taken to do what followed such a call before."""
     places = sequences[rank][index : index + _REACH]
@@ -471,7 +475,7 @@ def _distance(sequences: dict[int, list[_Place]], index: int, rank: int, wanted:
             if places and some[at].token == places[0].token
         ]
     tokens = [[place.token for place in run[1:]] for run in runs]
-    return min((run.index(wanted) + 1 for run in tokens if wanted in run), default=_REACH)
+    return min((run.index(sought) + 1 for run in tokens if sought in run), default=_REACH)
 
 
 def _kind(sequences: dict[int, list[_Place]], index: int, rank: int, other: int) -> Kind:

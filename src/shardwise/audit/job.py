@@ -1,4 +1,4 @@
-"""A program that is audited: started with the recorder in every process, watched for ranks that wait for each other,
+"""A program that is audited: started with the recorder in every process, watched for ranks that wait for one another,
 and ended when they do."""
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class AuditedJob:
     recordings: list[RankRecording]
     difference: Difference | None
     hung: bool
-    """Whether it was ended because its ranks waited for each other."""
+    """Whether it was ended because its ranks waited for one another."""
 
 
 @dataclass
 class _Watched:
-    """Process ids of ranks, and when each was gone."""
+    """Process ids of ranks, and when they were gone."""
 
     folder: Path
     died: dict[int, float] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class _Watched:
         return sum(file.stat().st_size for file in self.folder.glob("*.jsonl"))
 
     def close(self) -> None:
-        """End the ranks that live on: launchers start them in sessions of their own."""
+        """End the ranks that live on: launchers start them in other sessions."""
         for key in list(self.selector.get_map().values()):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(key.fd, signal.SIGKILL)
@@ -91,7 +91,7 @@ def run_audited(
     command: Sequence[str], folder: Path, hang: float, received: list[int], note: Callable[[str], None],
     *, stdout: int | None = None,
 ) -> AuditedJob:  # fmt: skip
-    """Run a program to its end, or until its ranks wait for each other without progress.
+    """Run a program to its end, or until its ranks wait for one another without progress.
 
     hang: seconds without any rank's progress after which they are looked at. received: signals, which are passed on as
     they are appended. note: gets a line when ranks wait for one that computes. Raises `UserError` when it cannot start.
@@ -121,7 +121,7 @@ def run_audited(
 def _watch(
     process: subprocess.Popen[bytes], watched: _Watched, hang: float, received: list[int], note: Callable[[str], None]
 ) -> Difference | None:
-    """Wait for the end. Returns what ranks that wait for each other differ in."""
+    """Wait for the end. Returns what ranks that wait for one another differ in."""
     size, since, passed, used, noted = -1, time.monotonic(), 0, {}, ""
     while process.poll() is None:
         watched.wait(_TICK)

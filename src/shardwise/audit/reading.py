@@ -120,13 +120,13 @@ def _read(file: Path) -> RankRecording | None:
 
 
 def read_folder(folder: Path, died: Mapping[int, float] | None = None) -> list[RankRecording]:
-    """The newest recording of each rank, by rank. died: process id -> seconds of the clock when it was gone."""
-    found: dict[int, RankRecording] = {}
+    """The newest recording of every rank, by rank. died: process id -> seconds of the clock when it was gone."""
+    results: dict[int, RankRecording] = {}
     for file in sorted(folder.glob("*.jsonl")):
         one = _read(file)
-        if one is not None and (one.rank not in found or found[one.rank].begin < one.begin):
-            found[one.rank] = replace(one, died=(died or {}).get(one.pid))
-    return [found[rank] for rank in sorted(found)]
+        if one is not None and (one.rank not in results or results[one.rank].begin < one.begin):
+            results[one.rank] = replace(one, died=(died or {}).get(one.pid))
+    return [results[rank] for rank in sorted(results)]
 
 
 def recordings_of(calls: Iterable[Call]) -> list[RankRecording]:

@@ -2,7 +2,7 @@
 
 It is loaded into programs of others (`injected/sitecustomize.py`), in whatever environment they have: it imports the
 standard library alone, and torch only as the program has imported it. A Python kernel in front of every c10d operation
-sees each call, whoever makes it: DDP's reducer in C++, functional collectives, DTensor, FSDP, pipelines, DeepSpeed.
+sees every call: DDP's reducer in C++, functional collectives, DTensor, FSDP, pipelines, DeepSpeed.
 
 Each line is a JSON list. Its first item is one of:
 
@@ -322,12 +322,14 @@ class Recorder:
             self._model()
 
     def _bytes(self, optimizer: Any, wrapped: list[Any]) -> dict[str, int]:
-        parameters = [_local(each) for group in optimizer.param_groups for each in group["params"]]
-        gradients = [_local(each.grad) for group in optimizer.param_groups for each in group["params"]]
+        parameters = [_local(entry) for group in optimizer.param_groups for entry in group["params"]]
+        gradients = [_local(entry.grad) for group in optimizer.param_groups for entry in group["params"]]
         tensor = self.torch.Tensor
-        values = [each for one in wrapped for some in one.state.values() for each in _flat(some) if _is(each, tensor)]
-        state = list({id(each): _local(each) for each in values}.values())
-        self.weights = {_storage(each) for each in parameters}
+        values = [
+            entry for one in wrapped for some in one.state.values() for entry in _flat(some) if _is(entry, tensor)
+        ]
+        state = list({id(entry): _local(entry) for entry in values}.values())
+        self.weights = {_storage(entry) for entry in parameters}
         cuda = self.torch.cuda
         if cuda.is_initialized():
             total, peak = cuda.memory_allocated(), cuda.max_memory_allocated()
@@ -356,20 +358,20 @@ class Recorder:
         import gc
 
         module, objects = self.torch.nn.Module, gc.get_objects()
-        for each in objects:
-            if type(each).__module__ == "torch.distributed.pipelining.schedules" and hasattr(each, "_n_microbatches"):
-                stages = len(getattr(each, "_stages", [0]))
-                self.write("pipeline", type(each).__name__, each._n_microbatches, stages)
+        for entry in objects:
+            if type(entry).__module__ == "torch.distributed.pipelining.schedules" and hasattr(entry, "_n_microbatches"):
+                stages = len(getattr(entry, "_stages", [0]))
+                self.write("pipeline", type(entry).__name__, entry._n_microbatches, stages)
                 break
-        modules = [each for each in objects if _is(each, module)]
-        inner = {id(child) for each in modules for child in each._modules.values()}
-        roots = [(sum(p.numel() for p in each.parameters()), each) for each in modules if id(each) not in inner]
+        modules = [entry for entry in objects if _is(entry, module)]
+        inner = {id(child) for entry in modules for child in entry._modules.values()}
+        roots = [(sum(p.numel() for p in entry.parameters()), entry) for entry in modules if id(entry) not in inner]
         if roots:
             count, root = max(roots, key=lambda item: item[0])
             while isinstance(getattr(root, "module", None), module):  # DDP and engines
                 root = root.module
-            configs: list[Any] = [getattr(each, "config", None) for each in root.modules()]
-            texts = [each.to_json_string(use_diff=False) for each in configs if hasattr(each, "to_json_string")]
+            configs: list[Any] = [getattr(entry, "config", None) for entry in root.modules()]
+            texts = [entry.to_json_string(use_diff=False) for entry in configs if hasattr(entry, "to_json_string")]
             names = [
                 (name, list(p.shape), str(p.dtype)[6:], p.requires_grad, _local(p).numel())
                 for name, p in root.named_parameters()
@@ -438,16 +440,16 @@ def _kind_of(code: Any, module: str) -> tuple[str, str]:
     return "user", short
 
 
-def _is(each: Any, kind: type) -> bool:
-    """Whether an object is one of a class; a proxy may raise when it is asked."""
-    return issubclass(type(each), kind)
+def _is(entry: Any, kind: type) -> bool:
+    """Whether an object is one of a class; a proxy may raise at isinstance."""
+    return issubclass(type(entry), kind)
 
 
 def _flat(value: Any) -> list[Any]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return [each for item in value for each in _flat(item)]
+        return [entry for item in value for entry in _flat(item)]
     return [] if value is None else [value]
 
 
@@ -458,7 +460,7 @@ def _local(tensor: Any) -> Any:
 
 
 def _size(tensors: list[Any]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+    return sum(entry.numel() * entry.element_size() for entry in tensors)
 
 
 def _storage(tensor: Any) -> int:
@@ -473,9 +475,9 @@ def _resident() -> tuple[int, int]:
 
 
 def _saved(roots: Any, weights: set[int]) -> int:
-    """Bytes that the graph behind these tensors has saved, each storage once, without weights. A tensor that a hook
+    """Bytes that the graph behind these tensors has saved, every storage once, without weights. A tensor that a hook
     packs (activation checkpointing, offloading) is not unpacked for it, and counts if it is a tensor."""
-    nodes = [node for each in roots if (node := getattr(each, "grad_fn", None)) is not None]
+    nodes = [node for entry in roots if (node := getattr(entry, "grad_fn", None)) is not None]
     seen, sizes, names = set(nodes), {}, {}
     while nodes:
         node = nodes.pop()
@@ -484,7 +486,7 @@ def _saved(roots: Any, weights: set[int]) -> int:
             names[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
         for name in names[kind]:
             try:
-                held = [getattr(each, "data", None) for each in _flat(getattr(node, name))]
+                held = [getattr(entry, "data", None) for entry in _flat(getattr(node, name))]
             except RuntimeError:  # the graph has been freed
                 continue
             for tensor in held:

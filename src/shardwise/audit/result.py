@@ -50,7 +50,7 @@ class Audit(Json):
     difference: Difference | None
     traffic: tuple[RecordedRow, ...]
     bytes: Bytes | None
-    """The most of each class on any rank; None without an optimizer step. `total` is what the process or the device
+    """The most of every class on any rank; None without an optimizer step. `total` is what the process or the device
     had, less in `other` than that where the allocator does not tell."""
     peak: int | None
     late: tuple[LateRank, ...]
@@ -63,7 +63,7 @@ class Audit(Json):
 
     @property
     def exit_code(self) -> int:
-        """The program's own, else 1 for a difference, a wrong row or what was expected and is not so; 1 for a hang."""
+        """The program's, else 1 for a difference, a wrong row or what was expected and is not so; 1 for a hang."""
         wrong = self.difference is not None or any(row.wrong for row in self.traffic) or bool(self.failures)
         return int(wrong) if self.hung else self.code or int(wrong)
 
@@ -102,17 +102,17 @@ def _late(ranks: Sequence[LateRank]) -> tuple[LateRank, ...]:
 
 def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tuple[str, ...]:
     """What does not hold of an expected layout and of budgets in bytes ("memory", "bytes")."""
-    found = []
+    results = []
     if expect is not None and not audit.understood.fits(expect):
-        found.append(f"layout: expected {expect}, recorded {audit.understood.layout or 'none that is known'}")
+        results.append(f"layout: expected {expect}, recorded {audit.understood.layout or 'none that is known'}")
     values = {"memory": audit.bytes.total if audit.bytes else None, "bytes": audit.sent}
     for name, limit in most.items():
         value = values[name]
         if value is None:
-            found.append(f"{name}: not measured, since no optimizer step was seen")
+            results.append(f"{name}: not measured, since no optimizer step was seen")
         elif value > limit:
-            found.append(f"{name}: {format_bytes(value)}, over the budget of {format_bytes(limit)}")
-    return tuple(found)
+            results.append(f"{name}: {format_bytes(value)}, over the budget of {format_bytes(limit)}")
+    return tuple(results)
 
 
 def audit_lines(audit: Audit) -> Iterator[Renderable]:
@@ -151,14 +151,14 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
 
 
 def _difference(audit: Audit) -> Iterator[str]:
-    found = audit.difference
-    if found is None:
+    results = audit.difference
+    if results is None:
         yield "calls of all ranks meet" if not audit.code else "calls of all ranks meet as far as they were made"
         return
-    yield f"{'hang: ' if audit.hung else ''}{found.text} (step {found.step})"
-    yield from (f"  {text}" for text in found.waiting[:8])
-    if len(found.waiting) > 8:
-        yield f"  and {len(found.waiting) - 8} ranks more"
+    yield f"{'hang: ' if audit.hung else ''}{results.text} (step {results.step})"
+    yield from (f"  {text}" for text in results.waiting[:8])
+    if len(results.waiting) > 8:
+        yield f"  and {len(results.waiting) - 8} ranks more"
     yield ""
 
 

@@ -1,5 +1,5 @@
 """The layout of a recorded program: axes from its groups, the ZeRO stage, tensor parallelism and the pipeline from what
-each group does in one step. A recording that names the engine of a call decides; else the pattern does."""
+every group does in one step. A recording that names the engine of a call decides; else the pattern does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Understood(Json):
     """A program's layout."""
 
     layout: Layout | None
-    """None where the axes contradict each other."""
+    """None where the axes contradict one another."""
     confidence: Literal["sure", "likely", "not sure"]
     world: int
     axes: dict[str, int]
@@ -41,7 +41,7 @@ class Understood(Json):
     micro_batches: int | None
     """Per step; None where nothing shows it."""
     reasons: tuple[str, ...]
-    """What each part of the layout was seen from."""
+    """What every part of the layout was seen from."""
 
     def fits(self, layout: Layout) -> bool:
         return self.layout == layout
@@ -73,14 +73,14 @@ def understand(recordings: Sequence[RankRecording]) -> Understood:
             stages |= {stage} if stage is not None else set()
     chain = _pipeline(calls, world)
     if chain:
-        groups["pp"], reasons["pp"] = set(chain), "ranks send each other activations and gradients"
+        groups["pp"], reasons["pp"] = set(chain), "ranks send one another activations and gradients"
     groups = {axis: some for axis, some in groups.items() if some}
     sizes = {axis: max(len(group) for group in some) for axis, some in groups.items()}
     return _layout(recordings, world, sizes, groups, reasons, max(stages, default=0), calls)
 
 
 def _uses(calls: Sequence[Call], ranks: int) -> Iterable[tuple[Axis, str, int | None]]:
-    """(axis, reason, ZeRO stage) of each use that a group is put to in a step."""
+    """(axis, reason, ZeRO stage) of every use that a group is put to in a step."""
     kinds: Counter[tuple[str, str, str]] = Counter()
     for call in calls:
         if call.dtype in FLOATS and max(call.inputs, call.outputs) > SMALL:
@@ -129,7 +129,7 @@ def _by_pattern(did: set[tuple[str, str]]) -> Iterable[tuple[Axis, str, int | No
 
 
 def _pipeline(calls: Iterable[Call], world: int) -> list[tuple[int, ...]]:
-    """Chains of ranks that send each other floating-point messages."""
+    """Chains of ranks that send one another floating-point messages."""
     near: dict[int, set[int]] = defaultdict(set)
     for call in calls:
         if call.op in ("send", "recv") and call.peer is not None and call.dtype in FLOATS:

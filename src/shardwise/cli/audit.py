@@ -1,6 +1,6 @@
 """Run a program of any engine and see what its ranks send and hold, what they should, and which rank differs where.
 
-The program needs no change: a recorder is started in every Python process. When ranks wait for each other, the program
+The program needs no change: a recorder is started in every Python process. When ranks wait for one another, the program
 is ended, and the first rank, call and line that differ are named. The exit code is the program's, else 1 when ranks
 differ, or when what --expect and --budget ask for does not hold.
 
@@ -39,9 +39,7 @@ class AuditOptions(CommandOptions):
     recording: Path | None = arg(
         "a folder that --out has written, in place of a program", "FOLDER", excludes="out hang"
     )
-    model: str | None = arg(
-        "name or config.json of its model, for advice (the program's own, where it has one)", "MODEL"
-    )
+    model: str | None = arg("name or config.json of its model, for advice (the program's, where it has one)", "MODEL")
     cluster: str | None = arg("devices, for advice: what plan would do", "NAME", needs="seq batch")
     seq: int | None = arg("tokens per sequence, for advice", "N", read=lambda option, text: length_of(text),
                           needs="cluster")  # fmt: skip
