@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from shardwise.audit.calls import Call
 from shardwise.audit.reading import RankRecording
@@ -100,24 +101,19 @@ def compare_traffic(recordings: Sequence[RankRecording], understood: Understood)
 
 def _judged(one: RankRecording, rows: list[RecordedRow], understood: Understood) -> Iterator[RecordedRow]:
     assert one.model is not None
-    trained = {name: _numel(shape) for name, shape, _, grad, _ in one.model[3] if grad}
+    trained = {name: prod(shape) for name, shape, _, grad, _ in one.model[3] if grad}
     stored = {row[2] for row in one.model[3]}
     dtype = next(iter(stored)) if len(stored) == 1 else ""
     whole = sum(local for *_, grad, local in one.model[3] if grad)
     shards = understood.axes.get("shard", 1)
     full = whole * shards if understood.layout is not None and understood.layout.zero >= 2 else whole
-    times = _reductions(rows, full)
+    reduced = [row.elements for row in rows if row.what == "gradients" and row.axis in ("dp", "shard")]
+    times = max(1, round(max(reduced, default=0) / full)) if full else 1  # micro-batches whose gradients are reduced
     for row in rows:
         if row.what in ("gradients", "parameters"):
             yield _against(row, full if row.axis != "dp" or shards == 1 else whole, times, dtype, trained)
         else:
             yield row
-
-
-def _reductions(rows: Sequence[RecordedRow], full: int) -> int:
-    """Micro-batches of the step whose gradients are reduced, at least 1."""
-    reduced = [row.elements for row in rows if row.what == "gradients" and row.axis in ("dp", "shard")]
-    return max(1, round(max(reduced, default=0) / full)) if full else 1
 
 
 def _against(row: RecordedRow, full: int, times: int, dtype: str, trained: dict[str, int]) -> RecordedRow:
@@ -151,10 +147,3 @@ def _run_of(trained: dict[str, int], elements: int) -> str:
                 results.append((len({name.rpartition(".")[0] for name in run}), length, run))
     _, length, run = min(results, key=lambda one: one[:2], default=(0, 0, [""]))
     return run[0] if length <= 1 else f"{run[0]} to {run[-1]}"
-
-
-def _numel(shape: Sequence[int]) -> int:
-    size = 1
-    for entry in shape:
-        size *= entry
-    return size

@@ -95,10 +95,12 @@ def _wrap(c10d: Any) -> None:
     init = c10d.init_process_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        global _active
         result = init(*args, **kwargs)
         if _active is None and os.environ.get(VARIABLE):
             try:
-                _start(c10d)
+                _active = Recorder(sys.modules["torch"], c10d, os.environ[VARIABLE])
+                _active.install()
             except Exception as error:  # the program must run whether or not it can be recorded
                 print(f"shardwise audit: this rank is not recorded: {error!r}", file=sys.stderr)
         return result
@@ -108,12 +110,6 @@ def _wrap(c10d: Any) -> None:
 
 
 _active: Recorder | None = None
-
-
-def _start(c10d: Any) -> None:
-    global _active
-    _active = Recorder(sys.modules["torch"], c10d, os.environ[VARIABLE])
-    _active.install()
 
 
 class Recorder:
@@ -334,7 +330,9 @@ class Recorder:
         if cuda.is_initialized():
             total, peak = cuda.memory_allocated(), cuda.max_memory_allocated()
         else:
-            total, peak = _resident()
+            with open("/proc/self/status") as file:
+                rows = dict(line.split(":", 1) for line in file)
+            total, peak = (int(rows[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
         sizes = {"parameters": _size(parameters), "gradients": _size([g for g in gradients if g is not None])}
         return {**sizes, "optimizer": _size(state), "saved": self.saved, "total": total, "peak": peak}
 
@@ -465,13 +463,6 @@ def _size(tensors: list[Any]) -> int:
 
 def _storage(tensor: Any) -> int:
     return int(tensor.untyped_storage().data_ptr())
-
-
-def _resident() -> tuple[int, int]:
-    """Bytes of this process in memory: now, and at most so far."""
-    with open("/proc/self/status") as file:
-        rows = dict(line.split(":", 1) for line in file)
-    return int(rows["VmRSS"].split()[0]) * 1024, int(rows["VmHWM"].split()[0]) * 1024
 
 
 def _saved(roots: Any, weights: set[int]) -> int:
