@@ -1,12 +1,22 @@
+"""Recordings of torch itself, and one process that has imported torch for all programs that are audited."""
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from harness.audits import AuditServer
 from harness.pool import Pool
 from shardwise.cli.main import main
 
 RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def audits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditServer]:
+    server = AuditServer(Path(tmp_path_factory.mktemp("audits")))
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

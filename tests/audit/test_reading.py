@@ -177,7 +177,7 @@ def test_paths_that_cannot_be_read(tmp_path, audit):
     mistake(audit(tmp_path / "none"), "cannot read", "No such file")
     mistake(audit(tmp_path), "has no file that is a Flight Recorder dump")
     mistake(audit("/dev/zero"), "is not a regular file")
-    mistake(audit(), "the following arguments are required: FILES")
+    mistake(audit(), "name files, or a program")
     started = time.monotonic()
     os.mkfifo(tmp_path / "pipe")
     mistake(audit(tmp_path / "pipe"), "is not a regular file")

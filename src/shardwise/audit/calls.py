@@ -17,7 +17,9 @@ class Call(Json):
     all_to_all, barrier, send, recv). group: global ranks, in the order of their ranks within it; () where unknown.
     order: 0, 1, ... among the rank's calls. inputs, outputs: bytes that the rank gives and gets. peer: global rank of
     the other end of a message. where: file:line of the program, "" where unknown. phase: forward, backward, or "".
-    begin, end: seconds of the rank's clock; None where unknown. shape: of the (first) tensor that is sent.
+    begin, end: seconds of the rank's clock; None where unknown. shape: of the (first) tensor that is sent. comm: name
+    of the communicator, which tells groups of the same ranks apart. engine: what made the call (ddp, fsdp, dtensor,
+    pipelining, deepspeed, zero-redundancy), "" for the program itself or unknown. step: optimizer steps before it.
     """
 
     rank: int
@@ -34,3 +36,6 @@ class Call(Json):
     begin: float | None = None
     end: float | None = None
     state: State = "completed"
+    comm: str = ""
+    engine: str = ""
+    step: int = 0

@@ -1,5 +1,156 @@
-"""The command `audit`; until it starts programs, it reads files alone."""
+"""What the ranks of a job of any engine send and hold, what they should, and which rank differs where.
 
-from shardwise.cli.audit_files import AuditOptions, __doc__, run
+A program after -- is run. It needs no change: a recorder is started in every Python process. When ranks wait for one
+another, the program is ended, and the first rank, call and line that differ are named. The exit code is the program's,
+else 1 when ranks differ, or when what --expect and --budget ask for does not hold.
 
-__all__ = ["AuditOptions", "__doc__", "run"]
+FILES are what --out has written, or other software: Flight Recorder dumps (nccl_trace_rank_0, ...; pickle or JSON),
+Kineto traces of torch.profiler (.json, .json.gz), execution traces of torch's ExecutionTraceObserver, Chakra graphs
+(.et), or folders of them. Nothing in a file is run. Of these, the ranks that came last to collectives, bytes by axis
+and where a step's time went are shown, too, beside a prediction's parts with --plan.
+
+shardwise audit -- torchrun --nproc-per-node 4 train.py
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cli.declare import CommandOptions, arg, word
+from shardwise.cli.output import print_result
+from shardwise.cli.quantities import bytes_of, length_of
+from shardwise.errors import UserError, os_errors
+from shardwise.records import dataclass
+
+if TYPE_CHECKING:
+    from shardwise.audit.job import AuditedJob
+    from shardwise.layout import Layout
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_BUDGETS = ("memory", "bytes")
+
+
+@dataclass
+class AuditOptions(CommandOptions):
+    hang: float = arg("seconds without a call of any rank after which ranks that wait are compared", "SECONDS", 5.0,
+                      positive=True)  # fmt: skip
+    expect: str | None = arg("layout that the program must have, such as dp=2,tp=2,zero=3,precision=fp32", "LAYOUT")
+    budget: str | None = arg("most of a rank: memory=8GB (all classes), bytes=1GB (sent per step)", "NAME=SIZE,...")
+    out: Path | None = arg("keep the recording in this folder", "FOLDER")
+    plan: Path | None = arg("compare files with this prediction (shardwise estimate --json > FILE)", "FILE")
+    model: str | None = arg("name or config.json of its model, for advice (the program's, where it has one)", "MODEL")
+    cluster: str | None = arg("devices, for advice: what plan would do", "NAME", needs="seq batch")
+    seq: int | None = arg("tokens per sequence, for advice", "N", read=lambda option, text: length_of(text),
+                          needs="cluster")  # fmt: skip
+    batch: int | None = arg("sequences per step, for advice", "N", positive=True, needs="cluster")
+    files: tuple[Path, ...] = word("files or folders, in place of a program", "FILES", ())
+    program = ()
+    """The words of a command behind `--`."""
+
+
+def run(args: AuditOptions) -> int:
+    from shardwise.audit.result import audit_lines, audit_of, failures_of
+    from shardwise.layout import Layout
+
+    if bool(args.program) == bool(args.files):
+        raise UserError("name files, or a program: shardwise audit -- torchrun --nproc-per-node 2 train.py")
+    if args.files and not (len(args.files) == 1 and any(args.files[0].glob("*.jsonl"))):
+        return _files(args)
+    expect, most = Layout.parse(args.expect) if args.expect else None, _budget(args.budget)
+    job = _read(args.files[0]) if args.files else _recorded(args)
+    audit = audit_of(job, shlex.join(args.program))
+    advice = _advice(args, job, audit.understood.layout)
+    audit = replace(audit, failures=failures_of(audit, expect, most), advice=advice)
+    print_result(args, audit.to_json, audit_lines(audit))
+    return audit.exit_code
+
+
+def _files(args: AuditOptions) -> int:
+    """Read what other software recorded."""
+    from shardwise.audit.files.result import audit_files
+    from shardwise.report import StepReport
+
+    if given := [name for name in ("expect", "budget", "out", "cluster") if getattr(args, name) is not None]:
+        raise UserError(f"--{given[0]} is for programs and what --out has written: leave it out")
+    if not args.files[0].exists() and len(args.files) > 1:
+        raise UserError(
+            f"{args.files[0]} is no file; a program comes behind --: shardwise audit -- {args.files[0]} ..."
+        )
+    result = audit_files(args.files, None if args.plan is None else StepReport.read(args.plan))
+    print_result(args, result.to_json, result.tables())
+    return 1 if result.desync and result.desync.kind != "unfinished" else 0
+
+
+def _recorded(args: AuditOptions) -> AuditedJob:
+    """Run the program; lines that it prints go to standard error with --json."""
+    from shardwise.audit.job import run_audited
+    from shardwise.runtime.job.locks import temporary_folder
+    from shardwise.runtime.job.output import say
+    from shardwise.runtime.job.signals import handled
+
+    received: list[int] = []
+    with temporary_folder() as temporary:
+        folder = args.out or temporary
+        with os_errors(f"write {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.glob("*.jsonl")):
+            raise UserError(f"{folder} has a recording: give a new folder, or remove it")
+        with handled(_SIGNALS, lambda number, frame: received.append(number)):
+            return run_audited(list(args.program), folder, args.hang, received, say, stdout=2 if args.json else None)
+
+
+def _read(folder: Path) -> AuditedJob:
+    from shardwise.audit.differences import first_difference
+    from shardwise.audit.job import AuditedJob
+    from shardwise.audit.reading import read_folder
+
+    recordings = read_folder(folder)
+    if not recordings:
+        raise UserError(f"{folder} has no recording of shardwise audit --out")
+    last = max((call.end or call.begin or 0.0 for one in recordings for call in one.calls), default=0.0)
+    seconds = max(0.0, last - min(one.begin for one in recordings))
+    return AuditedJob(0, seconds, recordings, first_difference(recordings), False)
+
+
+def _budget(text: str | None) -> dict[str, int]:
+    """Name -> bytes. Raises `UserError`."""
+    most = {}
+    for item in (text or "").split(",") if text else ():
+        name, _, size = item.partition("=")
+        if name.strip() not in _BUDGETS:
+            raise UserError(f"--budget {item}: give memory=SIZE or bytes=SIZE, such as memory=8GB,bytes=1GB")
+        most[name.strip()] = bytes_of("--budget", size)
+    return most
+
+
+def _advice(args: AuditOptions, job: AuditedJob, layout: Layout | None) -> tuple[str, ...]:
+    """What `plan` would do on the cluster, where the model is known."""
+    config = next((one.model[2] for one in job.recordings if one.model and one.model[2]), None)
+    if args.cluster is None:
+        return ()
+    from shardwise.model.catalog import resolve
+    from shardwise.model.huggingface import read_fields
+    from shardwise.planner.plan import plan
+    from shardwise.predict.estimate import estimate
+
+    if args.model:
+        model = resolve(args.model)
+    elif config is not None:
+        model = read_fields(config, "the program's model")
+    else:
+        raise UserError("the program's model is not known: give --model NAME beside --cluster")
+    best = plan(model, args.cluster, seq=args.seq, batch=args.batch, top=1, explain=False).winner
+    text = f"plan's best for {args.cluster}: {best.layout}"
+    if layout is not None:
+        try:
+            now = estimate(model, layout, cluster=args.cluster, seq=args.seq, batch=args.batch)
+        except UserError as error:
+            return (f"{text}; {layout} there: {error}",)
+        if now.timing is not None:
+            faster = now.timing["seconds"] / best.seconds
+            text += f", {faster:.2f} times as fast as {layout}"
+    return (text,)

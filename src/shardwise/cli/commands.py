@@ -18,7 +18,6 @@ GROUPS = {
     },
     "Inspect": {
         "compare": "compare a run with its prediction, or two step reports",
-        "audit": "who is late, who differs, where time goes: other software's traces",
         "checkpoint": "inspect, verify, reshard, diff, export or import checkpoints",
         "sync": "parameter servers: staleness and waiting of workers",
         "studio": "draw memory, communication and schedules in a browser",
@@ -28,6 +27,7 @@ GROUPS = {
         "trace": "describe your module in a file for estimate and plan",
     },
     "Other engines": {
+        "audit": "what a job of any engine sends and holds, and which rank differs",
         "explain": "read a vLLM, DeepSpeed, Megatron-LM or torchtitan configuration",
         "emit": "write a layout as the configuration of another engine",
     },

@@ -288,8 +288,16 @@ def _default_text(item: Declared) -> str:
 # -- Checks
 
 
+PROGRAMS = ("audit",)
+"""Commands that take a program behind `--` in place of words of their own, as `program` of their options."""
+
+
 def read(name: str, argv: list[str]) -> tuple[Any, Run]:
     """(options, what runs) of a command's line, with those of the file that --config names. Raises `UserError`."""
+    program: dict[str, Any] = {}
+    if name in PROGRAMS and "--" in argv:
+        at = argv.index("--")
+        argv, program = argv[:at], {"program": tuple(argv[at + 1 :])}
     if any(item.partition("=")[0] == "--config" for item in argv):
         from shardwise.cli.run_file import values_of
 
@@ -297,7 +305,7 @@ def read(name: str, argv: list[str]) -> tuple[Any, Run]:
     else:
         values = vars(parser_of(name).parse_args(argv))
     kind, run = command_of(name, values.pop("action", None))
-    return options_of(kind, values), run
+    return options_of(kind, values | program), run
 
 
 def options_of(kind: type[CommandOptions], values: dict[str, Any]) -> Any:

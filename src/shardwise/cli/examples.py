@@ -41,7 +41,6 @@ EXAMPLES = {
         "shardwise lab --nodes 2 -- torchrun --nproc-per-node 2 train.py",
     ),
     "compare": ("shardwise compare runs/first", "shardwise compare a.json b.json"),
-    "audit": ("shardwise audit dumps", "shardwise audit trace_rank_0.json.gz trace_rank_1.json.gz"),
     "checkpoint": (
         "shardwise checkpoint verify runs/first",
         "shardwise checkpoint export runs/first --out exported --dtype float32",
@@ -61,6 +60,12 @@ EXAMPLES = {
     "trace": (
         "shardwise trace model.py:build --out model.json",
         "shardwise trace model.py:build --out small.json --tp 1",
+    ),
+    "audit": (
+        "shardwise audit -- torchrun --nproc-per-node 4 train.py",
+        "shardwise audit --expect dp=4,zero=3,precision=fp32 --budget memory=8GB --json -- torchrun --nproc-per-node 4 "
+        "train.py",
+        "shardwise audit trace_rank_0.json.gz trace_rank_1.json.gz",
     ),
     "explain": (
         'shardwise explain "vllm serve meta-llama/Llama-3.1-70B --tensor-parallel-size 8" --cluster 8xH100',

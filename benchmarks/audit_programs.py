@@ -1,0 +1,96 @@
+"""Audits of generated programs of other engines, with and without a mistake: what is recovered and what is named.
+
+    python benchmarks/audit_programs.py [--kinds NAME,...] [--mistakes NAME,...] [--seeds N] [--json FILE]
+
+Prints a line per program and a summary: layouts recovered and false alarms of the clean programs; of those with a
+mistake, how many were named at the right rank and line, how many "not sure", and how long after the rank's mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from harness import audited_programs
+from harness.audited_programs import Program, program
+from harness.audits import AuditServer
+from shardwise.audit.job import AuditedJob
+from shardwise.audit.understanding import understand
+from shardwise.layout import Layout
+
+
+def judged(item: Program, job: AuditedJob) -> dict[str, Any]:
+    """How an audit compares with what is true of its program."""
+    row: dict[str, Any] = {"kind": item.name, "mistake": item.mistake, "seconds": job.seconds, "code": job.code}
+    found = job.difference
+    row["said"] = found.text if found else ""
+    if not item.mistake:
+        understood = understand(job.recordings)
+        expected = Layout.parse(f"{item.layout},precision=fp32")
+        row["layout"], row["expected"] = str(understood.layout), str(expected)
+        row["recovered"] = understood.fits(expected)
+        row["alarm"] = found is not None or job.code != 0
+        return row
+    row["sure"] = bool(found and found.sure)
+    row["rank"] = bool(found and found.ranks == (item.wrong,))
+    row["line"] = bool(found and found.where.startswith("train.py:") and int(found.where.split(":")[1]) in item.lines)
+    row["kind_named"] = found.kind if found else ""
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", default=",".join(audited_programs.KINDS))
+    parser.add_argument("--mistakes", default=",".join(("", *audited_programs.MISTAKES)))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    began = time.monotonic()
+    home = tempfile.TemporaryDirectory()
+    server = AuditServer(Path(home.name))
+    for seed in range(args.first, args.first + args.seeds):
+        for kind in args.kinds.split(","):
+            for mistake in args.mistakes.split(","):
+                if (mistake, kind) in audited_programs.NEVER:
+                    continue
+                item = program(kind, seed, mistake)
+                with tempfile.TemporaryDirectory() as folder:
+                    job = server.audit(item, Path(folder))
+                    log = Path(folder, "log").read_text()
+                row = judged(item, job)
+                good = (
+                    row["recovered"] and not row["alarm"]
+                    if not mistake
+                    else row["sure"] and row["rank"] and row["line"]
+                )
+                rows.append(row | {"seed": seed, "good": good, "hung": job.hung})
+                print(f"{'ok ' if good else 'BAD'} {kind:12} {mistake or 'clean':10} seed {seed} {job.seconds:5.1f} s  "
+                      f"{row.get('layout', '')} {row['said'][:150]}", flush=True)  # fmt: skip
+                if not good:
+                    print("   ", "expected", row.get("expected", (item.wrong, item.lines)), "exit", job.code)
+                    print("\n".join("        " + line for line in log.splitlines()[-3:]) if not mistake else "")
+    server.close()
+    clean, broken = [row for row in rows if not row["mistake"]], [row for row in rows if row["mistake"]]
+    print(f"{len(rows)} programs in {time.monotonic() - began:.0f} s")
+    print(
+        f"clean: {sum(r['recovered'] for r in clean)} of {len(clean)} layouts, {sum(r['alarm'] for r in clean)} alarms"
+    )
+    named = sum(r["sure"] and r["rank"] and r["line"] for r in broken)
+    unsure = sum(not r["sure"] for r in broken)
+    print(f"mistakes: {named} of {len(broken)} named at rank and line; {unsure} not sure; "
+          f"{len(broken) - named - unsure} wrong")  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

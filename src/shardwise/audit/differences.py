@@ -1,0 +1,566 @@
+"""The first rank, call and line at which ranks of a program differ.
+
+Evidence that something is wrong is hard: calls of one group that cannot meet (another operation, size, type or root), a
+rank that died, raised or ended, or ranks that wait for one another. Where it began is then located by comparing what
+the ranks did, lines and optimizer steps included; lines alone never make a program wrong, since ranks may take
+different branches to the same call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from shardwise.audit.calls import Call
+from shardwise.audit.reading import RankRecording
+from shardwise.codec import Json
+from shardwise.report.units import format_bytes, format_ranks
+
+Kind = Literal[
+    "skipped", "extra", "reordered", "operation", "size", "dtype", "root", "group", "died", "error", "ended", "waiting"
+]  # fmt: skip
+_REACH = 12
+"""Calls over which a shift between two ranks is looked for."""
+_CONTEXT = 200
+"""Calls before one that are compared with what came before others like it."""
+_CLEAR = 1.25
+"""Times as many calls before one that came before others like it, for a rank to be taken as right."""
+_COMMUNICATION = ("connection", "peer", "gloo", "nccl", "timed out", "timeout", "preamble", "dist", "unhandled system")
+"""Words of errors that follow from what another rank did."""
+
+
+class CallSignature(NamedTuple):
+    """A call as it can be compared between ranks; a step of the optimizer has no `op`."""
+
+    op: str = ""
+    size: int = 0
+    dtype: str = ""
+    where: str = ""
+    ranks: int = 0
+    root: int | None = None
+
+    def fits(self, other: CallSignature) -> bool:
+        """Whether both can be one collective; that of a barrier is any other."""
+        mine, theirs = self._replace(where="", ranks=0), other._replace(where="", ranks=0)
+        return mine == theirs or (self.op == other.op == "barrier")
+
+
+@dataclass(frozen=True)
+class Difference(Json):
+    """Where ranks began to differ."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    """Ranks that do something else than the others; all that may, where `sure` is false."""
+    sure: bool
+    where: str
+    """file:line of the call that is wrong or missing."""
+    op: str
+    step: int
+    """Optimizer steps before it."""
+    text: str
+    """One sentence."""
+    waiting: tuple[str, ...] = ()
+    """What every rank was doing at the end."""
+
+    json_omits = ("waiting",)
+
+
+def signature_of(call: Call) -> CallSignature:
+    """What must be equal on all ranks, with the line."""
+    size = 0
+    match call.op:
+        case "all_reduce" | "reduce" | "broadcast" | "reduce_scatter" | "send" | "all_gather_into" | "gather":
+            size = call.inputs
+        case "all_gather" | "recv" | "scatter":
+            size = call.outputs
+    root = call.peer if call.op in ("broadcast", "reduce", "gather", "scatter") else None
+    dtype = "" if call.op == "barrier" else call.dtype
+    return CallSignature(call.op, size, dtype, call.where, len(call.group), root)
+
+
+class _Place(NamedTuple):
+    """One entry of a rank's sequence; `call` is None for a step of the optimizer."""
+
+    token: CallSignature
+    call: Call | None
+
+
+_STEP = _Place(CallSignature(), None)
+
+
+def _with_steps(calls: Sequence[Call], steps: int) -> list[_Place]:
+    """Calls, and the rank's steps between them."""
+    places, step = [], 0
+    for call in calls:
+        places += [_STEP] * (call.step - step)
+        step = call.step
+        places.append(_Place(signature_of(call), call))
+    return places + [_STEP] * (steps - step)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Calls of one group, or messages of one pair, that do not match."""
+
+    calls: dict[int, list[Call]]
+    """Rank -> its calls in the group."""
+    index: int
+    """The first that does not match."""
+    time: float
+    hard: bool
+
+    def unmatched(self) -> list[Call]:
+        return [some[self.index] for some in self.calls.values() if self.index < len(some)]
+
+
+class _Program:
+    """All recordings, by group and by pair."""
+
+    def __init__(self, recordings: Sequence[RankRecording]) -> None:
+        self.recordings = {one.rank: one for one in recordings}
+        self.whole = {one.rank: [_STEP, *_with_steps(one.calls, len(one.steps))] for one in recordings}
+        self.groups: dict[Any, dict[int, list[Call]]] = {}
+        anyone = set()
+        for one in recordings:
+            for call in one.calls:
+                if call.op in ("send", "recv"):
+                    ends = (one.rank, call.peer) if call.op == "send" else (call.peer, one.rank)
+                    anyone |= {one.rank} if call.peer is None else set()
+                    key: Any = ("message", *ends)
+                else:
+                    key = call.comm, call.group
+                self.groups.setdefault(key, {}).setdefault(one.rank, []).append(call)
+        for key in [key for key in self.groups if key[0] == "message" and ({*key[1:]} & anyone or None in key)]:
+            del self.groups[key]  # messages that a rank takes from anyone cannot be paired
+        for key, calls in self.groups.items():
+            members = key[1:] if key[0] == "message" else key[1]
+            for rank in members:
+                if rank in self.recordings:
+                    calls.setdefault(rank, [])
+        self.positions: dict[CallSignature, list[tuple[int, int]]] = defaultdict(list)
+        for rank, places in self.whole.items():
+            for index, place in enumerate(places):
+                self.positions[_role(place.token)].append((rank, index))
+
+    def index(self, call: Call) -> int:
+        return next(i for i, place in enumerate(self.whole[call.rank]) if place.call is call)
+
+    def calls(self, rank: int) -> tuple[Call, ...]:
+        return self.recordings[rank].calls
+
+    def lacks(self, rank: int, call: Call) -> bool:
+        """Whether a rank made fewer calls of this line on this group than the rank of the call."""
+        key = call.where, call.comm, call.group
+        mine, theirs = (
+            sum((entry.where, entry.comm, entry.group) == key for entry in self.calls(r)) for r in (rank, call.rank)
+        )
+        return mine < theirs
+
+    def first(self, call: Call) -> bool:
+        """Whether no rank made a call at this line before."""
+        before = (entry for one in self.recordings.values() for entry in one.calls if entry.where == call.where)
+        return all(
+            entry is call or (entry.step, entry.begin or 0.0) >= (call.step, call.begin or 0.0) for entry in before
+        )
+
+    def usual(self, rank: int, index: int) -> int:
+        """How many calls before this one also came before one like it, elsewhere."""
+        places = self.whole[rank]
+        if index >= len(places):
+            return 0
+        best = 0
+        for other, at in self.positions[_role(places[index].token)]:
+            if (other, at) == (rank, index):
+                continue
+            theirs, length = self.whole[other], 1
+            while length < min(_CONTEXT, index + 1, at + 1) and _role(places[index - length].token) == _role(
+                theirs[at - length].token
+            ):
+                length += 1
+            best = max(best, length)
+        return best
+
+
+def _role(token: CallSignature) -> CallSignature:
+    return token._replace(root=None)
+
+
+def _pair(token: CallSignature) -> CallSignature:
+    """A message as both of its ends see it."""
+    return token._replace(op="message", where="", ranks=0) if token.op in ("send", "recv") else token
+
+
+def _candidates(program: _Program) -> Iterator[_Candidate]:
+    for calls in program.groups.values():
+        lengths = [len(some) for some in calls.values()]
+        if not lengths:
+            continue
+        for index in range(max(lengths)):
+            here = [some[index] for some in calls.values() if index < len(some)]
+            time = min(call.begin or 0.0 for call in here)
+            first, *others = [_pair(signature_of(call)) for call in here]
+            if not all(first.fits(other) for other in others):
+                yield _Candidate(calls, index, time, True)
+                break
+            if len(here) < len(calls):
+                ended = program.recordings[here[0].rank].exit is not None
+                if ended or any(call.op != "send" or call.state != "completed" for call in here):
+                    yield _Candidate(calls, index, time, False)
+                break
+
+
+def first_difference(recordings: Sequence[RankRecording]) -> Difference | None:
+    """Where ranks that made calls of the same groups began to differ; None where all their calls meet.
+
+    A program that still runs differs also where a rank has not arrived yet: ask when nothing has moved for a while.
+    """
+    program = _Program(recordings)
+    results = sorted(_candidates(program), key=lambda one: (not one.hard, one.time))
+    ends = _ended(program)
+    if results and results[0].hard:
+        return _finish(program, _located(program, results[0]))
+    if ends is not None:
+        return _finish(program, ends)
+    waits = [_located(program, one) for one in results[:_REACH] if not one.hard]
+    # A rank that skips a call may be seen from both sides: that it went on, and that it did not come.
+    waits.sort(key=lambda one: (not one.sure, one.kind == "extra"))
+    return _finish(program, waits[0]) if waits else None
+
+
+def _finish(program: _Program, difference: Difference) -> Difference:
+    waiting = tuple(_doing(one) for one in program.recordings.values())
+    return Difference(**{**vars(difference), "waiting": waiting})
+
+
+def _doing(one: RankRecording) -> str:
+    open_calls = [call for call in one.calls if call.state != "completed"]
+    if one.error is not None:
+        return f"rank {one.rank}: {one.error[1]}" + (f" ({one.error[2]})" if one.error[2] else "")
+    if one.killed:
+        return f"rank {one.rank}: gone" + (f"; its last call: {_said(one.calls[-1])}" if one.calls else "")
+    if open_calls:
+        return f"rank {one.rank}: in {_said(open_calls[0])}"
+    if one.exit is not None:
+        return f"rank {one.rank}: ended"
+    if one.position is not None and one.position[1]:
+        return f"rank {one.rank}: outside of any call, at {one.position[1]}"
+    return f"rank {one.rank}: " + (f"behind {_said(one.calls[-1])}" if one.calls else "no call yet")
+
+
+def _said(call: Call) -> str:
+    """A call in words."""
+    size = max(call.inputs, call.outputs)
+    what = call.op + (f" of {format_bytes(size)} {call.dtype}" if size and call.op != "barrier" else "")
+    if call.op in ("send", "recv"):
+        what += f" {'to' if call.op == 'send' else 'from'} rank {call.peer}" if call.peer is not None else ""
+    elif call.group:
+        what += f" on {format_ranks(call.group)}"
+    return f"{what} at {call.where}" if call.where else what
+
+
+def _ended(program: _Program) -> Difference | None:
+    """A rank that died or raised, the first one."""
+    ends: list[tuple[float, RankRecording]] = []
+    for one in program.recordings.values():
+        if one.error is not None and not any(word in one.error[1].lower() for word in _COMMUNICATION):
+            ends.append((one.error[0], one))
+        elif one.killed:
+            ends.append((one.died or 0.0, one))
+    if not ends:
+        return None
+    _, one = min(ends, key=lambda end: end[0])
+    last = one.calls[-1] if one.calls else None
+    step = last.step if last else 0
+    if one.error is not None:
+        where = one.error[2]
+        return Difference(
+            "error", (one.rank,), True, where, last.op if last else "", step, f"rank {one.rank} raised {one.error[1]}"
+        )
+    where, text = (last.where, f"; its last call was {_said(last)}") if last else ("", " before its first call")
+    return Difference("died", (one.rank,), True, where, last.op if last else "", step, f"rank {one.rank} died{text}")
+
+
+# -- Where a difference began
+
+
+def _located(program: _Program, candidate: _Candidate) -> Difference:
+    """The place at which the ranks of a candidate began to differ."""
+    steps = [len(program.recordings[rank].steps) for rank in candidate.calls]
+    marked = max(steps) - min(steps) <= 1
+    messages = any(call.op in ("send", "recv") for some in candidate.calls.values() for call in some)
+    sequences = {
+        rank: _with_steps(calls, len(program.recordings[rank].steps))
+        if marked
+        else [_Place(signature_of(call), call) for call in calls]
+        for rank, calls in candidate.calls.items()
+    }
+    see: Callable[[CallSignature], CallSignature] = _pair if messages else lambda token: token
+    index = _diverged(sequences, see, candidate)
+    unlike: dict[CallSignature | None, list[int]] = defaultdict(list)
+    for rank, places in sequences.items():
+        token = see(places[index].token) if index < len(places) else None
+        unlike[token].append(rank)
+    ranks, sure = _deviants(program, sequences, index, list(unlike.values()), see)
+    others = [rank for rank in sequences if rank not in ranks]
+    if not sure or not others:
+        return _unsure(sequences, index, candidate)
+    return _described(program, sequences, index, ranks, others) or _unsure(sequences, index, candidate)
+
+
+def _diverged(
+    sequences: dict[int, list[_Place]], see: Callable[[CallSignature], CallSignature], candidate: _Candidate
+) -> int:
+    """The first index at which sequences do something else, or are shifted against one another."""
+    longest = max(map(len, sequences.values()))
+    for index in range(longest):
+        tokens = {r: see(places[index].token) if index < len(places) else None for r, places in sequences.items()}
+        kinds = set(tokens.values())
+        if len(kinds) == 1 or kinds == {None, see(_STEP.token)}:  # a rank that waits has not come to its step
+            continue
+        if None in kinds or not all(a.fits(b) for a in kinds for b in kinds if a and b):
+            return index
+        if any(_shifted(sequences[a], sequences[b], index) for a in sequences for b in sequences):
+            return index
+    calls = (some[last] for some in sequences.values() for last in range(len(some)) if some[last].call is not None)
+    unmatched = next(place for place in calls if place.call in candidate.unmatched())
+    return next(some.index(unmatched) for some in sequences.values() if unmatched in some)
+
+
+def _shifted(a: list[_Place], b: list[_Place], index: int) -> bool:
+    """Whether one does here, by its line, what the other does later, and not now."""
+    mine, theirs = a[index].token, [place.token for place in b[index : index + _REACH]]
+    return mine != theirs[0] and mine in theirs[1:]
+
+
+def _deviants(
+    program: _Program, sequences: dict[int, list[_Place]], index: int, classes: list[list[int]],
+    see: Callable[[CallSignature], CallSignature],
+) -> tuple[list[int], bool]:  # fmt: skip
+    """(ranks that differ, whether that is sure): a minority, or who does what has not been done before."""
+    classes.sort(key=len)
+    total = len(sequences)
+    minority = [rank for some in classes[:-1] for rank in some]
+    if len(minority) * 2 < total:
+        return minority, True
+    if odd := _by_count(sequences, index, see):
+        return odd, True
+    scores = {}
+    for some in classes:
+        scores[tuple(some)] = max(_habit(program, sequences[rank], index, rank) for rank in some)
+    best = max(scores.values())
+    odd = [rank for some, score in scores.items() if score < best for rank in some]
+    calls = [sequences[rank][index].call for rank in odd if index < len(sequences[rank])]
+    if any(call is not None and program.first(call) for call in calls):
+        return minority, False  # a line that is new may be right, and the rank that did not come to it wrong
+    rest = max((score for score in scores.values() if score < best), default=best)
+    # New arguments of a line that both are at need no more than one call like it before.
+    lines = {some[index].token.where if index < len(some) else "" for some in sequences.values()}
+    clear = best >= (1 if rest == 0 and len(lines) == 1 else 2) and best >= _CLEAR * rest
+    return (odd, True) if odd and clear and list(scores.values()).count(best) == 1 else (minority, False)
+
+
+def _by_count(
+    sequences: dict[int, list[_Place]], index: int, see: Callable[[CallSignature], CallSignature]
+) -> list[int]:
+    """Ranks that made a call less, or else more, often in this step than all did in every other step."""
+    made: dict[int, list[list[CallSignature]]] = {}
+    for rank, places in sequences.items():
+        made[rank] = [[]]
+        for place in places:
+            if place.call is None:
+                made[rank].append([])
+            else:
+                made[rank][-1].append(see(place.token))
+    step = {rank: sum(place.call is None for place in places[:index]) for rank, places in sequences.items()}
+    others = [one for rank, some in made.items() for at, one in enumerate(some[:-1]) if at != step[rank]]
+    less, more = set(), set()
+    for token in {token for one in others for token in one}:
+        usual = {one.count(token) for one in others}
+        due = max(usual)
+        # What no rank makes in this step is made once, as a setup is.
+        if len(usual) == 1 and any(token in some[step[rank]] for rank, some in made.items()):
+            ends = [len(one) - one[::-1].index(token) for one in others]
+            # Calls that follow all of these.
+            behind = set.intersection(*(set(one[end:]) - set(one[:end]) for one, end in zip(others, ends, strict=True)))
+            for rank, some in made.items():
+                here = some[step[rank]]
+                over = step[rank] < len(some) - 1 or bool(behind & set(here))
+                less |= {rank} if here.count(token) < due and over else set()
+                more |= {rank} if here.count(token) > due else set()
+    odd = less or more
+    return sorted(odd) if len(odd) < len(sequences) else []
+
+
+def _habit(program: _Program, places: list[_Place], index: int, rank: int) -> int:
+    """How usual what a rank did here is, after what it did before."""
+    if index < len(places) and (call := places[index].call) is not None:
+        return program.usual(rank, program.index(call))
+    before = [place.call for place in places[:index] if place.call is not None]
+    whole = program.recordings[rank].calls
+    if whole and whole[-1].state != "completed":
+        return program.usual(rank, program.index(whole[-1]))  # where it waits
+    return program.usual(rank, program.index(before[-1]) + 1 if before else max(0, len(program.whole[rank]) - 1))
+
+
+def _unsure(sequences: dict[int, list[_Place]], index: int, candidate: _Candidate) -> Difference:
+    """Ranks differ, and nothing says which of them is wrong."""
+    here = {rank: places[index].call for rank, places in sequences.items() if index < len(places)}
+    calls = [call for call in here.values() if call is not None]
+    if not calls:
+        calls = candidate.unmatched()
+    first = calls[0]
+    said = "; ".join(f"rank {call.rank} makes {_said(call)}" for call in calls[:4])
+    missing = [rank for rank in sequences if rank not in {call.rank for call in calls}]
+    said += f"; {format_ranks(tuple(missing))} does not" if missing else ""
+    return Difference(
+        "waiting", tuple(sequences), False, first.where, first.op, first.step, f"not sure which rank is wrong: {said}"
+    )
+
+
+def _described(
+    program: _Program, sequences: dict[int, list[_Place]], index: int, ranks: list[int], others: list[int]
+) -> Difference | None:
+    """What deviating ranks did in place of what the others did."""
+    rank = ranks[0]
+    mine, theirs = sequences[rank][index:], sequences[others[0]][index:]
+    who = format_ranks(tuple(ranks))
+    made, due = (mine[0].call if mine else None), (theirs[0].call if theirs else None)
+    kind = _kind(sequences, index, rank, others[0])
+    elsewhere = _elsewhere(program, rank, others, kind, made, due)
+    if elsewhere is not None:
+        wrong, right = elsewhere
+        text = f"{who} made {_said(wrong)}, where rank {right.rank} made it on {format_ranks(right.group)}"
+        return Difference("group", tuple(ranks), True, wrong.where, wrong.op, wrong.step, text)
+    named = due if kind == "skipped" else made or due
+    if named is None:
+        return None
+    made_before = [place.call for place in sequences[rank] if place.call is not None]
+    if kind == "skipped" and named.op in ("send", "recv"):
+        op, where = ("recv", "send")[named.op == "recv"], made_before[-1].where if made_before else named.where
+        text = f"{who} made no {op} for {_said(named)} of rank {named.rank}" + (
+            f"; its last: {where}" if made_before else ""
+        )
+        return Difference(kind, tuple(ranks), True, where, op, named.step, text)
+    if kind == "skipped":
+        partner = "waited in" if named.state != "completed" else "made"
+        text = f"{who} skipped {_said(named)}, which rank {named.rank} {partner}"
+        follows = next((place.call for place in mine if place.call is not None), None)
+        text += f"; next it made {_said(follows)}" if follows is not None else ""
+    elif kind == "extra":
+        text = f"{who} made one call more: {_said(named)}"
+    elif kind == "reordered" and due is not None:
+        text = f"{who} made {_said(named)} before {_said(due)}, and the others behind it"
+    else:
+        text = f"{who} made {_said(named)}" + (f", where rank {due.rank} made {_said(due)}" if due else "")
+    if kind == "skipped" and program.recordings[rank].exit is not None and not mine:
+        text += "; it has ended"
+    return Difference(kind, tuple(ranks), True, named.where, named.op, named.step, text)
+
+
+def _distance(sequences: dict[int, list[_Place]], index: int, rank: int, sought: CallSignature) -> int:
+    """How many calls behind a rank's call at an index another call comes; `_REACH` for none. A rank that could not
+    continue is taken to do what followed such a call before."""
+    places = sequences[rank][index : index + _REACH]
+    if len(places) > 1:
+        runs = [places]
+    else:
+        earlier = [some[:index] for some in sequences.values()]
+        runs = [
+            some[at : at + _REACH]
+            for some in earlier
+            for at in range(len(some))
+            if places and some[at].token == places[0].token
+        ]
+    tokens = [[place.token for place in run[1:]] for run in runs]
+    return min((run.index(sought) + 1 for run in tokens if sought in run), default=_REACH)
+
+
+def _kind(sequences: dict[int, list[_Place]], index: int, rank: int, other: int) -> Kind:
+    """How a rank's sequence differs from another's, from the first place at which it does."""
+    mine, theirs = sequences[rank][index:], sequences[other][index:]
+    if not mine or mine[0].call is None:
+        return "skipped"
+    if not theirs or theirs[0].call is None:
+        return "extra"
+    a, b = [place.token for place in mine], [place.token for place in theirs]
+    # How far behind a rank's first call the other's comes.
+    later, sooner = (_distance(sequences, index, r, t) for r, t in ((other, mine[0].token), (rank, theirs[0].token)))
+    if a[1:2] == [b[0]] and b[1:2] == [a[0]]:
+        return "reordered"
+    if later == _REACH and a[0].where == b[0].where and a[0].op == b[0].op:
+        return "dtype" if a[0].dtype != b[0].dtype else "size" if a[0].size != b[0].size else "root"
+    if later == sooner == _REACH:
+        return "operation"
+    return "skipped" if later <= sooner else "extra"
+
+
+def _elsewhere(
+    program: _Program, rank: int, others: list[int], kind: Kind, made: Call | None, due: Call | None
+) -> tuple[Call, Call] | None:
+    """(the call, another rank's) where a call was made on another group than the others made it on."""
+    if made is not None and kind in ("extra", "operation"):
+        for right in (call for other in program.recordings if other != rank for call in program.calls(other)):
+            if _twin(right, made) and rank in right.group and program.lacks(rank, right):
+                return made, right
+    if due is not None and kind in ("skipped", "operation"):
+        for wrong in reversed(program.calls(rank)):
+            if _twin(wrong, due) and (due.rank not in wrong.group or program.lacks(due.rank, wrong)):
+                return wrong, due
+    return None
+
+
+def _twin(call: Call, other: Call) -> bool:
+    """Whether two calls are one of the program, on different groups."""
+    if (other.op, other.where, other.inputs) != (call.op, call.where, call.inputs):
+        return False
+    return (other.comm, other.group) != (call.comm, call.group)
+
+
+# -- Who waits for whom
+
+
+@dataclass(frozen=True)
+class LateRank(Json):
+    """A rank for which others wait."""
+
+    rank: int
+    seconds: float
+    """Sum over its calls of how much longer the first of the others had waited."""
+    share: float
+    """Of the time from the first step to the end."""
+    calls: int
+    where: str
+    """file:line of the calls that are waited for the longest."""
+
+
+def late_ranks(recordings: Sequence[RankRecording]) -> list[LateRank]:
+    """Ranks that arrive last at collectives, the one that costs most first. Clocks of several hosts are compared."""
+    program = _Program(recordings)
+    waited: Counter[int] = Counter()
+    places: Counter[tuple[int, str]] = Counter()
+    counts: Counter[int] = Counter()
+    begins, ends = [], []
+    for key, calls in program.groups.items():
+        if key[0] == "message" or len(calls) < 2:
+            continue
+        for some in zip(*calls.values(), strict=False):
+            if some[0].step == 0 or any(call.begin is None for call in some):
+                continue
+            first, last = min(c.begin or 0.0 for c in some), max(some, key=lambda c: c.begin or 0.0)
+            begins.append(first)
+            ends.append(last.begin or 0.0)
+            waited[last.rank] += (last.begin or 0.0) - first  # type: ignore[assignment]
+            places[last.rank, last.where] += (last.begin or 0.0) - first  # type: ignore[assignment]
+            counts[last.rank] += 1
+    if not begins or (whole := max(ends) - min(begins)) <= 0:
+        return []
+    return [
+        LateRank(
+            rank, seconds, seconds / whole, counts[rank],
+            max((where for r, where in places if r == rank), key=lambda where: places[rank, where]),
+        )
+        for rank, seconds in waited.most_common()
+    ]  # fmt: skip

@@ -1,0 +1,145 @@
+"""Recordings of ranks: read from the lines that `recorder.py` writes, or made of calls that other software recorded."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.audit.calls import Call
+
+
+@dataclass(frozen=True)
+class StepMark:
+    """An optimizer step of one rank."""
+
+    step: int
+    """1, 2, ..."""
+    time: float
+    """Seconds of the clock."""
+    waited: float
+    """Seconds of the step in `Work.wait`."""
+    bytes: Mapping[str, int] | None
+    """Class -> bytes, of the steps that were measured."""
+
+
+@dataclass(frozen=True)
+class RankRecording:
+    """What is known of one rank."""
+
+    rank: int
+    calls: tuple[Call, ...]
+    world: int = 0
+    pid: int = 0
+    host: str = ""
+    begin: float = 0.0
+    backend: str = ""
+    steps: tuple[StepMark, ...] = ()
+    model: tuple[str, int, dict[str, Any] | None, list[Any]] | None = None
+    """(class, parameters of this rank, Hugging Face's configuration, [name, shape, dtype, trained,
+    elements on this rank] of each)."""
+    pipeline: tuple[str, int, int] | None = None
+    """(class of torch's schedule, micro-batches, stages of this rank)."""
+    exit: float | None = None
+    """Seconds of the clock when Python ended, by itself or with an error."""
+    error: tuple[float, str, str] | None = None
+    """(seconds of the clock, text, file:line) of the exception that ended it."""
+    died: float | None = None
+    """Seconds of the clock when its process was seen to be gone."""
+    position: tuple[float, str, str] | None = None
+    """(seconds of the clock, file:line, innermost function) of a program that makes no call for a while."""
+    lost: int = 0
+    """Things that the recorder failed to note."""
+
+    @property
+    def killed(self) -> bool:
+        """Whether its process ended without leaving Python."""
+        return self.died is not None and self.exit is None
+
+
+@dataclass
+class _Lines:
+    """One file while it is read."""
+
+    groups: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)
+    calls: dict[int, Call] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    steps: list[StepMark] = field(default_factory=list)
+    lost: int = 0
+
+    def add(self, kind: str, items: list[Any]) -> None:
+        match kind:
+            case "rank":
+                names = ("rank", "world", "pid", "host", "begin")
+                self.values |= dict(zip(names, items, strict=False)) | {"backend": items[6]}
+            case "group":
+                self.groups[items[0]] = items[1], tuple(items[2])
+            case "place":
+                self.places[items[0]] = items[1]
+            case "call":
+                self.call(*items)
+            case "end":
+                self.calls[items[0]] = replace(self.calls[items[0]], end=items[1], state="completed")
+            case "step":
+                self.steps.append(StepMark(*items))
+            case "model" | "pipeline":
+                self.values[kind] = tuple(items)
+            case "exit":
+                self.values["exit"] = items[0]
+            case "error":
+                self.values["error"] = tuple(items)
+            case _:
+                self.lost += 1
+
+    def call(self, order: int, op: str, group: int, dtype: str, shape: list[int], *items: Any) -> None:
+        inputs, outputs, peer, place, phase, engine, step, begin = items
+        comm, ranks = self.groups[group]
+        self.calls[order] = Call(
+            self.values["rank"], order, op, ranks, dtype, tuple(shape), inputs, outputs, peer, self.places[place],
+            phase, begin, None, "started", comm, engine, step,
+        )  # fmt: skip
+
+
+def _read(file: Path) -> RankRecording | None:
+    lines = _Lines()
+    for text in file.read_bytes().split(b"\n")[:-1]:  # what follows the last newline was cut off with the process
+        kind, *items = json.loads(text)
+        lines.add(kind, items)
+    if not lines.values:
+        return None
+    now = file.with_suffix(".now")
+    with suppress(OSError, ValueError):  # absent, or just being written
+        lines.values["position"] = tuple(json.loads(now.read_text()))
+    calls = tuple(call for _, call in sorted(lines.calls.items()))
+    return RankRecording(calls=calls, steps=tuple(lines.steps), lost=lines.lost, **lines.values)
+
+
+def read_folder(folder: Path, died: Mapping[int, float] | None = None) -> list[RankRecording]:
+    """The newest recording of every rank, by rank. died: process id -> seconds of the clock when it was gone."""
+    results: dict[int, RankRecording] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        one = _read(file)
+        if one is not None and (one.rank not in results or results[one.rank].begin < one.begin):
+            results[one.rank] = replace(one, died=(died or {}).get(one.pid))
+    return [results[rank] for rank in sorted(results)]
+
+
+def recordings_of(calls: Iterable[Call]) -> list[RankRecording]:
+    """Recordings of ranks of which the calls alone are known."""
+    of: dict[int, list[Call]] = defaultdict(list)
+    for call in calls:
+        of[call.rank].append(call)
+    return [
+        RankRecording(rank, tuple(sorted(some, key=lambda call: call.order)), world=len(of))
+        for rank, some in sorted(of.items())
+    ]
+
+
+def collectives(recording: RankRecording) -> Iterator[Call]:
+    """Its calls that all ranks of a group make."""
+    return (call for call in recording.calls if call.op not in ("send", "recv"))

@@ -1,0 +1,177 @@
+"""What an audit says of a program: one object for the screen, for --json and for an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardwise.audit.comparing import RecordedRow, compare_traffic
+from shardwise.audit.differences import Difference, LateRank, late_ranks
+from shardwise.audit.job import AuditedJob
+from shardwise.audit.understanding import Understood, steady_calls, understand
+from shardwise.codec import Json
+from shardwise.layout import Layout
+from shardwise.report.step_report import Bytes
+from shardwise.report.table import Column, FittedTable
+from shardwise.report.terminal import Renderable
+from shardwise.report.units import format_bytes, format_count, format_share, format_time
+
+UNSEEN = (
+    "calls inside replayed CUDA graphs",
+    "NVSHMEM and symmetric memory",
+    "libraries that call NCCL themselves",
+)
+"""What the recorder cannot see."""
+_LATE = 0.05
+"""Share of the time from which a late rank is shown."""
+_MUCH = 2.0
+"""Times the mean of the others from which it is."""
+
+
+@dataclass(frozen=True)
+class Audit(Json):
+    """A program that was recorded."""
+
+    command: str
+    code: int
+    """Exit code of the program."""
+    seconds: float
+    ranks: int
+    recorded: int
+    """Ranks of which there is a recording: those of this host."""
+    steps: int
+    """Optimizer steps."""
+    calls: int
+    """Of all ranks."""
+    model: str | None
+    """Class of the largest module, where an optimizer step was seen."""
+    hung: bool
+    understood: Understood
+    difference: Difference | None
+    traffic: tuple[RecordedRow, ...]
+    bytes: Bytes | None
+    """The most of every class on any rank; None without an optimizer step. `total` is what the process or the device
+    had, less in `other` than that where the allocator does not tell."""
+    peak: int | None
+    late: tuple[LateRank, ...]
+    sent: int
+    """Payload bytes of one steady step, of the rank that has the most."""
+    unseen: tuple[str, ...]
+    failures: tuple[str, ...] = ()
+    """Expectations and budgets that do not hold."""
+    advice: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """The program's, else 1 for a difference, a wrong row or what was expected and is not so; 1 for a hang."""
+        wrong = self.difference is not None or any(row.wrong for row in self.traffic) or bool(self.failures)
+        return int(wrong) if self.hung else self.code or int(wrong)
+
+    json_keys = "* exit_code"
+
+
+def audit_of(job: AuditedJob, command: str) -> Audit:
+    """The audit of a program that has ended."""
+    recordings = job.recordings
+    understood = understand(recordings)
+    marks = [mark.bytes for one in recordings for mark in one.steps if mark.bytes]
+    classes = {name: max(mark[name] for mark in marks) for name in marks[0]} if marks else {}
+    peak, total = classes.pop("peak", None), classes.pop("total", 0)
+    held = Bytes(**classes) if marks else None
+    if held is not None:
+        held = Bytes(**classes, other=max(0, total - held.total))
+    sent = [sum(max(c.inputs, c.outputs) for c in steady_calls(one)) for one in recordings]
+    lost = sum(one.lost for one in recordings)
+    return Audit(
+        command, job.code, job.seconds, understood.world, len(recordings),
+        max((len(one.steps) for one in recordings), default=0), sum(len(one.calls) for one in recordings),
+        next((one.model[0] for one in recordings if one.model), None), job.hung, understood, job.difference,
+        tuple(compare_traffic(recordings, understood)), held, peak,
+        _late(late_ranks(recordings)), max(sent, default=0),
+        (*UNSEEN, *([f"{lost} things that the recorder failed to note"] if lost else [])),
+    )  # fmt: skip
+
+
+def _late(ranks: Sequence[LateRank]) -> tuple[LateRank, ...]:
+    """Ranks for which others wait much longer than for the rest."""
+    whole = sum(one.seconds for one in ranks)
+    return tuple(
+        one for one in ranks if one.share > _LATE and one.seconds * (len(ranks) - 1) > _MUCH * (whole - one.seconds)
+    )
+
+
+def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tuple[str, ...]:
+    """What does not hold of an expected layout and of budgets in bytes ("memory", "bytes")."""
+    results = []
+    if expect is not None and not audit.understood.fits(expect):
+        results.append(f"layout: expected {expect}, recorded {audit.understood.layout or 'none that is known'}")
+    values = {"memory": audit.bytes.total if audit.bytes else None, "bytes": audit.sent}
+    for name, limit in most.items():
+        value = values[name]
+        if value is None:
+            results.append(f"{name}: not measured, since no optimizer step was seen")
+        elif value > limit:
+            results.append(f"{name}: {format_bytes(value)}, over the budget of {format_bytes(limit)}")
+    return tuple(results)
+
+
+def audit_lines(audit: Audit) -> Iterator[Renderable]:
+    """One screen."""
+    model = f" of {audit.model}" if audit.model else ""
+    of = f"{audit.recorded} of {audit.ranks}" if audit.recorded < audit.ranks else f"{audit.ranks}"
+    end = "ended by the audit" if audit.hung else f"exit code {audit.code}"
+    yield f"{of} ranks, {audit.steps} steps{model}, {format_time(audit.seconds)}, {end}"
+    if not audit.recorded:
+        yield "nothing was recorded: the program never called torch.distributed.init_process_group"
+        return
+    yield from _difference(audit)
+    known = audit.understood
+    yield f"layout: {known.layout if known.layout else 'not known'} ({known.confidence})"
+    yield from (f"  {reason}" for reason in known.reasons)
+    if audit.traffic:
+        yield ""
+        yield _traffic(audit)
+        yield from (
+            f"{'wrong: ' if row.wrong else ''}{row.what}, {row.phase or row.where}: {row.note}"
+            for row in audit.traffic
+            if row.note
+        )
+    if audit.bytes is not None:
+        parts = [
+            (name, getattr(audit.bytes, name)) for name in ("parameters", "gradients", "optimizer", "saved", "other")
+        ]
+        yield "\nmemory: " + ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
+        yield f"  at most {format_bytes(audit.peak or 0)} on a rank, libraries of the process included"
+    for one in audit.late:
+        lost, share = format_time(one.seconds), format_share(one.share)
+        yield f"late: others waited {lost} ({share}) for rank {one.rank}, most at {one.where}"
+    yield from (f"over: {text}" for text in audit.failures)
+    yield from (f"advice: {text}" for text in audit.advice)
+    yield f"not seen: {', '.join(audit.unseen)}"
+
+
+def _difference(audit: Audit) -> Iterator[str]:
+    results = audit.difference
+    if results is None:
+        yield "calls of all ranks meet" if not audit.code else "calls of all ranks meet as far as they were made"
+        return
+    yield f"{'hang: ' if audit.hung else ''}{results.text} (step {results.step})"
+    yield from (f"  {text}" for text in results.waiting[:8])
+    if len(results.waiting) > 8:
+        yield f"  and {len(results.waiting) - 8} ranks more"
+    yield ""
+
+
+def _traffic(audit: Audit) -> FittedTable:
+    columns = (
+        Column("what", left=True), Column("where", left=True), Column("call", left=True), Column("axis", left=True),
+        Column("type", left=True), Column("calls"), Column("elements"), Column("due"),
+    )  # fmt: skip
+    table = FittedTable(columns, title="calls of one step of a rank")
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+    for row in audit.traffic:
+        due = "" if row.due is None else "equal" if row.due == row.elements else format_count(row.due)
+        where = row.phase or row.where
+        dtype, elements = short.get(row.dtype, row.dtype), format_count(row.elements)
+        table.add_row(row.what, where, row.op, row.axis, dtype, str(row.calls), elements, due)
+    return table

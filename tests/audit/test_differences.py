@@ -1,0 +1,135 @@
+"""The first difference of ranks, on calls that are written here: what is named, and what is no difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from shardwise.audit.calls import Call
+from shardwise.audit.differences import first_difference, late_ranks
+from shardwise.audit.reading import RankRecording, StepMark, recordings_of
+
+WORLD = (0, 1, 2, 3)
+ORDERS = count()
+
+
+def call(line: int, size: int = 4, step: int = 0, **more: object) -> Call:
+    values = {"op": "all_reduce", "group": WORLD, "dtype": "float32", "comm": "0", **more}
+    return Call(0, 0, inputs=size, outputs=size, where=f"train.py:{line}", step=step, **values)  # type: ignore[arg-type]
+
+
+def steps(calls: Sequence[Call], times: int = 4) -> list[Call]:
+    return [replace(one, step=step) for step in range(times) for one in calls]
+
+
+def recordings(programs: Sequence[Sequence[Call]], marks: int = 4, **more: object) -> list[RankRecording]:
+    """One rank per program; calls begin one after the other, in the order of the programs' lines."""
+    found = []
+    for rank, calls in enumerate(programs):
+        own = [replace(one, rank=rank, order=at, begin=float(at)) for at, one in enumerate(calls)]
+        stepped = tuple(StepMark(step + 1, float(step), 0.0, None) for step in range(marks))
+        found.append(RankRecording(rank, tuple(own), len(programs), steps=stepped, **more))  # type: ignore[arg-type]
+    return found
+
+
+USUAL = [call(5, 100), call(5, 200), call(7), call(8, 24, dtype="int64")]
+
+
+def changed(program: Sequence[Call], at: int, *instead: Call) -> list[Call]:
+    return [*program[:at], *instead, *program[at + 1 :]]
+
+
+def test_equal_ranks_do_not_differ() -> None:
+    assert first_difference(recordings([steps(USUAL)] * 4)) is None
+    assert first_difference([]) is None
+    assert first_difference(recordings_of(replace(one, rank=r) for r in range(4) for one in steps(USUAL))) is None
+
+
+def test_ranks_may_come_to_a_call_from_different_lines() -> None:
+    """if rank == 0: broadcast(...) else: broadcast(...)."""
+    root, others = (steps([*USUAL, call(line, 8, op="broadcast", peer=0)]) for line in (20, 22))
+    assert first_difference(recordings([root, others, others, others])) is None
+
+
+def test_sizes_of_an_all_to_all_and_of_a_scatter_may_differ() -> None:
+    mine = steps([call(5, 64, op="all_to_all"), replace(call(6, 64, op="scatter", peer=0), outputs=16)])
+    yours = steps([call(5, 80, op="all_to_all"), replace(call(6, 0, op="scatter", peer=0), outputs=16)])
+    assert first_difference(recordings([mine, yours, yours, yours])) is None
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "line", "change"),
+    [
+        ("skipped", 7, lambda p: changed(p, 6)),
+        ("size", 7, lambda p: changed(p, 6, call(7, 8, 1))),
+        ("dtype", 7, lambda p: changed(p, 6, call(7, 4, 1, dtype="int32"))),
+        ("reordered", 8, lambda p: [*p[:6], p[7], p[6], *p[8:]]),
+        ("group", 7, lambda p: changed(p, 6, call(7, 4, 1, group=(0, 1), comm="1"))),
+        ("extra", 7, lambda p: changed(p, 6, p[6], p[6])),
+    ],
+)
+def test_mistakes_are_named(kind, line, change, ranks) -> None:
+    usual = steps(USUAL)
+    group = WORLD[:ranks]
+    programs = [[replace(one, group=group) for one in usual] for _ in range(ranks)]
+    wrong = [one if one.comm == "1" else replace(one, group=group) for one in change(usual)]
+    found = first_difference(recordings([*programs[:1], wrong, *programs[2:]]))
+    assert found is not None and found.sure and found.ranks == (1,)
+    assert (found.kind, found.where) == (kind, f"train.py:{line}")
+    assert found.step == 1
+
+
+def test_a_call_that_is_new_leaves_two_ranks_undecided() -> None:
+    """A rank that logs now and then may be right, and the one that does not come wrong; with four, the one is wrong."""
+    usual = [replace(one, group=(0, 1)) for one in steps(USUAL)]
+    logs = [*usual[:8], replace(call(30, 4, 2), group=(0, 1)), *usual[8:]]
+    found = first_difference(recordings([logs, usual]))
+    assert found is not None and not found.sure and "train.py:30" in found.text
+    usual, logs = steps(USUAL), [*steps(USUAL)[:8], call(30, 4, 2), *steps(USUAL)[8:]]
+    found = first_difference(recordings([logs, logs, usual, logs]))
+    assert found is not None and found.sure and (found.kind, found.ranks) == ("skipped", (2,))
+
+
+def test_who_died_first_is_named_before_those_who_waited() -> None:
+    whole = recordings([steps(USUAL)[:9]] * 4, marks=2)
+    dead = [replace(one, died=10.0 - (one.rank == 2)) for one in whole]
+    found = first_difference(dead)
+    assert found is not None and (found.kind, found.ranks, found.where) == ("died", (2,), "train.py:5")
+
+
+def test_an_error_is_the_cause_unless_it_is_one_of_communication() -> None:
+    whole = recordings([steps(USUAL)] * 4)
+    whole[3] = replace(whole[3], error=(9.0, "ValueError: no such token", "train.py:44"))
+    whole[1] = replace(whole[1], error=(8.0, "RuntimeError: Connection closed by peer", "train.py:7"))
+    found = first_difference(whole)
+    assert found is not None and (found.kind, found.ranks, found.where) == ("error", (3,), "train.py:44")
+
+
+def test_a_micro_batch_less_in_a_pipeline() -> None:
+    def stage(rank: int, micro: int) -> list[Call]:
+        message = {"group": (0, 1), "comm": "pp"}
+        if rank == 0:
+            pattern = [call(5, 8, op="send", peer=1, **message)] * micro
+            return pattern + [call(6, 8, op="recv", peer=1, **message)] * micro
+        pattern = [call(15, 8, op="recv", peer=0, **message)] * micro
+        return pattern + [call(16, 8, op="send", peer=0, **message)] * micro
+
+    usual = [[one for step in range(3) for one in steps(stage(rank, 4), 1)] for rank in (0, 1)]
+    programs = [[replace(one, step=at // 8) for at, one in enumerate(calls)] for calls in usual]
+    assert first_difference(recordings(programs, marks=3)) is None
+    short = [replace(one, step=1) for one in stage(0, 3)]
+    waits = [*programs[0][:8], *short[:3], replace(short[3], state="started")]
+    other = [*programs[1][:11], replace(programs[1][11], state="started")]
+    found = first_difference(recordings([waits, other], marks=1))
+    assert found is not None and found.sure and found.ranks == (0,) and "send" in found.text
+
+
+def test_the_late_rank_is_the_one_that_others_wait_for() -> None:
+    whole = recordings([steps(USUAL)] * 4)
+    late = replace(whole[2], calls=tuple(replace(one, begin=(one.begin or 0) + 0.5) for one in whole[2].calls))
+    first, *others = late_ranks([*whole[:2], late, whole[3]])
+    assert first.rank == 2 and first.calls == 12 and first.seconds == pytest.approx(6.0) and not others

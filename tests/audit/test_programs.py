@@ -1,0 +1,97 @@
+"""Programs of other engines that are really run, with and without a mistake, and what an audit says of them.
+
+`benchmarks/audit_programs.py` runs all kinds with all mistakes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.audited_programs import KINDS, MISTAKES, NEVER, program
+from harness.forked import shardwise
+from harness.today import some_of
+from shardwise.audit.job import audited_environment
+from shardwise.audit.result import audit_of
+from shardwise.layout import Layout
+
+LIMIT = 120
+
+
+CLEAN = [kind for kind in KINDS if kind not in ("trainer", "accelerate")]
+WRONG = [(kind, mistake) for kind in CLEAN for mistake in MISTAKES if (mistake, kind) not in NEVER]
+
+
+@pytest.mark.parametrize("kind", some_of(CLEAN, 3, "audited"))
+def test_a_clean_program(kind, audits, tmp_path) -> None:
+    """Its layout, no alarm, and every gradient and parameter sent as often as it must be."""
+    item = program(kind, 5)
+    job = audits.audit(item, tmp_path)
+    assert job.code == 0, (tmp_path / "log").read_text()
+    audit = audit_of(job, "train.py")
+    assert audit.difference is None and audit.exit_code == 0 and audit.recorded == item.ranks
+    assert audit.understood.layout == Layout.parse(f"{item.layout},precision=fp32")
+    known = [row for row in audit.traffic if row.due is not None]
+    assert not any(row.wrong for row in known) and bool(known) == (item.layout[:2] == "dp")
+    if kind in ("ddp", "ddp4", "zero1", "by hand"):
+        assert [row.elements == row.due for row in known if row.what == "gradients"] == [True]
+
+
+@pytest.mark.parametrize(("kind", "mistake"), some_of(WRONG, 3, "mistakes"))
+def test_a_mistake_is_named(kind, mistake, audits, tmp_path) -> None:
+    item = program(kind, 5, mistake)
+    found = audits.audit(item, tmp_path).difference
+    assert found is not None and found.sure, (tmp_path / "log").read_text()
+    assert found.ranks == (item.wrong,) and int(found.where.removeprefix("train.py:")) in item.lines
+
+
+def test_bytes_by_class_are_those_that_the_program_has(audits, tmp_path) -> None:
+    item = program("ddp", 5)
+    audit = audit_of(audits.audit(item, tmp_path), "train.py")
+    (row,) = [row for row in audit.traffic if row.what == "gradients"]
+    assert audit.bytes is not None and row.due is not None
+    parameters = audit.bytes.parameters
+    assert row.due % (parameters // 4) == 0 and audit.bytes.gradients == parameters
+    tensors = item.text.count("") and audit.bytes.optimizer - 2 * parameters
+    assert 0 < tensors < 4 * 64  # the step counts of AdamW, 4 bytes a tensor
+    assert audit.bytes.saved > 0
+
+
+def test_the_command(audits, tmp_path) -> None:
+    """Its exit codes and its JSON; a recording that is kept is read again."""
+    item = program("ddp", 5)
+    script = tmp_path / "train.py"
+    script.write_text(item.text)
+    words = audits.command(tmp_path, item.ranks, script)
+
+    def run(*options: str) -> tuple[int, dict]:
+        done = shardwise("audit", "--json", *options, environment=dict(os.environ), timeout=LIMIT)
+        return done.returncode, json.loads(done.stdout)
+
+    kept = str(tmp_path / "kept")
+    code, said = run("--out", kept, "--expect", "dp=2,precision=fp32", "--budget", "bytes=1GB", "--", *words)
+    assert (code, said["failures"], said["difference"]) == (0, [], None)
+    assert said["understood"]["layout"] == "dp=2,precision=fp32" and said["model"] == "Sequential"
+    code, said = run(kept, "--expect", "tp=2", "--budget", "memory=1kB,bytes=1kB")
+    assert code == 1 and [text.split(":")[0] for text in said["failures"]] == ["layout", "memory", "bytes"]
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = shardwise("audit", kept, environment=environment, timeout=LIMIT)
+    assert (done.returncode, done.stderr) == (0, "") and max(map(len, done.stdout.splitlines())) <= 80
+    assert "calls of all ranks meet" in done.stdout and "layout: dp=2,precision=fp32 (sure)" in done.stdout
+
+
+def test_the_program_s_own_sitecustomize_runs(tmp_path: Path) -> None:
+    """The one of an audit hides no other, leaves the module path, and imports no torch."""
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.own = True\n")
+    environment = audited_environment(tmp_path / "recording") | {"SHARDWISE_AUDIT": str(tmp_path)}
+    environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    code = "import sys; print(own, 'torch' in sys.modules, any('injected' in path for path in sys.path))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    assert done.stdout == "True False False\n"

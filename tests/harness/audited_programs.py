@@ -1,0 +1,253 @@
+"""Programs of other engines, with and without a mistake, and what an audit of them must say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+HEAD = """
+import os, signal, sys, time, torch, torch.nn as nn, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+half = [dist.new_group([r for r in range(world) if r * 2 // world == k]) for k in range(2)][rank * 2 // world]
+MISTAKE, WRONG, AT = {mistake!r}, {rank}, {step}
+
+class Block(nn.Module):
+    def __init__(self, h):
+        super().__init__()
+        self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))  # MICRO
+
+def net(layers={layers}, h={width}):
+    return nn.Sequential(*(Block(h) for _ in range(layers)))
+
+def wrong(what):
+    return MISTAKE == what and rank == WRONG and step == AT
+"""
+
+TAIL = """
+    if wrong("died"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if wrong("error"):
+        raise ValueError("no such token")  # ERROR
+    seen = torch.zeros(3, dtype=torch.int64)
+    total = torch.ones(2 if wrong("size") else 1, dtype=torch.int32 if wrong("dtype") else torch.float32)
+    numbers = [total, seen]
+    for number in reversed(numbers) if wrong("reordered") else numbers[wrong("skipped"):]:
+        dist.all_reduce(number, group=half if wrong("group") and number is total else None)  # LOSS
+dist.destroy_process_group()
+"""
+
+STEP = """
+opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range({steps}):
+    for micro in range({micro} - wrong("unequal")):
+        model(torch.randn(4, {width})).square().mean().backward()  # MICRO
+    opt.step()  # STEP
+    opt.zero_grad()
+"""
+
+DDP = "from torch.nn.parallel import DistributedDataParallel\nmodel = DistributedDataParallel(net())"
+
+MODELS = {
+    "ddp": (2, "dp=2", DDP),
+    "ddp4": (4, "dp=4", DDP),
+    "by hand": (
+        2, "dp=2",
+        "model = net()\n"
+        "for p in model.parameters():\n"
+        "    p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # MICRO",
+    ),
+    "fsdp2": (
+        2, "dp=2,zero=3",
+        "from torch.distributed.fsdp import fully_shard\nmodel = net()\n"
+        "for block in model: fully_shard(block)\nfully_shard(model)",
+    ),
+    "fsdp2 kept": (
+        2, "dp=2,zero=2",
+        "from torch.distributed.fsdp import fully_shard\nmodel = net()\n"
+        "for block in model: fully_shard(block, reshard_after_forward=False)\n"
+        "fully_shard(model, reshard_after_forward=False)",
+    ),
+    "fsdp1": (
+        2, "dp=2,zero=3",
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "from torch.distributed.fsdp.wrap import ModuleWrapPolicy\n"
+        "model = FSDP(net(), auto_wrap_policy=ModuleWrapPolicy({{Block}}), device_id=torch.device('cpu'))",
+    ),
+    "hsdp": (
+        4, "dp=4,zero=3,shard=2",
+        "from torch.distributed.fsdp import fully_shard\nmodel = net()\n"
+        "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('r', 's'))\n"
+        "for block in model: fully_shard(block, mesh=mesh)\nfully_shard(model, mesh=mesh)",
+    ),
+    "zero1": (
+        2, "dp=2,zero=1", DDP,
+    ),
+    "tp": (
+        2, "tp=2",
+        "from torch.distributed.tensor.parallel import parallelize_module, ColwiseParallel, RowwiseParallel\n"
+        "mesh = init_device_mesh('cpu', (2,))\nmodel = net()\n"
+        "for block in model: parallelize_module(block, mesh, {{'up': ColwiseParallel(), 'down': RowwiseParallel()}})",
+    ),
+    "fsdp2 tp": (
+        4, "dp=2,tp=2,zero=3",
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from torch.distributed.tensor.parallel import parallelize_module, ColwiseParallel, RowwiseParallel\n"
+        "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))\nmodel = net()\n"
+        "for block in model:\n"
+        "    parallelize_module(block, mesh['tp'], {{'up': ColwiseParallel(), 'down': RowwiseParallel()}})\n"
+        "    fully_shard(block, mesh=mesh['dp'])\n"
+        "fully_shard(model, mesh=mesh['dp'])",
+    ),
+}  # fmt: skip
+"""Kind -> ranks, its layout, and its model."""
+
+PIPELINE = """
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B
+torch.manual_seed(rank)
+chunks = [net() for _ in range({chunks})]
+model = nn.ModuleList(chunks)
+cpu, total = torch.device("cpu"), world * {chunks}
+stages = [PipelineStage(chunk, rank + world * k, total, cpu) for k, chunk in enumerate(chunks)]
+opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loss = lambda y, t: (y - t).square().mean()
+def pipeline(micro):
+    return {schedule}(stages if {chunks} > 1 else stages[0], micro, loss_fn=loss)
+schedule = pipeline({micro})
+for step in range({steps}):
+    x = torch.randn({micro}, {width})
+    kept = x if rank == 0 else None
+    if rank == world - 1:
+        schedule.step(*([kept] if rank == 0 else []), target=torch.zeros_like(x))  # MICRO
+    else:
+        schedule.step(*([kept] if rank == 0 else []))  # MICRO
+    opt.step()  # STEP
+    opt.zero_grad()
+"""
+
+TRAINER = """
+import transformers, logging
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, TrainerCallback
+config = LlamaConfig(vocab_size=64, hidden_size={width}, intermediate_size=32, num_hidden_layers={layers},
+                     num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32)
+rows = [dict(input_ids=torch.arange(8), labels=torch.arange(8)) for _ in range(64)]
+arguments = TrainingArguments("out", per_device_train_batch_size=2, max_steps={steps}, report_to=[], use_cpu=True,
+                              save_strategy="no", logging_strategy="no", disable_tqdm=True)
+trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
+trainer.train()  # MICRO
+for step in range({steps}):
+    evaluated = model(torch.ones(2, {width})) if (model := net()) else None
+"""
+
+ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model = net()
+model, opt = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+for step in range({steps}):
+    for micro in range({micro} - wrong("unequal")):
+        accelerator.backward(model(torch.randn(4, {width})).square().mean())  # MICRO
+    opt.step()  # STEP
+    opt.zero_grad()
+"""
+
+BY_HAND = """
+model = net()
+opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range({steps}):
+    kept = []
+    for micro in range({micro} - wrong("unequal")):
+        x = torch.randn(4, {width})
+        if rank > 0:
+            dist.recv(x, rank - 1)  # MICRO
+            x.requires_grad_()
+        y = model(x)
+        if rank < world - 1:
+            dist.send(y.detach(), rank + 1)  # MICRO
+        kept.append((x, y))
+    for x, y in kept:
+        grad = torch.ones_like(y)
+        if rank < world - 1:
+            dist.recv(grad, rank + 1)  # MICRO
+        y.backward(grad)
+        if rank > 0:
+            dist.send(x.grad, rank - 1)  # MICRO
+    opt.step()  # STEP
+    opt.zero_grad()
+"""
+
+WHOLE = {"trainer": (2, "dp=2", TRAINER), "accelerate": (2, "dp=2", ACCELERATE)}
+"""Kind -> ranks, its layout, and its program up to the last step."""
+PIPELINES = {
+    "pp by hand": (3, "pp=3,schedule=gpipe", 1, ""),
+    "gpipe": (2, "pp=2,schedule=gpipe", 1, "ScheduleGPipe"),
+    "1f1b": (2, "pp=2", 1, "Schedule1F1B"),
+    "1f1b4": (4, "pp=4", 1, "Schedule1F1B"),
+    "interleaved": (2, "pp=2,schedule=interleaved,virtual=2", 2, "ScheduleInterleaved1F1B"),
+}
+
+NEVER = {("unequal", kind) for kind in ("gpipe", "1f1b", "1f1b4", "interleaved", "trainer")}
+"""Mistakes that programs of a kind cannot make: torch's schedules and the Trainer fix the number of micro-batches."""
+MISTAKES = ("skipped", "reordered", "size", "dtype", "group", "died", "error", "unequal")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, and what is true of it."""
+
+    name: str
+    ranks: int
+    layout: str
+    text: str
+    mistake: str = ""
+    wrong: int = 0
+    lines: tuple[int, ...] = field(default=())
+    """Numbers of the lines that may be named."""
+
+
+def lines_of(text: str, *tags: str) -> tuple[int, ...]:
+    return tuple(n for n, line in enumerate(text.splitlines(), 1) if line.endswith(tuple(f"# {tag}" for tag in tags)))
+
+
+NAMED = {
+    "skipped": ("LOSS",), "reordered": ("LOSS",), "size": ("LOSS",), "dtype": ("LOSS",), "group": ("LOSS",),
+    "error": ("ERROR",), "unequal": ("MICRO",), "died": ("MICRO", "STEP", "LOSS"),
+}  # fmt: skip
+"""Mistake -> tags of the lines that name it."""
+
+
+def program(kind: str, seed: int, mistake: str = "") -> Program:
+    """A program of a kind, at sizes, and with a rank and a step of its mistake, that the seed draws."""
+    draw = random.Random(f"{kind} {seed} {mistake}")
+    piped = kind in PIPELINES
+    ranks, layout = (PIPELINES | MODELS | WHOLE)[kind][:2]
+    sizes = {
+        "layers": draw.randint(2, 4),
+        "width": draw.choice([8, 16, 24]),
+        "micro": draw.choice([4, 6] if piped else [1, 2, 3]),
+        "steps": draw.randint(4, 5),
+    }
+    wrong, step = draw.randrange(ranks), draw.randint(1, 2)
+    if piped:
+        _, _, chunks, schedule = PIPELINES[kind]
+        body = (PIPELINE if schedule else BY_HAND).format(chunks=chunks, schedule=schedule, **sizes)
+    elif kind in WHOLE:
+        body = WHOLE[kind][2].format(**sizes)
+    else:
+        body = "\n" + MODELS[kind][2].replace("{{", "{").replace("}}", "}") + STEP.format(**sizes)
+        if kind == "zero1":
+            body = body.replace(
+                "opt = torch.optim.AdamW(model.parameters(), lr=1e-3)",
+                "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+                "opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)",
+            )
+    head = HEAD.format(mistake=mistake, rank=wrong, step=step, **sizes)
+    text = head + body + TAIL
+    return Program(kind, ranks, layout, text, mistake, wrong, lines_of(text, *NAMED[mistake]) if mistake else ())
+
+
+KINDS = (*MODELS, *PIPELINES, *WHOLE)
