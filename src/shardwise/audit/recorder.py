@@ -200,8 +200,11 @@ class Recorder:
         peer = ranks[peer] if peer is not None and ranks else peer
         shape, dtype = (list(tensors[0].shape), str(tensors[0].dtype)[6:]) if tensors else ([], "")
         where, phase, engine = self._place(name)
-        place = self._number(where)
+        if where not in self.places:
+            self.places[where] = len(self.places)
+            self.write("place", self.places[where], where)
         order = next(self.orders)
+        place = self.places[where]
         call = (order, op, group, dtype, shape, inputs, outputs, peer, place, phase, engine, self.step, begin)
         self.write("call", *call)
         return order
@@ -255,12 +258,6 @@ class Recorder:
             self.groups[name] = len(self.groups), ranks
             self.write("group", self.groups[name][0], name, ranks)
         return self.groups[name]
-
-    def _number(self, where: str) -> int:
-        if where not in self.places:
-            self.places[where] = len(self.places)
-            self.write("place", self.places[where], where)
-        return self.places[where]
 
     def _place(self, name: str) -> tuple[str, str, str]:
         """(file:line of the program, phase, engine) of the call that is being made."""

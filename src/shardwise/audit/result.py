@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.audit.comparing import RecordedRow, compare_traffic
@@ -82,22 +82,18 @@ def audit_of(job: AuditedJob, command: str) -> Audit:
         held = Bytes(**classes, other=max(0, total - held.total))
     sent = [sum(max(c.inputs, c.outputs) for c in steady_calls(one)) for one in recordings]
     lost = sum(one.lost for one in recordings)
+    # Ranks for which others wait much longer than for the rest.
+    ranks = late_ranks(recordings)
+    waited = sum(one.seconds for one in ranks)
+    late = [one for one in ranks if one.seconds * (len(ranks) - 1) > _MUCH * (waited - one.seconds)]
     return Audit(
         command, job.code, job.seconds, understood.world, len(recordings),
         max((len(one.steps) for one in recordings), default=0), sum(len(one.calls) for one in recordings),
         next((one.model[0] for one in recordings if one.model), None), job.hung, understood, job.difference,
         tuple(compare_traffic(recordings, understood)), held, peak,
-        _late(late_ranks(recordings)), max(sent, default=0),
+        tuple(one for one in late if one.share > _LATE), max(sent, default=0),
         (*UNSEEN, *([f"{lost} things that the recorder failed to note"] if lost else [])),
     )  # fmt: skip
-
-
-def _late(ranks: Sequence[LateRank]) -> tuple[LateRank, ...]:
-    """Ranks for which others wait much longer than for the rest."""
-    whole = sum(one.seconds for one in ranks)
-    return tuple(
-        one for one in ranks if one.share > _LATE and one.seconds * (len(ranks) - 1) > _MUCH * (whole - one.seconds)
-    )
 
 
 def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tuple[str, ...]:

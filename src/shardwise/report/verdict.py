@@ -63,7 +63,7 @@ class Verdict:
         """The step's time and its first cause, with another one that costs more; or where the time went."""
         if self.findings:
             first = self.findings[0]
-            more = max(self.findings, key=lambda each: each.seconds)
+            more = max(self.findings, key=lambda finding: finding.seconds)
             also = f". Also {more.words}" if more.seconds > first.seconds else ""
             return f"{format_time(self.seconds)}; {first.words}{also}"
         means = {words: self.parts.mean(part) for part, words in PARTS.items()}
@@ -84,11 +84,11 @@ class Verdict:
             "seconds": self.seconds,
             "line": self.line,
             "cause": self.findings[0].cause if self.findings else None,
-            "findings": [each.to_json() for each in self.findings],
+            "findings": [finding.to_json() for finding in self.findings],
         }
         if not tables:
             return result
-        ranks, calls = ([each.to_json() for each in rows] for rows in (self.parts.ranks, self.parts.arrivals))
+        ranks, calls = ([row.to_json() for row in rows] for rows in (self.parts.ranks, self.parts.arrivals))
         return result | {"ranks": ranks, "collectives": calls}
 
 
@@ -110,12 +110,12 @@ def verdict(recording: Recording, between: Sequence[TimeSpan] = (), rows: Mappin
         *_machine(parts),
         *_between(between, parts.step / 1e9),
     ]
-    named = [each for each in every if each.seconds >= LEAST * parts.step / 1e9]
+    named = [finding for finding in every if finding.seconds >= LEAST * parts.step / 1e9]
     # The costliest first. But a lack of cores comes after what the program does anywhere; of a crowded host it comes
     # before slow transfers and slow ranks, which may follow from it.
     crowded = parts.mean("core") >= parts.step / 2e9
     place = {HOST_BOUND: 1} | (dict.fromkeys(FOLLOWS, 2) if crowded else {})
-    return Verdict(parts, tuple(sorted(named, key=lambda each: (place.get(each.cause, 0), -each.seconds))))
+    return Verdict(parts, tuple(sorted(named, key=lambda finding: (place.get(finding.cause, 0), -finding.seconds))))
 
 
 def verdict_of(run: RunDirectory, timelines: RankTimelines | None = None) -> Verdict | None:
@@ -218,12 +218,12 @@ def _longer(mine: Work, others: Sequence[Work]) -> tuple[int, str]:
 def _late(recording: Recording, rank: int) -> int:
     """Nanoseconds by which a rank came later to its first collective than the others to theirs."""
     first = {
-        each: min((span.start for span in timeline if span.stream == COMMUNICATION), default=0)
-        for each, timeline in recording.items()
+        other: min((span.start for span in timeline if span.stream == COMMUNICATION), default=0)
+        for other, timeline in recording.items()
     }
-    begun = {each: min(span.start for span in timeline) for each, timeline in recording.items() if timeline}
-    before = {each: first[each] - begun[each] for each in begun}
-    return max(0, before[rank] - round(median(time for each, time in before.items() if each != rank)))
+    begun = {other: min(span.start for span in timeline) for other, timeline in recording.items() if timeline}
+    before = {other: first[other] - begun[other] for other in begun}
+    return max(0, before[rank] - round(median(time for other, time in before.items() if other != rank)))
 
 
 def _lost(rank: int, others: Sequence[RankParts]) -> str:
@@ -239,7 +239,7 @@ def _lost_at_once(rank: int, parts: StepParts) -> str:
     if not calls:
         return ""
     most = max(calls, key=lambda call: call.lost)
-    others = tuple(each for each in most.ranks if each != rank)
+    others = tuple(other for other in most.ranks if other != rank)
     return f"; {format_ranks(others)} lost {_time(most.lost / len(others))} there"
 
 
@@ -351,10 +351,10 @@ def _between(spans: Sequence[TimeSpan], step: float) -> Iterator[Finding]:
     for stream, cause in ((VALIDATION, "validation"), (SAVING, "slow disk")):
         there = [span for span in spans if span.stream == stream]
         if there and steps:
-            each = fmean(_time_of(there)) / 1e9
-            words = f"{cause}: {stream} between steps took {format_time(each)}, as long as {each / step:.1f} steps"
+            mean = fmean(_time_of(there)) / 1e9
+            words = f"{cause}: {stream} between steps took {format_time(mean)}, as long as {mean / step:.1f} steps"
             words += f"; {len(there)} in {steps} steps"
-            yield Finding(cause, each * len(there) / steps, words)
+            yield Finding(cause, mean * len(there) / steps, words)
 
 
 def _time(nanoseconds: float) -> str:

@@ -170,7 +170,7 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
     came = arrivals(calls, _numbers(timed))
     if _together(calls) < 0.5:
         came = []
-        notes = ["calls of the ranks do not match in time, such as of traces of other steps: no waits are told"]
+        notes = ["calls of the ranks do not match in time, such as of traces of other steps: no waits are shown"]
     walls = tuple(_waterfalls(timed, calls, came))
     # The calls of one kind of file: of the one that has most groups, then bytes.
     lists = [[call for one in by_rank.values() for call in one.calls] for by_rank in kinds.values()]

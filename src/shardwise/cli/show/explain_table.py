@@ -9,7 +9,7 @@ from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.interop import Reading
 from shardwise.interop.reading.arguments import dashed
-from shardwise.interop.spec import specs
+from shardwise.interop.spec import EngineSpec, specs
 from shardwise.layout import Workload, check
 from shardwise.layout.optimizers import DEFAULT
 from shardwise.model import ModelConfig
@@ -145,13 +145,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     """Room for the cache. Raises `UserError` where the heads cannot be split so, and where the weights, or one sequence
     of the greatest length, do not fit."""
     from shardwise.layout.context import PAGE
-    from shardwise.predict.memory.engine_workspace import (
-        engine_workspace,
-        expert_padding,
-        usual_sequences,
-        usual_share,
-        usual_tokens,
-    )
+    from shardwise.predict.memory import engine_workspace as usual
     from shardwise.predict.memory.serving import ServingSetup, stage_bytes
     from shardwise.predict.time.profiles import engine
     from shardwise.predict.traffic.slow_links import tensor_warning
@@ -161,24 +155,23 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     writer = next(spec for spec in specs().values() if spec.title == reading.engine)
     device = cluster.device if cluster else None
     profile = engine(writer.profile)
-    share = served.memory or usual_share(profile, device, layout, served.tokens)
+    share = served.memory or usual.usual_share(profile, device, layout, served.tokens)
     profile = replace(profile, cache_share=share)
     check(replace(layout, ep=1, cp=1), model)
     heads = 1 if model.latent_attention else model.kv_heads
     if served.cache_cut > 1 and layout.tp % (heads * served.cache_cut):
-        raise UserError(
-            f"its cache has {heads} heads, of which tp={layout.tp} has no {served.cache_cut} copies to cut by tokens"
-        )
+        copies = f"tp={layout.tp} has no {served.cache_cut} copies to cut by tokens"
+        raise UserError(f"its cache has {heads} heads, of which {copies}")
     length = served.length or model.max_positions
     cache = served.cache or (model.counted.cache_type if model.counted else "") or "bfloat16"
-    sequences = served.sequences or usual_sequences(profile, device)
+    sequences = served.sequences or usual.usual_sequences(profile, device)
     setup = ServingSetup(length, sequences, weights=served.weights, cache_type=cache, engine=profile)
-    setup = replace(setup, padded=expert_padding(profile, device))
-    tokens = served.tokens or usual_tokens(profile, device)
+    setup = replace(setup, padded=usual.expert_padding(profile, device))
+    tokens = served.tokens or usual.usual_tokens(profile, device)
     stages = [
         (
             max(0, int(one.weights - served.cpu_bytes)),
-            engine_workspace(model, layout, one.head, profile, tokens, sequences),
+            usual.engine_workspace(model, layout, one.head, profile, tokens, sequences),
             one.page / PAGE / served.cache_cut,
         )
         for one in stage_bytes(model, layout, setup)
@@ -202,14 +195,17 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
         )
     fits = min(fits, served.cache_tokens or fits)
     if fits < length and (served.length or reading.engine == "vLLM"):
-        flag = dashed(writer.options["length"].option) if writer.flags else writer.options["length"].option
-        raise UserError(
-            f"{model.name}: the cache has room for {fits:,} tokens, less than one sequence of {length:,}: give {flag} "
-            f"{fits}, or less, or split it over more GPUs"
-        )
+        raise UserError(f"{model.name}: {_too_short(writer, fits, length)}")
     room = a_token * fits if served.cache_tokens else left(weights + workspace)
     slow = tensor_warning(cluster, layout.tp, {}, "") if cluster else None
     return CacheRoom(*told, room, fits, min(length, fits), served.sequences, cache, slow or "")
+
+
+def _too_short(writer: EngineSpec, fits: int, length: int) -> str:
+    """Message for a cache of fewer tokens than a sequence of the length that is asked for."""
+    flag = dashed(writer.options["length"].option) if writer.flags else writer.options["length"].option
+    words = f"the cache has room for {fits:,} tokens, less than one sequence of {length:,}"
+    return f"{words}: give {flag} {fits}, or less, or split it over more GPUs"
 
 
 def _moved(report: StepReport) -> list[str]:

@@ -75,7 +75,7 @@ def find_repeats(module: nn.Module, blank: nn.Module, blocks: Sequence[str], run
 
 
 def shortened(module: nn.Module, repeats: Repeats) -> nn.Module:
-    """A copy without the blocks that are left out; it has the module's own parameters."""
+    """A copy without the blocks that are left out; its parameters are the module's."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     short = copy.deepcopy(module, memo)
     kept = set(repeats.kept)
@@ -108,7 +108,7 @@ class _Observer(TorchDispatchMode):
         for name in blocks:
             block = module.get_submodule(name)
             block.register_forward_pre_hook(self._enter(name), with_kwargs=True)
-            block.register_forward_hook(self._leave)
+            block.register_forward_hook(self.leave)
 
     def _key(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -129,7 +129,7 @@ class _Observer(TorchDispatchMode):
 
         return enter
 
-    def _leave(self, block: nn.Module, args: Any, out: Any) -> None:
+    def leave(self, block: nn.Module, args: Any, out: Any) -> None:
         self._given = self._key(out) if isinstance(out, Tensor) else None
         if self._given is not None:
             self._givers[self._given] = self.now

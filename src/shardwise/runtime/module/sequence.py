@@ -157,7 +157,7 @@ class _StreamShard(_WholeStream):
 def gather_inputs(
     module: nn.Module, plan: SequencePlan, comms: Comms, outside: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Let the modules that own column-parallel maps gather their first tensor. outside: keeps communication out of
+    """Let the modules of column-parallel maps gather their first tensor. outside: keeps communication out of
     compiled blocks."""
     for path in plan.gathered:
         part = next(block for block in plan.blocks if _in(path, [block]))

@@ -26,9 +26,9 @@ def memory_step(traces: Sequence[StepMemory]) -> dict[str, Table]:
     ]
     units = {"rank": "", "at": "seconds", **dict.fromkeys(labels, "bytes")}
     tensors = [
-        (one.rank, BYTE_CLASSES[each.byte_class].label, each.what, each.count, each.bytes)
+        (one.rank, BYTE_CLASSES[row.byte_class].label, row.what, row.count, row.bytes)
         for one in traces
-        for each in one.tensors
+        for row in one.tensors
     ]
     columns = {"rank": "", "class": "", "tensors": "", "count": "count", "bytes": "bytes"}
     over = Table.of_rows("Memory over one step", units, points)
@@ -38,11 +38,11 @@ def memory_step(traces: Sequence[StepMemory]) -> dict[str, Table]:
 def peak_bars(traces: Sequence[StepMemory]) -> list[dict[str, Any]]:
     """The largest tensors at the peak of the first rank."""
     bars = []
-    for each in traces[0].tensors[:SHOWN]:
-        made_by, _, shape = each.what.partition(" ")
-        detail = f"{each.count} x {shape}" if each.count > 1 else shape
-        parts = [(each.byte_class, each.bytes)]
-        bars.append({"label": made_by, "detail": detail, "total": each.bytes, "parts": parts, "words": ""})
+    for row in traces[0].tensors[:SHOWN]:
+        made_by, _, shape = row.what.partition(" ")
+        detail = f"{row.count} x {shape}" if row.count > 1 else shape
+        parts = [(row.byte_class, row.bytes)]
+        bars.append({"label": made_by, "detail": detail, "total": row.bytes, "parts": parts, "words": ""})
     return bars
 
 

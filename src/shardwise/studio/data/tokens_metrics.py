@@ -52,7 +52,7 @@ def metrics(ones: Sequence[Generated], steps: Sequence[TrainStepTime], request: 
     with a `short` name are the ones that stay in sight beside the controls."""
     step = "a token" if request.batch == 1 else "a step"
     speeds = [one.tokens_per_second(request.batch) for one in ones]
-    words = " and ".join(dict.fromkeys(f"{each.layout.ranks}" for each in steps))
+    words = " and ".join(dict.fromkeys(f"{step.layout.ranks}" for step in steps))
     return [
         _row("Memory for the answer", "", [serving_fit(one) for one in ones], short="memory"),
         _row("Weights of a device", "bytes", [one.fit.held.all_weights for one in ones], short="weights", part=True),
@@ -64,9 +64,9 @@ def metrics(ones: Sequence[Generated], steps: Sequence[TrainStepTime], request: 
         _row("of it communication", "share", [communication(one) for one in ones], part=True, short="communication"),
         _row("Tokens/s, all sequences", "count", speeds, short="tokens/s"),
         _row("Prompt until its first token", "seconds", [one.prompt.seconds for one in ones]),
-        _row(f"A training step on {words} devices", "seconds", [each.seconds for each in steps], short="training"),
-        _row("of it moving data, not hidden", "share", [each.share for each in steps], part=True),
-        _row("Memory for the training step", "", [training_fit(each) for each in steps], part=True, short="its memory"),
+        _row(f"A training step on {words} devices", "seconds", [step.seconds for step in steps], short="training"),
+        _row("of it moving data, not hidden", "share", [step.share for step in steps], part=True),
+        _row("Memory for the training step", "", [training_fit(step) for step in steps], part=True, short="its memory"),
     ]
 
 
