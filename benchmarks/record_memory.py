@@ -29,7 +29,7 @@ from shardwise.model.config import LatentAttention
 from shardwise.model.lora import Lora
 from shardwise.predict.memory import recorded
 from shardwise.predict.memory.sizes import Sizes, core_sizes
-from shardwise.runtime.dryrun import fake_comms
+from shardwise.runtime.dryrun import fake_comms, fake_ranks
 from shardwise.runtime.job.setup import blank_batch
 from shardwise.runtime.pipeline.stages import StageRunner
 
@@ -258,8 +258,8 @@ def saved_storages(plan: UnitPlan, fake: FakeTensorMode) -> dict[str, list[Saved
     included, in the order in which they are saved; those that several parts save left out."""
     found: dict[int, tuple[torch.Tensor, str, set[str]]] = {}
     first, from_input = next(iter(plan.first_blocks), ""), plan.layout.recompute == "input"
-    with fake_comms(plan, 0) as comms, fake:
-        runner, made = StageRunner(plan, comms, torch.device("cpu")), _Made()
+    with fake_ranks(plan.layout.ranks), fake:
+        runner, made = StageRunner(plan, fake_comms(plan), torch.device("cpu")), _Made()
         lasting = {t.untyped_storage()._cdata for tensors in runner.engine.storages().values() for t in tensors}
         use_unit, current = runner.engine.use_unit, [plan.parts[0]]
 

@@ -273,7 +273,7 @@ def test_how_far_it_is_is_a_line_in_a_pipe() -> None:
 
 
 STEP = ("estimate", "llama-3-8b", "--layout", "dp=8,zero=2", "--seq", "8k", "--batch", "8")
-INTERNAL = {"ERROR_FILE", "HOSTS", "PARENT", "PULSE", "RENDEZVOUS", "STACK"}
+INTERNAL = {"AUDIT", "ERROR_FILE", "HOSTS", "PARENT", "PULSE", "RENDEZVOUS", "STACK"}
 """Variables from a launcher to its ranks."""
 
 

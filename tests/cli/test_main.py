@@ -383,7 +383,7 @@ class TestTrain:
         monkeypatch.setattr("shardwise.api.train_as_rank", trained)
         monkeypatch.setattr("shardwise.runtime.job.rank.leave", leave)
         monkeypatch.setenv("WORLD_SIZE", "2")
-        for rank, said in (("0", "the run is in run\n  result.json         the result\n"), ("1", "")):
+        for rank, said in (("0", "the run is in run\n  result.json            the result\n"), ("1", "")):
             monkeypatch.setenv("RANK", rank)
             assert command(*small) == (0, said, "")
             shutil.rmtree("run")

@@ -73,9 +73,9 @@ class Small:
 class Passing(LiveStorages):
     """Storages that come and go; matrices that oneDNN has laid out have none."""
 
-    def _add(self, value: Any) -> None:
+    def _add(self, value: Any, made_by: str) -> None:
         if not (isinstance(value, torch.Tensor) and value.is_mkldnn):
-            super()._add(value)
+            super()._add(value, made_by)
 
 
 def _note_choices(generator: TokenGenerator, choices: dict[str, list[int]]) -> None:

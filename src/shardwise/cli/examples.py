@@ -63,8 +63,6 @@ EXAMPLES = {
     ),
     "audit": (
         "shardwise audit -- torchrun --nproc-per-node 4 train.py",
-        "shardwise audit --expect dp=4,zero=3,precision=fp32 --budget memory=8GB --json -- torchrun --nproc-per-node 4 "
-        "train.py",
         "shardwise audit trace_rank_0.json.gz trace_rank_1.json.gz",
     ),
     "explain": (

@@ -103,8 +103,8 @@ class RankParts:
         sums = {"others": sum(self.others.values()), "transfer": sum(self.transfers.values())}
         return sums[part] if part in sums else int(getattr(self, part))
 
-    def to_json(self) -> dict[str, Any]:
-        """Times in seconds."""
+    def seconds(self) -> dict[str, Any]:
+        """Times in seconds, for JSON."""
         parts = {f"{name}_s": self.of(name) / 1e9 for name in PARTS}
         waits = {str(rank): time / 1e9 for rank, time in sorted(self.others.items())}
         return {"rank": self.rank, **parts, "waiting_for": waits, "injected_s": self.injected / 1e9}

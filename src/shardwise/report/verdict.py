@@ -46,8 +46,10 @@ class Finding(Json):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A step, and what costs it time, the most first."""
+class Verdict(Json):
+    """A step, and what costs it time, the most first. As JSON times are in seconds."""
+
+    json_keys = "step=number seconds line cause findings ranks collectives=parts.arrivals"
 
     parts: StepParts
     findings: tuple[Finding, ...]
@@ -57,6 +59,19 @@ class Verdict:
     @property
     def seconds(self) -> float:
         return self.parts.step / 1e9
+
+    def brief(self) -> dict[str, Any]:
+        """As JSON, without the tables of ranks and collectives."""
+        return {key: value for key, value in self.to_json().items() if key not in ("ranks", "collectives")}
+
+    @property
+    def cause(self) -> str | None:
+        return self.findings[0].cause if self.findings else None
+
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        """Times of each rank."""
+        return [one.seconds() for one in self.parts.ranks]
 
     @property
     def line(self) -> str:
@@ -76,20 +91,6 @@ class Verdict:
         names = [run] if run else []
         names += [] if self.number is None else [f"step {self.number}"]
         return fill(": ".join([*names, self.line]), WIDTH, subsequent_indent="  ")
-
-    def to_json(self, tables: bool = True) -> dict[str, Any]:
-        """A JSON-ready dictionary, times in seconds. tables: with all ranks and collectives."""
-        result = {
-            "step": self.number,
-            "seconds": self.seconds,
-            "line": self.line,
-            "cause": self.findings[0].cause if self.findings else None,
-            "findings": [finding.to_json() for finding in self.findings],
-        }
-        if not tables:
-            return result
-        ranks, calls = ([row.to_json() for row in rows] for rows in (self.parts.ranks, self.parts.arrivals))
-        return result | {"ranks": ranks, "collectives": calls}
 
 
 def verdict(recording: Recording, between: Sequence[TimeSpan] = (), rows: Mapping[int, int] | None = None) -> Verdict:

@@ -215,7 +215,7 @@ class RunRecorder:
         if judged is None:
             return None
         print(judged.text(), flush=True)
-        return judged.to_json(tables=False)
+        return judged.brief()
 
     def warn(self, text: str, step: int) -> None:
         """Something that a person should know and that does not end the run."""

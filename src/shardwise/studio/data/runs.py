@@ -142,7 +142,7 @@ def data(params: Mapping[str, str], runs: Path) -> View:
             base = Base.recorded(against, other.parts) if other else None
         of_step = step_figures(judged, shown.on_one_clock)
         tables |= of_step.tables | {"waterfall": waterfall(base, judged.parts)}
-        bars, more["verdict"] = dict(of_step.bars), judged.to_json(tables=False)
+        bars, more["verdict"] = dict(of_step.bars), judged.brief()
         how |= {table: How(HOW_TIMED[table], _compare(here)) for table in ("waterfall", *of_step.tables)}
     if here.memory.is_file():
         traces = read_memory(here.memory)
