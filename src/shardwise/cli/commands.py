@@ -8,6 +8,7 @@ GROUPS = {
         "estimate": "memory, communication and time of one layout, before anything runs",
         "validate": "errors of predicted times on published measurements",
         "calibrate": "measure this host, or read nvidia-smi's table, for predictions",
+        "mcp": "answer coding agents: plan, estimate, explain ... as MCP tools",
     },
     "Run": {
         "train": "train a model, split over processes, on text",

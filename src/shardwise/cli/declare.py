@@ -241,20 +241,22 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type[CommandOptions], l
         if item.owner not in groups:
             title = vars(item.owner).get("title")
             groups[item.owner] = parser.add_argument_group(*title.split(": ")) if title else parser
-        needed = [items[name].flag for name in item.option.needs.split()]
-        text = f"{f'with {needed[0]}: ' if needed else ''}{item.option.help}{_default_text(item)}"
-        more = _typed(item, lenient) | {
-            "default": argparse.SUPPRESS,
-            "help": HIDDEN if item.option.help is HIDDEN else text or None,
-        }
+        text = HIDDEN if item.option.help is HIDDEN else help_of(item, items) or None
+        more = typed(item, lenient) | {"default": argparse.SUPPRESS, "help": text}
         if item.option.positional:
             groups[item.owner].add_argument(item.name, **more)
         else:
             groups[item.owner].add_argument(item.flag, dest=item.name, **more)
 
 
-def _typed(item: Declared, lenient: bool) -> dict[str, Any]:
-    """The arguments of argparse that follow from a field's type."""
+def help_of(item: Declared, items: dict[str, Declared]) -> str:
+    """Help text of one of these arguments: the option that it needs, what it says, its default."""
+    needed = [items[name].flag for name in item.option.needs.split()]
+    return f"{f'with {needed[0]}: ' if needed else ''}{item.option.help}{_default_text(item)}"
+
+
+def typed(item: Declared, lenient: bool = False) -> dict[str, Any]:
+    """The arguments of argparse that follow from a field's type. lenient: whether nothing is required."""
     option, kind, several = item.option, item.kind, False
     if option.const or kind is bool:
         return {"action": "store_const", "const": option.const or not item.default}

@@ -18,6 +18,7 @@ EXAMPLES = {
         "shardwise calibrate network --ranks 2 --out here.toml",
         "shardwise calibrate device --ranks 2 --seconds 20 --out here.toml",
     ),
+    "mcp": ("shardwise mcp", "shardwise mcp --json"),
     "train": (
         "shardwise train tiny-llama --layout dp=2,tp=2,zero=3,sp --data stdlib --max-bytes 500000 --seq 64 --batch 8 "
         "--steps 10 --report --out runs/first",
