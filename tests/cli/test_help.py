@@ -90,6 +90,7 @@ TOUR = [
 PARSED = {
     "serve": "serves until it is stopped: tests/cli/test_serve.py",
     "studio": "serves until it is stopped: tests/cli/test_serve.py",
+    "mcp": "serves until it is stopped: tests/cli/test_mcp.py",
     "lab": "needs root: tests/cli/test_serve.py",
     "audit": "runs a program: tests/audit/test_programs.py",
     "demo": "minutes: tests/test_demo.py",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 from contextlib import redirect_stdout
 from importlib import import_module
@@ -62,6 +63,8 @@ def run(args: CommandOptions) -> int:
         raise UserError(f"the MCP server needs mcp 2, not {version('mcp')}: pip install 'shardwise[mcp]'")
     import anyio
 
+    # The thread that waits for standard input would keep a process that only raises KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.stdin.isatty():
         print("shardwise mcp waits for an agent on standard input (Ctrl-D ends it)", file=sys.stderr)
     anyio.run(_serve)
