@@ -27,6 +27,7 @@ def on_files(files: Any, config: Any) -> Any:
         "index.md": home(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
         "contributing.md": (ROOT / "CONTRIBUTING.md").read_text(),
+        "llms.txt": re.sub(r"\]\(docs/(\w+)\.md\)", r"](\1/)", (ROOT / "llms.txt").read_text()),
         "reference/cli.md": cli(),
         "reference/layout.md": layout_keys(),
     }
