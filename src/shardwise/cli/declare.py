@@ -1,8 +1,8 @@
 """Commands from declarations: the fields of a dataclass are a command's arguments, with their help, limits and rules.
 
-`parser_of` makes the parser, from which help, completion and the site's pages come; `mcp` makes tools of the same
-fields; `read` reads and checks a command line. A field's type says how it is given: `bool` without a value, `tuple` several times. A field that is neither
-`| None` nor has a default is required.
+`parser_of` makes the parser, from which help, completion and the site's pages come; `cli/mcp.py` makes tools of the
+same fields. `read` reads and checks a command line. A field's type says how it is given: `bool` without a value,
+`tuple` several times. A field that is neither `| None` nor has a default is required.
 """
 
 from __future__ import annotations

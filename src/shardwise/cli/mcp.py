@@ -4,8 +4,9 @@ A tool is a command, so one help serves both. Its arguments are the command's op
 the JSON that --json prints, and its error is the command's one line, which names what to change.
 
 Sizes are in bytes, times in seconds, counts of parameters and tokens are whole. A time is an estimate: low and high, or
-a field that ends in _range, bound it. What a question left open is in assumed; what limits an answer is in notes,
-warnings, room.why and not_runnable. A link with "assumed": true is the usual one of its device: network names another.
+a field that ends in _range, bound it. What a question left open is in assumed, or in notes that begin with assumed;
+what limits an answer is in notes, warnings, room.why and not_runnable. A link with "assumed": true is the usual one of
+its device: network names another.
 
 The package is the extra mcp: pip install 'shardwise[mcp]'. An agent's configuration names the command, shardwise, and
 its one argument, mcp. --json prints the tools with their schemas instead, and needs no package.
@@ -125,7 +126,9 @@ def argv_of(name: str, arguments: dict[str, Any]) -> list[str]:
     flags: list[str] = []
     for key, value in arguments.items():
         item, flag = items.get(key), f"--{key.strip('-').replace('_', '-')}"
-        texts = [_text(each) for each in (value if isinstance(value, list) else [value])]
+        # 8192.0 of JSON is 8192.
+        values = value if isinstance(value, list) else [value]
+        texts = [str(int(each) if isinstance(each, float) and each.is_integer() else each) for each in values]
         if value is None or value is False:
             continue
         if item and item.option.positional:
@@ -138,11 +141,6 @@ def argv_of(name: str, arguments: dict[str, Any]) -> list[str]:
             flags.append(f"{flag}={','.join(texts)}")
     positional = [text for key in items for text in words.get(key, ())]
     return [*TOOLS[name].split(), *flags, "--json", *(["--", *positional] if positional else [])]
-
-
-def _text(value: Any) -> str:
-    """A value as a command line has it: 8192.0 is 8192."""
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def tool_of(name: str) -> dict[str, Any]:
