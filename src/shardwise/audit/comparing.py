@@ -14,7 +14,7 @@ from math import prod
 
 from shardwise.audit.calls import Call
 from shardwise.audit.reading import RankRecording
-from shardwise.audit.understanding import FLOATS, SMALL, Understood, steady_calls
+from shardwise.audit.understanding import DATA, FLOATS, PIPELINE, SHARDS, SMALL, TENSOR, Understood, steady_calls
 from shardwise.codec import Json
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -67,18 +67,18 @@ def _what(call: Call, axis: str) -> str:
         return "buffers" if call.op == "broadcast" else "gradients" if call.phase == "backward" else "engine"
     if call.engine == "zero-redundancy":
         return "parameters"
-    if axis == "tp" and call.phase:
+    if axis == TENSOR and call.phase:
         return "activations"
     large = call.dtype in FLOATS and max(call.inputs, call.outputs) > SMALL and call.phase != "forward"
-    return "gradients" if axis in ("dp", "shard") and large and not call.engine else "program"
+    return "gradients" if axis in (DATA, SHARDS) and large and not call.engine else "program"
 
 
 def recorded_rows(recording: RankRecording, understood: Understood) -> list[RecordedRow]:
     """The calls of a steady step of one rank by kind."""
-    axes = {group: axis for axis, groups in understood.groups.items() for group in groups if axis != "pp"}
+    axes = {group: axis for axis, groups in understood.groups.items() for group in groups if axis != PIPELINE}
     kinds: dict[tuple[str, str, str, str, str, str], list[Call]] = defaultdict(list)
     for call in steady_calls(recording):
-        axis = "pp" if call.op in ("send", "recv") else axes.get(call.group, f"{len(call.group)} ranks")
+        axis = PIPELINE if call.op in ("send", "recv") else axes.get(call.group, f"{len(call.group)} ranks")
         what = _what(call, axis)
         place = call.where if what == "program" else ""
         kinds[what, call.phase, call.op, axis, call.dtype, place].append(call)
@@ -105,13 +105,13 @@ def _judged(one: RankRecording, rows: list[RecordedRow], understood: Understood)
     stored = {row[2] for row in one.model[3]}
     dtype = next(iter(stored)) if len(stored) == 1 else ""
     whole = sum(local for *_, grad, local in one.model[3] if grad)
-    shards = understood.axes.get("shard", 1)
+    shards = understood.axes.get(SHARDS, 1)
     full = whole * shards if understood.layout is not None and understood.layout.zero >= 2 else whole
-    reduced = [row.elements for row in rows if row.what == "gradients" and row.axis in ("dp", "shard")]
+    reduced = [row.elements for row in rows if row.what == "gradients" and row.axis in (DATA, SHARDS)]
     times = max(1, round(max(reduced, default=0) / full)) if full else 1  # micro-batches whose gradients are reduced
     for row in rows:
         if row.what in ("gradients", "parameters"):
-            yield _against(row, full if row.axis != "dp" or shards == 1 else whole, times, dtype, trained)
+            yield _against(row, full if row.axis != DATA or shards == 1 else whole, times, dtype, trained)
         else:
             yield row
 

@@ -13,9 +13,11 @@ from shardwise.audit.reading import RankRecording
 from shardwise.codec import Json
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
+from shardwise.layout.axes import DP, PP, SHARD, TP
 
-Axis = Literal["dp", "shard", "tp", "pp"]
-"""What a group of ranks shares: replicas whose gradients are summed, shards of one state, one operation, one model."""
+(DATA,), (SHARDS,), (TENSOR,), (PIPELINE,) = DP, SHARD, TP, PP
+Axis = str
+"""One of these. Ranks of a group are replicas whose gradients are summed, or share a state, an operation, a model."""
 SCHEDULES = {
     "ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b", "ScheduleInterleaved1F1B": "interleaved",
     "ScheduleLoopedBFS": "breadth-first", "ScheduleZBVZeroBubble": "zb-v", "ScheduleDualPipeV": "dualpipe-v",
@@ -73,7 +75,7 @@ def understand(recordings: Sequence[RankRecording]) -> Understood:
             stages |= {stage} if stage is not None else set()
     chain = _pipeline(calls, world)
     if chain:
-        groups["pp"], reasons["pp"] = set(chain), "ranks send one another activations and gradients"
+        groups[PIPELINE], reasons[PIPELINE] = set(chain), "ranks send one another activations and gradients"
     groups = {axis: some for axis, some in groups.items() if some}
     sizes = {axis: max(len(group) for group in some) for axis, some in groups.items()}
     return _layout(recordings, world, sizes, groups, reasons, max(stages, default=0), calls)
@@ -89,11 +91,11 @@ def _uses(calls: Sequence[Call], ranks: int) -> Iterable[tuple[Axis, str, int | 
     for engine in ("fsdp", "deepspeed"):
         yield from _sharded(engine, by.get(engine, set()))
     if by.get("ddp", set()) & {("all_reduce", "backward")}:
-        yield "dp", "DDP all-reduces gradients in the backward pass", None
+        yield DATA, "DDP all-reduces gradients in the backward pass", None
     if "zero-redundancy" in by:
-        yield "dp", "ZeroRedundancyOptimizer broadcasts the updated parameters", 1
+        yield DATA, "ZeroRedundancyOptimizer broadcasts the updated parameters", 1
     if any(phase in ("forward", "backward") for _, phase in by.get("dtensor", set())):
-        yield "tp", "DTensor redistributes activations in the forward or the backward pass", None
+        yield TENSOR, "DTensor redistributes activations in the forward or the backward pass", None
     yield from _by_pattern(by.get("", set()))
 
 
@@ -103,15 +105,15 @@ def _sharded(engine: str, did: set[tuple[str, str]]) -> Iterable[tuple[Axis, str
     scatters = {op for op, _ in did} & {"reduce_scatter", "all_to_all", "reduce"}
     name = {"fsdp": "FSDP", "deepspeed": "DeepSpeed"}[engine]
     if "backward" in gathers:
-        yield "shard", f"{name} gathers parameters in the forward and again in the backward pass", 3
+        yield SHARDS, f"{name} gathers parameters in the forward and again in the backward pass", 3
     elif "forward" in gathers:
-        yield "shard", f"{name} gathers parameters once, and scatters gradients", 2 if engine == "fsdp" else 3
+        yield SHARDS, f"{name} gathers parameters once, and scatters gradients", 2 if engine == "fsdp" else 3
     elif gathers and did:
-        yield "shard", f"{name} gathers parameters after the optimizer", 2 if scatters else 1
+        yield SHARDS, f"{name} gathers parameters after the optimizer", 2 if scatters else 1
     elif scatters:
-        yield "shard", f"{name} scatters gradients", 2
+        yield SHARDS, f"{name} scatters gradients", 2
     if ("all_reduce", "backward") in did and not gathers:
-        yield "dp", f"{name} all-reduces gradients", None
+        yield DATA, f"{name} all-reduces gradients", None
 
 
 def _by_pattern(did: set[tuple[str, str]]) -> Iterable[tuple[Axis, str, int | None]]:
@@ -119,13 +121,13 @@ def _by_pattern(did: set[tuple[str, str]]) -> Iterable[tuple[Axis, str, int | No
     gathers = {phase for op, phase in did if op == "all_gather_into"}
     if ("reduce_scatter", "backward") in did and gathers:
         stage = 3 if "backward" in gathers else 2 if "forward" in gathers else 1
-        yield "shard", "parameters are gathered, gradients scattered in the backward pass", stage
+        yield SHARDS, "parameters are gathered, gradients scattered in the backward pass", stage
     elif ("all_reduce", "forward") in did:
-        yield "tp", "activations are all-reduced in the forward pass", None
+        yield TENSOR, "activations are all-reduced in the forward pass", None
     elif ("all_reduce", "backward") in did:
-        yield "dp", "gradients are all-reduced in the backward pass", None
+        yield DATA, "gradients are all-reduced in the backward pass", None
     elif ("all_reduce", "") in did:
-        yield "dp", "gradients are all-reduced after the backward pass", None
+        yield DATA, "gradients are all-reduced after the backward pass", None
 
 
 def _pipeline(calls: Iterable[Call], world: int) -> list[tuple[int, ...]]:
@@ -151,19 +153,19 @@ def _layout(
     reasons: dict[str, str], stage: int, calls: Sequence[Call],
 ) -> Understood:  # fmt: skip
     """The layout of these axes."""
-    shard, replicas = sizes.get("shard", 1), sizes.get("dp", 1)
-    if groups.get("dp") and groups.get("dp") == groups.get("shard"):
+    shard, replicas = sizes.get(SHARDS, 1), sizes.get(DATA, 1)
+    if groups.get(DATA) and groups.get(DATA) == groups.get(SHARDS):
         replicas = 1
-    keys: dict[str, Any] = {"dp": shard * replicas, "tp": sizes.get("tp", 1), "pp": sizes.get("pp", 1)}
+    keys: dict[str, Any] = {DATA: shard * replicas, TENSOR: sizes.get(TENSOR, 1), PIPELINE: sizes.get(PIPELINE, 1)}
     if stage:
         keys["zero"] = stage
         if shard > 1 and replicas > 1:
-            keys["shard"] = shard
+            keys[SHARDS] = shard
     pipeline = next((one.pipeline for one in recordings if one.pipeline), None)
-    if keys["pp"] > 1:
-        keys |= _schedule(pipeline, calls, max(groups["pp"], key=len), reasons)
+    if keys[PIPELINE] > 1:
+        keys |= _schedule(pipeline, calls, max(groups[PIPELINE], key=len), reasons)
     keys["precision"] = _precision(recordings, calls)
-    product = keys["dp"] * keys["tp"] * keys["pp"]
+    product = keys[DATA] * keys[TENSOR] * keys[PIPELINE]
     try:
         layout = Layout.parse(",".join(f"{key}={value}" for key, value in keys.items()))
     except LayoutError as error:

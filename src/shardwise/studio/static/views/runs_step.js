@@ -43,6 +43,7 @@ export function barFigure(page, name, title, answer, lead = "", unit = "seconds"
   const made = figure(page, { name, title, lead, extras: [keys], height: () => barsHeight(rows().length || 1),
     draw: (context, width) => rows().length && bars(context, width, rows().map((row) => ({ ...row, words: row.words || undefined })), { unit, left: 190 }) });
   return withShow(made, () => {
+    made.node.hidden = !rows().length;
     keys.replaceChildren(...swatches([...new Set(rows().flatMap((row) => row.parts.filter(([, value]) => value > 0).map(([kind]) => kind)))]));
     made.describe(rows().map((row) => `${row.label} ${row.detail}: ${shown(row.total, unit)}${row.words && `, ${row.words}`}`).join("; "));
   });
