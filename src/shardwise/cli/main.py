@@ -88,14 +88,26 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _unexpected(argv: list[str], error: Exception) -> int:
-    from shardwise.runtime.job.launch import DIVERGED, RunFailed
+def _missing_posix(error: Exception) -> str:
+    """The module or name of POSIX that this system's Python lacks, as an error says; empty for any other error."""
+    if isinstance(error, ModuleNotFoundError) and error.name in ("fcntl", "resource"):
+        return f"module {error.name}"
+    module = getattr(error.obj, "__name__", "") if isinstance(error, AttributeError) else ""
+    return f"{module}.{error.name}" if isinstance(error, AttributeError) and module in ("os", "signal") else ""
 
+
+def _unexpected(argv: list[str], error: Exception) -> int:
+    if missing := _missing_posix(error):
+        line = f"needs Linux: no {missing} here; plan, estimate, explain, emit and list work without it"
+        return _fail(argv, f"{' '.join(argv[:1])} {line}", 2)
     if line := file_limit(error):
         return _fail(argv, line, 2)
     if isinstance(error, DivergedError):
+        from shardwise.runtime.job.launch import DIVERGED
+
         return _fail(argv, str(error), DIVERGED)
-    if isinstance(error, RunFailed):
+    launch = sys.modules.get("shardwise.runtime.job.launch")
+    if launch and isinstance(error, launch.RunFailed):
         return _fail(argv, str(error), 1)
     if "--traceback" in argv:
         import traceback
