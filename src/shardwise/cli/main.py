@@ -88,18 +88,14 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _missing_posix(error: Exception) -> str:
-    """The module or name of POSIX that this system's Python lacks, as an error says; empty for any other error."""
-    if isinstance(error, ModuleNotFoundError) and error.name in ("fcntl", "resource"):
-        return f"module {error.name}"
-    module = getattr(error.obj, "__name__", "") if isinstance(error, AttributeError) else ""
-    return f"{module}.{error.name}" if isinstance(error, AttributeError) and module in ("os", "signal") else ""
-
-
 def _unexpected(argv: list[str], error: Exception) -> int:
-    if missing := _missing_posix(error):
-        line = f"needs Linux: no {missing} here; plan, estimate, explain, emit and list work without it"
-        return _fail(argv, f"{' '.join(argv[:1])} {line}", 2)
+    if isinstance(error, ModuleNotFoundError | AttributeError):
+        # What Python has on Linux alone.
+        module = getattr(getattr(error, "obj", None), "__name__", "")
+        if error.name in ("fcntl", "resource") or module in ("os", "signal"):
+            missing = f"{module}.{error.name}".lstrip(".")
+            line = f"needs Linux: no {missing} here; plan, estimate, explain, emit and list work without it"
+            return _fail(argv, f"{' '.join(argv[:1])} {line}", 2)
     if line := file_limit(error):
         return _fail(argv, line, 2)
     if isinstance(error, DivergedError):

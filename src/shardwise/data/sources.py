@@ -238,26 +238,28 @@ def _text(path: Path, most: int | None) -> str:
         raise _NotTextError(f"{path} is not UTF-8 (byte {error.start}); convert it with iconv") from None
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file of records, numbered from 1."""
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a file of records."""
     number = 0
     try:
         with _opened(path) as lines:
             for number, line in enumerate(lines, 1):
-                yield number, line
+                yield line.decode("utf-8" if number > 1 else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, line {number} is not UTF-8 (byte {error.start}); convert it with iconv") from None
     except _NotTextError as error:
         raise UserError(f"{error}; the last whole line is {number}") from None
 
 
 def _jsonl(path: Path, text_field: str) -> Iterator[str]:
-    for number, line in _lines(path):
+    for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
         place = f"{path}, line {number}"
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else "not readable UTF-8"
+            reason = getattr(error, "msg", "too deep, or too long a number")
             raise UserError(f"{place} is not JSON ({reason}); JSONL has one object a line") from None
         if not isinstance(record, dict):
             raise UserError(f'{place} is not a JSON object but {type(record).__name__}; use {{"{text_field}": ...}}')
@@ -268,12 +270,12 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
 
 def _csv(path: Path, text_field: str, delimiters: str) -> Iterator[str]:
     """Cells of a column. delimiters: the first one by which the header has that column is used."""
-    lines = _decoded(path)
+    lines = _lines(path)
     first = next(lines, "")
     csv.field_size_limit(_MOST_CELL)
     table, number = csv.reader([]), 0
     try:
-        fitting = (each for each in delimiters if text_field in next(csv.reader([first], delimiter=each), []))
+        fitting = (mark for mark in delimiters if text_field in next(csv.reader([first], delimiter=mark), []))
         table = csv.reader(chain([first], lines), delimiter=next(fitting, delimiters[0]), strict=True)
         rows = filter(None, table)
         header = next(rows, [])
@@ -315,14 +317,6 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _decoded(path: Path) -> Iterator[str]:
-    for number, line in _lines(path):
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}, line {number} is not UTF-8 (byte {error.start}); convert it with iconv") from None
-
-
 def _parquet(path: Path, text_field: str) -> Iterator[str]:
     parquet = require("pyarrow.parquet", "data", "reading Parquet")
     arrow = require("pyarrow", "data", "reading Parquet")
@@ -330,17 +324,12 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
         with parquet.ParquetFile(path) as file:
             _column(str(path), text_field, file.schema_arrow.names)
             batches = file.iter_batches(batch_size=1024, columns=[text_field])
-            yield from _rows((_values(batch.column(0)) for batch in batches), path, text_field)
-    except arrow.ArrowException as error:
+            columns = (batch.column(0) for batch in batches)
+            if str(file.schema_arrow.field(text_field).type) in ("string", "large_string"):
+                columns = (column.cast("large_binary") for column in columns)
+            yield from _rows((column.to_pylist() for column in columns), path, text_field)
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not readable Parquet: {_first_line(error)}") from None
-
-
-def _values(column: Any) -> list[Any]:
-    """Values of a column of Arrow. Text that is not UTF-8 is bytes."""
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        return column.cast("large_binary").to_pylist()
 
 
 def _dataset(root: Path, text_field: str) -> Iterator[str]:
