@@ -4,7 +4,7 @@ A source is a path, or the word `stdlib`:
 
 - a text file is one document;
 - `.jsonl` and `.ndjson` files hold one JSON object a line, `.csv` and `.tsv` files a header and rows, `.parquet` files
-  rows: one document each, in the field or column `text_field`;
+  rows: one document per record, in the field or column `text_field`;
 - files with `.gz` after one of these suffixes are the same, compressed (Parquet is compressed inside);
 - a folder is read recursively in sorted order, each file by its suffix, without hidden files, files that are not
   text, and corpora that `prepare` left there;
