@@ -31,7 +31,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-day test-all test-changed durations mutation faults baseline lint parsers docs lessons figures screenshots snapshots fit bench bench-scaling families recordings check-gpu check-kernels bench-gpu clean
+.PHONY: help demo test test-day test-all test-changed durations mutation faults baseline lint parsers docs lessons wheel figures screenshots snapshots fit bench bench-scaling families recordings check-gpu check-kernels bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,13 @@ lessons: $(VENV)/.docs  ## the lessons as notebooks: build/lessons/
 	@mkdir -p build/lessons
 	@for lesson in lessons/*.py; do \
 		$(BIN)/jupytext --quiet --to ipynb --output build/$${lesson%.py}.ipynb $$lesson || exit 1; done
+
+# setuptools puts whatever an earlier build has left in build/lib into the wheel.
+wheel: | $(BIN)/python  ## a wheel, for pip install: dist/
+	@$(PIP) install "setuptools>=77"
+	@rm -rf build/lib build/bdist.*
+	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
 
 families: $(VENV)/.test  ## record the shapes of every language model class of the installed transformers: src/shardwise/model/shapes/; FAMILIES="llama qwen3" for some
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/record_families.py $(FAMILIES)

@@ -260,6 +260,44 @@ def test_a_lazy_package_has_its_names():
         _ = shardwise.report.nothing
 
 
+WITHOUT_POSIX = """
+import os, signal, sys
+for name in ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog", "readline"):
+    sys.modules[name] = None
+for module, names in (
+    (os, "forkpty getpgid getpriority getuid killpg mkfifo nice posix_fadvise posix_fallocate pread pwrite "
+         "sched_getaffinity sched_setaffinity sendfile setsid statvfs sysconf O_DIRECT"),
+    (signal, "SIGALRM SIGCHLD SIGCONT SIGHUP SIGKILL SIGPIPE SIGQUIT SIGSTOP SIGUSR1 pthread_sigmask setitimer"),
+):
+    for name in names.split():
+        delattr(module, name)
+"""
+"""What Python on Windows lacks, as far as it can be taken away here; there is no home either."""
+COMMANDS_WITHOUT_POSIX = [
+    PLAN,
+    ["plan", "llama-3-8b", "--cluster", "8xH100", "--serve", "--prompt", "512", "--output", "64", "--concurrency", "8"],
+    ESTIMATE,
+    ["explain", "vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size 2"],
+    ["emit", "llama-3-70b", "--layout", "tp=8", "--for", "vllm"],
+    ["list", "models"],
+]
+
+
+@pytest.mark.parametrize("argv", COMMANDS_WITHOUT_POSIX, ids=lambda argv: argv[0])
+def test_a_command_without_ranks_needs_no_posix(argv):
+    modules_of(WITHOUT_POSIX + COMMAND.format(argv=argv))
+
+
+@pytest.mark.parametrize(
+    "argv", [["train", "gpt2"], ["lab", "--help"], ["pipeline", "run", "1f1b"]], ids=lambda argv: argv[0]
+)
+def test_a_command_that_needs_posix_says_so(argv):
+    source = f"{WITHOUT_POSIX}\nfrom shardwise.cli.main import main\nsys.exit(main({argv!r}))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and f"{argv[0]} needs Linux: no " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_loaded_packages_are_seen():
     assert "numpy" in loaded_by("import numpy")
 

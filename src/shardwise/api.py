@@ -117,7 +117,7 @@ def train(
     """Train `model` on `data` in `layout.ranks` local processes, and return when they have ended.
 
     model: a `ModelConfig`, a name of the catalog, or the path of a config.json. layout: a `Layout` or its text.
-    data: a file, a folder, JSONL, Parquet, a saved dataset, or "stdlib".
+    data: a file, a folder, JSONL, CSV, Parquet (.gz, too), a saved dataset, or "stdlib".
     options: further fields of `TrainConfig` (steps, out, tokenizer, optimizer, seed, report, device, ...) and of
     `LaunchConfig` (port, restarts, elastic, progress, rank0_stdout), and `vocab`, which replaces the model's. Without
     `out` the run directory is the next free `runs/<model>-N`.

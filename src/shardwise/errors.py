@@ -25,8 +25,10 @@ def file_limit(error: BaseException) -> str:
     text = "Too many open files"
     if text not in str(error) and text not in str(error.__cause__ or error.__context__ or ""):
         return ""
-    import resource
-
+    try:
+        import resource
+    except ImportError:
+        return "too many open files: close other programs"
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f"too many open files: a process may open {most} here (ulimit -n): allow more, such as ulimit -n 1024"
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from harness.cases import from_table
+from harness.texts import FORMS, write
 from shardwise.data import corpus as corpus_module
 from shardwise.data.corpus import Corpus, prepare
 from shardwise.data.tokenizer import load
@@ -101,6 +102,22 @@ def test_the_same_text_is_prepared_once(texts, tmp_path):
     again, lines = lines_of(texts, tmp_path / "out")
     assert again == first and lines == [f"the text is prepared already: {first.path}"]
     assert before == {path: path.stat().st_mtime_ns for path in first.path.iterdir()}
+
+
+def test_every_format_gives_the_same_tokens(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "SAMPLE_BYTES", 1000)
+    (texts / "05.txt").write_text('"one", two;\r\nthree ü\n')
+    documents = [path.read_bytes().decode() for path in sorted(texts.iterdir())]
+    made = [make(write(tmp_path, form, documents), tmp_path / "out") for form in FORMS]
+    assert len({corpus.path for corpus in made}) == len(FORMS)
+    for name in ("train.bin", "validation.bin", "tokenizer.json"):
+        assert len({(corpus.path / name).read_bytes() for corpus in made}) == 1
+
+
+def test_the_amount_of_compressed_text_is_not_made_up(texts, tmp_path):
+    _, lines = lines_of(write(tmp_path, "csv.gz", ["number " * 2000] * 100), tmp_path / "out")
+    assert lines[0].endswith(" on 0.0 MB compressed, a sample of at most 16 MB")
+    assert all(line.endswith(" MB of 0.0 MB compressed") for line in lines if line.startswith("encoded"))
 
 
 def test_preparing_twice_gives_the_same_bytes(texts, tmp_path):
@@ -292,7 +309,10 @@ def test_progress_and_what_was_skipped(texts, tmp_path):
     _, lines = lines_of(texts, tmp_path / "out", vocab=5000)
     assert "training a tokenizer of 5000 tokens" in lines[0]
     assert any("the text is too little for 5000 tokens" in line for line in lines)
-    assert "skipped 1 files that are not UTF-8 text" in lines
+    assert (
+        "skipped 1 files without UTF-8 text, such as x.bin: is binary (NUL at byte 0); give files of UTF-8 text"
+        in lines
+    )
     assert lines[-1].endswith("in 40 documents")
 
 

@@ -1,8 +1,11 @@
+import gzip
 import json
 
 import pytest
 
 from harness.cases import from_table
+from harness.texts import FORMS, write
+from shardwise.data import sources
 from shardwise.data.sources import open_source
 from shardwise.errors import UserError
 
@@ -69,6 +72,76 @@ def test_a_bad_jsonl_line_is_named(tmp_path, line, reason):
     file.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
     message = error(file)
     assert f"{file}, line 3" in message and reason in message
+
+
+DOCUMENTS = ["one, two", '"quoted"\r\nü', "42", " ", "a;b\tc\n\nd", "end"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_documents_are_equal_in_every_format(tmp_path, form):
+    assert read(write(tmp_path, form, DOCUMENTS)) == [text for text in DOCUMENTS if text.strip()]
+
+
+def test_csv_as_spreadsheets_write_it(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_bytes(b'\xef\xbb\xbftext;id\r\n"a, b";7\r\n\r\nc;8')
+    assert read(file) == ["a, b", "c"]
+    file.write_text("text\n" + "x" * 200_000)
+    assert read(file) == ["x" * 200_000]
+    packed = tmp_path / "t.txt.gz"
+    packed.write_bytes(gzip.compress(b"one\r\ntwo\n"))
+    assert read(packed) == ["one\r\ntwo\n"]
+
+
+@from_table
+def test_a_bad_csv_names_its_row(tmp_path, monkeypatch, content, field, reason):
+    monkeypatch.setattr(sources, "_MOST_CELL", 1000)
+    file = tmp_path / "t.csv"
+    file.write_bytes(content)
+    message = error(file, field)
+    assert str(file) in message and reason in message
+
+
+def test_a_table_without_the_column_is_left_out_of_a_folder(tmp_path):
+    (tmp_path / "a.csv").write_text("size,price\n1,2\n")
+    (tmp_path / "b.txt").write_text("text")
+    skipped = []
+    assert list(open_source(str(tmp_path)).documents(skipped)) == ["text"]
+    assert len(skipped) == 1 and skipped[0].startswith("a.csv: has no field 'text'")
+
+
+@pytest.mark.parametrize("form", ["jsonl.gz", "csv.gz"])
+def test_damaged_gzip_names_the_last_line(tmp_path, form):
+    file = write(tmp_path, form, [f"{number} {number**7:x}" for number in range(5000)])
+    whole = file.read_bytes()
+    for damaged, reason in ((whole[: len(whole) // 2], "ended before"), (whole[:-8] + bytes(8), "CRC check failed")):
+        file.write_bytes(damaged)
+        message = error(file)
+        assert f"{file} is damaged gzip" in message and reason in message
+        assert int(message.rpartition(" ")[2]) > 1000
+    file.write_bytes(whole[:1000] + b"\xff" * 100 + whole[1100:])
+    assert f"{file} is damaged gzip" in error(file)
+    file.write_bytes(b"text")
+    assert "Not a gzipped file" in error(file) and error(file).endswith("the last whole line is 0")
+
+
+def test_damaged_gzip_of_a_text_is_an_error_where_it_is_named(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text" * 1000)[:-9])
+    (tmp_path / "b.txt").write_text("text")
+    assert "is damaged gzip (Compressed file ended" in error(tmp_path / "a.txt.gz")
+    assert read(tmp_path) == ["text"]
+
+
+def test_parquet_whose_text_is_bytes(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "t.parquet"
+    column = arrow.array([b"a", "ü".encode(), b"caf\xe9"])
+    parquet.write_table(arrow.table({"text": column}), file)
+    assert "row 3: field 'text' is not UTF-8 (byte 3)" in error(file)
+    parquet.write_table(arrow.table({"text": column.view("string")}), file)
+    assert "row 3: field 'text' is not UTF-8 (byte 3)" in error(file)
+    parquet.write_table(arrow.table({"text": column[:2]}), file)
+    assert read(file) == ["a", "ü"]
 
 
 def test_parquet_rows_and_its_errors(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness import forked
+from harness.texts import write
 from harness.today import EVERYTHING, TORCHRUN, of_some
 from shardwise.layout import Layout, Workload
 from shardwise.model import catalog
@@ -105,6 +106,18 @@ def test_three_dimensions_train_as_one_device_does(text: Path, tmp_path: Path) -
         first = tmp_path / f"moved-{step}"
     same = shardwise("checkpoint", "diff", str(tmp_path / "eight"), str(first), "--json")
     assert same.returncode == 0, same.stdout
+
+
+def test_text_in_any_format_gives_the_same_losses(text: Path, tmp_path: Path) -> None:
+    documents = [path.read_text() for path in sorted(text.iterdir())]
+    found = []
+    for form in ("folder", "jsonl.gz", "csv", "parquet"):
+        out = tmp_path / f"run-{form}"
+        data = write(tmp_path, form, documents)
+        done = shardwise(*command(data, out, layout="dp=1,precision=fp32", steps=2))
+        assert done.returncode == 0, done.stderr
+        found.append(losses(out))
+    assert len(found[0]) == 4 and found == [found[0]] * 4
 
 
 def test_a_run_too_short_for_a_timeline_has_a_report_without(text: Path, tmp_path: Path) -> None:

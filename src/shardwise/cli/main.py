@@ -89,13 +89,21 @@ def _drop_output() -> None:
 
 
 def _unexpected(argv: list[str], error: Exception) -> int:
-    from shardwise.runtime.job.launch import DIVERGED, RunFailed
-
+    if isinstance(error, ModuleNotFoundError | AttributeError):
+        # What Python has on Linux alone.
+        module = getattr(getattr(error, "obj", None), "__name__", "")
+        if error.name in ("fcntl", "resource") or module in ("os", "signal"):
+            missing = f"{module}.{error.name}".lstrip(".")
+            line = f"needs Linux: no {missing} here; plan, estimate, explain, emit and list work without it"
+            return _fail(argv, f"{' '.join(argv[:1])} {line}", 2)
     if line := file_limit(error):
         return _fail(argv, line, 2)
     if isinstance(error, DivergedError):
+        from shardwise.runtime.job.launch import DIVERGED
+
         return _fail(argv, str(error), DIVERGED)
-    if isinstance(error, RunFailed):
+    launch = sys.modules.get("shardwise.runtime.job.launch")
+    if launch and isinstance(error, launch.RunFailed):
         return _fail(argv, str(error), 1)
     if "--traceback" in argv:
         import traceback

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwise.data.sources import Source, open_source
+from shardwise.data.sources import Source, open_source, suffix
 from shardwise.data.splits import SPLITS, Split, SplitFiles
 from shardwise.data.tokenizer import (
     SAMPLE_BYTES,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FORMAT = 1
+_READING = 2
+"""Version of what is read as text, and what of it a tokenizer is trained on; part of the fingerprint."""
 Progress = Callable[[str], None]
 
 _PARTIAL = ".partial-"
@@ -190,7 +192,7 @@ def _digest(source: Source, max_bytes: int | None, say: Progress) -> list[Any]:
                     told = done
                     say(f"read {done / 1e9:.0f} GB of {source.size / 1e9:.0f} to check whether the text is prepared")
         # The suffix alone decides whether a single file is one document or one per line.
-        name = file.path.suffix.lower() if source.kind == "file" else file.name
+        name = suffix(file.path) if source.kind == "file" else file.name
         files.append([name, content.hexdigest()])
     return [source.kind, files]
 
@@ -205,7 +207,7 @@ def _fingerprint(text: list[Any], settings: dict[str, Any], tokenizer: Path | No
         loaded = load(file)
         if (eos := end_of_text(loaded, str(file), file.parent)) != named_end(loaded):
             settings = settings | {"eos": eos}
-    covered = json.dumps([FORMAT, settings, encoder, text])
+    covered = json.dumps([FORMAT, _READING, settings, encoder, text])
     return hashlib.sha256(covered.encode()).hexdigest()
 
 
@@ -257,6 +259,8 @@ class _Preparation:
     def __init__(self, source: Source, max_bytes: int | None, validation_fraction: float, say: Progress) -> None:
         self.source, self.max_bytes, self.fraction, self.say = source, max_bytes, validation_fraction, say
         self.size = min(source.size, max_bytes or source.size)
+        self.compressed = source.compressed and self.size == source.size
+        self.total = f"{self.size / 1e6:.1f} MB{' compressed' * self.compressed}"
         self.text_bytes = 0
         self.skipped: list[str] = []
 
@@ -275,7 +279,7 @@ class _Preparation:
                 files.add(index, ids)
             files.finish()
         if self.skipped:
-            self.say(f"skipped {len(self.skipped)} files that are not UTF-8 text")
+            self.say(f"skipped {len(self.skipped)} files without UTF-8 text, such as {self.skipped[0]}")
         tokens, documents = files.tokens, files.documents
         self.say(f"{sum(tokens.values()):,} tokens in {sum(documents.values()):,} documents")
         corpus = Corpus(
@@ -286,9 +290,10 @@ class _Preparation:
         (folder / "corpus.json").write_text(json.dumps(data, indent=1) + "\n")
 
     def _train(self, vocab: int) -> Tokenizer:
-        sampled = f", a sample of at most {SAMPLE_BYTES / 1e6:.0f} MB" if self.size > SAMPLE_BYTES else ""
-        self.say(f"training a tokenizer of {vocab} tokens on {self.size / 1e6:.1f} MB{sampled}")
-        tokenizer = train(sample(_limited(self.source, self.max_bytes), self.size), vocab)
+        large = self.compressed or self.size > SAMPLE_BYTES
+        sampled = f", a sample of at most {SAMPLE_BYTES / 1e6:.0f} MB" if large else ""
+        self.say(f"training a tokenizer of {vocab} tokens on {self.total}{sampled}")
+        tokenizer = train(sample(_limited(self.source, self.max_bytes), SAMPLE_BYTES), vocab)
         made = vocabulary_size(tokenizer)
         if made < vocab:
             self.say(f"the text is too little for {vocab} tokens: the tokenizer has {made}")
@@ -304,7 +309,7 @@ class _Preparation:
                 self.text_bytes += len(part.encode())
                 if self.text_bytes - reported > self.size / 10:
                     reported = self.text_bytes
-                    self.say(f"encoded {reported / 1e6:.1f} MB of {self.size / 1e6:.1f} MB")
+                    self.say(f"encoded {reported / 1e6:.1f} MB of {self.total}")
 
     def _encoded(self, tokenizer: Tokenizer, eos: int) -> Iterator[tuple[int, list[int]]]:
         """Document index and token ids, in order; a long document comes in several parts."""

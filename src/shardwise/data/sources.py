@@ -3,7 +3,9 @@
 A source is a path, or the word `stdlib`:
 
 - a text file is one document;
-- `.jsonl` and `.ndjson` files hold one JSON object a line, `.parquet` files one row a document;
+- `.jsonl` and `.ndjson` files hold one JSON object a line, `.csv` and `.tsv` files a header and rows, `.parquet` files
+  rows: one document per record, in the field or column `text_field`;
+- files with `.gz` after one of these suffixes are the same, compressed (Parquet is compressed inside);
 - a folder is read recursively in sorted order, each file by its suffix, without hidden files, files that are not
   text, and corpora that `prepare` left there;
 - a folder that `datasets.save_to_disk` wrote is read through `datasets` (of several splits, `train`);
@@ -12,28 +14,36 @@ A source is a path, or the word `stdlib`:
 """
 
 import codecs
+import csv
+import gzip
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 from shardwise.data.extras import require
 from shardwise.errors import UserError
 
 STDLIB = "stdlib"
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+CSV_SUFFIXES = (".csv", ".tsv")
 PARQUET_SUFFIXES = (".parquet",)
+GZIP_SUFFIX = ".gz"
+_MOST_CELL = 1 << 28
+"""Characters of a cell of CSV at most. A quote that is not closed would read the whole file as one cell."""
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 Kind = Literal["file", "folder", "dataset", "stdlib"]
 
 
 class _NotTextError(UserError):
-    """A file that is not text: an error where it was named, skipped where it was found in a folder."""
+    """A file without text: an error where it was named, skipped where it was found in a folder."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,11 @@ class Source:
     def size(self) -> int:
         """Bytes on disk of all files, the hint of how much text there is."""
         return sum(file.size for file in self.files)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether files have more text than bytes."""
+        return any(suffix(file.path).endswith((GZIP_SUFFIX, *PARQUET_SUFFIXES)) for file in self.files)
 
     def documents(self, skipped: list[str] | None = None, most: int | None = None) -> Iterator[str]:
         """Yield every document that is not blank.
@@ -94,7 +109,8 @@ class Source:
 def open_source(source: str, text_field: str = "text") -> Source:
     """Find the files of a source without reading them.
 
-    source: a path, or `stdlib`. text_field: the field, or column, that holds the text of JSONL, Parquet and datasets.
+    source: a path, or `stdlib`. text_field: the field, or column, that holds the text of JSONL, CSV, Parquet and
+    datasets.
     Raises `UserError` when there is nothing at that path, or nothing in it.
     """
     try:
@@ -170,13 +186,22 @@ def _stat(path: Path, name: str) -> SourceFile:
     return SourceFile(name, path, path.stat().st_size)
 
 
+def suffix(path: Path) -> str:
+    """The suffix that decides how a file is read, in lower case: `.jsonl`, or `.jsonl.gz`."""
+    last = path.suffix.lower()
+    return Path(path.stem).suffix.lower() + last if last == GZIP_SUFFIX else last
+
+
 def _file(path: Path, text_field: str, most: int | None) -> Iterator[str]:
     """The documents of one file, by its suffix. most: as in `Source.documents`."""
-    suffix = path.suffix.lower()
+    kind = suffix(path).removesuffix(GZIP_SUFFIX)
     try:
-        if suffix in JSONL_SUFFIXES:
+        if kind in JSONL_SUFFIXES:
             yield from _jsonl(path, text_field)
-        elif suffix in PARQUET_SUFFIXES:
+        elif kind in CSV_SUFFIXES:
+            cells = _csv(path, text_field, "\t" if kind == ".tsv" else ",;\t")
+            yield from _text_column(cells, path, text_field)
+        elif kind in PARQUET_SUFFIXES:
             yield from _parquet(path, text_field)
         else:
             yield _text(path, most)
@@ -184,10 +209,25 @@ def _file(path: Path, text_field: str, most: int | None) -> Iterator[str]:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A file to read, decompressed."""
+    if path.suffix.lower() != GZIP_SUFFIX:
+        with path.open("rb") as file:
+            yield file
+        return
+    with gzip.open(path) as packed:
+        try:
+            yield cast(BinaryIO, packed)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            reason = str(error).partition(" (b")[0]
+            raise _NotTextError(f"{path} is damaged gzip ({reason}); download or compress it again") from None
+
+
 def _text(path: Path, most: int | None) -> str:
     # Beyond the limit: a byte order mark, and a character that the end cuts through.
-    room = None if most is None else most + len(codecs.BOM_UTF8) + 3
-    with path.open("rb") as file:
+    room = -1 if most is None else most + len(codecs.BOM_UTF8) + 3
+    with _opened(path) as file:
         data = file.read(room)
     nul = data.find(b"\0")
     if nul >= 0:
@@ -198,24 +238,83 @@ def _text(path: Path, most: int | None) -> str:
         raise _NotTextError(f"{path} is not UTF-8 (byte {error.start}); convert it with iconv") from None
 
 
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a file of records."""
+    number = 0
+    try:
+        with _opened(path) as lines:
+            for number, line in enumerate(lines, 1):
+                yield line.decode("utf-8" if number > 1 else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, line {number} is not UTF-8 (byte {error.start}); convert it with iconv") from None
+    except _NotTextError as error:
+        raise UserError(f"{error}; the last whole line is {number}") from None
+
+
 def _jsonl(path: Path, text_field: str) -> Iterator[str]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else "not readable UTF-8"
-                raise UserError(f"{place} is not JSON ({reason}); JSONL has one object a line") from None
-            if not isinstance(record, dict):
-                raise UserError(
-                    f'{place} is not a JSON object but {type(record).__name__}; use {{"{text_field}": ...}}'
-                )
-            if text_field not in record:
-                raise _missing(place, text_field, list(record))
-            yield _checked(record[text_field], place, text_field)
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", "too deep, or too long a number")
+            raise UserError(f"{place} is not JSON ({reason}); JSONL has one object a line") from None
+        if not isinstance(record, dict):
+            raise UserError(f'{place} is not a JSON object but {type(record).__name__}; use {{"{text_field}": ...}}')
+        if text_field not in record:
+            raise _missing(place, text_field, list(record))
+        yield _checked(record[text_field], place, text_field)
+
+
+def _csv(path: Path, text_field: str, delimiters: str) -> Iterator[str]:
+    """Cells of a column. delimiters: the first one by which the header has that column is used."""
+    lines = _lines(path)
+    first = next(lines, "")
+    csv.field_size_limit(_MOST_CELL)
+    table, number = csv.reader([]), 0
+    try:
+        fitting = (mark for mark in delimiters if text_field in next(csv.reader([first], delimiter=mark), []))
+        table = csv.reader(chain([first], lines), delimiter=next(fitting, delimiters[0]), strict=True)
+        rows = filter(None, table)
+        header = next(rows, [])
+        column = _column(str(path), text_field, header, _NotTextError)
+        while True:
+            number += 1
+            if (row := next(rows, None)) is None:
+                return
+            if len(row) != len(header):
+                raise csv.Error(f"{len(row)} cells, {len(header)} in the header")
+            yield row[column]
+    except csv.Error as error:
+        place = f"row {number} (line {table.line_num})" if number else "header"
+        reason = str(error).partition(" - ")[0]
+        raise UserError(
+            f"{path}, {place} is not CSV: {reason}; is a cell with quotes, delimiters or line ends not quoted?"
+        ) from None
+
+
+def _text_column(cells: Iterator[str], path: Path, text_field: str) -> Iterator[str]:
+    """Cells that are not all numbers, the type of which CSV does not tell."""
+    leading = []
+    for cell in cells:
+        leading.append(cell)
+        if cell.strip() and not _is_number(cell):
+            break
+    else:
+        for row, cell in enumerate(leading, 1):
+            if _is_number(cell):
+                raise UserError(f"{path}, row {row}: column {text_field!r} has numbers alone, such as {cell!r}")
+    yield from chain(leading, cells)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[str]:
@@ -223,10 +322,12 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
     arrow = require("pyarrow", "data", "reading Parquet")
     try:
         with parquet.ParquetFile(path) as file:
-            if text_field not in file.schema_arrow.names:
-                raise _missing(str(path), text_field, file.schema_arrow.names)
+            _column(str(path), text_field, file.schema_arrow.names)
             batches = file.iter_batches(batch_size=1024, columns=[text_field])
-            yield from _rows((batch.column(0).to_pylist() for batch in batches), path, text_field)
+            columns = (batch.column(0) for batch in batches)
+            if str(file.schema_arrow.field(text_field).type) in ("string", "large_string"):
+                columns = (column.cast("large_binary") for column in columns)
+            yield from _rows((column.to_pylist() for column in columns), path, text_field)
     except (arrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not readable Parquet: {_first_line(error)}") from None
 
@@ -237,8 +338,7 @@ def _dataset(root: Path, text_field: str) -> Iterator[str]:
         dataset = datasets.load_from_disk(str(root))
     except Exception as error:  # datasets, pyarrow, json and the file system each raise their own for a damaged folder
         raise UserError(f"{root} is not a readable saved dataset: {_first_line(error)}") from None
-    if text_field not in dataset.column_names:
-        raise _missing(str(root), text_field, dataset.column_names)
+    _column(str(root), text_field, dataset.column_names)
     batches = dataset.with_format(None).select_columns([text_field]).iter(batch_size=1024)
     yield from _rows((batch[text_field] for batch in batches), root, text_field)
 
@@ -248,14 +348,26 @@ def _rows(batches: Iterable[list[Any]], path: Path, text_field: str) -> Iterator
         yield _checked(text, f"{path}, row {row}", text_field)
 
 
-def _missing(place: str, text_field: str, present: list[str]) -> UserError:
-    names = ", ".join(map(repr, present[:12])) + (", ..." if len(present) > 12 else "")
-    return UserError(
-        f"{place} has no field {text_field!r}; name the one with the text (--text-field): {names or 'none'}"
-    )
+def _column(place: str, text_field: str, names: list[str], error: type[UserError] = UserError) -> int:
+    """Index of the column with the text. Raises `error` where none, or more than one, has its name."""
+    if text_field not in names:
+        raise _missing(place, text_field, names, error)
+    if names.count(text_field) > 1:
+        raise UserError(f"{place} has {names.count(text_field)} columns {text_field!r}; rename all but one")
+    return names.index(text_field)
+
+
+def _missing(place: str, text_field: str, present: list[str], error: type[UserError] = UserError) -> UserError:
+    names = ", ".join(repr(name[:40]) for name in present[:12]) + (", ..." if len(present) > 12 else "")
+    return error(f"{place} has no field {text_field!r}; name the one with the text (--text-field): {names or 'none'}")
 
 
 def _checked(text: Any, place: str, text_field: str) -> str:
+    if isinstance(text, bytes):
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place}: field {text_field!r} is not UTF-8 (byte {error.start})") from None
     if not isinstance(text, str):
         raise UserError(f"{place}: field {text_field!r} is {type(text).__name__}, not text")
     try:

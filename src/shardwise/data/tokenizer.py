@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,16 +193,17 @@ def pieces(text: str, size: int) -> Iterator[str]:
         start = end
 
 
-def sample(documents: Iterable[str], available: int, limit: int = SAMPLE_BYTES) -> Iterator[str]:
-    """Pieces of the documents, spread over all of them by a hash of their place, of about `limit` bytes together.
+def sample(documents: Iterable[str], limit: int) -> Iterator[str]:
+    """Pieces of the documents, of at most `limit` bytes together: those whose place has the smallest hash, in order.
 
-    available: bytes of text there are, or an estimate of it. With no more than `limit`, everything is taken.
+    They depend on the documents alone, and are spread over all of them.
     """
-    share, taken = limit / max(available, 1), 0
+    kept: list[tuple[float, int, int, str]] = []
+    taken = 0
     for index, text in enumerate(documents):
         for number, piece in enumerate(pieces(text, _SAMPLE_PIECE)):
-            if uniform("tokenizer sample", index, number) < share:
-                yield piece
-                taken += len(piece.encode())
-                if taken >= limit:
-                    return
+            heappush(kept, (-uniform("tokenizer sample", index, number), index, number, piece))
+            taken += len(piece.encode())
+            while taken > limit:
+                taken -= len(heappop(kept)[-1].encode())
+    return (piece for *_, piece in sorted(kept, key=itemgetter(1, 2)))

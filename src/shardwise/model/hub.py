@@ -40,7 +40,7 @@ def cached(text: str) -> Path | None:
     """The newest `config.json` of an id in the hub's local cache, else the one that `hub_fetch` has left."""
     if not is_hub_id(text):
         return None
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    home = os.environ.get("HF_HOME") or _caches() / "huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
     snapshots = Path(cache, f"models--{text.replace('/', '--')}", "snapshots")
     newest = max(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=None)
@@ -49,7 +49,17 @@ def cached(text: str) -> Path | None:
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardwise")
+    return Path(os.environ.get("XDG_CACHE_HOME") or _caches(), "shardwise")
+
+
+def _caches() -> Path:
+    """The user's folder of caches. A user without a home, as in some containers, has one for temporary files."""
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        from tempfile import gettempdir
+
+        return Path(gettempdir(), ".cache")
 
 
 def fetched_folder(text: str) -> Path:

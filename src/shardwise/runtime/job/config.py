@@ -89,7 +89,7 @@ class TrainConfig(Json):
     schedule_steps: int = 0
     """Steps of the learning rate's schedule, 0 for `steps`."""
     tokenizer: str | None = option(None, "a tokenizer.json (default: one is trained on the text)", metavar="FILE")
-    text_field: str = option("text", "name of the text field in JSONL, Parquet or a dataset", metavar="NAME", shown="")
+    text_field: str = option("text", "field of the text in JSONL, CSV, Parquet or a dataset", metavar="NAME", shown="")
     max_bytes: int | None = option(None, "use at most the first N bytes of text", metavar="N", least=1)
     seed: int = option(0, "seed of weights, dropout and the order of the text", metavar="N", least=0, most=MOST_SEED)
     optimizer: OptimizerConfig = option(factory=OptimizerConfig)
