@@ -124,6 +124,7 @@ def _indexed(preset: Preset, first: Preset) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Write the site into the folder that the command line names, and print its states, bytes and seconds."""
     folder, began = Path(sys.argv[1]), time.monotonic()
     written = write_site(folder)
     files = [path.stat().st_size for path in (folder / "index.html", *(folder / "answers").iterdir())]

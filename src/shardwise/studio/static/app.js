@@ -10,7 +10,7 @@ const MODULES = {};
 const VIEWS = JSON.parse(document.getElementById("views").textContent);
 
 const SITE = "Answers here were computed beforehand: a control without one for a combination takes the others back to their first values. "
-  + "pip install shardwise, then shardwise studio computes any state.";
+  + "To compute any state: pip install . in a checkout of shardwise, then shardwise studio.";
 
 restore();
 const main = h("main", { id: "main", tabindex: -1 });

@@ -19,10 +19,11 @@ function same(value, word) {
   return String(typeof value === "boolean" ? Number(value) : value) === String(word);
 }
 
-/** The words after a change: all of them, or on a site that has no answer to that combination the changed ones. */
+/** The words after a change: all of them, or on a site that has an answer to the changed ones alone, these. */
 export function changed(view, given, changes) {
   if (!inside?.presets || preset(view, asked(given))) return given;
-  return Object.fromEntries(Object.entries(given).filter(([name]) => name.startsWith("_") || name in changes));
+  const alone = Object.fromEntries(Object.entries(given).filter(([name]) => name.startsWith("_") || name in changes));
+  return preset(view, asked(alone)) ? alone : given;
 }
 
 /** A site's answer; its choices are the values that lead to another one. */
