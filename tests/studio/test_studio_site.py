@@ -10,6 +10,7 @@ import pytest
 from studio_visitor import Visitor
 
 from harness.today import EVERYTHING, seed, some_of
+from shardwise.errors import UserError
 from shardwise.studio.columns import encode
 from shardwise.studio.data.registry import VIEWS, answer, parts
 from shardwise.studio.site import Preset, write_site
@@ -94,6 +95,12 @@ def test_controls_lead_to_the_servers_answers(reader: Visitor, site: Site, turn:
 
 def _change(reader: Visitor, name: str, value: str) -> None:
     assert reader.page.evaluate(CHANGE, [name, value]), f"{name} is not offered as {value}"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write"):
+        write_site(tmp_path / "file", ["sync"])
 
 
 def test_a_combination_without_an_answer_takes_other_controls_back(reader: Visitor, tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
 """The static site: the studio's page, and files of answers that its controls look up; needs no server."""
 
+import argparse
 import base64
 import json
 import os
-import shutil
-import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from shardwise.errors import UserError
 from shardwise.report.files import write_whole
 from shardwise.report.units import format_bytes, format_time
-from shardwise.studio.columns import View, encode
+from shardwise.studio.columns import View, encode, exact
 from shardwise.studio.data.registry import VIEWS, answer, parts
 from shardwise.studio.page import on_disk
 
@@ -71,7 +70,8 @@ def _along(preset: Preset, axis: Sequence[str]) -> Iterator[Preset]:
     name = axis[0]
     yield from _along(preset, axis[1:])
     for value in thinned(preset.first.choices.get(name, ())):
-        words = preset.asked | {"cluster" if name == "devices" else name: str(value)}
+        text = exact(value) if isinstance(value, float) else str(value)
+        words = preset.asked | {"cluster" if name == "devices" else name: text}
         try:
             other = Preset(preset.view, words, answer(preset.view, words, _NO_RUNS))
         except UserError:
@@ -94,12 +94,13 @@ def write_site(
     Raises `UserError` when a file cannot be written.
     """
     answers = folder / "answers"
-    shutil.rmtree(answers, ignore_errors=True)
+    written: dict[str, list[Preset]] = {view: [] for view in views}
     try:
-        answers.mkdir(parents=True)
+        answers.mkdir(parents=True, exist_ok=True)
+        for older in (path for view in written for path in answers.glob(f"{view}-*.js")):
+            older.unlink()
     except OSError as error:
         raise UserError(f"cannot write {answers}: {error.strerror}") from None
-    written: dict[str, list[Preset]] = {view: [] for view in views}
     for view, states in written.items():
         for preset in islice(presets(view, mixed), most):
             rest = {part: answer(part, preset.asked, _NO_RUNS) for part in parts(view)[1:]}
@@ -125,13 +126,19 @@ def _indexed(preset: Preset, first: Preset) -> dict[str, Any]:
 
 def main() -> None:
     """Write the site into the folder that the command line names, and print its states, bytes and seconds."""
-    folder, began = Path(sys.argv[1]), time.monotonic()
-    written = write_site(folder)
-    files = [path.stat().st_size for path in (folder / "index.html", *(folder / "answers").iterdir())]
-    print(
-        f"{folder / 'index.html'}: {sum(map(len, written.values()))} presets, {format_bytes(sum(files))}, "
-        f"{format_time(time.monotonic() - began)}"
+    parser, began = (
+        argparse.ArgumentParser(prog="python -m shardwise.studio.site", description=__doc__),
+        time.monotonic(),
     )
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    try:
+        written = write_site(folder)
+    except UserError as error:
+        parser.error(str(error))
+    files = [path.stat().st_size for path in (folder / "index.html", *(folder / "answers").iterdir())]
+    count, seconds = sum(map(len, written.values())), time.monotonic() - began
+    print(f"{folder / 'index.html'}: {count} presets, {format_bytes(sum(files))}, {format_time(seconds)}")
 
 
 if __name__ == "__main__":
