@@ -31,7 +31,7 @@ PYTEST = failed=0; $(BIN)/python -m pytest -q $(RANKS) $(LONG:%=--ignore=%) || f
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(OTHERS) || failed=1; exit $$failed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-day test-all test-changed durations mutation faults baseline lint parsers docs lessons wheel figures screenshots snapshots fit bench bench-scaling families recordings check-gpu check-kernels bench-gpu clean
+.PHONY: help demo test test-day test-all test-changed durations mutation faults baseline lint parsers docs lessons wheel figures screenshots site snapshots fit bench bench-scaling families recordings check-gpu check-kernels bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ figures: $(VENV)/.test  ## make docs/claims.md and the output that the README qu
 screenshots: $(VENV)/.test  ## the page's views in light and dark, for the README: docs/screenshots/
 	@test -d runs || $(BIN)/python -m shardwise demo
 	@$(BIN)/python docs/screenshots.py
+
+site: $(VENV)/.test  ## the studio with answers computed beforehand, which opens without a server: build/studio/index.html
+	@OMP_NUM_THREADS=1 $(BIN)/python -m shardwise.studio.site build/studio
 
 snapshots: $(VENV)/.test  ## what the commands print at 80 columns, for the tests: tests/cli/snapshots/
 	@SHARDWISE_SNAPSHOTS=write $(BIN)/python -m pytest -q tests/cli/test_eighty_columns.py

@@ -106,14 +106,18 @@ def exported(*views: str, runs: Path = Path("runs")) -> str:
             if part in answers:
                 raise UserError(f"one file shows one state of {name}: write another file for the other")
             answers[part] = json.loads(encode(answer(part, words, runs)))
+    return on_disk({"views": [{"view": name, "given": given} for name, given in states], "answers": answers})
+
+
+def on_disk(embedded: Mapping[str, Any], scripts: str = "") -> str:
+    """The page with its modules inside. embedded: what it shows. scripts: other sources of scripts in its policy."""
     modules = {
         _name(path): "data:text/javascript;base64," + base64.b64encode(content).decode()
         for path, content in files().items()
         if path.endswith(".js")
     }
     style = "".join(f"<style>{files()[path].decode()}</style>" for path in _styles())
-    policy = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
-    embedded = {"views": [{"view": name, "given": given} for name, given in states], "answers": answers}
+    policy = f"default-src 'none'; script-src 'unsafe-inline' data:{scripts}; style-src 'unsafe-inline'; img-src data:"
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     state = f'<script type="application/json" id="embedded">{_inside(json.dumps(embedded))}</script>'
     start = '<script type="module">import "studio/app";</script>'

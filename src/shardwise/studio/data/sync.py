@@ -170,7 +170,7 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     layout, steps, seconds, stragglers = _asked(query)
     query.done()
     choices: dict[str, list[Any]] = {"run": [NONE, *names], "sync": list(CHOICES["sync"])}
-    choices["slow"] = [NONE, ALL, *range(layout.dp)]
+    choices |= {"slow": [NONE, ALL, *range(layout.dp)], "server": [0]}
     if run != NONE:
         return _view_of_run(query, choices, runs, names, run, server)
     records = {each: virtual_run(each, steps, seconds, stragglers) for each in _ways(layout, query.state)}
@@ -287,6 +287,7 @@ def _view_of_run(
     command = command_line("sync", "show", here.path)
     records = recorded.records or ((record_of_rounds(recorded.rounds),) if recorded.rounds else ())
     more: dict[str, Any] = {"layout": str(recorded.layout), "servers": len(recorded.records)}
+    choices["server"] = list(range(max(1, more["servers"])))
     more |= {"status": str(here.run.get("status", ""))}
     if not records:
         return View(query.state, choices, {}, {}, more | {"sentence": _nothing(recorded.layout)})

@@ -1,13 +1,16 @@
 // The page: views, the address, light and dark, words explained. Everything shown is what the server computed.
 
 import { h, unique } from "studio/lib/dom";
-import { inside, load } from "studio/lib/data";
+import { changed, inside, load } from "studio/lib/data";
 import { glossary } from "studio/lib/glossary";
 import { asked, parse, text } from "studio/lib/state";
 import { choose, chosen, restore } from "studio/lib/theme";
 
 const MODULES = {};
 const VIEWS = JSON.parse(document.getElementById("views").textContent);
+
+const SITE = "Answers here were computed beforehand: a control without one for a combination takes the others back to their first values. "
+  + "To compute any state: pip install . in a checkout of shardwise, then shardwise studio.";
 
 restore();
 const main = h("main", { id: "main", tabindex: -1 });
@@ -84,6 +87,7 @@ function makePage(view, given) {
     given = { ...given };
     for (const [name, value] of Object.entries(changes)) given[name] = String(value);
     for (const name of MODULES[view]?.forgets?.(changes) ?? []) if (!(name in changes)) delete given[name];
+    given = changed(view, given, changes);
     remember(Object.keys(changes).join());
     self.pending = true;
     clearTimeout(timer);
@@ -200,9 +204,9 @@ function announce(view, title) {
 
 /** Put a view's module into the page. A file that was exported has one state, which nothing changes. */
 function mount(module, title, given) {
-  main.replaceChildren(h("div", { class: "intro" }, h("h1", {}, title), h("p", {}, module.lead)));
+  main.replaceChildren(h("div", { class: "intro" }, h("h1", {}, title), h("p", {}, module.lead), inside?.presets ? h("p", {}, SITE) : null));
   const mounted = module.mount(main, given);
-  if (inside) main.querySelectorAll("fieldset.panel").forEach((each) => { each.disabled = true; });
+  if (inside && !inside.presets) main.querySelectorAll("fieldset.panel").forEach((each) => { each.disabled = true; });
   return mounted;
 }
 
@@ -252,7 +256,7 @@ function header() {
 }
 
 function footer() {
-  const line = inside
+  const line = inside?.presets ? "Written by make site: the studio without a server. The address holds the state: copy it to share a view." : inside
     ? "Written by shardwise studio --out: one state, with everything in this file. Run shardwise studio to change it."
     : "Computed on this machine when it is shown. The address holds the state: copy it to share a view.";
   return h("footer", {}, h("p", {}, line));

@@ -1,13 +1,14 @@
 // Inputs of a view. Each shows the state's value, and sets it; the words are those of the URL.
 
+import { inside } from "studio/lib/data";
 import { h, unique } from "studio/lib/dom";
 
 /** A list to choose from; `labels` gives words for values. */
-export function select(page, name, label, { choices = null, labels = {}, help = "" } = {}) {
+export function select(page, name, label, { labels = {}, help = "" } = {}) {
   const id = unique(name), input = h("select", { id, onchange: () => page.set({ [name]: input.value }) });
   let listed = "";
   return control(id, label, help, input, (data) => {
-    const values = choices ?? data.choices[name] ?? [], value = String(data.state[name]);
+    const values = data.choices[name] ?? [], value = String(data.state[name]);
     const all = values.map(String).includes(value) ? values : [value, ...values];
     if (listed !== all.join("\n")) {
       input.replaceChildren(...all.map((each) => h("option", { value: each }, labels[each] ?? String(each))));
@@ -17,8 +18,9 @@ export function select(page, name, label, { choices = null, labels = {}, help = 
   });
 }
 
-/** Text with suggestions, and why others of the catalog are none: data.more.left_out of a model. */
+/** Text with suggestions, and why others of the catalog are none: data.more.left_out of a model. A site has a list. */
 export function text(page, name, label, { help = "", size = 14 } = {}) {
+  if (inside?.presets) return select(page, name, label, { help });
   const id = unique(name), list = h("datalist", { id: `${id}-list` });
   const input = h("input", { id, type: "text", size, list: `${id}-list`, autocomplete: "off", spellcheck: "false",
     onchange: () => page.set({ [name]: input.value }) });
@@ -34,32 +36,30 @@ export function text(page, name, label, { help = "", size = 14 } = {}) {
   });
 }
 
-/** A slider over `values`, a list that an answer's choices (those of `from`) replace, or from `least` to `most`;
- * `words(value)` is next to it, or, with `typed`, a box for any number. */
-export function slider(page, name, label, { least = 0, most = 10, step = 1, values = null, words = String, help = "", from = name, typed = false } = {}) {
-  const id = unique(from), output = typed ? h("input", { type: "number", min: 0, step: "any", inputmode: "numeric", "aria-label": `${label}, exactly`, onchange: () => page.set({ [name]: output.value }) }) : h("output", { for: id });
-  const at = (value) => (values ? nearest(values, value) : value);
-  const of = (position) => (values ? values[position] : Number(position));
-  const input = h("input", { id, type: "range", min: values ? 0 : least, max: values ? values.length - 1 : most,
-    step: values ? 1 : step, oninput: () => {
-      tell(of(input.value));
-      page.set({ [name]: of(input.value) }, true);
-    } });
+/** A slider over an answer's choices, those of `from`; `words(value)` is next to it, or, with `typed`, a box for any number. */
+export function slider(page, name, label, { words = String, help = "", from = name, typed = false } = {}) {
+  const id = unique(from), output = typed && !inside?.presets ? h("input", { type: "number", min: 0, step: "any", inputmode: "numeric", "aria-label": `${label}, exactly`, onchange: () => page.set({ [name]: output.value }) }) : h("output", { for: id });
+  let values = [];
+  const input = h("input", { id, type: "range", min: 0, max: 0, step: 1, oninput: () => {
+    tell(values[input.value]);
+    page.set({ [name]: values[input.value] }, true);
+  } });
   const tell = (value) => {
-    if (typed) output.value = value;
+    if (output.matches("input")) output.value = value;
     else output.textContent = words(value);
     input.setAttribute("aria-valuetext", words(value));
   };
   return control(id, label, help, h("span", { class: "slide" }, input, output), (data) => {
-    values = (values && data.choices?.[from]) || values;
-    if (values) input.max = values.length - 1;
-    if (document.activeElement !== input || !page.pending) input.value = at(data.state[name]);
+    values = data.choices[from] ?? [data.state[name]];
+    input.max = values.length - 1;
+    if (document.activeElement !== input || !page.pending) input.value = nearest(values, data.state[name]);
     tell(data.state[name]);
   });
 }
 
-/** A whole or broken number. */
+/** A whole or broken number; a site has a list. */
 export function number(page, name, label, { least = 0, most = 1e9, step = 1, help = "" } = {}) {
+  if (inside?.presets) return select(page, name, label, { help });
   const id = unique(name);
   const input = h("input", { id, type: "number", min: least, max: most, step, inputmode: "numeric",
     onchange: () => page.set({ [name]: input.value }) });
@@ -71,7 +71,10 @@ export function number(page, name, label, { least = 0, most = 1e9, step = 1, hel
 /** A switch. */
 export function check(page, name, label, { help = "" } = {}) {
   const id = unique(name), input = h("input", { id, type: "checkbox", onchange: () => page.set({ [name]: input.checked ? 1 : 0 }) });
-  const made = control(id, label, help, input, (data) => { input.checked = Boolean(data.state[name]); });
+  const made = control(id, label, help, input, (data) => {
+    input.checked = Boolean(data.state[name]);
+    input.disabled = data.choices[name].length < 2;
+  });
   made.node.classList.add("check");
   return made;
 }
@@ -81,7 +84,10 @@ export function choice(page, name, label, labels) {
   const id = unique(name);
   const buttons = Object.entries(labels).map(([value, words]) => h("button", { type: "button", dataset: { value }, onclick: () => page.set({ [name]: value }) }, words));
   const node = h("div", { class: "choice", role: "group", "aria-labelledby": id, dataset: { control: name } }, h("span", { id, class: "muted" }, label), buttons);
-  const show = (data) => buttons.forEach((each) => each.setAttribute("aria-pressed", String(each.dataset.value === String(data.state[name]))));
+  const show = (data) => buttons.forEach((each) => {
+    each.setAttribute("aria-pressed", String(each.dataset.value === String(data.state[name])));
+    each.disabled = !data.choices[name].includes(each.dataset.value);
+  });
   return { node, show };
 }
 
@@ -104,7 +110,7 @@ export function beside(page, first, more, ...nodes) {
 
 /** Sliders for the sizes of the model; another model has its own again. */
 export function sizes(page) {
-  const one = (name, label) => slider(page, name, label, { values: [], typed: true });
+  const one = (name, label) => slider(page, name, label, { typed: true });
   return panel("The model's sizes", one("layers", "Layers"), one("hidden", "Hidden"), one("ffn", "Feed-forward (ffn)"), one("heads", "Heads"));
 }
 

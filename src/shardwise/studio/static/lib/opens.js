@@ -1,4 +1,4 @@
-// A layout in other views: links that carry the model, the cluster and the layout. An exported file has one view alone.
+// A layout in other views: links that carry the model, the cluster and the layout. Without a server there is no answer to them.
 
 import { inside } from "studio/lib/data";
 import { h } from "studio/lib/dom";

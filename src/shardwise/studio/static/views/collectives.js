@@ -13,16 +13,15 @@ export const lead = "How ranks exchange data together: who sends which chunk to 
 /** What a change makes senseless. */
 export const forgets = (changes) => ("bytes" in changes || "cluster" in changes ? [] : ["_round"]);
 
-const SIZES = Array.from({ length: 27 }, (_, i) => 2 ** (i + 8));
 const GAP = 3, LABEL = 58, HEAD = 42;
 
 export function mount(root, page) {
-  const options = ["root", "segments", "node"].map((name) => slider(page, name, WORDS[name], { least: name === "root" ? 0 : 1, most: 15 }));
+  const options = ["root", "segments", "node"].map((name) => slider(page, name, WORDS[name]));
   const controls = [
     panel("Algorithm", select(page, "collective", "Collective"), select(page, "algorithm", "Algorithm"),
-      slider(page, "ranks", "Ranks", { least: 1, most: 16 }), ...options),
+      slider(page, "ranks", "Ranks"), ...options),
     panel("Cost", text(page, "cluster", "Cluster", { help: "[NODESx]GPUSxDEVICE" }),
-      slider(page, "bytes", "Size of the tensor", { values: SIZES, words: bytes })),
+      slider(page, "bytes", "Size of the tensor", { words: bytes })),
   ];
   let data = null, position = 0;
   const steps = player(page, { name: "_round", label: "Round", onFrame: (at) => { position = at; rounds.redraw(); } });

@@ -22,10 +22,10 @@ const LOADS = { balanced: "Balanced", skewed: "Skewed" };
 
 export function mount(root, page) {
   const model = text(page, "model", "Model", { size: 14 });
-  const spread = [slider(page, "dp", "Data (dp)", { values: [1] }), slider(page, "tp", "Tensor (tp)", { values: [1] }), slider(page, "ep", "Expert (ep)", { values: [1] }),
-    select(page, "etp", "An expert is", { labels: CUT }), slider(page, "tokens", "Tokens of a sequence", { values: [64] })];
+  const spread = [slider(page, "dp", "Data (dp)"), slider(page, "tp", "Tensor (tp)"), slider(page, "ep", "Expert (ep)"),
+    select(page, "etp", "An expert is", { labels: CUT }), slider(page, "tokens", "Tokens of a sequence")];
   const load = choice(page, "load", "Load of the experts:", LOADS), ranks = pointing();
-  const capacityControl = slider(page, "capacity", "Capacity", { values: [1], words: (n) => `${n} times` });
+  const capacityControl = slider(page, "capacity", "Capacity", { words: (n) => `${n} times` });
   let data = null, step = 0;
   const play = player(page, { name: "_step", label: "Step of the layer", seconds: 2.4, onFrame: (at) => { step = at; layer.redraw(); } });
   const count = () => data?.more.ranks?.length ?? 1;

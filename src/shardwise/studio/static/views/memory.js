@@ -17,18 +17,16 @@ export const lead = "What a training step keeps on every device, by class, again
 /** Unless it is set itself, dp fills the devices again. */
 export const forgets = (changes) => [...forgetsSizes(changes), ...(["tp", "pp", "cp", "cluster"].some((name) => name in changes) ? ["dp", "place"] : [])];
 
-const DEGREES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
 const ZERO = { 0: "0: everything whole", 1: "1: optimizer state split", 2: "2: gradients, too", 3: "3: weights, too" };
 const MOMENT_KINDS = { "parameters": "parameters", "optimizer state": "optimizer", "gradients": "gradients", "communication buffers": "comm", "activations and the rest": "saved" };
 
 export function mount(root, page) {
-  const degree = (name, label, most = 1024) => slider(page, name, label, { values: DEGREES.filter((n) => n <= most) });
   const first = panel("Model, devices and split", text(page, "model", "Model", { size: 16 }), text(page, "cluster", "Cluster"),
-    slider(page, "batch", "Sequences a step", { values: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] }),
-    degree("tp", "Tensor (tp)", 16), degree("pp", "Pipeline (pp)", 32), select(page, "zero", "ZeRO stage", { choices: [0, 1, 2, 3], labels: ZERO }));
+    slider(page, "batch", "Sequences a step"),
+    slider(page, "tp", "Tensor (tp)"), slider(page, "pp", "Pipeline (pp)"), select(page, "zero", "ZeRO stage", { labels: ZERO }));
   const more = [
-    panel("How it is split", slider(page, "seq", "Tokens a sequence", { values: [], words: (n) => Number(n).toLocaleString("en-US") }),
-      degree("dp", "Data (dp)"), degree("cp", "Context (cp)", 32), check(page, "sp", "Sequence parallel (sp)")),
+    panel("How it is split", slider(page, "seq", "Tokens a sequence", { words: (n) => Number(n).toLocaleString("en-US") }),
+      slider(page, "dp", "Data (dp)"), slider(page, "cp", "Context (cp)"), check(page, "sp", "Sequence parallel (sp)")),
     sizes(page),
     panel("What is kept", number(page, "micro", "Sequences a micro-batch", { least: 1, most: 1024 }), select(page, "recompute", "Recompute"),
       select(page, "offload", "Offload optimizer"), select(page, "offload_params", "Offload parameters"), select(page, "offload_activations", "Offload activations"), select(page, "precision", "Precision"), select(page, "grads", "Gradients"), select(page, "attention", "Attention"),

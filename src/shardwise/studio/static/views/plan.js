@@ -19,8 +19,8 @@ const BY = { throughput: "the fastest step, common layouts first", fastest: "the
 
 export function mount(root, page) {
   const first = panel("What is asked", text(page, "model", "Model", { size: 16 }), text(page, "cluster", "Cluster"),
-    slider(page, "seq", "Tokens a sequence", { values: [], words: (n) => Number(n).toLocaleString("en-US") }),
-    slider(page, "batch", "Sequences a step", { values: [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096] }),
+    slider(page, "seq", "Tokens a sequence", { words: (n) => Number(n).toLocaleString("en-US") }),
+    slider(page, "batch", "Sequences a step"),
     select(page, "by", "Best is", { labels: BY }), text(page, "fix", "The layout must have", { help: "such as tp=8,zero=1", size: 14 }));
   const more = [sizes(page)];
   let data = null, scored = null;

@@ -157,6 +157,7 @@ export function mount(root, page) {
 
 /** How far a run is, or where there would be one. */
 function sentence({ more, state, tables }) {
+  if (!state.run && inside) return "Runs are on your machine: shardwise studio --runs DIR shows those of a folder.";
   if (!state.run) return `There is no run in ${more.folder} yet: shardwise demo makes one, or drop a report below.`;
   if (more.status === "running") return `Training: step ${tables.steps.columns.step.at(-1) ?? 0} of ${more.steps_wanted}.`;
   const writing = more.writing?.writing_share;

@@ -17,7 +17,6 @@ export const forgets = () => ["_window"];
 
 const SYNCS = { ps: "Parameter servers, in lockstep", ssp: "Stale-synchronous (ssp)", async: "Asynchronous", local: "Local steps (local SGD, DiLoCo)", allreduce: "All-reduce" };
 const OWN = { staleness: "ssp", backup: "ps", every: "local" };
-const MILLISECONDS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000], FACTORS = [1, 1.2, 1.5, 2, 3, 4, 5, 8, 10, 20];
 const FOLLOWED = 3000;
 
 export function mount(root, page) {
@@ -60,23 +59,22 @@ export function mount(root, page) {
 
 /** The panels; a run shows the first one only. */
 function controls(page) {
-  const server = slider(page, "server", "Server", { least: 0, most: 0 });
+  const server = slider(page, "server", "Server");
   const own = {
-    staleness: slider(page, "staleness", "Staleness bound", { least: 0, most: 8, help: "steps that a worker may be ahead of the last update" }),
-    backup: slider(page, "backup", "Backup workers", { least: 0, most: 8, help: "last gradients of a step that are not waited for" }),
-    every: slider(page, "every", "Steps of a round", { least: 1, most: 16 }),
+    staleness: slider(page, "staleness", "Staleness bound", { help: "steps that a worker may be ahead of the last update" }),
+    backup: slider(page, "backup", "Backup workers", { help: "last gradients of a step that are not waited for" }),
+    every: slider(page, "every", "Steps of a round"),
   };
   const chosen = panel("Shown", select(page, "run", "Run", { labels: { none: "a simulation" } }), server);
   const simulated = [
-    panel("Workers", select(page, "sync", "They agree by", { labels: SYNCS }), slider(page, "workers", "Workers", { least: 1, most: 16 }), ...Object.values(own), slider(page, "steps", "Steps", { least: 1, most: 100 })),
-    panel("Slow ones", select(page, "slow", "Slow worker", { labels: { none: "none", all: "every one" } }), slider(page, "factor", "Times slower", { values: FACTORS, words: (value) => `${plain(Number(value))} ×` }),
-      slider(page, "probability", "Slow steps", { least: 0.05, most: 1, step: 0.05, words: (value) => share(Number(value)) }), number(page, "seed", "Seed", { most: 2 ** 31 }),
-      slider(page, "gradient", "A gradient takes", { values: MILLISECONDS, words: (value) => `${plain(Number(value))} ms` })),
+    panel("Workers", select(page, "sync", "They agree by", { labels: SYNCS }), slider(page, "workers", "Workers"), ...Object.values(own), slider(page, "steps", "Steps")),
+    panel("Slow ones", select(page, "slow", "Slow worker", { labels: { none: "none", all: "every one" } }), slider(page, "factor", "Times slower", { words: (value) => `${plain(Number(value))} ×` }),
+      slider(page, "probability", "Slow steps", { words: (value) => share(Number(value)) }), number(page, "seed", "Seed", { most: 2 ** 31 }),
+      slider(page, "gradient", "A gradient takes", { words: (value) => `${plain(Number(value))} ms` })),
   ];
   const all = [chosen, ...simulated];
 
   function show(data) {
-    server.node.querySelector("input").max = Math.max(0, data.more.servers - 1);
     all.forEach((each) => each.show(data));
     for (const each of simulated) each.node.hidden = data.state.run !== "none";
     for (const [name, sync] of Object.entries(OWN)) own[name].node.hidden = data.state.sync !== sync;

@@ -28,12 +28,11 @@ export const lead = "";
 const OF_A_TOKEN = ["_token", "_window", "_clock", "_train"];
 export const forgets = (changes) => [...forgetsSizes(changes), ...("cluster" in changes || "model" in changes ? [...OF_A_TOKEN, "_layer", "a", "b", "gpus", ...("cluster" in changes ? ["link"] : [])] : "gpus" in changes ? ["_train"] : OF_A_TOKEN)];
 
-const BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
 export function mount(root, page) {
   const controls = [
-    panel("What is generated", text(page, "model", "Model", { size: 14 }), text(page, "cluster", "Cluster", { size: 10 }), slider(page, "cluster", "Devices", { values: [], from: "devices" }), slider(page, "link", "Link in a node, GB/s", { values: [0], typed: true, help: "what a device sends, one direction" }), slider(page, "prompt", "Prompt", { values: [], words: (n) => `${n} tokens` }),
-      slider(page, "output", "Answer", { values: [], words: (n) => `${n} tokens` }), slider(page, "batch", "Batch size", { values: BATCHES })),
+    panel("What is generated", text(page, "model", "Model", { size: 14 }), text(page, "cluster", "Cluster", { size: 10 }), slider(page, "cluster", "Devices", { from: "devices" }), slider(page, "link", "Link in a node, GB/s", { typed: true, help: "what a device sends, one direction" }), slider(page, "prompt", "Prompt", { words: (n) => `${n} tokens` }),
+      slider(page, "output", "Answer", { words: (n) => `${n} tokens` }), slider(page, "batch", "Batch size")),
     sizes(page),
     panel("Two strategies", text(page, "a", "A", { size: 12, help: "tp=8, dp=8,zero=3 or pp=8" }), text(page, "b", "B", { size: 12 }), select(page, "precision", "Precision")),
   ];

@@ -74,7 +74,7 @@ const STATES = [["parameters", "weights"], ["gradients", "gradients"], ["optimiz
 export function zeroFigure(page) {
   let data = null, stage = 3;
   const play = player(page, { name: "_stage", label: "Stage of ZeRO", seconds: 1.6, onFrame: (at) => { stage = Math.round(at); self.redraw(); } });
-  const devices = slider(page, "gpus", "Devices in training", { values: [] });
+  const devices = slider(page, "gpus", "Devices in training");
   const self = figure(page, { name: "zero", title: "16 bytes for each weight, shared out", above: [h("div", { class: "row" }, devices.node), play.node],
     extras: [h("ul", { class: "legend" }, swatches(STATES.map(([kind]) => kind), false))], height: barsHeight(4),
     draw: (context, width) => data && bars(context, width, zeroRows(data, stage), { unit: "bytes", left: 150, limit: data.more.capacity, limitName: "a device", cut: 20, letters: false }) });
