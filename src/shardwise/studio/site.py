@@ -43,7 +43,7 @@ class Preset(NamedTuple):
     """A state of a view that has an answer."""
 
     view: str
-    asked: dict[str, str]
+    given: dict[str, str]
     """Its words in the address."""
     first: View
     """The answer of the view's first part."""
@@ -71,7 +71,7 @@ def _along(preset: Preset, axis: Sequence[str]) -> Iterator[Preset]:
     yield from _along(preset, axis[1:])
     for value in thinned(preset.first.choices.get(name, ())):
         text = exact(value) if isinstance(value, float) else str(value)
-        words = preset.asked | {"cluster" if name == "devices" else name: text}
+        words = preset.given | {"cluster" if name == "devices" else name: text}
         try:
             other = Preset(preset.view, words, answer(preset.view, words, _NO_RUNS))
         except UserError:
@@ -103,7 +103,7 @@ def write_site(
         raise UserError(f"cannot write {answers}: {error.strerror}") from None
     for view, states in written.items():
         for preset in islice(presets(view, mixed), most):
-            rest = {part: answer(part, preset.asked, _NO_RUNS) for part in parts(view)[1:]}
+            rest = {part: answer(part, preset.given, _NO_RUNS) for part in parts(view)[1:]}
             packed = base64.b64encode(zlib.compress(encode({view: preset.first, **rest}), 9)).decode()
             if len(packed) > LARGEST:
                 continue
@@ -121,7 +121,7 @@ def write_site(
 def _indexed(preset: Preset, first: Preset) -> dict[str, Any]:
     usual = first.first.state if preset is not first else {}
     state = {name: value for name, value in preset.first.state.items() if usual.get(name) != value}
-    return {"asked": list(preset.asked), "state": state}
+    return {"asked": list(preset.given), "state": state}
 
 
 def main() -> None:

@@ -202,7 +202,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
 
 
 def _too_short(writer: EngineSpec, fits: int, length: int) -> str:
-    """Message for a cache of fewer tokens than a sequence of the length that is asked for."""
+    """Message for a cache of fewer tokens than a sequence of that length."""
     flag = dashed(writer.options["length"].option) if writer.flags else writer.options["length"].option
     words = f"the cache has room for {fits:,} tokens, less than one sequence of {length:,}"
     return f"{words}: give {flag} {fits}, or less, or split it over more GPUs"

@@ -1,10 +1,11 @@
 """The time of a measured step: its parts by rank, its collectives and who came last to each, how each was carried, and
 the plan beside it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from shardwise.report.exposure import COMPUTE, Exposure, TimeSpan, exposure, length, spans, union
+from shardwise.report.exposure import COMPUTE, Exposure, exposure, length, spans, union
 from shardwise.report.palette import KINDS
 from shardwise.report.step_parts import PARTS, Recording, StepParts
 from shardwise.report.step_report import Role, StepReport
@@ -106,7 +107,11 @@ def step_figures(judged: Verdict, recording: Recording) -> TimeFigures:
         waits = sorted(one.others.items(), key=lambda wait: -wait[1])
         words = ", ".join(f"rank {rank} {format_time(time / 1e9)}" for rank, time in waits if time * 100 >= one.step)
         parts = (one.of(part) / 1e9 for part in PARTS)
-        work = _compute_kinds(recording[one.rank])
+        spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for span in recording[one.rank]:
+            if span.stream == COMPUTE:
+                spans[timelines.KINDS[timelines.kind_of(span)]].append((span.start, span.stop))
+        work = {kind: length(union(times)) for kind, times in spans.items()}
         kinds = (work.get(kind, 0) / 1e9 for kind in _WORK)
         rows.append((one.rank, *parts, words, one.injected / 1e9, exposure(recording[one.rank]).hidden / 1e9, *kinds))
     bars = [
@@ -127,15 +132,6 @@ def step_figures(judged: Verdict, recording: Recording) -> TimeFigures:
     ]
     drawn = {"ranks": bars, "arrivals": lost}
     return TimeFigures(tables, {name: [bar._asdict() for bar in bars] for name, bars in drawn.items()})
-
-
-def _compute_kinds(timeline: Sequence[TimeSpan]) -> dict[str, int]:
-    """Kind -> nanoseconds of what the rank computed."""
-    by_kind: dict[str, list[tuple[int, int]]] = {}
-    for span in timeline:
-        if span.stream == COMPUTE:
-            by_kind.setdefault(timelines.KINDS[timelines.kind_of(span)], []).append((span.start, span.stop))
-    return {kind: length(union(times)) for kind, times in by_kind.items()}
 
 
 class Base(NamedTuple):
