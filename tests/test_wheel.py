@@ -83,7 +83,7 @@ def required() -> list[tuple[Path, str, str]]:
 
 def test_an_extra_that_a_message_names_brings_what_is_missing() -> None:
     calls = required()
-    assert {extra for _, _, extra in calls} == {"train", "data", "export", "serve"}
+    assert {extra for _, _, extra in calls} == {"train", "data", "export", "serve", "mcp"}
     assert not [call for call in calls if call[1] not in brought(call[2])]
 
 
