@@ -74,7 +74,7 @@ def required() -> list[tuple[Path, str, str]]:
                 continue
             words = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
             named = {keyword.arg: keyword.value.value for keyword in node.keywords}
-            if words[1] in EXTRAS:
+            if "extra" not in named and words[1] in EXTRAS:
                 found.append((path, words[0].partition(".")[0], words[1]))
             else:
                 found += [(path, module, named.get("extra", "train")) for module in words[1:]]
