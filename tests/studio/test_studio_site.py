@@ -76,21 +76,21 @@ CHANGE = """([name, value]) => {
 
 @pytest.mark.parametrize("turn", range(10))
 def test_controls_lead_to_the_servers_answers(reader: Visitor, site: Site, turn: int) -> None:
-    every = [preset for states in site.states.values() for preset in states if preset.asked]
+    every = [preset for states in site.states.values() for preset in states if preset.given]
     for preset in every[turn::10] if EVERYTHING else some_of(every, 10, "presets")[turn : turn + 1]:
         tables: dict[str, dict[str, list[Any]]] = {}
         for part in parts(preset.view):
-            tables |= {name: table.columns for name, table in answer(part, preset.asked).tables.items()}
+            tables |= {name: table.columns for name, table in answer(part, preset.given).tables.items()}
         reader.page.goto("about:blank")
         reader.page.goto(f"{site.index.as_uri()}#{preset.view}?_tables={','.join(tables)}&_controls=1&_more=1")
         reader.ready()
-        for name, value in preset.asked.items():
+        for name, value in preset.given.items():
             reader.after(lambda name=name, value=value: _change(reader, name, value))
-        assert {name: value for name, value in reader.given.items() if name[0] != "_"} == preset.asked
+        assert {name: value for name, value in reader.given.items() if name[0] != "_"} == preset.given
         for name, columns in tables.items():
             if columns and len(next(iter(columns.values()))):
                 exact = {heading: json.loads(encode(list(values)))[:100] for heading, values in columns.items()}
-                assert reader.table(name) == exact, f"{preset.view}, {preset.asked}: {name}"
+                assert reader.table(name) == exact, f"{preset.view}, {preset.given}: {name}"
 
 
 def _change(reader: Visitor, name: str, value: str) -> None:
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_a_combination_without_an_answer_takes_other_controls_back(reader: Visitor, tmp_path: Path) -> None:
     (states,) = write_site(tmp_path, ["experts"]).values()
-    assert not [preset for preset in states if {"tokens", "load"} <= set(preset.asked)]
+    assert not [preset for preset in states if {"tokens", "load"} <= set(preset.given)]
     reader.page.goto(f"{(tmp_path / 'index.html').as_uri()}#experts?load=balanced&_chapter=2")
     reader.ready()
     offered = reader.page.locator('[data-control="tokens"] input').get_attribute("max")
