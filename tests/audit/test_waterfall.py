@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from harness.recordings import dumps, entry, kernel, span, trace
 from shardwise.audit.calls import Call
 from shardwise.audit.files.result import audit_files
-from shardwise.audit.waterfall import CLASSES, bars, waterfall, without
+from shardwise.audit.waterfall import CLASSES, bars, waterfall
 from shardwise.report import Bytes, Role, StepReport
-from shardwise.report.exposure import exposure, length, spans, union
+from shardwise.report.exposure import exposure, length, spans, union, without
 from shardwise.report.time_parts import STEP
 from shardwise.report.trace import write_trace
 

@@ -130,7 +130,7 @@ def read_folder(folder: Path, died: Mapping[int, float] | None = None) -> list[R
 
 
 def recordings_of(calls: Iterable[Call]) -> list[RankRecording]:
-    """Recordings of ranks of which the calls alone are known."""
+    """Recordings of ranks with known calls and nothing else."""
     of: dict[int, list[Call]] = defaultdict(list)
     for call in calls:
         of[call.rank].append(call)

@@ -8,12 +8,11 @@ last rank came is waiting for that rank.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from shardwise.audit.calls import Call
 from shardwise.audit.waits import Arrival
 from shardwise.codec import Json
-from shardwise.report.exposure import Intervals, length, overlap, union
+from shardwise.report.exposure import Intervals, length, overlap, union, without
 from shardwise.report.time_parts import grouped
 from shardwise.report.units import format_ranks
 
@@ -109,17 +108,6 @@ def _collectives(
             rows[WAITING, f"waiting for rank {arrived.last}", cause].append((begin, here))
         rows[COMMUNICATION, call.op, f"{call.op}{over} that nothing hides"].append((here, end))
     return rows
-
-
-def without(whole: Intervals, covered: Intervals) -> Intervals:
-    """The time of a union that another one, inside it, leaves."""
-    edges = sorted([(at, 1) for span in whole for at in span] + [(at, 0) for span in covered for at in span])
-    rest, inside, over = [], False, False
-    for (at, of_whole), (until, _) in pairwise([*edges, (0, 0)]):
-        inside, over = inside ^ bool(of_whole), over ^ (not of_whole)
-        if inside and not over and at < until:
-            rest.append((at, until))
-    return rest
 
 
 # -- Planned -> measured

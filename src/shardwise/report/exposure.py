@@ -5,6 +5,7 @@ Spans are counted in whole nanoseconds, so that parts add up to the whole.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from shardwise.errors import UserError
@@ -98,13 +99,13 @@ def overlap(a: Intervals, b: Intervals) -> Intervals:
 
 def without(a: Intervals, b: Intervals) -> Intervals:
     """The time of the union `a` that is not in the union `b`."""
-    left: Intervals = []
-    for start, stop in a:
-        for from_, to in overlap([(start, stop)], b):
-            left.append((start, from_))
-            start = to
-        left.append((start, stop))
-    return [(start, stop) for start, stop in left if start < stop]
+    edges = sorted([(at, 1) for span in a for at in span] + [(at, 0) for span in b for at in span])
+    rest, inside, over = [], False, False
+    for (at, of_a), (until, _) in pairwise([*edges, (0, 0)]):
+        inside, over = inside ^ bool(of_a), over ^ (not of_a)
+        if inside and not over and at < until:
+            rest.append((at, until))
+    return rest
 
 
 def length(intervals: Intervals) -> int:

@@ -21,8 +21,7 @@ from shardwise.audit.files.recording import (
     rank_in_name,
     ranks_of,
 )
-from shardwise.audit.waterfall import without
-from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, overlap, union
+from shardwise.report.exposure import COMMUNICATION, COMPUTE, WAITING, overlap, union, without
 
 _DEVICE = {"kernel": "compute", "gpu_memcpy": "copies", "memcpy": "copies", "gpu_memset": "copies", "memset": "copies"}
 _RUNTIME = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "mtia_runtime", "privateuse1_runtime"}
