@@ -1,3 +1,4 @@
+import csv
 import gzip
 import json
 
@@ -88,6 +89,8 @@ def test_csv_as_spreadsheets_write_it(tmp_path):
     assert read(file) == ["a, b", "c"]
     file.write_text("text\n" + "x" * 200_000)
     assert read(file) == ["x" * 200_000]
+    with pytest.raises(csv.Error):  # others' limit is as it was
+        next(csv.reader(["x" * 200_000]))
     packed = tmp_path / "t.txt.gz"
     packed.write_bytes(gzip.compress(b"one\r\ntwo\n"))
     assert read(packed) == ["one\r\ntwo\n"]

@@ -272,17 +272,16 @@ def _csv(path: Path, text_field: str, delimiters: str) -> Iterator[str]:
     """Cells of a column. delimiters: the first one by which the header has that column is used."""
     lines = _lines(path)
     first = next(lines, "")
-    csv.field_size_limit(_MOST_CELL)
     table, number = csv.reader([]), 0
     try:
-        fitting = (mark for mark in delimiters if text_field in next(csv.reader([first], delimiter=mark), []))
+        fitting = (mark for mark in delimiters if text_field in (_row(csv.reader([first], delimiter=mark)) or []))
         table = csv.reader(chain([first], lines), delimiter=next(fitting, delimiters[0]), strict=True)
         rows = filter(None, table)
-        header = next(rows, [])
+        header = _row(rows) or []
         column = _column(str(path), text_field, header, _NotTextError)
         while True:
             number += 1
-            if (row := next(rows, None)) is None:
+            if (row := _row(rows)) is None:
                 return
             if len(row) != len(header):
                 raise csv.Error(f"{len(row)} cells, {len(header)} in the header")
@@ -293,6 +292,15 @@ def _csv(path: Path, text_field: str, delimiters: str) -> Iterator[str]:
         raise UserError(
             f"{path}, {place} is not CSV: {reason}; is a cell with quotes, delimiters or line ends not quoted?"
         ) from None
+
+
+def _row(rows: Iterator[list[str]]) -> list[str] | None:
+    """The next row. The limit of a cell is the whole process's, so others have theirs back after each row."""
+    limit = csv.field_size_limit(_MOST_CELL)
+    try:
+        return next(rows, None)
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _text_column(cells: Iterator[str], path: Path, text_field: str) -> Iterator[str]:
