@@ -213,3 +213,38 @@ def test_the_devices_in_training_are_a_slider(visitor: Visitor) -> None:
     assert page.locator('[data-figure="zero"] .sentence').inner_text() == wanted.more["zero"][3]
     said = page.locator('[data-figure="trained"] > .lead').inner_text()
     assert all(fit in said for fit in wanted.tables["trained"].columns["memory"])
+
+
+def test_words_of_the_text_open_the_list_where_they_are_explained(visitor: Visitor) -> None:
+    page = visitor.open("experts?_chapter=4")
+    term = page.locator(".sentences .term").filter(has_text="all-to-all")
+    term.focus()
+    page.keyboard.press("Enter")
+    assert page.locator("dialog[open] :focus").inner_text() == "all-to-all"
+    assert page.locator("dialog[open] :focus + dd").inner_text() == term.get_attribute("title")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Words", exact=True).click()
+    assert page.locator("dialog[open] h2:focus").count() == 1
+    page.keyboard.press("Escape")
+    told = page.locator(".sentences .term").evaluate_all("(all) => all.map((each) => each.title)")
+    assert len(told) == len(set(told)) > 4  # each at its first use
+    is_accessible_in_both_themes(page)
+
+
+def test_on_a_phone_the_text_passes_below_a_drawing_that_leaves_it_room(browser: Any, studio: Any) -> None:
+    phone = Visitor(browser, studio, viewport={"width": 390, "height": 800}, reduced_motion="reduce")
+    page = phone.open("experts")
+    places = page.evaluate("""() => [...document.querySelectorAll(".chapter")].map((chapter) => {
+        const [scene, tale] = [".scene", ".tale"].map((name) => chapter.querySelector(name));
+        chapter.scrollIntoView({ behavior: "instant" });
+        scrollBy(0, scene.offsetHeight / 2);
+        return [scene.offsetHeight, scene.getBoundingClientRect(), tale.getBoundingClientRect()];
+    })""")
+    pinned = [height < 480 for height, _, _ in places]
+    assert any(pinned) and not all(pinned)
+    for (height, scene, tale), stays in zip(places, pinned, strict=True):
+        assert tale["top"] >= scene["bottom"] - height / 2
+        assert (scene["top"] >= 40) == stays
+    marks = page.locator(".marks").bounding_box()
+    assert marks["y"] == 0
+    phone.close()

@@ -160,3 +160,15 @@ def test_runs_are_compare(tmp_path: Path, printed: Any) -> None:
     assert found["equal_ledger"] is view.more["equal_ledger"] is True
     (tmp_path / "a run" / "reports" / "predicted.json").unlink()
     assert runs.data({"run": "a run"}, tmp_path).how["ledger"].command == "", "there is nothing to compare with"
+
+
+def test_growth_is_estimate(printed: Any) -> None:
+    """The step of the layout that the plan has is `estimate`'s; before the lines meet computing is longer."""
+    view = plan.data({"cluster": "4x8xH100", "fix": "tp=8,zero=3,pp=1,cp=1"})
+    columns, (found,) = view.tables["growth"].columns, printed(view.how["growth"].command)
+    at = columns["layout"].index(view.more["best"])
+    assert columns["step"][at] == found["time"] and columns["devices"][at] == 32
+    assert columns["computing"] == sorted(columns["computing"], reverse=True)
+    longer = [sent > made for sent, made in zip(columns["communication"], columns["computing"], strict=True)]
+    meets = view.more["meets"]
+    assert meets and longer == [devices > meets for devices in columns["devices"]]

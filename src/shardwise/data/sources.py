@@ -295,7 +295,7 @@ def _csv(path: Path, text_field: str, delimiters: str) -> Iterator[str]:
 
 
 def _row(rows: Iterator[list[str]]) -> list[str] | None:
-    """The next row. The limit of a cell is the whole process's, so others have theirs back after each row."""
+    """The next row. The limit of a cell is the whole process's, so others have theirs back after it."""
     limit = csv.field_size_limit(_MOST_CELL)
     try:
         return next(rows, None)

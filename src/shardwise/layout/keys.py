@@ -547,6 +547,13 @@ def changed(layout: Keys) -> dict[Key, Any]:
     }
 
 
+def difference(layout: Keys, other: Keys) -> str:
+    """The layout text of the keys whose values are others than `other` has; empty for equal layouts."""
+    values = {key: (vars(layout)[key.name], vars(other)[key.name]) for key in KEYS.values()}
+    texts = (f"{key.name}=false" if one is False else key.text(one) for key, (one, two) in values.items() if one != two)
+    return ",".join(texts)
+
+
 def read(text: str, where: str, known: Collection[str] = tuple(KEYS)) -> dict[str, Any]:
     """Key -> value of a layout text, in any case, with commas or spaces between keys. known: the keys of a hint.
     Raises `LayoutError` with the reason and the nearest legal value, after `where`."""

@@ -6,15 +6,17 @@ from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.layout import Workload
+from shardwise.layout.keys import difference
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import count
 from shardwise.planner import plan as search
-from shardwise.planner.common import Alternative
+from shardwise.planner.common import SAME, Alternative
 from shardwise.planner.plan import Plan
 from shardwise.predict.fixing import fixed_of
 from shardwise.report import time_parts
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 from shardwise.studio.columns import Columns, How, Table, View, command_line
+from shardwise.studio.data.growth import grown, how_grown, meets, table_of
 from shardwise.studio.data.memory import CLUSTERS
 from shardwise.studio.data.opens import opens
 from shardwise.studio.data.sizes import SEQ, most_seq, offered, seqs, sized, sizes, too_long
@@ -36,17 +38,20 @@ def data(params: Mapping[str, str]) -> View:
     by, fix = query.word("by", "throughput", BY), query.text("fix", "")
     query.done()
     result = _found(model, cluster, seq, batch, by, fix)
-    winner = result.winner
-    words = [query.state["model"], *changes, "--cluster", cluster, "--seq", seq, "--batch", batch, "--top", TOP]
-    words += ["--by", by] * (by != "throughput") + ["--fix", fix] * bool(fix)
-    command = command_line("plan", *words)
+    winner, growth = result.winner, grown(result)
+    words = [query.state["model"], *changes, "--cluster", cluster, "--seq", seq, "--batch", batch]
+    step = command_line("estimate", *words, "--layout", winner.layout, "--engine", result.engine)
+    chosen = [*["--by", by] * (by != "throughput"), *["--fix", fix] * bool(fix)]
+    command = command_line("plan", *words, "--top", TOP, *chosen)
     return View(
         query.state,
         {"model": names, "cluster": CLUSTERS, "by": BY, "seq": sorted({seq, *seqs(model)})} | sizes(model),
-        {"ranked": _ranked(result), "parts": _parts(result), "alternatives": _alternatives(result)},
+        {"ranked": _ranked(result), "parts": _parts(result), "alternatives": _alternatives(result)}
+        | {"growth": table_of(growth)},
         {
             "ranked": _how_ranked(result, command),
             "parts": _how_parts(result, command),
+            "growth": how_grown(growth, step),
             "alternatives": How(
                 [
                     "For every key of the layout, the fastest layout that fits with another value of it, less the "
@@ -65,7 +70,9 @@ def data(params: Mapping[str, str]) -> View:
             "usable": result.usable,
             "memory": result.room.state(winner.held.total),
             "as_fast": len(result.same),
+            "error": SAME,
             "fastest": str(result.fastest.layout) if result.fastest else "",
+            "meets": meets(growth),
             "considered": result.considered,
             "fitting": result.fitting,
             "parameters": count(result.model),
@@ -87,9 +94,12 @@ def _found(model: ModelConfig, cluster: str, seq: int, batch: int, by: str, fix:
 
 def _ranked(best: Plan) -> Table:
     ranked = best.ranked
+    least = min(one.seconds for one in (*ranked, best.fastest or best.winner))
     columns: dict[str, list[Any]] = {
         "place": list(range(1, len(ranked) + 1)),
         "layout": [str(one.layout) for one in ranked],
+        "differs by": ["", *(difference(one.layout, best.winner.layout) for one in ranked[1:])],
+        "as fast": ["yes" if one.seconds <= least * (1 + SAME) else "" for one in ranked],
         "step": [one.seconds for one in ranked],
         "80% from": [float(one.range.low) for one in ranked],
         "to": [float(one.range.high) for one in ranked],

@@ -2,7 +2,7 @@
 
 import { h, unique } from "studio/lib/dom";
 import { changed, inside, load } from "studio/lib/data";
-import { glossary } from "studio/lib/glossary";
+import { glossary, linked } from "studio/lib/glossary";
 import { asked, parse, text } from "studio/lib/state";
 import { choose, chosen, restore } from "studio/lib/theme";
 
@@ -204,7 +204,7 @@ function announce(view, title) {
 
 /** Put a view's module into the page. A file that was exported has one state, which nothing changes. */
 function mount(module, title, given) {
-  main.replaceChildren(h("div", { class: "intro" }, h("h1", {}, title), h("p", {}, module.lead), inside?.presets ? h("p", {}, SITE) : null));
+  main.replaceChildren(h("div", { class: "intro" }, h("h1", {}, title), h("p", {}, linked(module.lead)), inside?.presets ? h("p", {}, SITE) : null));
   const mounted = module.mount(main, given);
   if (inside && !inside.presets) main.querySelectorAll("fieldset.panel").forEach((each) => { each.disabled = true; });
   return mounted;

@@ -1,14 +1,14 @@
-// Stacked horizontal bars on one scale, with a limit; told apart by colour, hatch and letter.
+// Stacked horizontal bars on one scale, with a limit; told apart by colour, hatch and, where it fits, name.
 
 import { axes, line, scale } from "studio/lib/axes";
 import { mark, share, shown } from "studio/lib/format";
-import { colours, hatched, inkOn, kinds, numbered } from "studio/lib/theme";
+import { colourOf, colours, hatched, inkOn, kinds, numbered } from "studio/lib/theme";
 
 export const ROW = 34;
 
-/** rows: [{label, detail, parts: [[kind or number, value]], total, bad, words}]; words: in place of the total; names: of numbered parts; limit: a dashed line;
- * unit: of all values; letters: whether parts have theirs. Returns what is at a place, in words. */
-export function bars(context, width, rows, { unit, names = [], limit = null, limitName = "", left = 150, cut = 4, letters = true }) {
+/** rows: [{label, detail, parts: [[kind or number, value]], total, bad, words}]; words: in place of the total; names: of parts, by number or kind; limit: a dashed line;
+ * unit: of all values. Returns what is at a place, in words. */
+export function bars(context, width, rows, { unit, names = [], limit = null, limitName = "", left = 150, cut = 4 }) {
   const theme = colours(), start = Math.min(left, width * 0.4), end = width - 92, top = 20, bottom = top + rows.length * ROW;
   const most = Math.max(...rows.map((row) => Math.max(row.total, sum(row.parts))), 1e-30);
   const high = limit ? Math.min(Math.max(most, limit) * 1.03, limit * cut) : most * 1.03;
@@ -26,7 +26,7 @@ export function bars(context, width, rows, { unit, names = [], limit = null, lim
     let at = start;
     for (const [kind, value] of row.parts) {
       const next = Math.min(end, at + (x(value) - start));
-      if (next - at > 0.4) part(context, theme, kind, at, y + 5, next - at, ROW - 12, letters);
+      if (next - at > 0.4) part(context, theme, kind, at, y + 5, next - at, ROW - 12, nameOf(kind, names));
       at = next;
     }
     if (sum(row.parts) > high) broken(context, theme, end, y + 5, ROW - 12);
@@ -57,7 +57,7 @@ function partAt(row, px, x, start, names, unit) {
   let at = start;
   for (const [kind, value] of px < start ? [] : row.parts) {
     at += x(value) - start;
-    if (px < at) return `${head}\n${typeof kind === "string" ? kinds[kind].label : names[kind]}: ${shown(value, unit)}, ${share(value / sum(row.parts))}`;
+    if (px < at) return `${head}\n${nameOf(kind, names)}: ${shown(value, unit)}, ${share(value / sum(row.parts))}`;
   }
   return `${head}\n${shown(row.total, unit)} in all`;
 }
@@ -66,22 +66,24 @@ export function barsHeight(rows) {
   return 20 + rows * ROW + 26;
 }
 
-function part(context, theme, kind, x, y, w, h, letters) {
+function nameOf(kind, names) {
+  return names[kind] ?? kinds[kind].label;
+}
+
+function part(context, theme, kind, x, y, w, h, name) {
   const named = typeof kind === "string";
   context.fillStyle = named ? hatched(context, kind) : numbered(kind);
   context.fillRect(x, y, w, h);
   context.fillStyle = theme.surface;
   context.fillRect(x + w - 1, y, 1, h);
-  const letter = named ? kinds[kind].letter : String.fromCharCode(97 + kind);
-  if (w < 14 || !letters) return;
+  const wide = context.measureText(name).width + 6;
+  if (wide > w - 4) return;
+  // Under the name no hatch, and ink that is legible on any colour.
+  context.fillStyle = named ? colourOf(kind) : "rgba(0,0,0,.45)";
+  context.fillRect(x + (w - wide) / 2, y + h / 2 - 8, wide, 16);
   context.fillStyle = named ? inkOn(kind) : "#ffffff";
   context.textAlign = "center";
-  if (!named) {
-    context.fillStyle = "rgba(0,0,0,.45)";
-    context.fillRect(x + w / 2 - 7, y + h / 2 - 8, 14, 16);
-    context.fillStyle = "#ffffff";
-  }
-  context.fillText(letter, x + w / 2, y + h / 2 + 0.5);
+  context.fillText(name, x + w / 2, y + h / 2 + 0.5);
 }
 
 /** Two strokes across a bar that is longer than its axis: its number is beside it. */

@@ -1,15 +1,16 @@
 // The chapters of a view as one scroll: each has a few sentences and its drawings, and a word in the address.
 
 import { h, still, unique } from "studio/lib/dom";
+import { linked } from "studio/lib/glossary";
 
 /** chapters: [{nodes, play, name, wide}]: what each one shows; the player that begins when it is come to, if any, and its
  * word in the address; wide: its sentences are below its drawings. `show(lines)`: [{title, sentences}] of each. */
 export function chapterScroll(page, chapters) {
   const parts = chapters.map(({ nodes, wide }, i) => {
-    const title = h("h2", { id: unique("chapter"), tabindex: -1 }), sentences = h("div", { class: "sentences" });
+    const title = h("h2", { id: unique("chapter"), tabindex: -1 }), sentences = h("div", { class: "sentences" }), scene = h("div", { class: "scene" }, nodes);
     const node = h("section", { class: wide ? "chapter wide" : "chapter", "aria-labelledby": title.id, dataset: { chapter: i + 1 } },
-      h("div", { class: "tale" }, title, sentences), h("div", { class: "scene" }, nodes));
-    return { node, title, sentences };
+      h("div", { class: "tale" }, title, sentences), scene);
+    return { node, title, sentences, scene };
   });
   const marks = chapters.map((_, i) => h("button", { type: "button", class: "mark", onclick: () => go(i) }, String(i + 1)));
   const place = h("span", { class: "muted place", "aria-hidden": "true" });
@@ -73,11 +74,12 @@ export function chapterScroll(page, chapters) {
 
   function show(lines) {
     told = lines;
+    const seen = new Set();
     lines.forEach(({ title, sentences }, i) => {
       marks[i].title = title;
       marks[i].setAttribute("aria-label", `Chapter ${i + 1}: ${title}`);
       parts[i].title.textContent = title;
-      parts[i].sentences.replaceChildren(...sentences.map((each) => h("p", {}, each)));
+      parts[i].sentences.replaceChildren(...sentences.map((each) => h("p", {}, linked(each, seen))));
     });
     enter(settled ? now : wanted());
   }
@@ -95,6 +97,10 @@ export function chapterScroll(page, chapters) {
 
   addEventListener("scroll", scrolled, { passive: true });
   page.cleanup(() => removeEventListener("scroll", scrolled));
+  // On a narrow page the sentences pass below a drawing that leaves them room.
+  const sized = new ResizeObserver((entries) => entries.forEach(({ target }) => target.classList.toggle("pinned", target.offsetHeight < innerHeight * 0.6)));
+  parts.forEach(({ scene }) => sized.observe(scene));
+  page.cleanup(() => sized.disconnect());
   page.onLocal(follow);
   return { nav, nodes: parts.map(({ node }) => node), show, settle };
 }

@@ -1,6 +1,7 @@
 // One figure of a view: its heading, its drawing, behind it a table, and on demand how it was computed.
 
 import { h, unique } from "studio/lib/dom";
+import { linked } from "studio/lib/glossary";
 import { explanation } from "studio/lib/explain";
 import { table } from "studio/lib/table";
 import { onTheme } from "studio/lib/theme";
@@ -18,7 +19,7 @@ export function figure(page, { name, title, lead, height, draw, hover = null, ex
   const tableBox = h("div", { class: "behind", hidden: true }), howBox = h("div", { class: "behind", hidden: true });
   const tableButton = toggle("Table", tableBox, () => page.setLocal({ _tables: flip(page.local("_tables", ""), name) }));
   const howButton = toggle("How computed", howBox, () => page.setLocal({ _how: flip(page.local("_how", ""), name) }));
-  const note = h("p", { class: "lead" }, lead ?? "");
+  const note = h("p", { class: "lead" }, linked(lead ?? ""));
   const heading = unique("figure");
   const node = h("section", { class: "figure", "aria-labelledby": heading, dataset: { figure: name } },
     h("div", { class: "head" }, h("h2", { id: heading }, title), h("div", { class: "buttons" }, tableButton, howButton)),

@@ -1,10 +1,10 @@
-// A legend of kinds: a patch of colour and hatch with its letter, and the kind's name.
+// A legend of kinds: a patch of colour and hatch, and the kind's name.
 
 import { h, s } from "studio/lib/dom";
 import { kinds } from "studio/lib/theme";
 
-/** letters: whether the drawing has them, too. */
-export function swatches(names, letters = true) {
+/** letters: whether the drawing has them. */
+export function swatches(names, letters = false) {
   return names.map((name) => {
     const kind = kinds[name];
     const patch = s("svg", { width: 20, height: 16, "aria-hidden": "true" },

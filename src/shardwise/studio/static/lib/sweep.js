@@ -29,7 +29,7 @@ export function sweepFigure(page, { name, word, title, pace, each }) {
     events = prepare(data.columns, data.rows.length, data.kinds);
     events.name = (i) => data.names[data.columns.name[i]].replace("layer ", "");
     events.left = LEFT;
-    keys.replaceChildren(...swatches([...new Set(data.columns.kind)].sort().map((kind) => data.kinds[kind]), false));
+    keys.replaceChildren(...swatches([...new Set(data.columns.kind)].sort().map((kind) => data.kinds[kind])));
     self.show(answer);
     play.show(data.sentences, Number(page.local(word, data.sentences.length - 1)));
     self.describe(data.sentences[data.sentences.length - 1]);

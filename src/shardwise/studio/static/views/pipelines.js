@@ -62,7 +62,7 @@ export function mount(root, page) {
     controls.forEach((each) => each.show(answer));
     for (const name of ["a", "b"]) sides[name].show(answer);
     const used = new Set(["a", "b"].flatMap((name) => (answer.more[name] ? [...answer.more[name].events.kind] : [])));
-    keys.replaceChildren(...swatches([...used].sort().map((k) => answer.more.kinds[k])), h("li", {}, "the number is the micro-batch; blank is bubble"));
+    keys.replaceChildren(...swatches([...used].sort().map((k) => answer.more.kinds[k]), true), h("li", {}, "the number is the micro-batch; blank is bubble"));
     facts.replaceChildren(...["a", "b"].filter((name) => answer.more[name]).map((name) => {
       const one = answer.more[name];
       return fact(`${one.name}${one.virtual > 1 ? `, ${one.virtual} chunks a rank` : ""}`, seconds(one.makespan), `bubble ${share(one.bubble)} over ideal, ${share(one.bubble_of_total)} of the total; holds ${plain(one.peak)} micro-batches at most`);

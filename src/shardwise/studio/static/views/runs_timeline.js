@@ -85,7 +85,7 @@ export function timelineFigure(page) {
     shown.renew();
     search();
     tell();
-    keys.replaceChildren(...swatches([...new Set(given.columns.kind)].sort((a, b) => a - b).map((k) => given.kinds[k])));
+    keys.replaceChildren(...swatches([...new Set(given.columns.kind)].sort((a, b) => a - b).map((k) => given.kinds[k]), true));
     timeline.describe(`Timeline of ${given.rows.length} rows and ${given.columns.start.length} events over ${seconds(events.latest)}.`);
     timeline.redraw();
   }

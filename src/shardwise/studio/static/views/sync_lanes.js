@@ -58,7 +58,7 @@ export function lanes(page, { above }) {
     events.updates = Array.from(more.events.kind.keys()).filter((i) => more.events.kind[i] === UPDATE);
     shown.renew();
     const used = [...new Set(more.events.kind)].sort();
-    keys.replaceChildren(...swatches(used.map((kind) => more.kinds[kind])), h("li", {}, "▲ an update, with its version · an arrow: whose gradient ends a wait"));
+    keys.replaceChildren(...swatches(used.map((kind) => more.kinds[kind]), true), h("li", {}, "▲ an update, with its version · an arrow: whose gradient ends a wait"));
     made.node.querySelector("h2").textContent = worker === "replica" ? "Rounds over time" : "Gradients over time";
     made.show(answer);
     made.describe(`Timeline of ${more.count} ${worker}s: ${plain(more.summary.updates)} updates, ${plain(more.summary.gradients)} gradients. ${more.sentence}`);

@@ -90,7 +90,7 @@ export function mount(root, page) {
     compared.describe(`Areas: ${told((side) => `${side.sends} bytes for one step.`)}`);
     links.replaceChildren(...(inside ? [] : sides.flatMap((side, i) => (side.link ? [i ? " · " : "", h("a", { href: `#${side.link}` }, `${"AB"[i]}: its ${side.gathers ? "all-gather" : "all-reduce"} chunk by chunk`)] : []))));
     used.replaceChildren(usesTable(given.more));
-    partKeys.replaceChildren(...partNames(given).map((name, n) => h("li", {}, h("span", { class: "swatch", style: `background:${numbered(n)};color:#fff`, "aria-hidden": "true" }, h("span", { class: "plate" }, String.fromCharCode(97 + n))), name)));
+    partKeys.replaceChildren(...partNames(given).map((name, n) => h("li", {}, h("span", { class: "swatch", style: `background:${numbered(n)}`, "aria-hidden": "true" }), name)));
     claims.replaceChildren(...given.more.claims.map((each) => h("details", {}, h("summary", {}, `“${each.says}”`), h("p", {}, `No: ${each.why}.`))));
   }
 
@@ -128,7 +128,7 @@ function throughFigure(page) {
     shown.renew();
     const lines = layersDone(given);
     throughPlay.show(lines, Number(page.local("_layer", 0)));
-    throughKeys.replaceChildren(...swatches([...new Set(columns.kind)].sort().map((k) => kinds[k]), false));
+    throughKeys.replaceChildren(...swatches([...new Set(columns.kind)].sort().map((k) => kinds[k])));
     through.show(given);
     through.describe(`Timeline of one token: ${lines[lines.length - 1]}`);
   }

@@ -41,13 +41,13 @@ function marks({ tables, more }, at) {
 /** What a token's and a training step's time goes to under each strategy. */
 export function sharesFigure(page) {
   let data = null;
-  const kinds = ["forward", "communication", "rest"];
+  const names = { forward: "computes", communication: "moves data that nothing hides", rest: "waits: bubbles, the host" };
   const self = figure(page, { name: "shares", title: "Shares of the time", height: () => barsHeight(data ? data.tables.shares.columns.of.length : 4),
-    extras: [h("ul", { class: "legend" }, swatches(kinds, false).map((item, i) => {
-      item.lastChild.textContent = ["computes", "moves data that nothing hides", "waits: bubbles, the host"][i];
+    extras: [h("ul", { class: "legend" }, swatches(Object.keys(names)).map((item, i) => {
+      item.lastChild.textContent = Object.values(names)[i];
       return item;
     }))],
-    draw: (context, width) => data && bars(context, width, rows(data), { unit: "share", left: 210, letters: false }) });
+    draw: (context, width) => data && bars(context, width, rows(data), { unit: "share", left: 210, names }) });
   const show = self.show;
 
   self.show = (answer) => {
@@ -76,8 +76,8 @@ export function zeroFigure(page) {
   const play = player(page, { name: "_stage", label: "Stage of ZeRO", seconds: 1.6, onFrame: (at) => { stage = Math.round(at); self.redraw(); } });
   const devices = slider(page, "gpus", "Devices in training");
   const self = figure(page, { name: "zero", title: "16 bytes for each weight, shared out", above: [h("div", { class: "row" }, devices.node), play.node],
-    extras: [h("ul", { class: "legend" }, swatches(STATES.map(([kind]) => kind), false))], height: barsHeight(4),
-    draw: (context, width) => data && bars(context, width, zeroRows(data, stage), { unit: "bytes", left: 150, limit: data.more.capacity, limitName: "a device", cut: 20, letters: false }) });
+    extras: [h("ul", { class: "legend" }, swatches(STATES.map(([kind]) => kind)))], height: barsHeight(4),
+    draw: (context, width) => data && bars(context, width, zeroRows(data, stage), { unit: "bytes", left: 150, limit: data.more.capacity, limitName: "a device", cut: 20 }) });
 
   function set(answer) {
     data = answer;
