@@ -17,7 +17,7 @@ Growth = list[tuple[Layout, StepTiming]]
 
 
 def grown(best: Plan) -> Growth:
-    """The first layout with 1, 2, 4, ... replicas and the same batch, with its step; without those that do not exist."""
+    """The first layout with 1, 2, 4, ... replicas and the same batch, with its step; those that exist."""
     found: Growth = []
     replicas = 1
     while replicas <= best.workload.batch:
