@@ -68,10 +68,15 @@ faults: $(VENV)/.test  ## N random faults over M random layouts, and what must h
 baseline: $(VENV)/.test  ## estimates, plans, ledgers and manifests against those recorded: tests/baseline/
 	@$(BIN)/python tests/baseline/recorder.py compare
 
+# Of scripts only what is not there is looked for: an attribute, a name, a module's member.
+SCRIPTS := $(addprefix --disable-error-code=,arg-type assignment call-arg call-overload dict-item index list-item \
+	method-assign misc operator override type-var union-attr var-annotated)
+
 lint: $(VENV)/.test  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/mypy benchmarks docs/*.py $(SCRIPTS)
 
 parsers: $(ENGINES)/.made  ## emitted files in the parsers of DeepSpeed, accelerate and transformers
 	@PYTHONPATH=src:tests $(ENGINES)/bin/python docs/emit_parsers.py deepspeed accelerate transformers

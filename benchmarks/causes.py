@@ -181,7 +181,7 @@ def judged(run: Run, out: Path) -> dict[str, Any]:
 
     found = verdict_of(RunDirectory.open(out))
     assert found is not None, "nothing was recorded"
-    told = found.to_json(tables=False)
+    told = found.to_json()
     injected = {one.rank: one.injected / 1e9 for one in found.parts.ranks}
     more = run.seconds or injected.get(1, 0.0) - min(injected.values())
     return {"run": run.name, "expected": run.cause, "named": told["cause"] == run.cause, "injected_s": more, **told}

@@ -43,7 +43,7 @@ from shardwise.serving.graphs import Result
 from shardwise.serving.job import ServingJob, Weights
 from shardwise.serving.lockstep import Lockstep
 from shardwise.serving.messages import Cancel, Command, Request, Sampling
-from shardwise.serving.scheduler import EngineStep
+from shardwise.serving.scheduler import EngineStep, Sequence
 
 TINY = ModelConfig("tiny", vocab=512, hidden=128, layers=3, heads=4, kv_heads=2, ffn=352, max_positions=256)
 WARM = 4
@@ -81,6 +81,11 @@ class RandomWeights(TokenGenerator):
         return target.nbytes
 
 
+def unfinished(sequence: Sequence) -> bool:
+    """Whether the prompt is not computed yet."""
+    return sequence.num_uncomputed > 1 or not sequence.num_generated
+
+
 class Decoding:
     """An engine with a batch of sequences."""
 
@@ -112,7 +117,7 @@ class Decoding:
             self._next.append(Request(self._number, tuple(prompt), Sampling(max_tokens=tokens, logprobs=False)))
             numbers.append(self._number)
         scheduler = self.lockstep.scheduler
-        while self._next or scheduler.waiting or any(s.left > 1 or not s.chosen for s in scheduler.running):
+        while self._next or scheduler.waiting or any(map(unfinished, scheduler.running)):
             self.lockstep.step()
         return numbers
 

@@ -26,7 +26,7 @@ from shardwise.decoder.random import initial_values
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout import pipeline as pipelines
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import parameters
+from shardwise.model.parameters import blueprint, parameters
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.job.setup import local_view, make_comms
 from shardwise.runtime.pipeline.step import TrainProgram
@@ -363,7 +363,8 @@ def _stages(setting: Setting, layout: Layout) -> list[Any]:
     from torch.distributed.pipelining import PipelineStage
 
     parts = dict(plain_decoder(setting).parts())
-    cut, placement = pipelines.stages(setting.model, layout), pipelines.placement(layout)
+    cut = blueprint(setting.model).stages(pipelines.stages(setting.model, layout).layers)
+    placement = pipelines.placement(layout)
     micro, low = setting.batch // setting.micro_batches, setting.precision == "bf16"
     ids = torch.zeros(micro, setting.seq, dtype=torch.int64)
 
@@ -373,7 +374,7 @@ def _stages(setting: Setting, layout: Layout) -> list[Any]:
 
     found = []
     for index in (i for i, rank in enumerate(placement) if rank == dist.get_rank()):
-        module = _Stage(nn.ModuleList(parts[name] for name in cut.parts(index)), plain_batch(ids), low)
+        module = _Stage(nn.ModuleList(parts[name] for name in cut[index]), plain_batch(ids), low)
         takes = ids if index == 0 else like(setting.model.hidden)
         gives = like(setting.model.vocab if index == len(placement) - 1 else setting.model.hidden)
         found.append(PipelineStage(module, index, len(placement), torch.device("cpu"), takes, gives))

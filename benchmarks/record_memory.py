@@ -462,11 +462,12 @@ def main() -> None:
         print(f"{model.name}: {len(known)} keys, {time.monotonic() - begin:.0f} s", flush=True)
     lines = []
     for kind, traits in TRAITS.items():
-        rows = []
+        entries = []
         for name, of in traits.items():
             values = {at: formulas for (*which, at), formulas in sorted(table.items()) if which == [kind, name]}
-            rows.append(f"  {json.dumps(name)}: {json.dumps([of.split(), values])}")
-        lines.append(f"{json.dumps(kind)}: {{\n" + ",\n".join(rows) + "\n }" if rows else f"{json.dumps(kind)}: {{}}")
+            entries.append(f"  {json.dumps(name)}: {json.dumps([of.split(), values])}")
+        inside = "\n" + ",\n".join(entries) + "\n " if entries else ""
+        lines.append(f"{json.dumps(kind)}: {{{inside}}}")
     DATA.write_text("{\n " + ",\n ".join(lines) + "\n}\n", encoding="utf-8")
 
 

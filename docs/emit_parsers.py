@@ -120,7 +120,7 @@ def sglang(text: str, layout: Layout) -> None:
 
 
 def vllm(text: str, layout: Layout) -> None:
-    platforms = import_module("vllm.platforms")
+    platforms: Any = import_module("vllm.platforms")
     platforms.current_platform = import_module("vllm.platforms.cpu").CpuPlatform()
     arguments = import_module("vllm.engine.arg_utils").EngineArgs
     parser = arguments.add_cli_args(import_module("vllm.utils.argparse_utils").FlexibleArgumentParser())

@@ -72,7 +72,7 @@ def write_tasks(folder: Path) -> None:
     def words(count: int) -> str:
         return " ".join(draw.choices(WORDS, k=count))
 
-    questions = [
+    questions: list[dict[str, Any]] = [
         {
             "question": f"Question: {words(12)}?\nAnswer:",
             "choices": [words(draw.randint(1, 6)) for _ in range(4)],
@@ -81,7 +81,7 @@ def write_tasks(folder: Path) -> None:
         for _ in range(QUESTIONS)
     ]
     # Shorter than a window, and several windows long.
-    texts = [{"text": words(20 + 90 * index)} for index in range(TEXTS)]
+    texts: list[dict[str, Any]] = [{"text": words(20 + 90 * index)} for index in range(TEXTS)]
     for (name, task), rows in zip(TASKS.items(), (questions, texts), strict=True):
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
