@@ -175,12 +175,13 @@ class Layout(Keys):
     def __str__(self) -> str:
         return ",".join(key.text(value) for key, value in changed(self).items()) or "dp=1"
 
-    def with_replicas(self, count: int) -> Self:
-        """The layout with another number of replicas. Raises `LayoutError` where other keys need theirs."""
-        return replace(self, dp=count)
-
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read a layout text, in any case, with commas or spaces between keys. Raises `LayoutError` with the reason and
         the nearest legal value."""
         return cls(**read(text, f"layout {text!r}"))
+
+
+def with_replicas(layout: Layout, count: int) -> Layout:
+    """The layout with another number of replicas. Raises `LayoutError` where other keys need theirs."""
+    return replace(layout, dp=count)
