@@ -30,15 +30,16 @@ OVERLAPPING = """() => {
     const all = [...document.querySelectorAll("main")].flatMap((main) => [...main.querySelectorAll(words)])
         .filter((e) => e.checkVisibility() && !e.closest(".scroll, .unseen, .marks"))
         .map((e) => [e, e.getBoundingClientRect()]);
-    const found = [];
+    const found = [], passes = (a, b) => a.closest(".pinned") && b.closest(".tale");
     all.forEach(([a, r], i) => all.slice(i + 1).forEach(([b, s]) => {
         const wide = Math.min(r.right, s.right) - Math.max(r.left, s.left);
         const high = Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top);
-        if (wide > 2 && high > 2 && !a.contains(b) && !b.contains(a)) found.push([a.outerHTML, b.outerHTML]);
+        if (wide > 2 && high > 2 && !a.contains(b) && !b.contains(a) && !passes(a, b) && !passes(b, a)) found.push([a.outerHTML, b.outerHTML]);
     }));
     return found.map((pair) => pair.map((html) => html.slice(0, 80)));
 }"""
-"""Pairs of what is written, drawn or pressed, of which one lies over the other."""
+"""Pairs of what is written, drawn or pressed, of which one lies over the other, but for text that passes below a pinned
+drawing."""
 
 
 def _drawn(page: Any) -> None:
