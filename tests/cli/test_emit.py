@@ -63,7 +63,8 @@ def test_a_server_has_its_files_precision_and_must_fit(command):
 
 
 def test_a_training_that_does_not_fit_says_so(command):
-    fits = "# does not fit: 103 GB per device; 75.5 GB may be used on H100-80GB-SXM; plan --emit megatron"
+    # Gradients in bf16, as the file has them and explain counts them.
+    fits = "# does not fit: 82.9 GB per device; 75.5 GB may be used on H100-80GB-SXM; plan --emit megatron"
     wide = (*MODEL, "dp=8,zero=1", "--batch", 64, "--cluster", "8xH100", "--for", "megatron")
     code, out, _ = command("emit", *wide)
     assert code == 0 and fits in out

@@ -19,6 +19,7 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.interop import ENGINES, Reading, read
 from shardwise.interop.words import in_words
+from shardwise.layout.keys import KEYS
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, resolve
 from shardwise.model.changes import change
@@ -42,6 +43,7 @@ class ExplainOptions(NetworkOptions, OfflineOptions):
     seq: int | None = arg("tokens per sequence, where it does not say", "N", positive=True, tokens=True)
     batch: int | None = arg("sequences a step, where it does not say", "N", positive=True)
     micro: int | None = arg("sequences a micro-batch, where it does not say", "N", positive=True)
+    recompute: str | None = arg("what is recomputed, where it does not say", choices=KEYS["recompute"].choices)
 
 
 def run(args: ExplainOptions) -> int:
@@ -51,7 +53,8 @@ def run(args: ExplainOptions) -> int:
     reading = read(args.config, args.ranks or (cluster.devices if cluster else None), args.engine, args.precision)
     if args.strict and (doubts := (*reading.unsettled, *(f"{key} is not known here" for key in reading.unknown))):
         raise UserError(f"--strict: {'; '.join(doubts)}")
-    layout = replace(reading.layout, micro=args.micro) if args.micro else reading.layout
+    asked = {key: value for key in explain_table.TOLD if (value := getattr(args, key))}
+    layout = replace(reading.layout, **asked)
     reading = replace(reading, layout=layout, seq=args.seq or reading.seq, batch=args.batch or reading.batch)
     model = _model(reading, args)
     outlook = _outlook(reading, model, cluster)
