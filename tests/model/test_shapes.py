@@ -293,6 +293,42 @@ PRECISIONS = [
         "fp8",
         1 + 4 / 2**22,
     ),
+    ({"quant_method": "gptq_marlin", "bits": 8, "group_size": 128}, "int8-g128z", 1 + 3 / 128),
+    ({"quant_method": "intel/auto-round", "bits": 4, "data_type": "mx_fp"}, "mxfp4-g32", 0.5 + 1 / 32),
+    ({"quant_method": "bitsandbytes", "_load_in_8bit": True}, "int8", 1 + 2 / 4096),
+    ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "mxfp8-g32", 1 + 1 / 32),
+    (
+        {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}},
+        },
+        "mxfp4-g32",
+        0.5 + 1 / 32,
+    ),
+    ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, "fp8", 1 + 4 / 2**22),
+    ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "int8", 1 + 2 / 4096),
+    (
+        {
+            "quant_method": "torchao",
+            "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}}},
+        },
+        "int4-g32s4",
+        0.5 + 4 / 32,
+    ),
+    (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8DynamicActivationFloat8WeightConfig"}}},
+        "fp8",
+        1 + 4 / 2**22,
+    ),
+    (
+        {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}},
+        "int4-g64s4",
+        0.5 + 4 / 64,
+    ),
+    ({"quant_method": "higgs", "bits": 4, "group_size": 256}, "int4-g256", 0.5 + 2 / 256),
+    ({"quant_method": "eetq", "weights": "int8"}, "int8", 1 + 2 / 4096),
+    ({"quant_method": "fp_quant", "forward_dtype": "mxfp4"}, "mxfp4-g32", 0.5 + 1 / 32),
+    ({"quant_method": "bitnet"}, "int2-g0", 0.25 + 2 / 4096),
 ]
 
 
@@ -322,6 +358,45 @@ def test_a_quantizer_that_is_not_known_is_named_in_one_line():
     with pytest.raises(UserError, match="quant_method 'magic' is not known; known are fp8") as error:
         read_precision({"quantization_config": {"quant_method": "magic", "groups": list(range(2000))}})
     assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"quant_method": "aqlm", "nbits_per_codebook": 16}, "aqlm' has codebooks, whose bytes are not counted"),
+        ({"quant_method": "vptq"}, "vptq' has codebooks"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": False}, "neither load_in_8bit nor load_in_4bit"),
+        ({"quant_method": "torchao", "quant_type": "uintx_weight_only"}, "torchao's uintx_weight_only is not counted"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin_24"}, "2:4 sparsity"),
+        ({"quant_method": "quark", "global_quant_config": {}}, "quark is counted with one format"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo 'MIXED_PRECISION' is not known"),
+        ({"quant_method": "hqq"}, "hqq without weight_quant_params"),
+        ({"quant_method": "compressed-tensors", "format": "dense"}, "without weights in config_groups"),
+    ],
+)
+def test_what_a_quantizer_does_not_settle_is_one_line(given, line):
+    with pytest.raises(UserError, match=line):
+        read_precision({"quantization_config": given})
+
+
+def test_modules_have_formats_of_their_own():
+    """compressed-tensors' groups, GPTQModel's dynamic, AutoRound's extra_config."""
+    names = [f"model.layers.0.{n}" for n in ("self_attn.q_proj", "mlp.experts.0.up_proj", "mlp.up_proj")] + ["lm_head"]
+    groups = {
+        "group_0": {"targets": ["re:.*self_attn.*"], "weights": {"num_bits": 8, "type": "float"}},
+        "group_1": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}},
+    }
+    every = [
+        ({"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]},
+         ["fp8", "nvfp4-g16", "nvfp4-g16", ""]),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*self_attn": {}, "+:.*experts": {"bits": 8}}},
+         ["", "int8-g128z", "int4-g128z", ""]),
+        ({"quant_method": "auto-round", "bits": 4, "sym": True, "extra_config": {names[2]: {"bits": 16}}},
+         ["int4-g128", "int4-g128", "", ""]),
+    ]  # fmt: skip
+    for given, words in every:
+        precision = read_precision({"quantization_config": given})
+        assert precision and [precision.of(name, (64, 64)) for name in names] == words
 
 
 QWEN3_8B = {

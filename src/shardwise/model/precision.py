@@ -45,10 +45,13 @@ class Precision:
         name = _plain(name)
         for pattern, words in self.each if len(shape) > 1 else ():
             if _matches(pattern, name):
-                return words
+                return "" if pattern.startswith("re:") and self._keeps(name) else words
         if len(shape) < 2 or not self.format or (self.only and not re.search(self.only, name)):
             return ""
-        return "" if any(_matches(pattern, name) for pattern in self.kept) else self.words
+        return "" if self._keeps(name) else self.words
+
+    def _keeps(self, name: str) -> bool:
+        return any(_matches(pattern, name) for pattern in self.kept)
 
 
 def _plain(name: str) -> str:
@@ -79,11 +82,13 @@ def read_precision(config: Mapping[str, Any], beside: Mapping[str, Any] | None =
     if not isinstance(given, dict):
         raise UserError(f"quantization_config must be a JSON object, not {str(given)[:40]!r}")
     method = str(given.get("quant_method") or ("modelopt" if "quant_algo" in given else "")).lower().replace("-", "_")
-    reader = _READERS.get(method)
+    reader = _READERS.get(method.rpartition("/")[2])
     if reader is None:
+        what = "has codebooks, whose bytes are not counted" if method in _CODEBOOKS else "is not known"
+        known = ", ".join(name for name in _READERS if name.partition("_")[0] not in {*_READERS} - {name})
         raise UserError(
-            f"quantization_config: quant_method {method[:40]!r} is not known; known are {', '.join(_READERS)}. Delete "
-            "quantization_config to plan for 16 bits"
+            f"quantization_config: quant_method {method[:40]!r} {what}; known are {known}. Delete quantization_config "
+            "to plan for 16 bits"
         )
     found = reader(given)
     if layers := given.get("quantized_layers"):
@@ -132,8 +137,40 @@ def _awq(given: Mapping[str, Any]) -> Precision:
     bits = given.get("bits", given.get("w_bit", 4))
     group = given.get("group_size", given.get("q_group_size", 128))
     kept = _names(given, "modules_to_not_convert", "modules_in_block_to_not_quantize") + _TABLES
+    if "24" in str(given.get("checkpoint_format")):
+        raise UserError("quantization_config: weights of 2:4 sparsity (marlin_24) are not counted")
     zeros = bool(given.get("zero_point", not given.get("sym", True)))
-    return Precision(_integer(bits), max(0, int(group)), zeros=zeros or given.get("quant_method") == "gptq", kept=kept)
+    zeros = zeros or str(given.get("quant_method")).startswith("gptq")
+    found = Precision(_integer(bits), max(0, int(group)), zeros=zeros, kept=kept)
+    # GPTQModel: patterns of modules with bits of their own, after -: of those with 16.
+    own = {f"re:{name.removeprefix('+:').removeprefix('-:')}": 16 if name.startswith("-:") else one
+           for name, one in _table(given, "dynamic").items()}  # fmt: skip
+    return _with_own_bits(found, own | _table(given, "extra_config"))
+
+
+def _with_own_bits(found: Precision, own: Mapping[str, Any]) -> Precision:
+    """The precision where modules have bits of their own. own: name or pattern -> bits, or a table with them."""
+    each, kept = [], []
+    for name, one in own.items():
+        bits = one.get("bits", int(found.format[3:])) if isinstance(one, dict) else one
+        if isinstance(bits, int) and bits >= 16:
+            kept.append(name)
+        else:
+            each.append((name, replace(found, format=_integer(bits)).words))
+    return replace(found, each=tuple(each), kept=(*kept, *found.kept))
+
+
+def _auto_round(given: Mapping[str, Any]) -> Precision:
+    """AutoRound: integers as GPTQ's, or the groups of MXFP4 and NVFP4."""
+    kind = str(given.get("data_type") or "int")
+    form = {"mx_fp": "mxfp4", "nv_fp": "nvfp4"}.get(kind[:5])
+    if form is None and kind != "int":
+        raise UserError(f"quantization_config: auto-round's {kind[:20]!r} is not counted; int, mx_fp4 and nv_fp4 are")
+    if form is None:
+        return _awq(given)
+    if given.get("bits", 4) != 4 or given.get("extra_config"):
+        raise UserError(f"quantization_config: auto-round's {kind} is counted with 4 bits, without extra_config")
+    return Precision(form, FORMS[form].group, kept=_awq(given).kept)
 
 
 def _integer(bits: Any) -> str:
@@ -144,8 +181,10 @@ def _integer(bits: Any) -> str:
 
 def _bitsandbytes(given: Mapping[str, Any]) -> Precision:
     kept = _names(given, "llm_int8_skip_modules") + _TABLES
-    if given.get("load_in_8bit"):
+    if given.get("load_in_8bit") or given.get("_load_in_8bit"):
         return Precision("int8", kept=kept)
+    if not (given.get("load_in_4bit") or given.get("_load_in_4bit")):
+        raise UserError("quantization_config: bitsandbytes with neither load_in_8bit nor load_in_4bit")
     form = str(given.get("bnb_4bit_quant_type", "fp4"))
     # Scales in fp32, unless these are quantized, too (QLoRA, section 3, double quantization).
     scale = 0.0 if given.get("bnb_4bit_use_double_quant") else 4.0
@@ -157,20 +196,27 @@ def _mxfp4(given: Mapping[str, Any]) -> Precision:
 
 
 def _compressed(given: Mapping[str, Any]) -> Precision:
-    """compressed-tensors: the first group's weights stand for all."""
-    groups = given.get("config_groups") or {}
-    first = next((g for g in groups.values() if isinstance(g, dict) and g.get("weights")), None)
-    if first is None:
-        raise UserError("quantization_config: compressed-tensors without weights in config_groups")
+    """compressed-tensors: groups of weights, each for classes of modules or for patterns of their names."""
     kept = (*_names(given, "ignore"), "embed_tokens", "gate", "router")
-    cache = given.get("kv_cache_scheme") or {}
-    return _weights(first["weights"], kept, "fp8" if cache.get("num_bits") == 8 else "")
+    cache = "fp8" if (given.get("kv_cache_scheme") or {}).get("num_bits") == 8 else ""
+    groups = [group for group in _table(given, "config_groups").values() if isinstance(group, dict)]
+    found = [(_names(one, "targets"), _weights(one["weights"], kept, cache)) for one in groups if one.get("weights")]
+    if not found:
+        raise UserError("quantization_config: compressed-tensors without weights in config_groups")
+    if len({one.words for _, one in found}) == 1:
+        return found[0][1]
+    usual = next((one for targets, one in found if "Linear" in targets), replace(found[0][1], format=""))
+    return replace(usual, each=tuple((name, one.words) for targets, one in found for name in targets))
 
 
 def _weights(weights: Mapping[str, Any], kept: tuple[str, ...], cache: str = "") -> Precision:
     bits, group, block = weights.get("num_bits", 8), weights.get("group_size") or 0, weights.get("block_structure")
     if weights.get("type") == "float":
-        form = "fp8" if bits == 8 else "nvfp4" if group in (0, 16) else "mxfp4"
+        if bits not in (4, 8):
+            raise UserError(f"quantization_config: floats of {str(bits)[:20]} bits are not known; known are 4 and 8")
+        form = (
+            "nvfp4" if bits == 4 and group in (0, 16) else "mxfp4" if bits == 4 else "mxfp8" if group == 32 else "fp8"
+        )
     else:
         form = _integer(bits)
     block = tuple(block) if isinstance(block, list) and len(block) == 2 else None
@@ -184,11 +230,11 @@ def _modelopt(given: Mapping[str, Any]) -> Precision:
         found = _compressed({"config_groups": groups, "ignore": given.get("ignore")})
         if not given.get("quant_algo"):
             return found
-    form = next((f for f in ("nvfp4", "mxfp4", "w4a16", "w4a8", "int4", "fp8", "int8")
+    form = next((f for f in ("nvfp4", "mxfp4", "mxfp8", "w4a16", "w4a8", "int4", "fp8", "int8")
                  if f in str(given.get("quant_algo")).lower()), None)  # fmt: skip
     form = {"w4a16": "int4", "w4a8": "int4"}.get(form or "", form)
-    if str(given.get("quant_algo")).upper() == "MIXED_PRECISION":
-        form = "nvfp4" if "nvfp4" in str(given).lower() else "fp8"
+    if str(given.get("quant_algo")).upper() == "MIXED_PRECISION" and given.get("quantized_layers"):
+        form = "fp8"  # of what these do not name, where anything is
     if form is None:
         raise UserError(
             f"quant_algo {str(given.get('quant_algo'))[:40]!r} is not known; known are FP8, NVFP4, INT4_AWQ"
@@ -201,17 +247,120 @@ def _modelopt(given: Mapping[str, Any]) -> Precision:
     return Precision(form, 0 if form in ("fp8", "int8") else int(group), kept=kept, cache=cache)
 
 
+def _hqq(given: Mapping[str, Any]) -> Precision:
+    """HQQ: scale and zero point in 16 bits each. Modules with settings of their own are not told apart."""
+    inner = _table(_table(given, "quant_config") or given, "weight_quant_params")
+    if not inner:
+        raise UserError(
+            "quantization_config: hqq without weight_quant_params, of which nbits and group_size are counted"
+        )
+    kept = _names(given, "skip_modules") + _TABLES
+    return Precision(_integer(inner.get("nbits", 4)), int(inner.get("group_size") or 0), scale=4.0, kept=kept)
+
+
+def _torchao(given: Mapping[str, Any]) -> Precision:
+    """torchao: its older names, or the class of a configuration with its fields."""
+    kind = given.get("quant_type")
+    kind = kind.get("default") if isinstance(kind, dict) else kind
+    fields = (kind.get("_data") if isinstance(kind, dict) else given.get("quant_type_kwargs")) or {}
+    name = str(kind.get("_type") if isinstance(kind, dict) else kind)
+    form = re.search(r"(float8|int4|int8)(?:_?weight|_?dynamic)", name.replace("WeightOnly", "_weight"), re.IGNORECASE)
+    if form is None:
+        raise UserError(f"quantization_config: torchao's {name[:60]} is not counted; int4, int8 and float8 weights are")
+    kept = _names(given, "modules_to_not_convert") + _TABLES
+    if form[1].lower() == "int4":
+        return Precision("int4", int(fields.get("group_size") or 128), scale=4.0, kept=kept)
+    return Precision("fp8" if form[1].lower() == "float8" else "int8", kept=kept)
+
+
+def _quark(given: Mapping[str, Any]) -> Precision:
+    """AMD Quark: one format of all weights."""
+    weights = _table(given, "global_quant_config").get("weight")
+    first = weights[0] if isinstance(weights, list) and weights else weights
+    form = {"fp8": "fp8", "int8": "int8", "int4": "int4", "uint4": "int4", "fp4": "mxfp4"}.get(
+        str(first.get("dtype")).split("_")[0] if isinstance(first, dict) else ""
+    )
+    if form is None or given.get("layer_quant_config"):
+        raise UserError("quantization_config: quark is counted with one format of fp8, int8, int4 or fp4 in "
+                        "global_quant_config, without layer_quant_config")  # fmt: skip
+    group = int(first.get("group_size") or 0) if first.get("qscheme") == "per_group" else 0
+    cache = "fp8" if "fp8" in str(given.get("kv_cache_quant_config") or "") else ""
+    zeros = not first.get("symmetric", True)
+    return Precision(form, group or FORMS[form].group * (form == "mxfp4"), zeros=zeros, cache=cache,
+                     kept=(*_names(given, "exclude"), "embed_tokens", "gate", "router"))  # fmt: skip
+
+
+def _simple(given: Mapping[str, Any]) -> Precision:
+    """Methods with a format in one word: quanto, EETQ, FP-Quant, BitNet."""
+    words = {"int8": "int8", "int4": "int4", "int2": "int2", "float8": "fp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
+    named = str(given.get("weights") or given.get("forward_dtype") or "").lower()
+    form = "int2" if given.get("quant_method") == "bitnet" else words.get(named)
+    if form is None:
+        raise UserError(f"quantization_config: weights of {named[:20]!r} are not known; known are {', '.join(words)}")
+    kept = _names(given, "modules_to_not_convert") + _TABLES
+    return Precision(form, 0 if form in ("int8", "fp8", "int2") else FORMS[form].group, kept=kept)
+
+
+def _higgs(given: Mapping[str, Any]) -> Precision:
+    kept = _names(given, "modules_to_not_convert") + _TABLES
+    return Precision(_integer(given.get("bits", 4)), int(given.get("group_size") or 256), kept=kept)
+
+
+def _table(given: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    inner = given.get(key)
+    return inner if isinstance(inner, dict) else {}
+
+
 _READERS = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "finegrained_fp8": _fp8,
     "awq": _awq,
+    "awq_marlin": _awq,
     "gptq": _awq,
-    "auto_round": _awq,
+    "gptq_marlin": _awq,
+    "auto_round": _auto_round,
     "bitsandbytes": _bitsandbytes,
     "mxfp4": _mxfp4,
     "compressed_tensors": _compressed,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "modelopt_mixed": _modelopt,
+    "quark": _quark,
+    "torchao": _torchao,
+    "hqq": _hqq,
+    "higgs": _higgs,
+    "eetq": _simple,
+    "quanto": _simple,
+    "fp_quant": _simple,
+    "bitnet": _simple,
 }
+_CODEBOOKS = ("aqlm", "vptq", "spqr", "quip", "quip_sharp", "quip#")
+
+METHODS = {
+    "fp8": "fp8",
+    "ptpc_fp8": "fp8",
+    "w8a8_fp8": "fp8",
+    "mxfp8": "mxfp8",
+    "w8a8_int8": "int8",
+    "awq": "int4-g128z",
+    "awq_marlin": "int4-g128z",
+    "gptq": "int4-g128z",
+    "gptq_marlin": "int4-g128z",
+    "bitsandbytes": "nf4-g64s4",
+    "modelopt_fp4": "nvfp4",
+    "petit_nvfp4": "nvfp4",
+    "mxfp4": "mxfp4",
+}
+"""Method of a server's --quantization that has one format in nearly all files -> that. Files of other methods say."""
+_IN_NAMES = re.compile(
+    r"(?<![a-z])(?:fp|int|nf|w|mxfp|nvfp)-?(?P<bits>[48])(?!\d)|(?<!\d)(?P<apart>[48])-?bits?(?![a-z])"
+    r"|(?<![a-z])(?:g?awq|gptq|gguf|hqq|aqlm|vptq|exl[23]|bnb|quanti[sz]ed|autoround|quark)(?![a-z])",
+    re.IGNORECASE,
+)
+
+
+def bits_in_name(name: str) -> int | None:
+    """Bits of weights that a model's name states; 0 where it states a quantizer alone, None where it states nothing."""
+    found = list(_IN_NAMES.finditer(name.rpartition("/")[2]))
+    return max((int(one["bits"] or one["apart"] or 0) for one in found), default=None)

@@ -9,10 +9,12 @@ from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.interop import Reading
 from shardwise.interop.reading.arguments import dashed
+from shardwise.interop.reading.settings import ServerSettings
 from shardwise.interop.spec import EngineSpec, specs
 from shardwise.layout import Layout, Workload, check
 from shardwise.layout.optimizers import DEFAULT
 from shardwise.model import ModelConfig
+from shardwise.model.formats import weight_format
 from shardwise.report import StepReport
 from shardwise.report.room import DeviceRoom
 from shardwise.report.terminal import Renderable
@@ -185,7 +187,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     length = served.length or model.max_positions
     cache = served.cache or (model.counted.cache_type if model.counted else "") or "bfloat16"
     sequences = served.sequences or usual.usual_sequences(profile, device)
-    setup = ServingSetup(length, sequences, weights=served.weights, cache_type=cache, engine=profile)
+    setup = ServingSetup(length, sequences, weights=_weights_of(served, model), cache_type=cache, engine=profile)
     setup = replace(setup, padded=usual.expert_padding(profile, device))
     tokens = served.tokens or usual.usual_tokens(profile, device)
     stages = [
@@ -219,6 +221,20 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     room = a_token * fits if served.cache_tokens else left(weights + workspace)
     slow = tensor_warning(cluster, layout.tp, {}, "") if cluster else None
     return CacheRoom(*told, room, fits, min(length, fits), served.sequences, cache, slow or "")
+
+
+def _weights_of(served: ServerSettings, model: ModelConfig) -> str:
+    """Format of the weights of which the model's files name none. Raises `UserError` where the command leaves it to
+    files that are not known."""
+    try:
+        return weight_format(served.weights).words
+    except UserError:
+        if model.counted and model.counted.stored:
+            return "bfloat16"
+        folder = "give their folder with --model"
+        raise UserError(
+            f"--quantization {served.weights}: the files of the model say in how many bits: {folder}"
+        ) from None
 
 
 def _too_short(writer: EngineSpec, fits: int, length: int) -> str:
