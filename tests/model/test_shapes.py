@@ -325,6 +325,7 @@ PRECISIONS = [
         "int4-g64s4",
         0.5 + 4 / 64,
     ),
+    ({"quant_method": "torchao", "quant_type": "int8_dynamic_activation_int4_weight"}, "int4-g128s4", 0.5 + 4 / 128),
     ({"quant_method": "higgs", "bits": 4, "group_size": 256}, "int4-g256", 0.5 + 2 / 256),
     ({"quant_method": "eetq", "weights": "int8"}, "int8", 1 + 2 / 4096),
     ({"quant_method": "fp_quant", "forward_dtype": "mxfp4"}, "mxfp4-g32", 0.5 + 1 / 32),

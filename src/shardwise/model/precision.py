@@ -145,7 +145,7 @@ def _awq(given: Mapping[str, Any]) -> Precision:
     # GPTQModel: patterns of modules with bits of their own, after -: of those with 16.
     own = {f"re:{name.removeprefix('+:').removeprefix('-:')}": 16 if name.startswith("-:") else one
            for name, one in _table(given, "dynamic").items()}  # fmt: skip
-    return _with_own_bits(found, own | _table(given, "extra_config"))
+    return _with_own_bits(found, {**own, **_table(given, "extra_config")})
 
 
 def _with_own_bits(found: Precision, own: Mapping[str, Any]) -> Precision:
@@ -264,7 +264,7 @@ def _torchao(given: Mapping[str, Any]) -> Precision:
     kind = kind.get("default") if isinstance(kind, dict) else kind
     fields = (kind.get("_data") if isinstance(kind, dict) else given.get("quant_type_kwargs")) or {}
     name = str(kind.get("_type") if isinstance(kind, dict) else kind)
-    form = re.search(r"(float8|int4|int8)(?:_?weight|_?dynamic)", name.replace("WeightOnly", "_weight"), re.IGNORECASE)
+    form = re.search(r"(float8|int4|int8)_?weight", name, re.IGNORECASE)
     if form is None:
         raise UserError(f"quantization_config: torchao's {name[:60]} is not counted; int4, int8 and float8 weights are")
     kept = _names(given, "modules_to_not_convert") + _TABLES
@@ -276,10 +276,10 @@ def _torchao(given: Mapping[str, Any]) -> Precision:
 def _quark(given: Mapping[str, Any]) -> Precision:
     """AMD Quark: one format of all weights."""
     weights = _table(given, "global_quant_config").get("weight")
-    first = weights[0] if isinstance(weights, list) and weights else weights
-    form = {"fp8": "fp8", "int8": "int8", "int4": "int4", "uint4": "int4", "fp4": "mxfp4"}.get(
-        str(first.get("dtype")).split("_")[0] if isinstance(first, dict) else ""
-    )
+    weights = weights[0] if isinstance(weights, list) and weights else weights
+    first: Mapping[str, Any] = weights if isinstance(weights, dict) else {}
+    kind = str(first.get("dtype")).partition("_")[0]
+    form = {"fp8": "fp8", "int8": "int8", "int4": "int4", "uint4": "int4", "fp4": "mxfp4"}.get(kind)
     if form is None or given.get("layer_quant_config"):
         raise UserError("quantization_config: quark is counted with one format of fp8, int8, int4 or fp4 in "
                         "global_quant_config, without layer_quant_config")  # fmt: skip
