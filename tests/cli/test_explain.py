@@ -261,3 +261,13 @@ def test_a_quantizer_whose_files_say_the_width_needs_them(command, method, engin
     assert code == 2 and f"--quantization {method}: the files of the model say" in err
     words = (f"{engine} meta-llama/Llama-3.1-8B-GPTQ", "--model", "llama-3.1-8b")
     assert command("explain", *words)[0] == 0 and command("explain", *words, "--strict")[0] == 2
+
+
+def test_replicas_of_vllm_split_experts(command, outlook):
+    """vLLM: fused_moe/config.py, FusedMoEParallelConfig.make flattens tensor over data parallelism."""
+    bare, spread = (outlook(f"vllm serve Qwen/Qwen3-30B-A3B -dp 4 {more}") for more in ("", "--enable-expert-parallel"))
+    assert bare["weight_bytes_per_gpu"] == spread["weight_bytes_per_gpu"] < 20e9
+    assert outlook("vllm serve mistralai/Mixtral-8x7B-v0.1 -dp 16", "2x8xH100")["weight_bytes_per_gpu"] < 20e9
+    assert outlook("vllm serve Qwen/Qwen3-8B -dp 2")["weight_bytes_per_gpu"] > 16e9
+    code, _, err = command("emit", "qwen3-30b-a3b", "--layout", "dp=4", "--for", "vllm")
+    assert code == 2 and "ep=1: its replicas share experts; nearest that it can: dp=4,ep=4" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 from shardwise.cluster import Cluster
 from shardwise.codec import Json
@@ -174,6 +175,9 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
 
     assert reading.served
     served, layout = reading.served, reading.layout
+    if reading.engine == "vLLM" and layout.ep == 1 and model.experts:
+        # Its replicas split the width of experts: whole ones have as many bytes, or more where ranks are too many.
+        layout = replace(layout, ep=gcd(model.experts.count, layout.tp * layout.dp) if layout.dp > 1 else 1)
     writer = next(spec for spec in specs().values() if spec.title == reading.engine)
     device = cluster.device if cluster else None
     profile = engine(writer.profile)
