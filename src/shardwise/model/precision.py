@@ -351,6 +351,10 @@ METHODS = {
     "modelopt_fp4": "nvfp4",
     "petit_nvfp4": "nvfp4",
     "mxfp4": "mxfp4",
+    "modelopt_fp8": "fp8",
+    "nvfp4": "nvfp4",
+    "w4a16_awq": "int4-g128z",
+    "fp8_block_scales": "fp8-block128x128",
 }
 """Method of a server's --quantization that has one format in nearly all files -> that. Files of other methods say."""
 _IN_NAMES = re.compile(
