@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from harness.today import EVERYTHING
-from shardwise.cli.show.explain_table import TOLD
+from shardwise.cli.show.explain_table import CODE_KEYS
 from shardwise.interop import read
 from shardwise.interop.writing.writer import WRITERS, why_not_written
 from shardwise.layout import Layout
@@ -111,12 +111,12 @@ def test_what_a_plan_emits_fits_where_explain_reads_it(command, engine, tmp_path
         plan, files = json.loads(out), files + 1
         layout, path = Layout.parse(plan["emitted"]["layout"]), tmp_path / plan["emitted"]["file"]
         path.write_text(plan["emitted"]["text"])
-        told = [f"--{key}={getattr(layout, key)}" for key in WRITERS[engine].left if key in TOLD]
+        told = [f"--{key}={getattr(layout, key)}" for key in WRITERS[engine].left if key in CODE_KEYS]
         step = () if serves else (*STEP, *told)
         code, out, err = command("explain", path, "--model", SMALL[0], *SMALL[1:], *step, "--json")
         assert code == 0, (software, err)
         found = json.loads(out)
-        left = defaults(*(key for key in WRITERS[engine].left if key not in TOLD))
+        left = defaults(*(key for key in WRITERS[engine].left if key not in CODE_KEYS))
         assert found["layout"] == str(replace(layout, **left)), software
         if not serves:
             assert found["outlook"]["report"]["room"]["state"] == plan["ranked"][0]["memory"] == "fits", software

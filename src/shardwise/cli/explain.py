@@ -18,6 +18,7 @@ from shardwise.cli.show import explain_table
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.interop import ENGINES, Reading, ServerSettings, read
+from shardwise.interop.engines.serving import is_format
 from shardwise.interop.words import in_words
 from shardwise.layout.keys import KEYS
 from shardwise.model import ModelConfig
@@ -53,7 +54,7 @@ def run(args: ExplainOptions) -> int:
         raise UserError("--network is between the nodes of a cluster: add --cluster, such as 2x8xH100")
     cluster = cluster_of(args) if args.cluster else None
     reading = read(args.config, args.ranks or (cluster.devices if cluster else None), args.engine, args.precision)
-    asked = {key: value for key in explain_table.TOLD if (value := getattr(args, key))}
+    asked = {key: value for key in explain_table.CODE_KEYS if (value := getattr(args, key))}
     layout = replace(reading.layout, **asked)
     reading = replace(reading, layout=layout, seq=args.seq or reading.seq, batch=args.batch or reading.batch)
     model = _model(reading, args)
@@ -112,11 +113,10 @@ def _model(reading: Reading, args: ExplainOptions) -> ModelConfig | None:
 def _has_bits(served: ServerSettings, name: str) -> bool:
     """Whether the flags of a server say weights as wide as the name of its model does, or that says nothing."""
     bits = bits_in_name(name)
-    try:
-        stored = weight_format(served.weights)
-    except UserError:
-        return True  # the error says it
-    return bits is None or (stored.lossy and bits in (0, 8 * stored.each))
+    if bits is None or not is_format(served.weights):  # the error says it
+        return True
+    stored = weight_format(served.weights)
+    return stored.lossy and bits in (0, 8 * stored.each)
 
 
 def _named(text: str, stored: bool) -> ModelConfig | None:

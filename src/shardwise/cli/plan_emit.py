@@ -71,7 +71,7 @@ def refusals(args: Any, model: Model, cluster: Cluster, workload: Workload) -> C
     engine that does not take the model at all."""
     if not args.emit or not isinstance(model, ModelConfig):
         return None
-    from shardwise.cli.show.explain_table import TOLD, counted_as
+    from shardwise.cli.show.explain_table import CODE_KEYS, counted_as
     from shardwise.interop.writing.writer import forced_layout, why_not_written, writer_for
     from shardwise.planner.exact import ExactMemory
     from shardwise.predict.memory.capacity import room_of
@@ -90,7 +90,7 @@ def refusals(args: Any, model: Model, cluster: Cluster, workload: Workload) -> C
         written, usable = forced_layout(writer, layout, model, searched=False), room.safe if margin else room.usable
         if reason := why_not_written(writer, written, model):
             return reason
-        read = replace(written, **defaults(*(key for key in writer.left if key not in TOLD)))
+        read = replace(written, **defaults(*(key for key in writer.left if key not in CODE_KEYS)))
         held = memory(counted_as(writer.title, read) or "").total(read, usable)
         if held <= usable:
             return ""

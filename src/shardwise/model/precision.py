@@ -29,7 +29,7 @@ class Precision:
     """A regular expression of the only modules that are quantized; empty: all linear maps."""
     cache: str = ""
     """Type of the cache, where the files name one."""
-    each: tuple[tuple[str, str], ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
     """(name or pattern, format) of modules that have a format of their own."""
 
     @property
@@ -43,7 +43,7 @@ class Precision:
     def of(self, name: str, shape: Sequence[int]) -> str:
         """How a parameter is stored; empty for 16 bits. name: as in the files, without `.weight`."""
         name = _plain(name)
-        for pattern, words in self.each if len(shape) > 1 else ():
+        for pattern, words in self.modules if len(shape) > 1 else ():
             if _matches(pattern, name):
                 return "" if pattern.startswith("re:") and self._keeps(name) else words
         if len(shape) < 2 or not self.format or (self.only and not re.search(self.only, name)):
@@ -94,7 +94,7 @@ def read_precision(config: Mapping[str, Any], beside: Mapping[str, Any] | None =
     if layers := given.get("quantized_layers"):
         found = _mixed(found, layers, given)
     elif (config.get("expert_dtype") or given.get("expert_dtype")) == "fp4":
-        found = replace(found, each=(("*.experts.*", "mxfp4-g32"), ("*.experts", "mxfp4-g32")))
+        found = replace(found, modules=(("*.experts.*", "mxfp4-g32"), ("*.experts", "mxfp4-g32")))
     return found
 
 
@@ -102,17 +102,19 @@ def _mixed(found: Precision, layers: Any, given: Mapping[str, Any]) -> Precision
     """Modules with a format each; others stay as `fp8` says, or in 16 bits."""
     if not isinstance(layers, dict):
         raise UserError("quantization_config: quantized_layers must be a JSON object")
-    each: dict[str, str] = {}
+    formats: dict[str, str] = {}
     for name, own in layers.items():
         words = _modelopt(own if isinstance(own, dict) else {}).words
-        each[re.sub(r"\.\d+\.(?=[a-z])", ".*.", re.sub(r"experts\.\d+", "experts", name.replace("ffn", "*")))] = words
-        each[name] = words
-    plain = sorted(n for n in each if "*" not in n)
-    one = {each[n] for n in plain if "expert" in n}
+        formats[re.sub(r"\.\d+\.(?=[a-z])", ".*.", re.sub(r"experts\.\d+", "experts", name.replace("ffn", "*")))] = (
+            words
+        )
+        formats[name] = words
+    plain = sorted(n for n in formats if "*" not in n)
+    one = {formats[n] for n in plain if "expert" in n}
     if not any("layers" in n and "model" in n for n in plain) and len(one) == 1:  # names of another software's modules
-        return replace(found, each=(("*.experts.*", one.pop()),))
+        return replace(found, modules=(("*.experts.*", one.pop()),))
     rest = found if given.get("quant_method") == "fp8" else replace(found, format="")
-    return replace(rest, each=tuple((n, each[n]) for n in plain))
+    return replace(rest, modules=tuple((n, formats[n]) for n in plain))
 
 
 def _names(given: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
@@ -141,36 +143,36 @@ def _awq(given: Mapping[str, Any]) -> Precision:
         raise UserError("quantization_config: weights of 2:4 sparsity (marlin_24) are not counted")
     zeros = bool(given.get("zero_point", not given.get("sym", True)))
     zeros = zeros or str(given.get("quant_method")).startswith("gptq")
-    found = Precision(_integer(bits), max(0, int(group)), zeros=zeros, kept=kept)
-    # GPTQModel: patterns of modules with bits of their own, after -: of those with 16.
-    own = {f"re:{name.removeprefix('+:').removeprefix('-:')}": 16 if name.startswith("-:") else one
-           for name, one in _table(given, "dynamic").items()}  # fmt: skip
-    return _with_own_bits(found, {**own, **_table(given, "extra_config")})
+    # GPTQModel: patterns of modules with other bits; those after -: keep 16.
+    patterns = {f"re:{name[2:] if name[:2] in ('+:', '-:') else name}": 16 if name.startswith("-:") else table
+                for name, table in _table(given, "dynamic").items()}  # fmt: skip
+    usual = Precision(_integer(bits), max(0, int(group)), zeros=zeros, kept=kept)
+    return _with_bits(usual, {**patterns, **_table(given, "extra_config")})
 
 
-def _with_own_bits(found: Precision, own: Mapping[str, Any]) -> Precision:
-    """The precision where modules have bits of their own. own: name or pattern -> bits, or a table with them."""
-    each, kept = [], []
-    for name, one in own.items():
-        bits = one.get("bits", int(found.format[3:])) if isinstance(one, dict) else one
+def _with_bits(usual: Precision, modules: Mapping[str, Any]) -> Precision:
+    """The precision where modules, by name or pattern, have other bits: a number, or a table with it."""
+    formats, kept = [], []
+    for name, value in modules.items():
+        bits = value.get("bits", usual.format[3:]) if isinstance(value, dict) else value
         if isinstance(bits, int) and bits >= 16:
             kept.append(name)
         else:
-            each.append((name, replace(found, format=_integer(bits)).words))
-    return replace(found, each=tuple(each), kept=(*kept, *found.kept))
+            formats.append((name, replace(usual, format=_integer(bits)).words))
+    return replace(usual, modules=tuple(formats), kept=(*kept, *usual.kept))
 
 
 def _auto_round(given: Mapping[str, Any]) -> Precision:
     """AutoRound: integers as GPTQ's, or the groups of MXFP4 and NVFP4."""
-    kind = str(given.get("data_type") or "int")
-    form = {"mx_fp": "mxfp4", "nv_fp": "nvfp4"}.get(kind[:5])
-    if form is None and kind != "int":
-        raise UserError(f"quantization_config: auto-round's {kind[:20]!r} is not counted; int, mx_fp4 and nv_fp4 are")
-    if form is None:
-        return _awq(given)
-    if given.get("bits", 4) != 4 or given.get("extra_config"):
-        raise UserError(f"quantization_config: auto-round's {kind} is counted with 4 bits, without extra_config")
-    return Precision(form, FORMS[form].group, kept=_awq(given).kept)
+    kind, form = (
+        given.get("data_type", "int"),
+        {"mx_fp": "mxfp4", "nv_fp": "nvfp4"}.get(str(given.get("data_type"))[:5]),
+    )
+    if kind != "int" and (form is None or given.get("bits", 4) != 4 or given.get("extra_config")):
+        raise UserError(
+            f"quantization_config: auto-round's {str(kind)[:20]!r} is counted with 4 bits in all modules alone"
+        )
+    return Precision(form, FORMS[form].group, kept=_awq(given).kept) if form else _awq(given)
 
 
 def _integer(bits: Any) -> str:
@@ -196,17 +198,18 @@ def _mxfp4(given: Mapping[str, Any]) -> Precision:
 
 
 def _compressed(given: Mapping[str, Any]) -> Precision:
-    """compressed-tensors: groups of weights, each for classes of modules or for patterns of their names."""
+    """compressed-tensors: groups of weights, for classes of modules or for patterns of their names."""
     kept = (*_names(given, "ignore"), "embed_tokens", "gate", "router")
     cache = "fp8" if (given.get("kv_cache_scheme") or {}).get("num_bits") == 8 else ""
     groups = [group for group in _table(given, "config_groups").values() if isinstance(group, dict)]
-    found = [(_names(one, "targets"), _weights(one["weights"], kept, cache)) for one in groups if one.get("weights")]
-    if not found:
+    pairs = [(_names(group, "targets"), _weights(group["weights"], kept, cache)) for group in groups
+             if group.get("weights")]  # fmt: skip
+    if not pairs:
         raise UserError("quantization_config: compressed-tensors without weights in config_groups")
-    if len({one.words for _, one in found}) == 1:
-        return found[0][1]
-    usual = next((one for targets, one in found if "Linear" in targets), replace(found[0][1], format=""))
-    return replace(usual, each=tuple((name, one.words) for targets, one in found for name in targets))
+    usual = next((one for targets, one in pairs if "Linear" in targets), replace(pairs[0][1], format=""))
+    if len({one.words for _, one in pairs}) == 1:
+        return pairs[0][1]
+    return replace(usual, modules=tuple((name, one.words) for targets, one in pairs for name in targets))
 
 
 def _weights(weights: Mapping[str, Any], kept: tuple[str, ...], cache: str = "") -> Precision:
@@ -214,9 +217,8 @@ def _weights(weights: Mapping[str, Any], kept: tuple[str, ...], cache: str = "")
     if weights.get("type") == "float":
         if bits not in (4, 8):
             raise UserError(f"quantization_config: floats of {str(bits)[:20]} bits are not known; known are 4 and 8")
-        form = (
-            "nvfp4" if bits == 4 and group in (0, 16) else "mxfp4" if bits == 4 else "mxfp8" if group == 32 else "fp8"
-        )
+        narrow, wide = "nvfp4" if group in (0, 16) else "mxfp4", "mxfp8" if group == 32 else "fp8"
+        form = narrow if bits == 4 else wide
     else:
         form = _integer(bits)
     block = tuple(block) if isinstance(block, list) and len(block) == 2 else None
@@ -248,12 +250,10 @@ def _modelopt(given: Mapping[str, Any]) -> Precision:
 
 
 def _hqq(given: Mapping[str, Any]) -> Precision:
-    """HQQ: scale and zero point in 16 bits each. Modules with settings of their own are not told apart."""
+    """HQQ: scale and zero point in 16 bits. Settings by module are not read."""
     inner = _table(_table(given, "quant_config") or given, "weight_quant_params")
     if not inner:
-        raise UserError(
-            "quantization_config: hqq without weight_quant_params, of which nbits and group_size are counted"
-        )
+        raise UserError("quantization_config: hqq without weight_quant_params, which say bits and groups")
     kept = _names(given, "skip_modules") + _TABLES
     return Precision(_integer(inner.get("nbits", 4)), int(inner.get("group_size") or 0), scale=4.0, kept=kept)
 
@@ -291,19 +291,14 @@ def _quark(given: Mapping[str, Any]) -> Precision:
 
 
 def _simple(given: Mapping[str, Any]) -> Precision:
-    """Methods with a format in one word: quanto, EETQ, FP-Quant, BitNet."""
-    words = {"int8": "int8", "int4": "int4", "int2": "int2", "float8": "fp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
-    named = str(given.get("weights") or given.get("forward_dtype") or "").lower()
-    form = "int2" if given.get("quant_method") == "bitnet" else words.get(named)
-    if form is None:
-        raise UserError(f"quantization_config: weights of {named[:20]!r} are not known; known are {', '.join(words)}")
+    """Methods with a format in one word, or in bits: quanto, EETQ, FP-Quant, HIGGS, BitNet."""
+    word = given.get("weights") or given.get("forward_dtype") or f"int{given.get('bits', 2)}"
+    form = str(word).lower().replace("float8", "fp8")
+    if form not in FORMS:
+        raise UserError(f"quantization_config: weights of {form[:20]!r} are not known; known are {', '.join(FORMS)}")
+    group = FORMS[form].group if "4" in form else 0
     kept = _names(given, "modules_to_not_convert") + _TABLES
-    return Precision(form, 0 if form in ("int8", "fp8", "int2") else FORMS[form].group, kept=kept)
-
-
-def _higgs(given: Mapping[str, Any]) -> Precision:
-    kept = _names(given, "modules_to_not_convert") + _TABLES
-    return Precision(_integer(given.get("bits", 4)), int(given.get("group_size") or 256), kept=kept)
+    return Precision(form, int(given.get("group_size") or group), kept=kept)
 
 
 def _table(given: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -329,7 +324,7 @@ _READERS = {
     "quark": _quark,
     "torchao": _torchao,
     "hqq": _hqq,
-    "higgs": _higgs,
+    "higgs": _simple,
     "eetq": _simple,
     "quanto": _simple,
     "fp_quant": _simple,
@@ -337,26 +332,6 @@ _READERS = {
 }
 _CODEBOOKS = ("aqlm", "vptq", "spqr", "quip", "quip_sharp", "quip#")
 
-METHODS = {
-    "fp8": "fp8",
-    "ptpc_fp8": "fp8",
-    "w8a8_fp8": "fp8",
-    "mxfp8": "mxfp8",
-    "w8a8_int8": "int8",
-    "awq": "int4-g128z",
-    "awq_marlin": "int4-g128z",
-    "gptq": "int4-g128z",
-    "gptq_marlin": "int4-g128z",
-    "bitsandbytes": "nf4-g64s4",
-    "modelopt_fp4": "nvfp4",
-    "petit_nvfp4": "nvfp4",
-    "mxfp4": "mxfp4",
-    "modelopt_fp8": "fp8",
-    "nvfp4": "nvfp4",
-    "w4a16_awq": "int4-g128z",
-    "fp8_block_scales": "fp8-block128x128",
-}
-"""Method of a server's --quantization that has one format in nearly all files -> that. Files of other methods say."""
 _IN_NAMES = re.compile(
     r"(?<![a-z])(?:fp|int|nf|w|mxfp|nvfp)-?(?P<bits>[48])(?!\d)|(?<!\d)(?P<apart>[48])-?bits?(?![a-z])"
     r"|(?<![a-z])(?:g?awq|gptq|gguf|hqq|aqlm|vptq|exl[23]|bnb|quanti[sz]ed|autoround|quark)(?![a-z])",
@@ -366,5 +341,5 @@ _IN_NAMES = re.compile(
 
 def bits_in_name(name: str) -> int | None:
     """Bits of weights that a model's name states; 0 where it states a quantizer alone, None where it states nothing."""
-    found = list(_IN_NAMES.finditer(name.rpartition("/")[2]))
-    return max((int(one["bits"] or one["apart"] or 0) for one in found), default=None)
+    matches = _IN_NAMES.finditer(name.rpartition("/")[2])
+    return max((int(match["bits"] or match["apart"] or 0) for match in matches), default=None)

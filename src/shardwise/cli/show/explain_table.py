@@ -9,13 +9,13 @@ from shardwise.cluster import Cluster
 from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.interop import Reading
+from shardwise.interop.engines.serving import is_format
 from shardwise.interop.reading.arguments import dashed
 from shardwise.interop.reading.settings import ServerSettings
 from shardwise.interop.spec import EngineSpec, specs
 from shardwise.layout import Layout, Workload, check
 from shardwise.layout.optimizers import DEFAULT
 from shardwise.model import ModelConfig
-from shardwise.model.formats import weight_format
 from shardwise.report import StepReport
 from shardwise.report.room import DeviceRoom
 from shardwise.report.terminal import Renderable
@@ -24,7 +24,7 @@ from shardwise.report.units import format_bytes
 PROFILES = {"Megatron-LM": ("megatron-core", "megatron-bridge"), "torchtitan": ("torchtitan", "torchtitan")}
 """Engine whose configuration is read -> profiles that stand for it in `predict.time`: of fp32 and of bf16 gradients."""
 
-TOLD = ("micro", "recompute")
+CODE_KEYS = ("micro", "recompute")
 """Keys of layouts that some engines leave to the user's code, which says them to `explain`."""
 
 
@@ -230,15 +230,12 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
 def _weights_of(served: ServerSettings, model: ModelConfig) -> str:
     """Format of the weights of which the model's files name none. Raises `UserError` where the command leaves it to
     files that are not known."""
-    try:
-        return weight_format(served.weights).words
-    except UserError:
-        if model.counted and model.counted.stored:
-            return "bfloat16"
-        folder = "give their folder with --model"
-        raise UserError(
-            f"--quantization {served.weights}: the files of the model say in how many bits: {folder}"
-        ) from None
+    if is_format(served.weights):
+        return served.weights
+    if model.counted and model.counted.stored:
+        return "bfloat16"
+    hint = "give their folder with --model"
+    raise UserError(f"--quantization {served.weights}: the files of the model say in how many bits: {hint}")
 
 
 def _too_short(writer: EngineSpec, fits: int, length: int) -> str:

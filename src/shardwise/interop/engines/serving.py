@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.experts import expert_spread, experts_across
 from shardwise.model import ModelConfig
 from shardwise.model.formats import weight_format
-from shardwise.model.precision import METHODS
 
 
-def stored_as(method: str) -> str:
-    """The format of weights of a server's --quantization; the method itself where the model's files say the format."""
-    return METHODS.get(method.replace("-", "_"), method)
+def is_format(weights: str) -> bool:
+    """Whether a type of weights is one, and not a method whose files say it."""
+    try:
+        return bool(weight_format(weights))
+    except UserError:
+        return False
 
 
-def files_say(method: str) -> bool:
-    """Whether the model's files say the format of a --quantization."""
-    return stored_as(method) == method and method not in METHODS
-
-
-def quantization(engine: str, weights: str) -> str | None:
-    """The engine's word for a type of stored weights; None for 16 and 32 bits. Raises `UserError` without one."""
+def quantization(engine: str, words: Mapping[str, str], weights: str) -> str | None:
+    """The engine's word for a type of stored weights; None for 16 and 32 bits. words: word -> type that it stores.
+    Raises `UserError` without one."""
     stored = weight_format(weights)
     if not stored.lossy:
         return None
-    for word, meaning in METHODS.items():
+    for word, meaning in words.items():
         # vLLM reads integers of 8 bits from files alone.
         if weight_format(meaning).form == stored.form and (engine, word) != ("vllm", "w8a8_int8"):
             return word

@@ -85,7 +85,7 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
         words = list(source.words[place:])
         head = parse(source.words[:place], LAUNCHER_SHORT, spec("torchrun").standing_alone).flags
         launched = launched_ranks(parse(words, {}, frozenset()).flags | head)
-        if engine == "llamafactory":  # its own launcher reads these
+        if engine == "llamafactory":  # which starts torchrun with these
             counts = {key: source.variables[key] for key in ("NPROC_PER_NODE", "NNODES") if key in source.variables}
             launched = launched or launched_ranks({key.lower(): value for key, value in counts.items()})
         if engine == "torchrun":
