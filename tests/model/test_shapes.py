@@ -1,6 +1,7 @@
 import json
 import lzma
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -293,43 +294,6 @@ PRECISIONS = [
         "fp8",
         1 + 4 / 2**22,
     ),
-    ({"quant_method": "gptq_marlin", "bits": 8, "group_size": 128}, "int8-g128z", 1 + 3 / 128),
-    ({"quant_method": "intel/auto-round", "bits": 4, "data_type": "mx_fp"}, "mxfp4-g32", 0.5 + 1 / 32),
-    ({"quant_method": "bitsandbytes", "_load_in_8bit": True}, "int8", 1 + 2 / 4096),
-    ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "mxfp8-g32", 1 + 1 / 32),
-    (
-        {
-            "quant_method": "quark",
-            "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}},
-        },
-        "mxfp4-g32",
-        0.5 + 1 / 32,
-    ),
-    ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, "fp8", 1 + 4 / 2**22),
-    ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "int8", 1 + 2 / 4096),
-    (
-        {
-            "quant_method": "torchao",
-            "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}}},
-        },
-        "int4-g32s4",
-        0.5 + 4 / 32,
-    ),
-    (
-        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8DynamicActivationFloat8WeightConfig"}}},
-        "fp8",
-        1 + 4 / 2**22,
-    ),
-    (
-        {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}},
-        "int4-g64s4",
-        0.5 + 4 / 64,
-    ),
-    ({"quant_method": "torchao", "quant_type": "int8_dynamic_activation_int4_weight"}, "int4-g128s4", 0.5 + 4 / 128),
-    ({"quant_method": "higgs", "bits": 4, "group_size": 256}, "int4-g256", 0.5 + 2 / 256),
-    ({"quant_method": "eetq", "weights": "int8"}, "int8", 1 + 2 / 4096),
-    ({"quant_method": "fp_quant", "forward_dtype": "mxfp4"}, "mxfp4-g32", 0.5 + 1 / 32),
-    ({"quant_method": "bitnet"}, "int2-g0", 0.25 + 2 / 4096),
 ]
 
 
@@ -361,23 +325,17 @@ def test_a_quantizer_that_is_not_known_is_named_in_one_line():
     assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ({"quant_method": "aqlm", "nbits_per_codebook": 16}, "aqlm' has codebooks, whose bytes are not counted"),
-        ({"quant_method": "vptq"}, "vptq' has codebooks"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": False}, "neither load_in_8bit nor load_in_4bit"),
-        ({"quant_method": "torchao", "quant_type": "uintx_weight_only"}, "torchao's uintx_weight_only is not counted"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin_24"}, "2:4 sparsity"),
-        ({"quant_method": "quark", "global_quant_config": {}}, "quark is counted with one format"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo 'MIXED_PRECISION' is not known"),
-        ({"quant_method": "hqq"}, "hqq without weight_quant_params"),
-        ({"quant_method": "compressed-tensors", "format": "dense"}, "without weights in config_groups"),
-    ],
-)
-def test_what_a_quantizer_does_not_settle_is_one_line(given, line):
-    with pytest.raises(UserError, match=line):
-        read_precision({"quantization_config": given})
+QUANTIZERS = tomllib.loads((Path(__file__).parent / "quantizers.toml").read_text(encoding="utf-8"))["quantizer"]
+
+
+@pytest.mark.parametrize("row", QUANTIZERS, ids=lambda row: row.get("words") or row["refused"])
+def test_a_quantizer_has_a_format_or_one_line(row):
+    given = {"quantization_config": json.loads(row["config"])}
+    if "refused" in row:
+        with pytest.raises(UserError, match=row["refused"]):
+            read_precision(given)
+        return
+    assert read_precision(given).of("model.layers.3.mlp.down_proj", (1024, 4096)) == row["words"]
 
 
 def test_modules_have_formats_of_their_own():
