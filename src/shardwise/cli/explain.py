@@ -54,8 +54,8 @@ def run(args: ExplainOptions) -> int:
         raise UserError("--network is between the nodes of a cluster: add --cluster, such as 2x8xH100")
     cluster = cluster_of(args) if args.cluster else None
     reading = read(args.config, args.ranks or (cluster.devices if cluster else None), args.engine, args.precision)
-    asked = {key: value for key in explain_table.CODE_KEYS if (value := getattr(args, key))}
-    layout = replace(reading.layout, **asked)
+    keys = {key: value for key in explain_table.CODE_KEYS if (value := getattr(args, key))}
+    layout = replace(reading.layout, **keys)
     reading = replace(reading, layout=layout, seq=args.seq or reading.seq, batch=args.batch or reading.batch)
     model = _model(reading, args)
     stored = model and model.counted and model.counted.stored
