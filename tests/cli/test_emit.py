@@ -86,7 +86,7 @@ def test_servers_and_trainers_have_flags_of_their_own(command):
         ("fsdp2", "dp=16,zero=3", "torchrun train_fsdp2.py --corpus FOLDER"),
         ("accelerate", "dp=16,zero=3", "accelerate launch --config_file accelerate.yaml train.py"),
         ("deepspeed", "dp=16,zero=3", "torchrun train.py --deepspeed --deepspeed_config deepspeed.json"),
-        ("vllm", "tp=16", "vllm serve llama-3-8b --tensor-parallel-size 16"),
+        ("vllm", "tp=16", "vllm serve llama-3-8b --dtype bfloat16 --tensor-parallel-size 16"),
     ],
 )
 def test_a_job_starts_the_engine_on_all_nodes(command, tmp_path, monkeypatch, engine, layout, words):

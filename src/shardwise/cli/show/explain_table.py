@@ -174,10 +174,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     from shardwise.predict.traffic.slow_links import tensor_warning
 
     assert reading.served
-    served, layout = reading.served, reading.layout
-    if reading.engine == "vLLM" and layout.ep == 1 and model.experts:
-        # Its replicas split the width of experts: whole ones have as many bytes, or more where ranks are too many.
-        layout = replace(layout, ep=gcd(model.experts.count, layout.tp * layout.dp) if layout.dp > 1 else 1)
+    served, layout = reading.served, _with_shared_experts(reading, model)
     writer = next(spec for spec in specs().values() if spec.title == reading.engine)
     device = cluster.device if cluster else None
     profile = engine(writer.profile)
@@ -225,6 +222,15 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     room = a_token * fits if served.cache_tokens else left(weights + workspace)
     slow = tensor_warning(cluster, layout.tp, {}, "") if cluster else None
     return CacheRoom(*told, room, fits, min(length, fits), served.sequences, cache, slow or "")
+
+
+def _with_shared_experts(reading: Reading, model: ModelConfig) -> Layout:
+    """The layout; replicas of vLLM split the width of experts, of which whole ones have as many bytes, or more where
+    ranks are too many."""
+    layout = reading.layout
+    if reading.engine != "vLLM" or layout.ep > 1 or layout.dp == 1 or not model.experts:
+        return layout
+    return replace(layout, ep=gcd(model.experts.count, layout.tp * layout.dp))
 
 
 def _weights_of(served: ServerSettings, model: ModelConfig) -> str:
