@@ -234,3 +234,40 @@ def test_tensorrt_llm_shares_what_weights_leave(outlook, tmp_path):
     found = outlook(str(tmp_path / "x.yaml"), "1xH100", "--model", "llama-3-8b")
     free = 81089 * 2**20 - found["weight_bytes_per_gpu"] - found["workspace_bytes_per_gpu"]
     assert found["cache_bytes_per_gpu"] == pytest.approx(free / 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "weights"),
+    [
+        ("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int8", None),
+        ("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int8 --quantization gptq", None),
+        ("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int4 --quantization gptq_marlin", 41.6),
+        ("TheBloke/Llama-2-7b-Chat-AWQ", None),
+        ("RedHatAI/Meta-Llama-3.1-8B-quantized.w8a8", None),
+        ("unsloth/Llama-3.1-8B-bnb-4bit", None),
+        ("mistralai/Mistral-7B-v0.1", 14.5),
+        ("deepseek-ai/DeepSeek-R1 -tp 8 --quantization compressed-tensors", 85.1),
+    ],
+)
+def test_a_name_that_states_a_quantizer_is_never_16_bits(outlook, words, weights):
+    found = outlook(f"vllm serve {words}", "8xB300")
+    assert (found and found["weight_bytes_per_gpu"] / 1e9) == (weights and pytest.approx(weights, rel=0.02))
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "gguf", "torchao", "experts_int8", "quark"])
+@pytest.mark.parametrize("engine", ["vllm serve", "python -m sglang.launch_server --model-path"])
+def test_a_quantizer_whose_files_say_the_width_needs_them(command, method, engine):
+    code, _, err = command("explain", f"{engine} meta-llama/Llama-3.1-8B --quantization {method}")
+    assert code == 2 and f"--quantization {method}: the files of the model say" in err
+    words = (f"{engine} meta-llama/Llama-3.1-8B-GPTQ", "--model", "llama-3.1-8b")
+    assert command("explain", *words)[0] == 0 and command("explain", *words, "--strict")[0] == 2
+
+
+def test_replicas_of_vllm_split_experts(command, outlook):
+    """vLLM: fused_moe/config.py, FusedMoEParallelConfig.make flattens tensor over data parallelism."""
+    bare, spread = (outlook(f"vllm serve Qwen/Qwen3-30B-A3B -dp 4 {more}") for more in ("", "--enable-expert-parallel"))
+    assert bare["weight_bytes_per_gpu"] == spread["weight_bytes_per_gpu"] < 20e9
+    assert outlook("vllm serve mistralai/Mixtral-8x7B-v0.1 -dp 16", "2x8xH100")["weight_bytes_per_gpu"] < 20e9
+    assert outlook("vllm serve Qwen/Qwen3-8B -dp 2")["weight_bytes_per_gpu"] > 16e9
+    code, _, err = command("emit", "qwen3-30b-a3b", "--layout", "dp=4", "--for", "vllm")
+    assert code == 2 and "ep=1: its replicas share experts; nearest that it can: dp=4,ep=4" in err

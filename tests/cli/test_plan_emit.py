@@ -5,10 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from harness.today import EVERYTHING
+from shardwise.cli.show.explain_table import CODE_KEYS
 from shardwise.interop import read
 from shardwise.interop.writing.writer import WRITERS, why_not_written
 from shardwise.layout import Layout
+from shardwise.layout.keys import defaults
 from shardwise.model.catalog import get
+from shardwise.predict.time.profiles import ENGINES
 
 TRAIN = ("plan", "llama-3-8b", "--cluster", "8xH100", "--seq", 4096, "--batch", 64)
 SERVE = ("plan", "llama-3-8b", "--cluster", "8xH100", "--serve", "--prompt", 1024, "--output", 256, "--concurrency", 64)
@@ -84,3 +88,39 @@ def test_experts_are_written_for_engines_whose_measured_version_had_none(command
 def test_a_model_that_an_engine_has_not_is_an_error_before_the_search(command):
     code, _, err = command("plan", "gpt2", "--cluster", "4xH100", "--emit", "torchtitan")
     assert code == 2 and err.startswith("shardwise: error: torchtitan cannot express gpt2: it has models of its own")
+
+
+SMALL = ("qwen3-0.6b", "--cluster", "2xRTX-4090")
+STEP = ("--seq", 4096, "--batch", 8)
+LOAD = ("--serve", "--prompt", 2000, "--output", 500, "--concurrency", 512)
+SOFTWARE = tuple(dict.fromkeys([*ENGINES, *WRITERS]))
+EVERY = 1 if EVERYTHING else 4
+
+
+@pytest.mark.parametrize("engine", WRITERS)
+def test_what_a_plan_emits_fits_where_explain_reads_it(command, engine, tmp_path):
+    """Whatever software is planned for: a device is nearly full, and kinds of software differ in what they need."""
+    serves, files = WRITERS[engine].serves, 0
+    asked = LOAD if serves else STEP
+    for software in SOFTWARE if serves else SOFTWARE[list(WRITERS).index(engine) % EVERY :: EVERY]:
+        words = ("plan", *SMALL, *asked, "--top", 1, "--engine", software, "--emit", engine, "--json")
+        code, out, err = command(*words)
+        if code:
+            assert f" does not {'serve' if serves else 'train'}" in err or "no layout that fits will do" in err
+            continue
+        plan, files = json.loads(out), files + 1
+        layout, path = Layout.parse(plan["emitted"]["layout"]), tmp_path / plan["emitted"]["file"]
+        path.write_text(plan["emitted"]["text"])
+        told = [f"--{key}={getattr(layout, key)}" for key in WRITERS[engine].left if key in CODE_KEYS]
+        step = () if serves else (*STEP, *told)
+        code, out, err = command("explain", path, "--model", SMALL[0], *SMALL[1:], *step, "--json")
+        assert code == 0, (software, err)
+        found = json.loads(out)
+        left = defaults(*(key for key in WRITERS[engine].left if key not in CODE_KEYS))
+        assert found["layout"] == str(replace(layout, **left)), software
+        if not serves:
+            assert found["outlook"]["report"]["room"]["state"] == plan["ranked"][0]["memory"] == "fits", software
+            continue
+        served = found["served"]
+        assert found["outlook"]["cache_tokens"] >= served["sequences"] * served["length"], software
+    assert files >= (4 if serves else 18 // EVERY)

@@ -67,7 +67,7 @@ def test_fsdp_2(reading):
         ({"fsdp_config": {"fsdp_reshard_after_forward": "NO_SHARD"}}, "dp=16,grads=fp32"),
         ({"mixed_precision": "no"}, "dp=16,zero=3,precision=fp32"),
         (sizes(dp_replicate=2, dp_shard=4, tp=2, cp=1), "dp=8,tp=2,zero=3,shard=4,grads=fp32"),
-        (sizes(dp_shard=8, cp=2), "dp=8,cp=2,zero=3,grads=fp32"),
+        (sizes(dp_shard=8, cp=2), "dp=8,cp=2,zero=3,cpkind=allgather,grads=fp32"),
         (sizes(dp_shard=4, sp=4), "dp=4,cp=4,zero=3,cpkind=ulysses,grads=fp32"),
         ({"distributed_type": "MULTI_GPU", "fsdp_config": None}, "dp=16,grads=fp32"),
         (

@@ -71,7 +71,11 @@ def test_a_whole_file(reading):
             "dp=64,micro=2,grads=fp32",
         ),
         ("--parallelism.fsdp_reshard_after_forward never", "dp=64,zero=2,micro=2,grads=fp32"),
-        ("--parallelism.context_parallel_degree 4", "dp=16,cp=4,zero=3,micro=2,grads=fp32"),
+        ("--parallelism.context_parallel_degree 4", "dp=16,cp=4,zero=3,cpkind=allgather,micro=2,grads=fp32"),
+        (
+            "--parallelism.context_parallel_degree 4 --parallelism.context_parallel_rotate_method alltoall",
+            "dp=16,cp=4,zero=3,micro=2,grads=fp32",
+        ),
         (
             "--parallelism.tensor_parallel_degree 8 --parallelism.enable_sequence_parallel false",
             "dp=8,tp=8,zero=3,micro=2,grads=fp32",

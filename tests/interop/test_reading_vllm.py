@@ -76,5 +76,5 @@ def test_contradictions_are_one_line(words, line):
 
 def test_an_unknown_quantisation_and_flag_are_said():
     found = read(["vllm serve x --quantization ternary --tensor-paralel-size 4"])
-    assert any("ternary" in fact for fact in found.facts)
+    assert any("ternary: the model's files say the width" in fact for fact in found.facts)
     assert found.unknown == ("--tensor-paralel-size (did you mean --tensor-parallel-size?)",)

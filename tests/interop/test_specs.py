@@ -35,7 +35,7 @@ def expressions(one: EngineSpec) -> Iterator[tuple[str, set[str]]]:
     for row in one.options.values():
         for text in filter(None, (row.check, row.read)):
             yield text, rows | READING
-        for text in filter(None, (row.error, row.fact, row.note, row.unlisted)):
+        for text in filter(None, (row.error, row.fact, row.note)):
             yield f"f{text!r}", rows | READING
         if row.write:
             yield row.write, given | LAYOUT | WRITING

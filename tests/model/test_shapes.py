@@ -1,6 +1,7 @@
 import json
 import lzma
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -322,6 +323,39 @@ def test_a_quantizer_that_is_not_known_is_named_in_one_line():
     with pytest.raises(UserError, match="quant_method 'magic' is not known; known are fp8") as error:
         read_precision({"quantization_config": {"quant_method": "magic", "groups": list(range(2000))}})
     assert len(str(error.value)) < 300
+
+
+QUANTIZERS = tomllib.loads((Path(__file__).parent / "quantizers.toml").read_text(encoding="utf-8"))["quantizer"]
+
+
+@pytest.mark.parametrize("row", QUANTIZERS, ids=lambda row: row.get("words") or row["refused"])
+def test_a_quantizer_has_a_format_or_one_line(row):
+    given = {"quantization_config": json.loads(row["config"])}
+    if "refused" in row:
+        with pytest.raises(UserError, match=row["refused"]):
+            read_precision(given)
+        return
+    assert read_precision(given).of("model.layers.3.mlp.down_proj", (1024, 4096)) == row["words"]
+
+
+def test_modules_have_formats_of_their_own():
+    """compressed-tensors' groups, GPTQModel's dynamic, AutoRound's extra_config."""
+    names = [f"model.layers.0.{n}" for n in ("self_attn.q_proj", "mlp.experts.0.up_proj", "mlp.up_proj")] + ["lm_head"]
+    groups = {
+        "group_0": {"targets": ["re:.*self_attn.*"], "weights": {"num_bits": 8, "type": "float"}},
+        "group_1": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}},
+    }
+    every = [
+        ({"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]},
+         ["fp8", "nvfp4-g16", "nvfp4-g16", ""]),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*self_attn": {}, "+:.*experts": {"bits": 8}}},
+         ["", "int8-g128z", "int4-g128z", ""]),
+        ({"quant_method": "auto-round", "bits": 4, "sym": True, "extra_config": {names[2]: {"bits": 16}}},
+         ["int4-g128", "int4-g128", "", ""]),
+    ]  # fmt: skip
+    for given, words in every:
+        precision = read_precision({"quantization_config": given})
+        assert precision and [precision.of(name, (64, 64)) for name in names] == words
 
 
 QWEN3_8B = {

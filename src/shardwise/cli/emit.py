@@ -130,13 +130,14 @@ def _check_server(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -
 
 def _too_large(request: WriteRequest, cluster: Cluster, writer: EngineSpec) -> str:
     """Comment on a training that does not fit; empty where it does."""
+    from shardwise.cli.show.explain_table import counted_as, room_for
     from shardwise.planner.exact import ExactMemory
-    from shardwise.planner.runnable import training_engine
-    from shardwise.predict.memory.capacity import room_of
 
-    profile = training_engine(writer.profile)
-    room = room_of(cluster, profile.name, bool(request.model.experts), None).safe
-    held = ExactMemory(request.model, request.workload, cluster, engine=profile.name).total(request.layout, room)
+    known = room_for(writer.title, request.model, cluster)
+    if known is None:
+        return ""
+    engine, room = counted_as(writer.title, request.layout) or "", known.safe
+    held = ExactMemory(request.model, request.workload, cluster, engine=engine).total(request.layout, room)
     if held <= room:
         return ""
     return (

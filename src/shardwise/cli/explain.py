@@ -17,11 +17,15 @@ from shardwise.cli.output import print_result
 from shardwise.cli.show import explain_table
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.interop import ENGINES, Reading, read
+from shardwise.interop import ENGINES, Reading, ServerSettings, read
+from shardwise.interop.engines.serving import is_format
 from shardwise.interop.words import in_words
+from shardwise.layout.keys import KEYS
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, resolve
 from shardwise.model.changes import change
+from shardwise.model.formats import weight_format
+from shardwise.model.precision import bits_in_name
 from shardwise.predict.cluster_links import link_lines, with_links
 from shardwise.records import dataclass
 from shardwise.report.terminal import Renderable
@@ -42,6 +46,7 @@ class ExplainOptions(NetworkOptions, OfflineOptions):
     seq: int | None = arg("tokens per sequence, where it does not say", "N", positive=True, tokens=True)
     batch: int | None = arg("sequences a step, where it does not say", "N", positive=True)
     micro: int | None = arg("sequences a micro-batch, where it does not say", "N", positive=True)
+    recompute: str | None = arg("what is recomputed, where it does not say", choices=KEYS["recompute"].choices)
 
 
 def run(args: ExplainOptions) -> int:
@@ -49,11 +54,16 @@ def run(args: ExplainOptions) -> int:
         raise UserError("--network is between the nodes of a cluster: add --cluster, such as 2x8xH100")
     cluster = cluster_of(args) if args.cluster else None
     reading = read(args.config, args.ranks or (cluster.devices if cluster else None), args.engine, args.precision)
-    if args.strict and (doubts := (*reading.unsettled, *(f"{key} is not known here" for key in reading.unknown))):
-        raise UserError(f"--strict: {'; '.join(doubts)}")
-    layout = replace(reading.layout, micro=args.micro) if args.micro else reading.layout
+    keys = {key: value for key in explain_table.CODE_KEYS if (value := getattr(args, key))}
+    layout = replace(reading.layout, **keys)
     reading = replace(reading, layout=layout, seq=args.seq or reading.seq, batch=args.batch or reading.batch)
     model = _model(reading, args)
+    stored = model and model.counted and model.counted.stored
+    if args.model and reading.served and not stored and not _has_bits(reading.served, reading.model or ""):
+        doubt = f"{reading.model} names a quantizer, but --model's weights are counted: say --quantization"
+        reading = replace(reading, unsettled=(*reading.unsettled, doubt))
+    if args.strict and (doubts := (*reading.unsettled, *(f"{key} is not known here" for key in reading.unknown))):
+        raise UserError(f"--strict: {'; '.join(doubts)}")
     outlook = _outlook(reading, model, cluster)
     words = in_words(reading.layout, cluster, serves=reading.served is not None)
     data = with_links(reading.to_json(), cluster) | {"words": words, "outlook": outlook.to_json() if outlook else None}
@@ -87,6 +97,8 @@ def _model(reading: Reading, args: ExplainOptions) -> ModelConfig | None:
     elif found := _named(reading.model or "", bool(reading.served)):
         match = found
     else:
+        if reading.served and not _has_bits(reading.served, reading.model or ""):
+            return None
         name = (reading.model or "").lower().rsplit("/", 1)[-1].removeprefix("meta-")
         # Release 3.1 of the largest Llama 3 was its first.
         names = (name, name.replace("llama-3.1-405b", "llama-3-405b"))
@@ -96,6 +108,15 @@ def _model(reading: Reading, args: ExplainOptions) -> ModelConfig | None:
         match = max(known, key=lambda model: len(model.name))
     # Engines drop attention's probabilities inside their fused kernels, which saves nothing.
     return change(match, ",".join(args.set)).replace(attention_dropout=0.0)
+
+
+def _has_bits(served: ServerSettings, name: str) -> bool:
+    """Whether the flags of a server say weights as wide as the name of its model does, or that says nothing."""
+    bits = bits_in_name(name)
+    if bits is None or not is_format(served.weights):  # the error says it
+        return True
+    stored = weight_format(served.weights)
+    return stored.lossy and bits in (0, 8 * stored.each)
 
 
 def _named(text: str, stored: bool) -> ModelConfig | None:
@@ -119,7 +140,10 @@ def _missing(reading: Reading, model: ModelConfig | None) -> str:
     flags = [] if model else ["--model"]
     if not reading.served:
         flags += [option for option, value in (("--seq", reading.seq), ("--batch", reading.batch)) if not value]
-    named = f" (it names {reading.model}, which is not in the catalog)" if reading.model and not model else ""
+    why = "which is not in the catalog"
+    if reading.served and not _has_bits(reading.served, reading.model or ""):
+        why = "whose files say in how many bits its weights are: give their folder"
+    named = f" (it names {reading.model}, {why})" if reading.model and not model else ""
     return f"What it will do, {' and '.join(flags)} would tell{named}."
 
 

@@ -209,7 +209,8 @@ def _plan(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload,
 
     chosen: dict[str, Any] = {
         "engine": profile_for(args, model), "by": args.by, "top": args.top, "price": args.price,
-        "settings": settings_of(args), "fixed": fixed, "reserved": args.reserve, "refuses": refusals(args, model),
+        "settings": settings_of(args), "fixed": fixed, "reserved": args.reserve,
+        "refuses": refusals(args, model, cluster, workload),
     }  # fmt: skip
     with working(f"pricing layouts of {model.name} on {cluster}"):
         best = plan(model, cluster, workload, **chosen)
@@ -245,11 +246,9 @@ def _written(args: PlanOptions, best: Plan) -> tuple[dict[str, Any], Iterator[Re
         raise UserError("--emit writes configurations of models that have one; a traced module has split: leave it out")
     from shardwise.cli.show.software_table import software_steps, software_tables
     from shardwise.interop import WriteRequest
-    from shardwise.planner.exact import ExactMemory
 
-    memory = ExactMemory(model, best.workload, best.cluster, engine=best.engine, settings=best.settings)
     requests = [WriteRequest(model, one.layout, best.workload, None, best.cluster) for one in best.ranked]
-    data, lines = emitted(args, requests, lambda layout: memory.total(layout, best.usable) <= best.usable)
+    data, lines = emitted(args, requests)
     rows = software_steps(model, Layout.parse(data["emitted"]["layout"]), best.workload, best.cluster)
     return data | {"by_engine": rows}, chain(software_tables(rows, args.emit), lines)
 

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError, os_errors
 from shardwise.layout import Layout
+from shardwise.layout.keys import defaults
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog
 from shardwise.model.parameters import Model
+from shardwise.report.units import format_bytes
 
 if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
     from shardwise.interop import EngineFile, WriteRequest
+    from shardwise.layout import Workload
 
 
 def check_emit(args: Any) -> None:
@@ -61,17 +65,38 @@ def profile_for(args: Any, model: Model) -> str | None:
     return "unknown" if args.emit and name in written and not engine(name).features.experts else name
 
 
-def refusals(args: Any, model: Model) -> Callable[[Layout], str] | None:
-    """What the engine of --emit cannot express of a layout, for the search; None where nothing is to be written. Raises
-    `UserError` for an engine that does not take the model at all."""
+def refusals(args: Any, model: Model, cluster: Cluster, workload: Workload) -> Callable[[bool, Layout], str] | None:
+    """Why the engine of --emit does not run a layout, for the search: what it cannot express, or the memory that it
+    needs, of a device's room with its margin or without; None where nothing is to be written. Raises `UserError` for an
+    engine that does not take the model at all."""
     if not args.emit or not isinstance(model, ModelConfig):
         return None
+    from shardwise.cli.show.explain_table import CODE_KEYS, counted_as
     from shardwise.interop.writing.writer import forced_layout, why_not_written, writer_for
+    from shardwise.planner.exact import ExactMemory
+    from shardwise.predict.memory.capacity import room_of
 
     writer = writer_for(args.emit)
     if reason := writer.objection(model):
         raise UserError(f"{writer.title} cannot express {model.name}: {reason}")
-    return cache(lambda layout: why_not_written(writer, forced_layout(writer, layout, model, searched=False), model))
+    room = room_of(cluster, writer.profile, bool(model.experts), args.reserve)
+
+    @cache
+    def memory(engine: str) -> ExactMemory:
+        return ExactMemory(model, workload, cluster, engine=engine)
+
+    @cache
+    def why_not(margin: bool, layout: Layout) -> str:
+        written, usable = forced_layout(writer, layout, model, searched=False), room.safe if margin else room.usable
+        if reason := why_not_written(writer, written, model):
+            return reason
+        read = replace(written, **defaults(*(key for key in writer.left if key not in CODE_KEYS)))
+        held = memory(counted_as(writer.title, read) or "").total(read, usable)
+        if held <= usable:
+            return ""
+        return f"{writer.title} needs {format_bytes(held)} per device, and {format_bytes(usable)} may be used"
+
+    return why_not
 
 
 def source_of(text: str) -> str:
@@ -79,35 +104,44 @@ def source_of(text: str) -> str:
     return text.strip().lower() if text.strip().lower() in catalog() else text
 
 
-def best_file(
-    engine: str, requests: Sequence[WriteRequest], fits: Callable[[Layout], bool] = lambda layout: True
-) -> tuple[EngineFile, str]:
-    """The file of the first request that the engine expresses, if need be with its own values of keys that plans do not
-    search, where that `fits`; and why it does not express the very first, "" where it does. Raises `UserError` with
-    that reason where none is expressed."""
+def best_file(engine: str, requests: Sequence[WriteRequest]) -> tuple[EngineFile, str]:
+    """The file of the first request that the engine expresses and, if it serves, has memory for; and why it does not
+    write the very first, "" where it does. Raises `UserError` with that reason where none is written."""
     from shardwise.interop import write
 
     reason = ""
     for request in requests:
         try:
-            file = write(engine, request)
+            return write(engine, _within_cache(engine, request)), reason
         except UserError as error:
             reason = reason or str(error)
-            continue
-        if file.layout == request.layout or fits(file.layout):
-            return file, reason
-        reason = reason or f"{file.layout}, as the engine has it, does not fit"
     raise UserError(f"none of the {len(requests)} best layouts can be written (more with --top): {reason}")
 
 
-def emitted(
-    args: Any, requests: Sequence[WriteRequest], fits: Callable[[Layout], bool] = lambda layout: True
-) -> tuple[dict[str, Any], Iterator[str]]:
+def _within_cache(engine: str, request: WriteRequest) -> WriteRequest:
+    """A server with as many sequences as the engine has a cache for, all of the greatest length, which is fewer where
+    another engine's memory was planned. Raises `UserError` where not one fits."""
+    from shardwise.cli.show.explain_table import serving
+    from shardwise.interop import WRITERS, Reading
+
+    title, served = WRITERS[engine].title, request.served
+    if served is None:
+        return request
+    assert served.sequences and served.length
+    tokens = serving(Reading(title, request.layout, served=served), request.model, request.cluster).tokens
+    most = served.sequences if tokens is None else tokens // served.length
+    if most >= served.sequences:
+        return request
+    note = f"{most} sequences at a time in place of {served.sequences}: {title}'s cache has room for {tokens:,} tokens"
+    return replace(request, served=replace(served, sequences=most), notes=(*request.notes, note))
+
+
+def emitted(args: Any, requests: Sequence[WriteRequest]) -> tuple[dict[str, Any], Iterator[str]]:
     """({"emitted": ...} for --json, lines), both empty without --emit. Writes --out."""
     if args.emit is None:
         return {}, iter(())
     named = [replace(request, source=source_of(args.model or "")) for request in requests]
-    file, reason = best_file(args.emit, named, fits)
+    file, reason = best_file(args.emit, named)
     if args.out:
         with os_errors(f"write {args.out}"):
             Path(args.out).write_text(file.text, encoding="utf-8")

@@ -96,8 +96,6 @@ class EngineOption:
     """The engine's word -> value."""
     otherwise: Any = None
     """Value of a word that is not listed."""
-    unlisted: str = ""
-    """Fact about such a word."""
     check: str = ""
     error: str = ""
     """Message where `check` does not hold."""

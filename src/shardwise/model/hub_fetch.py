@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from http.client import HTTPException
 from pathlib import Path
@@ -13,11 +12,11 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from shardwise.errors import UserError
 from shardwise.model.hub import endpoint, fetched_folder
+from shardwise.model.precision import bits_in_name
 from shardwise.small_files import MOST
 
 SECONDS = 10
 """Longest wait for the hub, as huggingface_hub has it."""
-_QUANTIZED = re.compile(r"fp4|fp8|int4|int8|w4a|w8a", re.IGNORECASE)
 
 
 def fetch(text: str) -> Path:
@@ -32,7 +31,7 @@ def fetch(text: str) -> Path:
     if config is None:
         raise UserError(f"{endpoint()} has no {text} with a config.json")
     files: dict[str, Mapping[str, Any]] = {"config.json": config}
-    if "quantization_config" not in config and _QUANTIZED.search(text):
+    if "quantization_config" not in config and bits_in_name(text) is not None:
         beside = _get(text, "hf_quant_config.json")
         files |= {"hf_quant_config.json": beside} if beside else {}
     try:

@@ -1,15 +1,15 @@
 """`plan`: model, cluster and workload in; the best layouts with their figures out, and why they are the best."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import DevicePrice, price_of
 from shardwise.errors import UserError
-from shardwise.layout import Mesh, Workload
+from shardwise.layout import Layout, Mesh, Workload
 from shardwise.layout.legality import beyond_positions
 from shardwise.layout.model_size import size_words
 from shardwise.model.flops import MFU, training_flops_per_sequence
@@ -17,7 +17,6 @@ from shardwise.model.parameters import Model, count
 from shardwise.planner import shortfall
 from shardwise.planner.answer import Answer, By, winners
 from shardwise.planner.common import SAME, Alternative, resembling
-from shardwise.planner.exact import Refuses
 from shardwise.planner.price_words import price_line, priced
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import Candidate
@@ -338,7 +337,7 @@ def plan(
     seq: int | None = None,
     batch: int | None = None,
     price: float | None = None,
-    refuses: Refuses | None = None,
+    refuses: Callable[[bool, Layout], str] | None = None,
     settings: EngineSettings = USUAL,
 ) -> Plan:
     """The best `top` layouts for training `model` on `cluster`, exactly: every layout that the engine can run is
@@ -353,7 +352,8 @@ def plan(
     they must have. reserved: bytes of a device that training cannot have; None is the usual, with a margin (`room_of`)
     that the best layouts keep, unless none does. explain: with alternatives and what memory costs, or, where nothing
     fits, with what would have to change. price: US dollars per device-hour; None is the lowest list price. refuses: why
-    a layout is not to be ranked, "" where it is. settings: of the engine, beside its layouts.
+    a layout is not to be ranked, "" where it is, if memory keeps its margin (True) or need not. settings: of the
+    engine, beside its layouts.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
@@ -367,12 +367,13 @@ def plan(
     if explain and (rejected := shortfall.why_no_state_fits(space, room.usable, reserved)):
         raise rejected
     usable = room.safe
-    result = winners(space, by, top, usable, explain, refuses)
+    result = winners(space, by, top, usable, explain, refuses and partial(refuses, True))
     if not result.best and room.margin:
         usable = room.usable
-        result = winners(space, by, top, usable, explain, refuses)
+        result = winners(space, by, top, usable, explain, refuses and partial(refuses, False))
     if not result.best and refuses and (others := winners(space, by, 1, usable, explain).best):
-        raise UserError(f"no layout that fits will do; the best, {others[0].layout}: {refuses(others[0].layout)}")
+        best = others[0].layout
+        raise UserError(f"no layout that fits will do; the best, {best}: {refuses(False, best)}")
     if not result.best:
         raise _nothing(space, usable, reserved) if explain else _nothing_at_all(space, usable)
     explained_too = explain and by in ("throughput", "fastest", "cost")

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 from shardwise.cluster import Cluster
 from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.interop import Reading
+from shardwise.interop.engines.serving import is_format
 from shardwise.interop.reading.arguments import dashed
+from shardwise.interop.reading.settings import ServerSettings
 from shardwise.interop.spec import EngineSpec, specs
-from shardwise.layout import Workload, check
+from shardwise.layout import Layout, Workload, check
 from shardwise.layout.optimizers import DEFAULT
 from shardwise.model import ModelConfig
 from shardwise.report import StepReport
+from shardwise.report.room import DeviceRoom
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes
 
 PROFILES = {"Megatron-LM": ("megatron-core", "megatron-bridge"), "torchtitan": ("torchtitan", "torchtitan")}
 """Engine whose configuration is read -> profiles that stand for it in `predict.time`: of fp32 and of bf16 gradients."""
+
+CODE_KEYS = ("micro", "recompute")
+"""Keys of layouts that some engines leave to the user's code, which says them to `explain`."""
+
+
+def counted_as(engine: str, layout: Layout) -> str | None:
+    """The profile whose memory and time stand for an engine's; None for this runtime's memory, and no time."""
+    return PROFILES.get(engine, (None, None))[layout.grads == "bf16"]
+
+
+def room_for(engine: str, model: ModelConfig, cluster: Cluster | None) -> DeviceRoom | None:
+    """A device's room under an engine; None where the device's memory is not known."""
+    from shardwise.predict.memory.capacity import try_room
+
+    profiles = (one.profile for one in specs().values() if one.title == engine)
+    return try_room(cluster, next(profiles, "unknown"), bool(model.experts))
 
 
 @dataclass(frozen=True)
@@ -30,12 +50,13 @@ class Training(Json):
     model: ModelConfig
     report: StepReport | None
     why: str = ""
+    room: DeviceRoom | None = None
 
     def lines(self, cluster: Cluster | None) -> list[Renderable]:
         """Printed tables and texts."""
         if self.report is None:
             return [f"What it will do with {self.model.name} is not priced: {self.why}"]
-        from shardwise.predict.memory.capacity import explained, try_room
+        from shardwise.predict.memory.capacity import explained
         from shardwise.predict.tables import timing_lines
         from shardwise.report.tables import memory_table
 
@@ -43,7 +64,7 @@ class Training(Json):
         tokens = self.report.workload["seq"] * self.report.workload["batch"]
         return [
             f"What a step of {self.model.name} takes:",
-            memory_table(self.report, try_room(cluster, "other", bool(self.model.experts))),
+            memory_table(self.report, self.room),
             *([line] if cluster and (line := explained(cluster)) else []),
             *([f"Collectives of rank {self.report.roles[0].ranks[0]} in a step:", *moved] if moved else []),
             *timing_lines(self.report, cluster, tokens),
@@ -126,17 +147,19 @@ def training(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> T
     workload = Workload(seq=reading.seq, batch=reading.batch, optimizer=reading.optimizer or DEFAULT)
     check(reading.layout, model, workload, cluster.devices if cluster else None)
     try:
-        engine = PROFILES.get(reading.engine, (None, None))[reading.layout.grads == "bf16"]
+        engine, room = counted_as(reading.engine, reading.layout), room_for(reading.engine, model, cluster)
         settings = EngineSettings(modules=reading.recomputed, narrow_state=reading.narrow_state)
         report = estimate(model, reading.layout, workload, cluster, engine=engine, settings=settings)
         parts = report.timing["parts"] if report.timing else {}
         slow = tensor_warning(cluster, reading.layout.tp, parts, "the step") if cluster else None
-        report = replace(report, notes=(*([slow] if slow else []), *report.notes))
+        peak = max(role.peak_bytes for role in report.roles)
+        notes = (*([slow] if slow else []), *report.notes)
+        report = replace(report, notes=notes, room=room.to_json(peak) if room else None)
         if engine is None and report.timing:
             note = f"no time of a step: there is no profile of what {reading.engine} overlaps and fuses"
             bound = (f"as shardwise would run it, {line}" for line in binding(report.timing))
             report = replace(report, time=None, timing=None, notes=(*report.notes, *bound, note))
-        return Training(model, report)
+        return Training(model, report, room=room)
     except UserError as error:
         return Training(model, None, str(error))
 
@@ -151,7 +174,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     from shardwise.predict.traffic.slow_links import tensor_warning
 
     assert reading.served
-    served, layout = reading.served, reading.layout
+    served, layout = reading.served, _with_shared_experts(reading, model)
     writer = next(spec for spec in specs().values() if spec.title == reading.engine)
     device = cluster.device if cluster else None
     profile = engine(writer.profile)
@@ -165,7 +188,7 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     length = served.length or model.max_positions
     cache = served.cache or (model.counted.cache_type if model.counted else "") or "bfloat16"
     sequences = served.sequences or usual.usual_sequences(profile, device)
-    setup = ServingSetup(length, sequences, weights=served.weights, cache_type=cache, engine=profile)
+    setup = ServingSetup(length, sequences, weights=_weights_of(served, model), cache_type=cache, engine=profile)
     setup = replace(setup, padded=usual.expert_padding(profile, device))
     tokens = served.tokens or usual.usual_tokens(profile, device)
     stages = [
@@ -199,6 +222,26 @@ def serving(reading: Reading, model: ModelConfig, cluster: Cluster | None) -> Ca
     room = a_token * fits if served.cache_tokens else left(weights + workspace)
     slow = tensor_warning(cluster, layout.tp, {}, "") if cluster else None
     return CacheRoom(*told, room, fits, min(length, fits), served.sequences, cache, slow or "")
+
+
+def _with_shared_experts(reading: Reading, model: ModelConfig) -> Layout:
+    """The layout; replicas of vLLM split the width of experts, of which whole ones have as many bytes, or more where
+    ranks are too many."""
+    layout = reading.layout
+    if reading.engine != "vLLM" or layout.ep > 1 or layout.dp == 1 or not model.experts:
+        return layout
+    return replace(layout, ep=gcd(model.experts.count, layout.tp * layout.dp))
+
+
+def _weights_of(served: ServerSettings, model: ModelConfig) -> str:
+    """Format of the weights of which the model's files name none. Raises `UserError` where the command leaves it to
+    files that are not known."""
+    if is_format(served.weights):
+        return served.weights
+    if model.counted and model.counted.stored:
+        return "bfloat16"
+    hint = "give their folder with --model"
+    raise UserError(f"--quantization {served.weights}: the files of the model say in how many bits: {hint}")
 
 
 def _too_short(writer: EngineSpec, fits: int, length: int) -> str:

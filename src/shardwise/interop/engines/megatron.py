@@ -42,8 +42,13 @@ def _divided(names: Mapping[str, Any], pp: int, layers: int) -> dict[str, Any]:
         virtual = layers // (pp * each)
     ends = names["first_layers"], names["last_layers"]
     words: dict[str, Any] = {"virtual": virtual, "schedule": "interleaved"} if virtual > 1 and pp > 1 else {}
+    stages = pp * max(1, virtual)
+    counted = layers + sum(names[f"account_for_{end}_in_pipeline_split"] for end in ("embedding", "loss"))
     if any(ends) and layers and pp > 1:
-        words["stages"] = _uneven(layers, pp * max(1, virtual), *ends)
+        words["stages"] = _uneven(layers, stages, *ends)
+    elif layers and counted % stages:
+        flag = "--decoder-last-pipeline-num-layers, or a --pipeline-model-parallel-layout"
+        raise UserError(f"--num-layers {layers} cannot be divided by {stages} stages without {flag}")
     return words
 
 

@@ -11,6 +11,14 @@ from shardwise.model import ModelConfig
 from shardwise.model.formats import weight_format
 
 
+def is_format(weights: str) -> bool:
+    """Whether a type of weights is one, and not a method whose files say it."""
+    try:
+        return bool(weight_format(weights))
+    except UserError:
+        return False
+
+
 def quantization(engine: str, words: Mapping[str, str], weights: str) -> str | None:
     """The engine's word for a type of stored weights; None for 16 and 32 bits. words: word -> type that it stores.
     Raises `UserError` without one."""
@@ -18,8 +26,8 @@ def quantization(engine: str, words: Mapping[str, str], weights: str) -> str | N
     if not stored.lossy:
         return None
     for word, meaning in words.items():
-        # Some store experts alone.
-        if weight_format(meaning).form == stored.form and not word.startswith("experts"):
+        # vLLM reads integers of 8 bits from files alone.
+        if weight_format(meaning).form == stored.form and (engine, word) != ("vllm", "w8a8_int8"):
             return word
     raise UserError(f"no quantization of {engine} stores {weights}")
 

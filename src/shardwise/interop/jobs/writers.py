@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -219,7 +220,7 @@ def _ssh(job: ClusterJob) -> JobFile:
         "launcher": job.container + launcher,
         "attempts": 0 if job.restarts_itself else options.restarts,
     }
-    values |= {part: embedded(_filled(f"ssh_{part}.sh", values)) for part in ("start", "stop")}
+    values |= {part: shlex.quote(_filled(f"ssh_{part}.sh", values)) for part in ("start", "stop")}
     _check_variables(job, _template("ssh.sh"), _template("ssh_start.sh"), place, "node=")
     return JobFile("ssh", f"{options.name}.sh", _filled("ssh.sh", values), ("bash",), "bash {file}")
 
@@ -266,11 +267,6 @@ def _volume(job: ClusterJob) -> tuple[str, str]:
     if job.out is not None and not PurePosixPath(job.out).is_relative_to(path):
         raise UserError(f"--out {job.out} is not on the shared storage: give a folder under {path}")
     return claim, path
-
-
-def embedded(script: str) -> str:
-    """A finished script as one word of another script."""
-    return "'" + script.replace("'", "'\"'\"'") + "'"
 
 
 def _reject(value: Any, line: str) -> None:

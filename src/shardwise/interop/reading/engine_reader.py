@@ -92,8 +92,6 @@ def _taken(spec: EngineSpec, fields: ConfigFields, row: EngineOption, raw: Names
 def _meaning(fields: ConfigFields, row: EngineOption, value: Any) -> Any:
     if not row.words:
         return value
-    if value and value not in row.words and row.unlisted:
-        fields.say("facts", sentence(row.unlisted, {"value": value}))
     return row.words.get(value, row.otherwise)
 
 

@@ -84,7 +84,9 @@ def _read(engine: str, source: ConfigInput, ranks: int | None, precision: str | 
         _, place = program_of(source.words)
         words = list(source.words[place:])
         head = parse(source.words[:place], LAUNCHER_SHORT, spec("torchrun").standing_alone).flags
-        launched = launched_ranks(parse(words, {}, frozenset()).flags | head)
+        # LLaMA-Factory's command reads NNODES and NPROC_PER_NODE.
+        counts = {key.lower(): value for key, value in source.variables.items() if engine == "llamafactory"}
+        launched = launched_ranks(parse(words, {}, frozenset()).flags | head) or launched_ranks(counts)
         if engine == "torchrun":
             return spec("torchrun").functions["read"](words, launched or ranks)
         if engine == "torchtitan":
