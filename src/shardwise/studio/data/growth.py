@@ -34,6 +34,7 @@ def grown(best: Plan) -> Growth:
 
 
 def table_of(growth: Growth) -> Table:
+    """A row for each layout: devices, seconds of computing and of communication, and the step's."""
     columns: Columns = {
         "devices": ("", lambda one: one[0].ranks),
         "layout": ("", lambda one: str(one[0])),
@@ -60,6 +61,7 @@ def meets(growth: Growth) -> float | None:
 
 
 def how_grown(growth: Growth, command: str) -> How:
+    """The formula with its numbers. command: what prints the step of the plan's layout."""
     steps = [
         "The best layout with more or fewer replicas and the same batch: arithmetic is shared by more devices, the "
         "bytes of gradients and weights on a device's links are not.",
