@@ -34,7 +34,8 @@ OVERLAPPING = """() => {
     all.forEach(([a, r], i) => all.slice(i + 1).forEach(([b, s]) => {
         const wide = Math.min(r.right, s.right) - Math.max(r.left, s.left);
         const high = Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top);
-        if (wide > 2 && high > 2 && !a.contains(b) && !b.contains(a) && !passes(a, b) && !passes(b, a)) found.push([a.outerHTML, b.outerHTML]);
+        const apart = a.contains(b) || b.contains(a) || passes(a, b) || passes(b, a);
+        if (wide > 2 && high > 2 && !apart) found.push([a.outerHTML, b.outerHTML]);
     }));
     return found.map((pair) => pair.map((html) => html.slice(0, 80)));
 }"""
