@@ -1,6 +1,7 @@
 """Audits of generated programs of other engines, with and without a mistake: what is recovered and what is named.
 
-    python benchmarks/audit_programs.py [--kinds NAME,...] [--mistakes NAME,...] [--seeds N] [--json FILE]
+    python benchmarks/audit_programs.py [--kinds NAME,...] [--mistakes NAME,...] [--first N] [--seeds N] [--sample N]
+                                        [--json FILE]
 
 Prints a line per program and a summary: layouts recovered and false alarms of the clean programs; of those with a
 mistake, how many were named at the right rank and line, how many "not sure", and how long after the rank's mistake.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import tempfile
 import time
@@ -51,33 +53,29 @@ def main() -> None:
     parser.add_argument("--mistakes", default=",".join(("", *audited_programs.MISTAKES)))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--sample", type=int, help="programs of each seed, drawn by it; all without it")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     home = tempfile.TemporaryDirectory()
     server = AuditServer(Path(home.name))
+    pairs = [(kind, mistake) for kind in args.kinds.split(",") for mistake in args.mistakes.split(",")]
+    pairs = [(kind, mistake) for kind, mistake in pairs if (mistake, kind) not in audited_programs.NEVER]
     for seed in range(args.first, args.first + args.seeds):
-        for kind in args.kinds.split(","):
-            for mistake in args.mistakes.split(","):
-                if (mistake, kind) in audited_programs.NEVER:
-                    continue
-                item = program(kind, seed, mistake)
-                with tempfile.TemporaryDirectory() as folder:
-                    job = server.audit(item, Path(folder))
-                    log = Path(folder, "log").read_text()
-                row = judged(item, job)
-                good = (
-                    row["recovered"] and not row["alarm"]
-                    if not mistake
-                    else row["sure"] and row["rank"] and row["line"]
-                )
-                rows.append(row | {"seed": seed, "good": good, "hung": job.hung})
-                print(f"{'ok ' if good else 'BAD'} {kind:12} {mistake or 'clean':10} seed {seed} {job.seconds:5.1f} s  "
-                      f"{row.get('layout', '')} {row['said'][:150]}", flush=True)  # fmt: skip
-                if not good:
-                    print("   ", "expected", row.get("expected", (item.wrong, item.lines)), "exit", job.code)
-                    print("\n".join("        " + line for line in log.splitlines()[-3:]) if not mistake else "")
+        for kind, mistake in random.Random(seed).sample(pairs, args.sample) if args.sample else pairs:
+            item = program(kind, seed, mistake)
+            with tempfile.TemporaryDirectory() as folder:
+                job = server.audit(item, Path(folder))
+                log = Path(folder, "log").read_text()
+            row = judged(item, job)
+            good = row["recovered"] and not row["alarm"] if not mistake else row["sure"] and row["rank"] and row["line"]
+            rows.append(row | {"seed": seed, "good": good, "hung": job.hung})
+            print(f"{'ok ' if good else 'BAD'} {kind:12} {mistake or 'clean':10} seed {seed} {job.seconds:5.1f} s  "
+                  f"{row.get('layout', '')} {row['said'][:150]}", flush=True)  # fmt: skip
+            if not good:
+                print("   ", "expected", row.get("expected", (item.wrong, item.lines)), "exit", job.code)
+                print("\n".join("        " + line for line in log.splitlines()[-3:]) if not mistake else "")
     server.close()
     clean, broken = [row for row in rows if not row["mistake"]], [row for row in rows if row["mistake"]]
     print(f"{len(rows)} programs in {time.monotonic() - began:.0f} s")
