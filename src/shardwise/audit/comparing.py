@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardwise.audit.calls import Call
+from shardwise.audit.axes import DATA, FLOATS, PIPELINE, SHARDS, SMALL, TENSOR
+from shardwise.audit.calls import MESSAGES, Call
 from shardwise.audit.reading import RankRecording
-from shardwise.audit.understanding import DATA, FLOATS, PIPELINE, SHARDS, SMALL, TENSOR, Understood, steady_calls
+from shardwise.audit.understanding import Understood, steady_calls
 from shardwise.codec import Json
 from shardwise.report.step_report import DTYPE_BYTES
 
@@ -59,7 +60,7 @@ def elements_of(call: Call) -> int:
 
 
 def _what(call: Call, axis: str) -> str:
-    if call.op in ("send", "recv"):
+    if call.op in MESSAGES:
         return "messages"
     if call.engine in ("ddp", "fsdp", "deepspeed"):
         if call.op in ("all_gather_into", "all_gather"):
@@ -78,7 +79,7 @@ def recorded_rows(recording: RankRecording, understood: Understood) -> list[Reco
     axes = {group: axis for axis, groups in understood.groups.items() for group in groups if axis != PIPELINE}
     kinds: dict[tuple[str, str, str, str, str, str], list[Call]] = defaultdict(list)
     for call in steady_calls(recording):
-        axis = PIPELINE if call.op in ("send", "recv") else axes.get(call.group, f"{len(call.group)} ranks")
+        axis = PIPELINE if call.op in MESSAGES else axes.get(call.group, f"{len(call.group)} ranks")
         what = _what(call, axis)
         place = call.where if what == "program" else ""
         kinds[what, call.phase, call.op, axis, call.dtype, place].append(call)

@@ -1,10 +1,9 @@
-"""Recordings of ranks: read from the lines that `recorder.py` writes, or made of calls that other software recorded."""
+"""Recordings of ranks, as they are read from the lines that `recorder.py` writes. Those of other software: `files`."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -127,19 +126,3 @@ def read_folder(folder: Path, died: Mapping[int, float] | None = None) -> list[R
         if one is not None and (one.rank not in results or results[one.rank].begin < one.begin):
             results[one.rank] = replace(one, died=(died or {}).get(one.pid))
     return [results[rank] for rank in sorted(results)]
-
-
-def recordings_of(calls: Iterable[Call]) -> list[RankRecording]:
-    """Recordings of ranks with known calls and nothing else."""
-    of: dict[int, list[Call]] = defaultdict(list)
-    for call in calls:
-        of[call.rank].append(call)
-    return [
-        RankRecording(rank, tuple(sorted(some, key=lambda call: call.order)), world=len(of))
-        for rank, some in sorted(of.items())
-    ]
-
-
-def collectives(recording: RankRecording) -> Iterator[Call]:
-    """Its calls that all ranks of a group make."""
-    return (call for call in recording.calls if call.op not in ("send", "recv"))

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.audit.comparing import RecordedRow, compare_traffic
-from shardwise.audit.differences import Difference, LateRank, late_ranks
+from shardwise.audit.differences import Difference
 from shardwise.audit.job import AuditedJob
 from shardwise.audit.understanding import Understood, steady_calls, understand
+from shardwise.audit.waits import LateRank, late_ranks
 from shardwise.codec import Json
 from shardwise.layout import Layout
 from shardwise.report.step_report import Bytes
