@@ -37,9 +37,10 @@ def test_a_clean_program(kind, audits, tmp_path) -> None:
     assert audit.difference is None and audit.exit_code == 0 and audit.recorded == item.ranks
     assert audit.understood.layout == Layout.parse(f"{item.layout},precision=fp32")
     known = [row for row in audit.traffic if row.due is not None]
-    assert not any(row.wrong for row in known) and bool(known) == (item.layout[:2] == "dp")
-    if kind in ("ddp", "ddp4", "zero1", "by hand"):
-        assert [row.elements == row.due for row in known if row.what == "gradients"] == [True]
+    assert not any(row.wrong for row in known) and bool(known) == (item.layout[:2] != "pp")
+    assert all(row.elements == row.due or row.note for row in known) and audit.beyond == ()
+    assert all(row.elements == row.due for row in known if row.what == "gradients")
+    assert all(row.elements == row.due for row in known if row.what == "activations" and row.phase == "forward")
 
 
 @pytest.mark.parametrize(("kind", "mistake"), some_of(WRONG, 3, "mistakes"))

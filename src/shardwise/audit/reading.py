@@ -40,7 +40,7 @@ class RankRecording:
     steps: tuple[StepMark, ...] = ()
     model: tuple[str, int, dict[str, Any] | None, list[Any]] | None = None
     """(class, parameters of this rank, Hugging Face's configuration, [name, shape, dtype, trained,
-    elements on this rank] of each)."""
+    shape on this rank] of each)."""
     pipeline: tuple[str, int, int] | None = None
     """(class of torch's schedule, micro-batches, stages of this rank)."""
     exit: float | None = None

@@ -13,7 +13,7 @@ Each line is a JSON list. Its first item is one of:
 - "end": order, seconds of the clock
 - "step": steps, seconds of the clock, seconds waited in the step, bytes by class
 - "model": class, parameters of this rank, Hugging Face's configuration or null, [name, shape, dtype,
-  trained, elements on this rank] of each
+  trained, shape on this rank] of each
 - "pipeline": class of torch's schedule, micro-batches, stages of this rank
 - "exit" or "error": seconds of the clock; the error's text and its place
 """
@@ -368,7 +368,7 @@ class Recorder:
             configs: list[Any] = [getattr(entry, "config", None) for entry in root.modules()]
             texts = [entry.to_json_string(use_diff=False) for entry in configs if hasattr(entry, "to_json_string")]
             names = [
-                (name, list(p.shape), str(p.dtype)[6:], p.requires_grad, _local(p).numel())
+                (name, list(p.shape), str(p.dtype)[6:], p.requires_grad, list(_local(p).shape))
                 for name, p in root.named_parameters()
             ]
             config = json.loads(texts[0]) if texts else None

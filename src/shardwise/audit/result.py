@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.audit.comparing import RecordedRow, compare_traffic
 from shardwise.audit.differences import Difference
 from shardwise.audit.job import AuditedJob
+from shardwise.audit.planned import beyond
+from shardwise.audit.reading import RankRecording
 from shardwise.audit.understanding import Understood, steady_calls, understand
 from shardwise.audit.waits import LateRank, late_ranks
 from shardwise.codec import Json
@@ -58,6 +60,8 @@ class Audit(Json):
     sent: int
     """Payload bytes of one steady step, of the rank that has the most."""
     unseen: tuple[str, ...]
+    beyond: tuple[str, ...] = ()
+    """Classes of state that take more than the layout needs."""
     failures: tuple[str, ...] = ()
     """Expectations and budgets that do not hold."""
     advice: tuple[str, ...] = ()
@@ -71,16 +75,14 @@ class Audit(Json):
     json_keys = "* exit_code"
 
 
-def audit_of(job: AuditedJob, command: str) -> Audit:
-    """The audit of a program that has ended."""
+def audit_of(job: AuditedJob, command: str, expect: Layout | None = None) -> Audit:
+    """The audit of a program that has ended. expect: the layout that it is compared with, else the recorded one."""
     recordings = job.recordings
     understood = understand(recordings)
-    marks = [mark.bytes for one in recordings for mark in one.steps if mark.bytes]
-    classes = {name: max(mark[name] for mark in marks) for name in marks[0]} if marks else {}
-    peak, total = classes.pop("peak", None), classes.pop("total", 0)
-    held = Bytes(**classes) if marks else None
-    if held is not None:
-        held = Bytes(**classes, other=max(0, total - held.total))
+    held, peak = _held(recordings)
+    traffic, planned = compare_traffic(recordings, understood, expect)
+    known, _ = _held([one for one in recordings if one.model is not None][:1])
+    more = beyond(known, planned.bytes, len(planned.trained)) if known and planned else []
     sent = [sum(max(c.inputs, c.outputs) for c in steady_calls(one)) for one in recordings]
     lost = sum(one.lost for one in recordings)
     # Ranks for which others wait much longer than for the rest.
@@ -91,10 +93,20 @@ def audit_of(job: AuditedJob, command: str) -> Audit:
         command, job.code, job.seconds, understood.world, len(recordings),
         max((len(one.steps) for one in recordings), default=0), sum(len(one.calls) for one in recordings),
         next((one.model[0] for one in recordings if one.model), None), job.hung, understood, job.difference,
-        tuple(compare_traffic(recordings, understood)), held, peak,
+        tuple(traffic), held, peak,
         tuple(one for one in late if one.share > _LATE), max(sent, default=0),
-        (*UNSEEN, *([f"{lost} things that the recorder failed to note"] if lost else [])),
+        beyond=tuple(more), unseen=(*UNSEEN, *([f"{lost} things that the recorder failed to note"] if lost else [])),
     )  # fmt: skip
+
+
+def _held(recordings: Sequence[RankRecording]) -> tuple[Bytes | None, int | None]:
+    """(the most of every class on a rank, the most of all); None without measured steps."""
+    marks = [mark.bytes for one in recordings for mark in one.steps if mark.bytes]
+    if not marks:
+        return None, None
+    classes = {name: max(mark[name] for mark in marks) for name in marks[0]}
+    peak, total = classes.pop("peak"), classes.pop("total")
+    return Bytes(**classes, other=max(0, total - Bytes(**classes).total)), peak
 
 
 def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tuple[str, ...]:
@@ -102,6 +114,8 @@ def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tu
     results = []
     if expect is not None and not audit.understood.fits(expect):
         results.append(f"layout: expected {expect}, recorded {audit.understood.layout or 'none that is known'}")
+    if expect is not None:
+        results += [f"beyond the plan: {text}" for text in audit.beyond]
     values = {"memory": audit.bytes.total if audit.bytes else None, "bytes": audit.sent}
     for name, limit in most.items():
         value = values[name]
@@ -129,7 +143,7 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
         yield ""
         yield _traffic(audit)
         yield from (
-            f"{'wrong: ' if row.wrong else ''}{row.what}, {row.phase or row.where}: {row.note}"
+            f"{'wrong: ' if row.wrong else ''}{', '.join(filter(None, (row.what, row.phase, row.where)))}: {row.note}"
             for row in audit.traffic
             if row.note
         )
@@ -139,6 +153,7 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
         ]
         yield "\nmemory: " + ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
         yield f"  at most {format_bytes(audit.peak or 0)} on a rank, libraries of the process included"
+        yield from (f"  beyond the plan: {text}" for text in audit.beyond)
     for one in audit.late:
         lost, share = format_time(one.seconds), format_share(one.share)
         yield f"late: others waited {lost} ({share}) for rank {one.rank}, most at {one.where}"

@@ -62,7 +62,7 @@ def run(args: AuditOptions) -> int:
         return _files(args)
     expect, most = Layout.parse(args.expect) if args.expect else None, _budget(args.budget)
     job = _read(args.files[0]) if args.files else _recorded(args)
-    audit = audit_of(job, shlex.join(args.program))
+    audit = audit_of(job, shlex.join(args.program), expect)
     advice = _advice(args, job, audit.understood.layout)
     audit = replace(audit, failures=failures_of(audit, expect, most), advice=advice)
     print_result(args, audit.to_json, audit_lines(audit))
