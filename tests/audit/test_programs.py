@@ -80,6 +80,13 @@ def test_the_command(audits, tmp_path) -> None:
     assert said["understood"]["layout"] == "dp=2,precision=fp32" and said["model"] == "Sequential"
     code, said = run(kept, "--expect", "tp=2", "--budget", "memory=1kB,bytes=1kB")
     assert code == 1 and [text.split(":")[0] for text in said["failures"]] == ["layout", "memory", "bytes"]
+    there = ("--cluster", "2xH100", "--seq", "8k", "--batch", "64")
+    code, said = run(kept, *there, "--model", "llama-3.2-1b")
+    assert code == 0 and "times as fast as dp=2,precision=fp32" in said["advice"][0]
+    code, said = run(kept, *there)
+    assert code == 0 and said["advice"] == [
+        "none: the program's model is not known: give --model NAME beside --cluster"
+    ]
     environment = {**os.environ, "COLUMNS": "80"}
     done = shardwise("audit", kept, environment=environment, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (0, "") and max(map(len, done.stdout.splitlines())) <= 80

@@ -114,7 +114,7 @@ def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tu
     results = []
     if expect is not None and not audit.understood.fits(expect):
         results.append(f"layout: expected {expect}, recorded {audit.understood.layout or 'none that is known'}")
-    if expect is not None:
+    elif expect is not None:
         results += [f"beyond the plan: {text}" for text in audit.beyond]
     values = {"memory": audit.bytes.total if audit.bytes else None, "bytes": audit.sent}
     for name, limit in most.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +65,9 @@ def refusals(args: Any, model: Model) -> Callable[[Layout], str] | None:
     `UserError` for an engine that does not take the model at all."""
     if not args.emit or not isinstance(model, ModelConfig):
         return None
-    from shardwise.interop.writing.writer import forced_layout, why_not_written, writer_for
+    from shardwise.interop.writing import writer
 
-    writer = writer_for(args.emit)
-    if reason := writer.objection(model):
-        raise UserError(f"{writer.title} cannot express {model.name}: {reason}")
-    return cache(lambda layout: why_not_written(writer, forced_layout(writer, layout, model, searched=False), model))
+    return writer.refusals(writer.writer_for(args.emit), model)
 
 
 def source_of(text: str) -> str:
