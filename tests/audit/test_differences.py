@@ -110,6 +110,21 @@ def test_an_error_is_the_cause_unless_it_is_one_of_communication() -> None:
     assert found is not None and (found.kind, found.ranks, found.where) == ("error", (3,), "train.py:44")
 
 
+def test_a_rank_that_ended_after_fewer_steps() -> None:
+    """Its data had a batch less; the line is the one at which the others are."""
+    more, less = recordings([steps(USUAL, 5), steps(USUAL, 4)])
+    group = {"group": (0, 1)}
+    pair = [replace(one, calls=tuple(replace(call, **group) for call in one.calls)) for one in (more, less)]
+    found = first_difference([pair[0], replace(pair[1], exit=99.0)])
+    assert found is not None and (found.kind, found.ranks, found.sure, found.where) == (
+        "ended",
+        (1,),
+        True,
+        "train.py:5",
+    )
+    assert found.text.startswith("rank 1 ended after 4 steps, and rank 0 made all_reduce of 100 B")
+
+
 def test_a_micro_batch_less_in_a_pipeline() -> None:
     def stage(rank: int, micro: int) -> list[Call]:
         message = {"group": (0, 1), "comm": "pp"}

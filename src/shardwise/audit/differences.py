@@ -213,6 +213,8 @@ def _located(program: _Program, candidate: Mismatch) -> Difference:
     }
     see: Callable[[CallSignature], CallSignature] = both_ends if messages else lambda token: token
     index = _diverged(sequences, see, candidate)
+    if (early := _ended_early(program, sequences, index)) is not None:
+        return early
     unlike: dict[CallSignature | None, list[int]] = defaultdict(list)
     for rank, places in sequences.items():
         token = see(places[index].token) if index < len(places) else None
@@ -222,6 +224,23 @@ def _located(program: _Program, candidate: Mismatch) -> Difference:
     if not sure or not others:
         return _unsure(sequences, index, candidate)
     return _described(program, sequences, index, ranks, others) or _unsure(sequences, index, candidate)
+
+
+def _ended_early(program: _Program, sequences: dict[int, list[_Place]], index: int) -> Difference | None:
+    """Ranks that did all that the others did, a step less, and ended: of data that is not even."""
+    ended = tuple(
+        rank
+        for rank, places in sequences.items()
+        if len(places) == index and program.recordings[rank].exit is not None and program.recordings[rank].error is None
+    )
+    others = [places[index].call for rank, places in sequences.items() if rank not in ended and index < len(places)]
+    if not ended or not others or others[0] is None:
+        return None
+    call, steps = others[0], len(program.recordings[ended[0]].steps)
+    if not steps or call.step < steps:
+        return None
+    text = f"{format_ranks(ended)} ended after {steps} steps, and rank {call.rank} made {describe(call)}"
+    return Difference("ended", ended, True, call.where, call.op, call.step, text)
 
 
 def _diverged(

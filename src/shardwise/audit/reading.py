@@ -51,6 +51,8 @@ class RankRecording:
     """Seconds of the clock when its process was seen to be gone."""
     position: tuple[float, str, str] | None = None
     """(seconds of the clock, file:line, innermost function) of a program that makes no call for a while."""
+    stale: int = 0
+    """Parameters that the optimizer has from before they were sharded."""
     lost: int = 0
     """Things that the recorder failed to note."""
 
@@ -88,8 +90,8 @@ class _Lines:
                 self.steps.append(StepMark(*items))
             case "model" | "pipeline":
                 self.values[kind] = tuple(items)
-            case "exit":
-                self.values["exit"] = items[0]
+            case "exit" | "stale":
+                self.values[kind] = items[0]
             case "error":
                 self.values["error"] = tuple(items)
             case _:

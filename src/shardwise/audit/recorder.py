@@ -14,6 +14,7 @@ Each line is a JSON list. Its first item is one of:
 - "step": steps, seconds of the clock, seconds waited in the step, bytes by class
 - "model": class, parameters of this rank, Hugging Face's configuration or null, [name, shape, dtype,
   trained, shape on this rank] of each
+- "stale": parameters that the optimizer has from before they were sharded
 - "pipeline": class of torch's schedule, micro-batches, stages of this rank
 - "exit" or "error": seconds of the clock; the error's text and its place
 """
@@ -312,7 +313,7 @@ class Recorder:
         self.write("step", self.step, time.time(), self.waited, sizes)
         self.waited, self.saved = 0.0, 0
         if self.step == 1:
-            self._model()
+            self._model(optimizer)
 
     def _bytes(self, optimizer: Any, wrapped: list[Any]) -> dict[str, int]:
         parameters = [_local(entry) for group in optimizer.param_groups for entry in group["params"]]
@@ -348,7 +349,7 @@ class Recorder:
 
         autograd._engine_run_backward = counted
 
-    def _model(self) -> None:
+    def _model(self, optimizer: Any) -> None:
         """The largest module that no other contains, and the pipeline's schedule, by a look at all objects."""
         import gc
 
@@ -371,6 +372,10 @@ class Recorder:
                 (name, list(p.shape), str(p.dtype)[6:], p.requires_grad, list(_local(p).shape))
                 for name, p in root.named_parameters()
             ]
+            sharded = {id(p) for p in root.parameters() if hasattr(p, "_local_tensor")}
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if sharded and not sharded & mine:
+                self.write("stale", len(mine))
             config = json.loads(texts[0]) if texts else None
             self.write("model", type(root).__name__.removeprefix("FSDP"), count, config, names)
 

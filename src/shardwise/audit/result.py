@@ -60,6 +60,8 @@ class Audit(Json):
     sent: int
     """Payload bytes of one steady step, of the rank that has the most."""
     unseen: tuple[str, ...]
+    mistakes: tuple[str, ...] = ()
+    """Of the program, beside its calls."""
     beyond: tuple[str, ...] = ()
     """Classes of state that take more than the layout needs."""
     failures: tuple[str, ...] = ()
@@ -69,10 +71,30 @@ class Audit(Json):
     @property
     def exit_code(self) -> int:
         """The program's, else 1 for a difference, a wrong row or what was expected and is not so; 1 for a hang."""
-        wrong = self.difference is not None or any(row.wrong for row in self.traffic) or bool(self.failures)
+        wrong = self.difference is not None or bool(self.failures or self.mistakes)
+        wrong = wrong or any(row.wrong for row in self.traffic)
         return int(wrong) if self.hung else self.code or int(wrong)
 
-    json_keys = "* exit_code"
+    @property
+    def cause(self) -> str:
+        """The worst that there is, in a sentence."""
+        if self.difference is not None:
+            return f"{'hang: ' if self.hung else ''}{self.difference.text} (step {self.difference.step})"
+        wrong = [*self.mistakes, *(said for row, said in self.rows if row.wrong)]
+        met = "calls of all ranks meet" if not self.code else "calls of all ranks meet as far as they were made"
+        return wrong[0] if wrong else met
+
+    @property
+    def rows(self) -> list[tuple[RecordedRow, str]]:
+        """Rows that have a note, in words."""
+        results = []
+        for row in self.traffic:
+            if row.note:
+                place = ", ".join(filter(None, (row.what, row.phase, row.where)))
+                results.append((row, f"{'wrong: ' if row.wrong else ''}{place}: {row.note}"))
+        return results
+
+    json_keys = "* cause exit_code"
 
 
 def audit_of(job: AuditedJob, command: str, expect: Layout | None = None) -> Audit:
@@ -85,6 +107,7 @@ def audit_of(job: AuditedJob, command: str, expect: Layout | None = None) -> Aud
     more = beyond(known, planned.bytes, len(planned.trained)) if known and planned else []
     sent = [sum(max(c.inputs, c.outputs) for c in steady_calls(one)) for one in recordings]
     lost = sum(one.lost for one in recordings)
+    unseen = (*UNSEEN, *([f"{lost} things that the recorder failed to note"] if lost else []))
     # Ranks for which others wait much longer than for the rest.
     ranks = late_ranks(recordings)
     waited = sum(one.seconds for one in ranks)
@@ -95,7 +118,7 @@ def audit_of(job: AuditedJob, command: str, expect: Layout | None = None) -> Aud
         next((one.model[0] for one in recordings if one.model), None), job.hung, understood, job.difference,
         tuple(traffic), held, peak,
         tuple(one for one in late if one.share > _LATE), max(sent, default=0),
-        beyond=tuple(more), unseen=(*UNSEEN, *([f"{lost} things that the recorder failed to note"] if lost else [])),
+        mistakes=tuple(_mistakes(recordings)), beyond=tuple(more), unseen=unseen,
     )  # fmt: skip
 
 
@@ -107,6 +130,15 @@ def _held(recordings: Sequence[RankRecording]) -> tuple[Bytes | None, int | None
     classes = {name: max(mark[name] for mark in marks) for name in marks[0]}
     peak, total = classes.pop("peak"), classes.pop("total")
     return Bytes(**classes, other=max(0, total - Bytes(**classes).total)), peak
+
+
+def _mistakes(recordings: Sequence[RankRecording]) -> Iterator[str]:
+    stale = max((one.stale for one in recordings), default=0)
+    if stale:
+        yield (
+            f"the optimizer has {stale} parameters as they were before they were sharded, whole, and updates none of "
+            "the model's: make it after fully_shard"
+        )
 
 
 def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tuple[str, ...]:
@@ -131,22 +163,25 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
     model = f" of {audit.model}" if audit.model else ""
     of = f"{audit.recorded} of {audit.ranks}" if audit.recorded < audit.ranks else f"{audit.ranks}"
     end = "ended by the audit" if audit.hung else f"exit code {audit.code}"
+    if audit.recorded:
+        yield audit.cause
     yield f"{of} ranks, {audit.steps} steps{model}, {format_time(audit.seconds)}, {end}"
     if not audit.recorded:
         yield "nothing was recorded: the program never called torch.distributed.init_process_group"
         return
-    yield from _difference(audit)
+    waiting = audit.difference.waiting if audit.difference else ()
+    yield from (f"  {text}" for text in waiting[:8])
+    if len(waiting) > 8:
+        yield f"  and {len(waiting) - 8} ranks more"
+    if waiting:
+        yield ""
     known = audit.understood
     yield f"layout: {known.layout if known.layout else 'not known'} ({known.confidence})"
     yield from (f"  {reason}" for reason in known.reasons)
     if audit.traffic:
         yield ""
         yield _traffic(audit)
-        yield from (
-            f"{'wrong: ' if row.wrong else ''}{', '.join(filter(None, (row.what, row.phase, row.where)))}: {row.note}"
-            for row in audit.traffic
-            if row.note
-        )
+        yield from (said for _, said in audit.rows)
     if audit.bytes is not None:
         parts = [
             (name, getattr(audit.bytes, name)) for name in ("parameters", "gradients", "optimizer", "saved", "other")
@@ -160,18 +195,6 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
     yield from (f"over: {text}" for text in audit.failures)
     yield from (f"advice: {text}" for text in audit.advice)
     yield f"not seen: {', '.join(audit.unseen)}"
-
-
-def _difference(audit: Audit) -> Iterator[str]:
-    results = audit.difference
-    if results is None:
-        yield "calls of all ranks meet" if not audit.code else "calls of all ranks meet as far as they were made"
-        return
-    yield f"{'hang: ' if audit.hung else ''}{results.text} (step {results.step})"
-    yield from (f"  {text}" for text in results.waiting[:8])
-    if len(results.waiting) > 8:
-        yield f"  and {len(results.waiting) - 8} ranks more"
-    yield ""
 
 
 def _traffic(audit: Audit) -> FittedTable:
