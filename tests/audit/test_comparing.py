@@ -59,6 +59,15 @@ def test_clean_steps_are_equal_to_the_plan(calls, local) -> None:
     assert all(row.note.endswith("elements are gathered again that this runtime keeps") for row in again)
 
 
+def test_deepspeed_reduces_after_the_backward_pass() -> None:
+    """And gathers after the update; it all-reduces what a reduce_scatter would do."""
+    more = {"phase": "", "engine": "deepspeed"}
+    calls = [call(op, 2 * BLOCK, **more) for op in ("all_reduce", "all_gather_into")] + [call("all_reduce", 1, **more)]
+    audit = audited(calls)
+    assert notes(audit) == [] and notes(audit, False) == ["gradients: a reduce_scatter would send half the bytes"]
+    assert [row.what for row in audit.traffic if row.due == row.elements] == ["gradients", "parameters"]
+
+
 def test_micro_batches_that_do_not_reduce_gather_more_often() -> None:
     assert notes(audited(FSDP[:4] * 2 + FSDP, 2)) == []
 

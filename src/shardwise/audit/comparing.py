@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 
 from shardwise.audit.axes import DATA, FLOATS, PIPELINE, SHARDS, SMALL, TENSOR
@@ -72,8 +73,9 @@ def _what(call: Call, axis: str, by_engine: bool) -> str:
             return "parameters"
         if call.op == "broadcast":
             return "buffers"
-        # DDP also sums which parameters were used, as integers.
-        return "gradients" if call.phase == "backward" and call.dtype in FLOATS else "engine"
+        # DDP also sums which parameters were used, as integers; DeepSpeed reduces what is left after the backward pass.
+        late = call.engine == "deepspeed" and max(call.inputs, call.outputs) > SMALL and call.phase != "forward"
+        return "gradients" if (call.phase == "backward" or late) and call.dtype in FLOATS else "engine"
     if call.engine == "zero-redundancy":
         return "parameters"
     if axis == TENSOR and call.phase:
@@ -87,7 +89,7 @@ def recorded_rows(recording: RankRecording, understood: Understood) -> list[Reco
     axes = {group: axis for axis, groups in understood.groups.items() for group in groups if axis != PIPELINE}
     kinds: dict[tuple[str, str, str, str, str, str], list[Call]] = defaultdict(list)
     calls = steady_calls(recording)
-    by_engine = any(call.engine in _ENGINES and call.phase == "backward" for call in calls)
+    by_engine = any(call.engine in _ENGINES for call in calls)
     for call in calls:
         axis = PIPELINE if call.op in MESSAGES else axes.get(call.group, f"{len(call.group)} ranks")
         what = _what(call, axis, by_engine)
@@ -122,7 +124,6 @@ def _tokens(one: RankRecording, understood: Understood) -> int:
     return next((prod(shape[:-1]) for shape in shapes if len(shape) > 1), 0)
 
 
-_GATHERS = ("all_gather_into", "all_gather", "broadcast")
 _PLANNED = {"all_gather": "all_gather_into", "broadcast": "all_gather_into", "all_to_all": "reduce_scatter",
             "reduce": "reduce_scatter"}  # fmt: skip
 """Operation of an engine -> the one that a plan has in its place."""
@@ -228,11 +229,13 @@ def _joined(*notes: str) -> str:
 def _run_of(trained: dict[str, int], elements: int) -> str:
     """Name of the parameter, or of the first and the last in a row, with so many elements; "" for none. Those of one
     module go first."""
-    names, sizes, results = list(trained), list(trained.values()), []
-    for length in range(1, len(sizes)):
-        for first in range(len(sizes) - length + 1):
-            if sum(sizes[first : first + length]) == elements:
-                run = names[first : first + length]
-                results.append((len({name.rpartition(".")[0] for name in run}), length, run))
+    names, results = list(trained), []
+    ends = [0, *accumulate(trained.values())]
+    starts = {end: at for at, end in enumerate(ends)}
+    for stop in range(1, len(ends)):
+        first = starts.get(ends[stop] - elements)
+        if first is not None and first < stop and stop - first < len(names):
+            run = names[first:stop]
+            results.append((len({name.rpartition(".")[0] for name in run}), len(run), run))
     _, length, run = min(results, key=lambda one: one[:2], default=(0, 0, [""]))
     return run[0] if length <= 1 else f"{run[0]} to {run[-1]}"

@@ -50,7 +50,7 @@ class Planned:
 def planned_step(recordings: Sequence[RankRecording], layout: Layout, tokens: int) -> Planned | None:
     """The plan of the first rank whose parameters are known; None without one, or where the layout does not suit them.
 
-    tokens: of a micro-batch, for activations.
+    tokens: of a micro-batch, for activations; 0 where they are not known.
     """
     one = next((one for one in recordings if one.model is not None), None)
     if one is None:
@@ -60,18 +60,18 @@ def planned_step(recordings: Sequence[RankRecording], layout: Layout, tokens: in
         plan = unit_plan(blueprint_of(one, inner), inner, Workload(seq=max(1, tokens), batch=inner.dp))
         rows: dict[tuple[str, str, str], PlannedRow] = {}
         for row in weight_ledger(plan):
+            if row.axes == TENSOR and not tokens:
+                continue
             what = "parameters" if row.op == "all_gather_into" else "gradients"
             key = "activations" if row.axes == TENSOR else what, row.phase, row.op
             before = rows.get(key, PlannedRow(0, 0, row.dtype))
             elements = before.elements + row.elements * row.count
             rows[key] = PlannedRow(before.calls + row.count, elements, row.dtype)
-        return Planned(rows, _bytes(plan), *_elements(plan))
+        held = Bytes(parameter_bytes(plan), gradient_bytes(plan), optimizer_bytes(plan))
+        elements, trained = _elements(plan)
+        return Planned(rows, held, elements, trained) if elements else None
     except (UserError, ZeroDivisionError):
         return None
-
-
-def _bytes(plan: UnitPlan) -> Bytes:
-    return Bytes(parameter_bytes(plan), gradient_bytes(plan), optimizer_bytes(plan))
 
 
 def _elements(plan: UnitPlan) -> tuple[int, dict[str, int]]:

@@ -369,8 +369,8 @@ class Recorder:
             configs: list[Any] = [getattr(entry, "config", None) for entry in root.modules()]
             texts = [entry.to_json_string(use_diff=False) for entry in configs if hasattr(entry, "to_json_string")]
             names = [
-                (name, list(p.shape), str(p.dtype)[6:], p.requires_grad, list(_local(p).shape))
-                for name, p in root.named_parameters()
+                (name, list(getattr(p, "ds_shape", p.shape)), str(p.dtype)[6:], p.requires_grad, list(_local(p).shape))
+                for name, p in root.named_parameters()  # DeepSpeed leaves them empty at stage 3
             ]
             sharded = {id(p) for p in root.parameters() if hasattr(p, "_local_tensor")}
             mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -454,8 +454,9 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _local(tensor: Any) -> Any:
-    """This rank's part of a DTensor, also of one whose collective is not waited for; any other tensor as it is."""
-    tensor = getattr(tensor, "_local_tensor", tensor)
+    """This rank's part of a DTensor, also of one whose collective is not waited for, or of a parameter of DeepSpeed's
+    stage 3; any other tensor as it is."""
+    tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
     return getattr(tensor, "elem", tensor)
 
 
