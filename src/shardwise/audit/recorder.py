@@ -372,10 +372,10 @@ class Recorder:
                 (name, list(getattr(p, "ds_shape", p.shape)), str(p.dtype)[6:], p.requires_grad, list(_local(p).shape))
                 for name, p in root.named_parameters()  # DeepSpeed leaves them empty at stage 3
             ]
-            sharded = {id(p) for p in root.parameters() if hasattr(p, "_local_tensor")}
+            held = {id(p) for entry in modules for p in entry._parameters.values()}
             mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if sharded and not sharded & mine:
-                self.write("stale", len(mine))
+            if not held & mine and any(hasattr(p, "_local_tensor") for p in root.parameters()):
+                self.write("stale", len(mine))  # fully_shard has put others in their place
             config = json.loads(texts[0]) if texts else None
             self.write("model", type(root).__name__.removeprefix("FSDP"), count, config, names)
 
