@@ -40,9 +40,10 @@ class AdviceRequest:
 def advice(request: AdviceRequest, recordings: Sequence[RankRecording], layout: Layout | None) -> Iterator[str]:
     """Lines: the plan beside the recorded layout, and settings. A reason where there is none."""
     config = next((one.model[2] for one in recordings if one.model and one.model[2]), None)
+    if request.model is None and config is None:
+        yield "none: the program's model is not known: give --model NAME beside --cluster"
+        return
     try:
-        if request.model is None and config is None:
-            raise UserError("the program's model is not known: give --model NAME beside --cluster")
         model = request.model or read_fields(config or {}, "the program's model")
         best = plan(model, request.cluster, seq=request.seq, batch=request.batch, top=1, explain=False)
     except UserError as error:

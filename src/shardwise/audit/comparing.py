@@ -113,15 +113,12 @@ def compare_traffic(
     if one is None:
         return [], None
     rows = recorded_rows(one, understood)
-    planned = planned_step(recordings, layout, _tokens(one, understood)) if layout else None
-    return (rows if planned is None else list(_Judge(one, rows, planned, expect).rows())), planned
-
-
-def _tokens(one: RankRecording, understood: Understood) -> int:
-    """Tokens of a micro-batch: rows of the first activations that tensor-parallel ranks sum."""
     groups = understood.groups.get(TENSOR, ())
+    # The first activations that tensor-parallel ranks sum have the tokens of a micro-batch as rows.
     shapes = (call.shape for call in steady_calls(one) if call.group in groups and call.phase == "forward")
-    return next((prod(shape[:-1]) for shape in shapes if len(shape) > 1), 0)
+    tokens = next((prod(shape[:-1]) for shape in shapes if len(shape) > 1), 0)
+    planned = planned_step(recordings, layout, tokens) if layout else None
+    return (rows if planned is None else list(_Judge(one, rows, planned, expect).rows())), planned
 
 
 _PLANNED = {"all_gather": "all_gather_into", "broadcast": "all_gather_into", "all_to_all": "reduce_scatter",

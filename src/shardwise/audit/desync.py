@@ -1,7 +1,7 @@
 """Calls of ranks that cannot meet: who did not make one, who made another one, and where.
 
 One comparison for programs that were recorded here and for files of other software. What a mismatch of a recorded
-program began with, by its lines and steps, is found in `differences.py`.
+program began with, by its lines and steps, is in `differences.py`.
 """
 
 from __future__ import annotations

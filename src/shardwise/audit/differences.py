@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Literal, NamedTuple
 
 from shardwise.audit.calls import MESSAGES, Call
@@ -156,8 +157,7 @@ def first_difference(recordings: Sequence[RankRecording]) -> Difference | None:
 
 
 def _finish(program: _Program, difference: Difference) -> Difference:
-    waiting = tuple(_doing(one) for one in program.recordings.values())
-    return Difference(**{**vars(difference), "waiting": waiting})
+    return replace(difference, waiting=tuple(_doing(one) for one in program.recordings.values()))
 
 
 def _doing(one: RankRecording) -> str:
@@ -255,17 +255,13 @@ def _diverged(
             continue
         if None in kinds or not all(a.fits(b) for a in kinds for b in kinds if a and b):
             return index
-        if any(_shifted(sequences[a], sequences[b], index) for a in sequences for b in sequences):
-            return index
+        for a, b in permutations(sequences.values(), 2):  # one does here, by its line, what the other does later
+            mine, theirs = a[index].token, [place.token for place in b[index : index + _REACH]]
+            if mine != theirs[0] and mine in theirs[1:]:
+                return index
     calls = (some[last] for some in sequences.values() for last in range(len(some)) if some[last].call is not None)
     unmatched = next(place for place in calls if place.call in candidate.unmatched())
     return next(some.index(unmatched) for some in sequences.values() if unmatched in some)
-
-
-def _shifted(a: list[_Place], b: list[_Place], index: int) -> bool:
-    """Whether one does here, by its line, what the other does later, and not now."""
-    mine, theirs = a[index].token, [place.token for place in b[index : index + _REACH]]
-    return mine != theirs[0] and mine in theirs[1:]
 
 
 def _deviants(

@@ -13,7 +13,6 @@ from shardwise.audit.axes import TENSOR
 from shardwise.audit.reading import RankRecording
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, unit_plan
-from shardwise.layout.units import UnitPlan
 from shardwise.model.blueprint import Blueprint, Cut, Parameter, Part
 from shardwise.model.operations import LinearOp, Width
 from shardwise.predict.memory.step import gradient_bytes, optimizer_bytes, parameter_bytes
@@ -42,9 +41,9 @@ class Planned:
     bytes: Bytes
     """Parameters, gradients and AdamW's state; nothing else is known."""
     elements: int
-    """Of all parameters, whole or of one tensor-parallel rank."""
+    """Of all parameters of one tensor-parallel rank."""
     trained: dict[str, int]
-    """Name -> elements of a trained parameter, likewise."""
+    """Name -> elements of a trained parameter there."""
 
 
 def planned_step(recordings: Sequence[RankRecording], layout: Layout, tokens: int) -> Planned | None:
@@ -68,17 +67,13 @@ def planned_step(recordings: Sequence[RankRecording], layout: Layout, tokens: in
             elements = before.elements + row.elements * row.count
             rows[key] = PlannedRow(before.calls + row.count, elements, row.dtype)
         held = Bytes(parameter_bytes(plan), gradient_bytes(plan), optimizer_bytes(plan))
-        elements, trained = _elements(plan)
+        parameters = list(plan.blueprint.parameters())
+        sizes = {p.name: p.numel // (1 if p.cut == "replicated" else inner.tp) for p in parameters}
+        trained = {p.name: sizes[p.name] for p in parameters if not p.frozen}
+        elements = sum(sizes.values())
         return Planned(rows, held, elements, trained) if elements else None
     except (UserError, ZeroDivisionError):
         return None
-
-
-def _elements(plan: UnitPlan) -> tuple[int, dict[str, int]]:
-    tp = plan.layout.tp
-    sizes = {p.name: p.numel // (1 if p.cut == "replicated" else tp) for p in plan.blueprint.parameters()}
-    frozen = {p.name for p in plan.blueprint.parameters() if p.frozen}
-    return sum(sizes.values()), {name: size for name, size in sizes.items() if name not in frozen}
 
 
 def blueprint_of(one: RankRecording, layout: Layout) -> Blueprint:
@@ -93,7 +88,12 @@ def blueprint_of(one: RankRecording, layout: Layout) -> Blueprint:
     for full, shape, _, trained, local in rows:
         match = _BLOCK.match(full)
         part = match[0] if match else ""
-        cut = _cut(shape, local, layout.tp, shards)
+        cut: Cut = "replicated"
+        if layout.tp > 1 and 0 < len(shape) < 3 and shape != local:  # FSDP may shard the first dim, too
+            if len(shape) == 2 and local[1] * layout.tp == shape[1]:
+                cut = "row"
+            elif local[0] * shards * layout.tp < 1.5 * shape[0]:
+                cut = "column"
         whole = [shape[0] * (shards if flat else 1), *shape[1:]] if shape else [1]
         sizes = (whole[0], prod(whole[1:])) if len(whole) > 1 else (whole[0],)
         within = full.removeprefix(f"{part}.") if part else full
@@ -108,15 +108,6 @@ def blueprint_of(one: RankRecording, layout: Layout) -> Blueprint:
             for part, some in parts.items()
         ),
     )  # fmt: skip
-
-
-def _cut(shape: list[int], local: list[int], tp: int, shards: int) -> Cut:
-    """How tensor parallelism cuts a parameter, whose first dim FSDP may shard, too."""
-    if tp == 1 or not shape or len(shape) > 2 or shape == local:
-        return "replicated"
-    if len(shape) == 2 and local[1] * tp == shape[1]:
-        return "row"
-    return "column" if local[0] * shards * tp < 1.5 * shape[0] else "replicated"
 
 
 def beyond(held: Bytes, planned: Bytes, tensors: int) -> list[str]:

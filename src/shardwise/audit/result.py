@@ -25,6 +25,10 @@ UNSEEN = (
     "libraries that call NCCL themselves",
 )
 """What the recorder cannot see."""
+_STALE = (
+    "the optimizer has {} parameters as they were before they were sharded, whole, and updates none of the model's: "
+    "make it after fully_shard"
+)
 _LATE = 0.05
 """Share of the time from which a late rank is shown."""
 _MUCH = 2.0
@@ -106,6 +110,8 @@ def audit_of(job: AuditedJob, command: str, expect: Layout | None = None) -> Aud
     known, _ = _held([one for one in recordings if one.model is not None][:1])
     more = beyond(known, planned.bytes, len(planned.trained)) if known and planned else []
     sent = [sum(max(c.inputs, c.outputs) for c in steady_calls(one)) for one in recordings]
+    stale = max((one.stale for one in recordings), default=0)
+    mistakes = [_STALE.format(stale)] if stale else []
     lost = sum(one.lost for one in recordings)
     unseen = (*UNSEEN, *([f"{lost} things that the recorder failed to note"] if lost else []))
     # Ranks for which others wait much longer than for the rest.
@@ -118,7 +124,7 @@ def audit_of(job: AuditedJob, command: str, expect: Layout | None = None) -> Aud
         next((one.model[0] for one in recordings if one.model), None), job.hung, understood, job.difference,
         tuple(traffic), held, peak,
         tuple(one for one in late if one.share > _LATE), max(sent, default=0),
-        mistakes=tuple(_mistakes(recordings)), beyond=tuple(more), unseen=unseen,
+        mistakes=tuple(mistakes), beyond=tuple(more), unseen=unseen,
     )  # fmt: skip
 
 
@@ -130,15 +136,6 @@ def _held(recordings: Sequence[RankRecording]) -> tuple[Bytes | None, int | None
     classes = {name: max(mark[name] for mark in marks) for name in marks[0]}
     peak, total = classes.pop("peak"), classes.pop("total")
     return Bytes(**classes, other=max(0, total - Bytes(**classes).total)), peak
-
-
-def _mistakes(recordings: Sequence[RankRecording]) -> Iterator[str]:
-    stale = max((one.stale for one in recordings), default=0)
-    if stale:
-        yield (
-            f"the optimizer has {stale} parameters as they were before they were sharded, whole, and updates none of "
-            "the model's: make it after fully_shard"
-        )
 
 
 def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tuple[str, ...]:

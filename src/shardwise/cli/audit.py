@@ -29,7 +29,6 @@ from shardwise.records import dataclass
 if TYPE_CHECKING:
     from shardwise.audit.advice import AdviceRequest
     from shardwise.audit.job import AuditedJob
-    from shardwise.layout import Layout
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BUDGETS = ("memory", "bytes")
@@ -65,8 +64,11 @@ def run(args: AuditOptions) -> int:
     request = _advice_request(args)
     job = _read(args.files[0]) if args.files else _recorded(args)
     audit = audit_of(job, shlex.join(args.program), expect)
-    advice = _advice(request, job, audit.understood.layout)
-    audit = replace(audit, failures=failures_of(audit, expect, most), advice=advice)
+    audit = replace(audit, failures=failures_of(audit, expect, most))
+    if request is not None:
+        from shardwise.audit.advice import advice
+
+        audit = replace(audit, advice=tuple(advice(request, job.recordings, audit.understood.layout)))
     print_result(args, audit.to_json, audit_lines(audit))
     return audit.exit_code
 
@@ -139,11 +141,3 @@ def _advice_request(args: AuditOptions) -> AdviceRequest | None:
 
     assert args.seq and args.batch
     return AdviceRequest(as_cluster(args.cluster), args.seq, args.batch, resolve(args.model) if args.model else None)
-
-
-def _advice(request: AdviceRequest | None, job: AuditedJob, layout: Layout | None) -> tuple[str, ...]:
-    if request is None:
-        return ()
-    from shardwise.audit.advice import advice
-
-    return tuple(advice(request, job.recordings, layout))
