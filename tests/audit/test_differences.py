@@ -95,6 +95,18 @@ def test_a_call_that_is_new_leaves_two_ranks_undecided() -> None:
     assert found is not None and found.sure and (found.kind, found.ranks) == ("skipped", (2,))
 
 
+def test_another_operation_of_a_known_line_is_new() -> None:
+    """DDP broadcasts its new buckets once; the rank that has a micro-batch less does not come to it."""
+    group = {"group": (0, 1)}
+    setup = [call(2, 8, op="all_gather", **group), call(2, 288, op="broadcast", peer=0, **group)]
+    step = [call(5, 100, **group), call(7, 4, 1, **group), call(8, 24, 1, dtype="int64", **group)]
+    buckets = call(5, 52, 1, op="broadcast", dtype="int32", peer=0, state="started", **group)
+    rebuilds = recordings([[*setup, *step, buckets]], marks=1)
+    less = recordings([[], [*setup, *step, call(7, 4, 2, state="started", **group)]], marks=2)
+    found = first_difference([*rebuilds, less[1]])
+    assert found is not None and not found.sure and "broadcast" in found.text
+
+
 def test_who_died_first_is_named_before_those_who_waited() -> None:
     whole = recordings([steps(USUAL)[:9]] * 4, marks=2)
     dead = [replace(one, died=10.0 - (one.rank == 2)) for one in whole]

@@ -109,8 +109,9 @@ class _Program:
         return mine < theirs
 
     def first(self, call: Call) -> bool:
-        """Whether no rank made a call at this line before."""
-        before = (entry for one in self.recordings.values() for entry in one.calls if entry.where == call.where)
+        """Whether no rank made such a call at this line before."""
+        every = (entry for one in self.recordings.values() for entry in one.calls)
+        before = (entry for entry in every if (entry.where, entry.op) == (call.where, call.op))
         return all(
             entry is call or (entry.step, entry.begin or 0.0) >= (call.step, call.begin or 0.0) for entry in before
         )
