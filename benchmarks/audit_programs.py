@@ -1,15 +1,19 @@
 """Audits of generated programs of other engines, with and without a mistake: what is recovered and what is named.
 
-    python benchmarks/audit_programs.py [--kinds NAME,...] [--mistakes NAME,...] [--seeds N] [--json FILE]
+    python benchmarks/audit_programs.py [--kinds NAME,...] [--mistakes NAME,...] [--first N] [--seeds N] [--sample N]
+                                        [--json FILE] [--ledger]
 
 Prints a line per program and a summary: layouts recovered and false alarms of the clean programs; of those with a
 mistake, how many were named at the right rank and line, how many "not sure", and how long after the rank's mistake.
+--ledger prints what the clean programs send in a step beside what this project's runtime would send of the same layout
+and model, as a table of Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import tempfile
 import time
@@ -22,6 +26,7 @@ from harness import audited_programs
 from harness.audited_programs import Program, program
 from harness.audits import AuditServer
 from shardwise.audit.job import AuditedJob
+from shardwise.audit.result import audit_of
 from shardwise.audit.understanding import understand
 from shardwise.layout import Layout
 
@@ -45,39 +50,55 @@ def judged(item: Program, job: AuditedJob) -> dict[str, Any]:
     return row
 
 
+def ledger(server: AuditServer, kinds: list[str], seed: int) -> None:
+    """Print the rows of clean programs, of parameters, gradients and activations."""
+    print("| program | what | call | type | calls | elements | ours: calls | elements | difference |")
+    print("|---|---|---|---|---:|---:|---:|---:|---|")
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            audit = audit_of(server.audit(program(kind, seed), Path(folder)), kind)
+        for row in audit.traffic:
+            if row.due is not None:
+                ours = f"{row.due_calls} | {row.due:,}" if row.due else " | "
+                cells = (f"{kind}, {audit.understood.layout}", f"{row.what} {row.phase}", row.op, row.dtype)
+                same = "equal" if row.due == row.elements and not row.note else row.note
+                print(f"| {' | '.join(cells)} | {row.calls} | {row.elements:,} | {ours} | {same} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", default=",".join(audited_programs.KINDS))
     parser.add_argument("--mistakes", default=",".join(("", *audited_programs.MISTAKES)))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--sample", type=int, help="programs of each seed, drawn by it; all without it")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--ledger", action="store_true")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     began = time.monotonic()
     home = tempfile.TemporaryDirectory()
     server = AuditServer(Path(home.name))
+    if args.ledger:
+        ledger(server, args.kinds.split(","), args.first)
+        server.close()
+        return
+    pairs = [(kind, mistake) for kind in args.kinds.split(",") for mistake in args.mistakes.split(",")]
+    pairs = [(kind, mistake) for kind, mistake in pairs if (mistake, kind) not in audited_programs.NEVER]
     for seed in range(args.first, args.first + args.seeds):
-        for kind in args.kinds.split(","):
-            for mistake in args.mistakes.split(","):
-                if (mistake, kind) in audited_programs.NEVER:
-                    continue
-                item = program(kind, seed, mistake)
-                with tempfile.TemporaryDirectory() as folder:
-                    job = server.audit(item, Path(folder))
-                    log = Path(folder, "log").read_text()
-                row = judged(item, job)
-                good = (
-                    row["recovered"] and not row["alarm"]
-                    if not mistake
-                    else row["sure"] and row["rank"] and row["line"]
-                )
-                rows.append(row | {"seed": seed, "good": good, "hung": job.hung})
-                print(f"{'ok ' if good else 'BAD'} {kind:12} {mistake or 'clean':10} seed {seed} {job.seconds:5.1f} s  "
-                      f"{row.get('layout', '')} {row['said'][:150]}", flush=True)  # fmt: skip
-                if not good:
-                    print("   ", "expected", row.get("expected", (item.wrong, item.lines)), "exit", job.code)
-                    print("\n".join("        " + line for line in log.splitlines()[-3:]) if not mistake else "")
+        for kind, mistake in random.Random(seed).sample(pairs, args.sample) if args.sample else pairs:
+            item = program(kind, seed, mistake)
+            with tempfile.TemporaryDirectory() as folder:
+                job = server.audit(item, Path(folder))
+                log = Path(folder, "log").read_text()
+            row = judged(item, job)
+            good = row["recovered"] and not row["alarm"] if not mistake else row["sure"] and row["rank"] and row["line"]
+            rows.append(row | {"seed": seed, "good": good, "hung": job.hung})
+            print(f"{'ok ' if good else 'BAD'} {kind:12} {mistake or 'clean':10} seed {seed} {job.seconds:5.1f} s  "
+                  f"{row.get('layout', '')} {row['said'][:150]}", flush=True)  # fmt: skip
+            if not good:
+                print("   ", "expected", row.get("expected", (item.wrong, item.lines)), "exit", job.code)
+                print("\n".join("        " + line for line in log.splitlines()[-3:]) if not mistake else "")
     server.close()
     clean, broken = [row for row in rows if not row["mistake"]], [row for row in rows if row["mistake"]]
     print(f"{len(rows)} programs in {time.monotonic() - began:.0f} s")

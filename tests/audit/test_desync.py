@@ -178,3 +178,22 @@ def test_groups_without_ranks_are_those_whose_files_name_them(tmp_path):
     assert (axis.size, axis.stride, axis.groups, axis.calls, axis.nbytes) == (
         2, 1, 2, {"all_reduce": 1.0}, {"all_reduce": 32.0},
     )  # fmt: skip
+
+
+def test_the_use_of_an_axis_is_guessed_by_passes_where_they_are_known(tmp_path):
+    known = [entry("all_reduce", 0, size=800, thread_name="pt_autograd_0")]
+    for name, calls, use in (
+        ("d", known, "gradients are all-reduced in the backward pass"),
+        ("e", [entry("all_reduce", 0, size=800)], "sums: data parallelism (or tensor parallelism)"),
+    ):
+        (axis,) = audit_files([dumps(tmp_path / name, [calls] * 2, TWO)]).axes
+        assert axis.guess == use
+
+
+def test_both_ends_of_a_message_may_be_in_either_list(tmp_path):
+    """NCCL lists what is received as an output; sizes that differ are named."""
+    for size, kind in ((8, None), (9, "mismatch")):
+        sends = [entry("send 0->1", 0, is_p2p=True, output_sizes=[], output_dtypes=[])]
+        receives = [entry("recv 1<-0", 0, is_p2p=True, input_sizes=[], input_dtypes=[], output_sizes=[[size]])]
+        found = audit_files([dumps(tmp_path / f"{size}", [sends, receives], TWO)]).desync
+        assert (found and found.kind) == kind

@@ -9,8 +9,9 @@ from itertools import count
 import pytest
 
 from shardwise.audit.calls import Call
-from shardwise.audit.differences import first_difference, late_ranks
-from shardwise.audit.reading import RankRecording, StepMark, recordings_of
+from shardwise.audit.differences import first_difference
+from shardwise.audit.reading import RankRecording, StepMark
+from shardwise.audit.waits import late_ranks
 
 WORLD = (0, 1, 2, 3)
 ORDERS = count()
@@ -45,7 +46,7 @@ def changed(program: Sequence[Call], at: int, *instead: Call) -> list[Call]:
 def test_equal_ranks_do_not_differ() -> None:
     assert first_difference(recordings([steps(USUAL)] * 4)) is None
     assert first_difference([]) is None
-    assert first_difference(recordings_of(replace(one, rank=r) for r in range(4) for one in steps(USUAL))) is None
+    assert first_difference(recordings([steps(USUAL)] * 4, marks=0)) is None
 
 
 def test_ranks_may_come_to_a_call_from_different_lines() -> None:
@@ -94,6 +95,18 @@ def test_a_call_that_is_new_leaves_two_ranks_undecided() -> None:
     assert found is not None and found.sure and (found.kind, found.ranks) == ("skipped", (2,))
 
 
+def test_another_operation_of_a_known_line_is_new() -> None:
+    """DDP broadcasts its new buckets once; the rank that has a micro-batch less does not come to it."""
+    group = {"group": (0, 1)}
+    setup = [call(2, 8, op="all_gather", **group), call(2, 288, op="broadcast", peer=0, **group)]
+    step = [call(5, 100, **group), call(7, 4, 1, **group), call(8, 24, 1, dtype="int64", **group)]
+    buckets = call(5, 52, 1, op="broadcast", dtype="int32", peer=0, state="started", **group)
+    rebuilds = recordings([[*setup, *step, buckets]], marks=1)
+    less = recordings([[], [*setup, *step, call(7, 4, 2, state="started", **group)]], marks=2)
+    found = first_difference([*rebuilds, less[1]])
+    assert found is not None and not found.sure and "broadcast" in found.text
+
+
 def test_who_died_first_is_named_before_those_who_waited() -> None:
     whole = recordings([steps(USUAL)[:9]] * 4, marks=2)
     dead = [replace(one, died=10.0 - (one.rank == 2)) for one in whole]
@@ -107,6 +120,21 @@ def test_an_error_is_the_cause_unless_it_is_one_of_communication() -> None:
     whole[1] = replace(whole[1], error=(8.0, "RuntimeError: Connection closed by peer", "train.py:7"))
     found = first_difference(whole)
     assert found is not None and (found.kind, found.ranks, found.where) == ("error", (3,), "train.py:44")
+
+
+def test_a_rank_that_ended_after_fewer_steps() -> None:
+    """Its data had a batch less; the line is the one at which the others are."""
+    more, less = recordings([steps(USUAL, 5), steps(USUAL, 4)])
+    group = {"group": (0, 1)}
+    pair = [replace(one, calls=tuple(replace(call, **group) for call in one.calls)) for one in (more, less)]
+    found = first_difference([pair[0], replace(pair[1], exit=99.0)])
+    assert found is not None and (found.kind, found.ranks, found.sure, found.where) == (
+        "ended",
+        (1,),
+        True,
+        "train.py:5",
+    )
+    assert found.text.startswith("rank 1 ended after 4 steps, and rank 0 made all_reduce of 100 B")
 
 
 def test_a_micro_batch_less_in_a_pipeline() -> None:

@@ -37,9 +37,10 @@ def test_a_clean_program(kind, audits, tmp_path) -> None:
     assert audit.difference is None and audit.exit_code == 0 and audit.recorded == item.ranks
     assert audit.understood.layout == Layout.parse(f"{item.layout},precision=fp32")
     known = [row for row in audit.traffic if row.due is not None]
-    assert not any(row.wrong for row in known) and bool(known) == (item.layout[:2] == "dp")
-    if kind in ("ddp", "ddp4", "zero1", "by hand"):
-        assert [row.elements == row.due for row in known if row.what == "gradients"] == [True]
+    assert not any(row.wrong for row in known) and bool(known) == (item.layout[:2] != "pp")
+    assert all(row.elements == row.due or row.note for row in known) and audit.beyond == ()
+    assert all(row.elements == row.due for row in known if row.what == "gradients")
+    assert all(row.elements == row.due for row in known if row.what == "activations" and row.phase == "forward")
 
 
 @pytest.mark.parametrize(("kind", "mistake"), some_of(WRONG, 3, "mistakes"))
@@ -79,6 +80,13 @@ def test_the_command(audits, tmp_path) -> None:
     assert said["understood"]["layout"] == "dp=2,precision=fp32" and said["model"] == "Sequential"
     code, said = run(kept, "--expect", "tp=2", "--budget", "memory=1kB,bytes=1kB")
     assert code == 1 and [text.split(":")[0] for text in said["failures"]] == ["layout", "memory", "bytes"]
+    there = ("--cluster", "2xH100", "--seq", "8k", "--batch", "64")
+    code, said = run(kept, *there, "--model", "llama-3.2-1b")
+    assert code == 0 and "times as fast as dp=2,precision=fp32" in said["advice"][0]
+    code, said = run(kept, *there)
+    assert code == 0 and said["advice"] == [
+        "none: the program's model is not known: give --model NAME beside --cluster"
+    ]
     environment = {**os.environ, "COLUMNS": "80"}
     done = shardwise("audit", kept, environment=environment, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (0, "") and max(map(len, done.stdout.splitlines())) <= 80

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from harness.recordings import dumps, entry, kernel, span, trace
 from shardwise.audit.calls import Call
 from shardwise.audit.files.result import audit_files
+from shardwise.audit.waits import call_spans
 from shardwise.audit.waterfall import CLASSES, bars, waterfall
 from shardwise.report import Bytes, Role, StepReport
 from shardwise.report.exposure import exposure, length, spans, union, without
@@ -178,7 +179,8 @@ SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pa
 def test_parts_always_add_up(compute, copies, loading, host, collectives, end):
     moments = [(at / 1e9, (at + lasts) / 1e9) for at, lasts in collectives]
     calls = [Call(0, i, "all_reduce", (0, 1), begin=begin, end=end) for i, (begin, end) in enumerate(moments)]
-    one = waterfall(0, "", (0, end), {"compute": compute, "copies": copies, "loading": loading, "host": host}, calls)
+    spans = {"compute": compute, "copies": copies, "loading": loading, "host": host}
+    one = waterfall(0, "", (0, end), spans, call_spans(calls))
     assert sum(part.time for part in one.parts) == one.time == end
     assert [part.group for part in one.parts] == sorted((p.group for p in one.parts), key=CLASSES.index)
     whole, covered = union(compute), union(copies)

@@ -1,12 +1,19 @@
 """Axes of parallelism from the groups of a program's calls, and what each axis is used for."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwise.audit.calls import Call
 from shardwise.codec import Json
+from shardwise.layout.axes import DP, PP, SHARD, TP
+
+(DATA,), (SHARDS,), (TENSOR,), (PIPELINE,) = DP, SHARD, TP, PP
+"""Ranks of a group are replicas whose gradients are summed, or share a state, an operation, a model."""
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+SMALL = 64
+"""Bytes up to which a call is a scalar: a norm, a loss, a count."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,56 @@ class Axis(Json):
         return f"{self.size} ranks{apart}" if self.size else "group unknown"
 
 
-_USES = {
+def uses(calls: Iterable[Call]) -> Iterator[tuple[str, str, int | None]]:
+    """(axis, reason, ZeRO stage) of every use that a group is put to in a step."""
+    kinds: Counter[tuple[str, str, str]] = Counter()
+    for call in calls:
+        if call.dtype in FLOATS and max(call.inputs, call.outputs) > SMALL:
+            kinds[call.engine, call.op, call.phase] += 1
+    by = {engine: {(op, phase) for e, op, phase in kinds if e == engine} for engine in {e for e, _, _ in kinds}}
+    for engine in ("fsdp", "deepspeed"):
+        yield from _sharded(engine, by.get(engine, set()))
+    if by.get("ddp", set()) & {("all_reduce", "backward")}:
+        yield DATA, "DDP all-reduces gradients in the backward pass", None
+    if "zero-redundancy" in by:
+        yield DATA, "ZeroRedundancyOptimizer broadcasts the updated parameters", 1
+    if any(phase in ("forward", "backward") for _, phase in by.get("dtensor", set())):
+        yield TENSOR, "DTensor redistributes activations in the forward or the backward pass", None
+    yield from _by_pattern(by.get("", set()))
+
+
+def _sharded(engine: str, did: set[tuple[str, str]]) -> Iterator[tuple[str, str, int | None]]:
+    """Uses by FSDP or DeepSpeed."""
+    gathers = {phase for op, phase in did if op in ("all_gather_into", "all_gather", "broadcast")}
+    scatters = {op for op, _ in did} & {"reduce_scatter", "all_to_all", "reduce"}
+    name = {"fsdp": "FSDP", "deepspeed": "DeepSpeed"}[engine]
+    if "backward" in gathers:
+        yield SHARDS, f"{name} gathers parameters in the forward and again in the backward pass", 3
+    elif "forward" in gathers:
+        yield SHARDS, f"{name} gathers parameters once, and scatters gradients", 2 if engine == "fsdp" else 3
+    elif gathers and did:
+        yield SHARDS, f"{name} gathers parameters after the optimizer", 2 if scatters else 1
+    elif scatters:
+        yield SHARDS, f"{name} scatters gradients", 2
+    if ("all_reduce", "backward") in did and not gathers:
+        yield DATA, f"{name} all-reduces gradients", None
+
+
+def _by_pattern(did: set[tuple[str, str]]) -> Iterator[tuple[str, str, int | None]]:
+    """Uses by the program itself, or by an engine that the recording does not name."""
+    gathers = {phase for op, phase in did if op == "all_gather_into"}
+    if ("reduce_scatter", "backward") in did and gathers:
+        stage = 3 if "backward" in gathers else 2 if "forward" in gathers else 1
+        yield SHARDS, "parameters are gathered, gradients scattered in the backward pass", stage
+    elif ("all_reduce", "forward") in did:
+        yield TENSOR, "activations are all-reduced in the forward pass", None
+    elif ("all_reduce", "backward") in did:
+        yield DATA, "gradients are all-reduced in the backward pass", None
+    elif ("all_reduce", "") in did:
+        yield DATA, "gradients are all-reduced after the backward pass", None
+
+
+_ROUGH = {
     "shards gathered, gradients scattered: FSDP or ZeRO-3 (or sequence parallelism)": (
         "all_gather_into", "all_gather", "reduce_scatter",
     ),
@@ -39,7 +95,7 @@ _USES = {
     "rows to other ranks: experts or embeddings (or Ulysses)": ("all_to_all",),
     "messages: a pipeline (or a ring)": ("send", "recv"),
 }  # fmt: skip
-"""Use of an axis -> operations that move most of its bytes."""
+"""Use of an axis, where passes are not known -> operations that move most of its bytes."""
 
 
 def axes(calls: Iterable[Call]) -> list[Axis]:
@@ -55,16 +111,21 @@ def axes(calls: Iterable[Call]) -> list[Axis]:
             continue
         ranks = len({call.rank for call in made})
         counts, total = Counter(call.op for call in made), Counter[str]()
-        moved = {"": -1}
         for call in made:
             total[call.op] += call.inputs
-        for use, ops in _USES.items():
-            if any(call.op in ops for call in made):
-                moved[use] = sum(max(call.inputs, call.outputs) for call in made if call.op in ops)
         result.append(
             Axis(
                 size, stride, len({call.group for call in made}), {op: n / ranks for op, n in counts.items()},
-                {op: n / ranks for op, n in total.items()}, max(moved, key=lambda use: moved[use]),
+                {op: n / ranks for op, n in total.items()}, _guess(made),
             )
         )  # fmt: skip
     return sorted(result, key=lambda axis: -sum(axis.nbytes.values()))
+
+
+def _guess(calls: Sequence[Call]) -> str:
+    known = next((why for _, why, _ in uses(calls)), "") if any(call.phase for call in calls) else ""
+    moved = {"": -1}
+    for use, ops in _ROUGH.items():
+        if any(call.op in ops for call in calls):
+            moved[use] = sum(max(call.inputs, call.outputs) for call in calls if call.op in ops)
+    return known or max(moved, key=lambda use: moved[use])

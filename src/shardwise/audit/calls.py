@@ -5,6 +5,7 @@ from typing import Literal
 
 from shardwise.codec import Json
 
+MESSAGES = ("send", "recv")
 State = Literal["scheduled", "started", "completed"]
 """How far a call came: queued, begun on the device, ended."""
 
@@ -20,6 +21,7 @@ class Call(Json):
     begin, end: seconds of the rank's clock; None where unknown. shape: of the (first) tensor that is sent. comm: name
     of the communicator, which tells groups of the same ranks apart. engine: what made the call (ddp, fsdp, dtensor,
     pipelining, deepspeed, zero-redundancy), "" for the program itself or unknown. step: optimizer steps before it.
+    number: of the call in its group, where the recording counts and may have lost the first ones.
     """
 
     rank: int
@@ -39,3 +41,4 @@ class Call(Json):
     comm: str = ""
     engine: str = ""
     step: int = 0
+    number: int = 0

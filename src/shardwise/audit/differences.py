@@ -8,15 +8,25 @@ different branches to the same call.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Literal, NamedTuple
 
-from shardwise.audit.calls import Call
+from shardwise.audit.calls import MESSAGES, Call
+from shardwise.audit.desync import (
+    CallSignature,
+    Mismatch,
+    both_ends,
+    describe,
+    grouped,
+    mismatches,
+    signature_of,
+)
 from shardwise.audit.reading import RankRecording
 from shardwise.codec import Json
-from shardwise.report.units import format_bytes, format_ranks
+from shardwise.report.units import format_ranks
 
 Kind = Literal[
     "skipped", "extra", "reordered", "operation", "size", "dtype", "root", "group", "died", "error", "ended", "waiting"
@@ -29,22 +39,6 @@ _CLEAR = 1.25
 """Times as many calls before one that came before others like it, for a rank to be taken as right."""
 _COMMUNICATION = ("connection", "peer", "gloo", "nccl", "timed out", "timeout", "preamble", "dist", "unhandled system")
 """Words of errors that follow from what another rank did."""
-
-
-class CallSignature(NamedTuple):
-    """A call as it can be compared between ranks; a step of the optimizer has no `op`."""
-
-    op: str = ""
-    size: int = 0
-    dtype: str = ""
-    where: str = ""
-    ranks: int = 0
-    root: int | None = None
-
-    def fits(self, other: CallSignature) -> bool:
-        """Whether both can be one collective; that of a barrier is any other."""
-        mine, theirs = self._replace(where="", ranks=0), other._replace(where="", ranks=0)
-        return mine == theirs or (self.op == other.op == "barrier")
 
 
 @dataclass(frozen=True)
@@ -68,19 +62,6 @@ class Difference(Json):
     json_omits = ("waiting",)
 
 
-def signature_of(call: Call) -> CallSignature:
-    """What must be equal on all ranks, with the line."""
-    size = 0
-    match call.op:
-        case "all_reduce" | "reduce" | "broadcast" | "reduce_scatter" | "send" | "all_gather_into" | "gather":
-            size = call.inputs
-        case "all_gather" | "recv" | "scatter":
-            size = call.outputs
-    root = call.peer if call.op in ("broadcast", "reduce", "gather", "scatter") else None
-    dtype = "" if call.op == "barrier" else call.dtype
-    return CallSignature(call.op, size, dtype, call.where, len(call.group), root)
-
-
 class _Place(NamedTuple):
     """One entry of a rank's sequence; `call` is None for a step of the optimizer."""
 
@@ -101,45 +82,13 @@ def _with_steps(calls: Sequence[Call], steps: int) -> list[_Place]:
     return places + [_STEP] * (steps - step)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """Calls of one group, or messages of one pair, that do not match."""
-
-    calls: dict[int, list[Call]]
-    """Rank -> its calls in the group."""
-    index: int
-    """The first that does not match."""
-    time: float
-    hard: bool
-
-    def unmatched(self) -> list[Call]:
-        return [some[self.index] for some in self.calls.values() if self.index < len(some)]
-
-
 class _Program:
     """All recordings, by group and by pair."""
 
     def __init__(self, recordings: Sequence[RankRecording]) -> None:
         self.recordings = {one.rank: one for one in recordings}
         self.whole = {one.rank: [_STEP, *_with_steps(one.calls, len(one.steps))] for one in recordings}
-        self.groups: dict[Any, dict[int, list[Call]]] = {}
-        anyone = set()
-        for one in recordings:
-            for call in one.calls:
-                if call.op in ("send", "recv"):
-                    ends = (one.rank, call.peer) if call.op == "send" else (call.peer, one.rank)
-                    anyone |= {one.rank} if call.peer is None else set()
-                    key: Any = ("message", *ends)
-                else:
-                    key = call.comm, call.group
-                self.groups.setdefault(key, {}).setdefault(one.rank, []).append(call)
-        for key in [key for key in self.groups if key[0] == "message" and ({*key[1:]} & anyone or None in key)]:
-            del self.groups[key]  # messages that a rank takes from anyone cannot be paired
-        for key, calls in self.groups.items():
-            members = key[1:] if key[0] == "message" else key[1]
-            for rank in members:
-                if rank in self.recordings:
-                    calls.setdefault(rank, [])
+        self.groups = grouped(recordings)
         self.positions: dict[CallSignature, list[tuple[int, int]]] = defaultdict(list)
         for rank, places in self.whole.items():
             for index, place in enumerate(places):
@@ -160,8 +109,9 @@ class _Program:
         return mine < theirs
 
     def first(self, call: Call) -> bool:
-        """Whether no rank made a call at this line before."""
-        before = (entry for one in self.recordings.values() for entry in one.calls if entry.where == call.where)
+        """Whether no rank made such a call at this line before."""
+        every = (entry for one in self.recordings.values() for entry in one.calls)
+        before = (entry for entry in every if (entry.where, entry.op) == (call.where, call.op))
         return all(
             entry is call or (entry.step, entry.begin or 0.0) >= (call.step, call.begin or 0.0) for entry in before
         )
@@ -188,37 +138,14 @@ def _role(token: CallSignature) -> CallSignature:
     return token._replace(root=None)
 
 
-def _pair(token: CallSignature) -> CallSignature:
-    """A message as both of its ends see it."""
-    return token._replace(op="message", where="", ranks=0) if token.op in ("send", "recv") else token
-
-
-def _candidates(program: _Program) -> Iterator[_Candidate]:
-    for calls in program.groups.values():
-        lengths = [len(some) for some in calls.values()]
-        if not lengths:
-            continue
-        for index in range(max(lengths)):
-            here = [some[index] for some in calls.values() if index < len(some)]
-            time = min(call.begin or 0.0 for call in here)
-            first, *others = [_pair(signature_of(call)) for call in here]
-            if not all(first.fits(other) for other in others):
-                yield _Candidate(calls, index, time, True)
-                break
-            if len(here) < len(calls):
-                ended = program.recordings[here[0].rank].exit is not None
-                if ended or any(call.op != "send" or call.state != "completed" for call in here):
-                    yield _Candidate(calls, index, time, False)
-                break
-
-
 def first_difference(recordings: Sequence[RankRecording]) -> Difference | None:
     """Where ranks that made calls of the same groups began to differ; None where all their calls meet.
 
     A program that still runs differs also where a rank has not arrived yet: ask when nothing has moved for a while.
     """
     program = _Program(recordings)
-    results = sorted(_candidates(program), key=lambda one: (not one.hard, one.time))
+    left = [rank for rank, one in program.recordings.items() if one.exit is not None]
+    results = sorted(mismatches(program.groups, left), key=lambda one: (not one.hard, one.time))
     ends = _ended(program)
     if results and results[0].hard:
         return _finish(program, _located(program, results[0]))
@@ -231,8 +158,7 @@ def first_difference(recordings: Sequence[RankRecording]) -> Difference | None:
 
 
 def _finish(program: _Program, difference: Difference) -> Difference:
-    waiting = tuple(_doing(one) for one in program.recordings.values())
-    return Difference(**{**vars(difference), "waiting": waiting})
+    return replace(difference, waiting=tuple(_doing(one) for one in program.recordings.values()))
 
 
 def _doing(one: RankRecording) -> str:
@@ -240,25 +166,14 @@ def _doing(one: RankRecording) -> str:
     if one.error is not None:
         return f"rank {one.rank}: {one.error[1]}" + (f" ({one.error[2]})" if one.error[2] else "")
     if one.killed:
-        return f"rank {one.rank}: gone" + (f"; its last call: {_said(one.calls[-1])}" if one.calls else "")
+        return f"rank {one.rank}: gone" + (f"; its last call: {describe(one.calls[-1])}" if one.calls else "")
     if open_calls:
-        return f"rank {one.rank}: in {_said(open_calls[0])}"
+        return f"rank {one.rank}: in {describe(open_calls[0])}"
     if one.exit is not None:
         return f"rank {one.rank}: ended"
     if one.position is not None and one.position[1]:
         return f"rank {one.rank}: outside of any call, at {one.position[1]}"
-    return f"rank {one.rank}: " + (f"behind {_said(one.calls[-1])}" if one.calls else "no call yet")
-
-
-def _said(call: Call) -> str:
-    """A call in words."""
-    size = max(call.inputs, call.outputs)
-    what = call.op + (f" of {format_bytes(size)} {call.dtype}" if size and call.op != "barrier" else "")
-    if call.op in ("send", "recv"):
-        what += f" {'to' if call.op == 'send' else 'from'} rank {call.peer}" if call.peer is not None else ""
-    elif call.group:
-        what += f" on {format_ranks(call.group)}"
-    return f"{what} at {call.where}" if call.where else what
+    return f"rank {one.rank}: " + (f"behind {describe(one.calls[-1])}" if one.calls else "no call yet")
 
 
 def _ended(program: _Program) -> Difference | None:
@@ -279,26 +194,28 @@ def _ended(program: _Program) -> Difference | None:
         return Difference(
             "error", (one.rank,), True, where, last.op if last else "", step, f"rank {one.rank} raised {one.error[1]}"
         )
-    where, text = (last.where, f"; its last call was {_said(last)}") if last else ("", " before its first call")
+    where, text = (last.where, f"; its last call was {describe(last)}") if last else ("", " before its first call")
     return Difference("died", (one.rank,), True, where, last.op if last else "", step, f"rank {one.rank} died{text}")
 
 
 # -- Where a difference began
 
 
-def _located(program: _Program, candidate: _Candidate) -> Difference:
+def _located(program: _Program, candidate: Mismatch) -> Difference:
     """The place at which the ranks of a candidate began to differ."""
     steps = [len(program.recordings[rank].steps) for rank in candidate.calls]
     marked = max(steps) - min(steps) <= 1
-    messages = any(call.op in ("send", "recv") for some in candidate.calls.values() for call in some)
+    messages = any(call.op in MESSAGES for some in candidate.calls.values() for call in some)
     sequences = {
         rank: _with_steps(calls, len(program.recordings[rank].steps))
         if marked
         else [_Place(signature_of(call), call) for call in calls]
         for rank, calls in candidate.calls.items()
     }
-    see: Callable[[CallSignature], CallSignature] = _pair if messages else lambda token: token
+    see: Callable[[CallSignature], CallSignature] = both_ends if messages else lambda token: token
     index = _diverged(sequences, see, candidate)
+    if (early := _ended_early(program, sequences, index)) is not None:
+        return early
     unlike: dict[CallSignature | None, list[int]] = defaultdict(list)
     for rank, places in sequences.items():
         token = see(places[index].token) if index < len(places) else None
@@ -310,8 +227,25 @@ def _located(program: _Program, candidate: _Candidate) -> Difference:
     return _described(program, sequences, index, ranks, others) or _unsure(sequences, index, candidate)
 
 
+def _ended_early(program: _Program, sequences: dict[int, list[_Place]], index: int) -> Difference | None:
+    """Ranks that did all that the others did, a step less, and ended: of data that is not even."""
+    ended = tuple(
+        rank
+        for rank, places in sequences.items()
+        if len(places) == index and program.recordings[rank].exit is not None and program.recordings[rank].error is None
+    )
+    others = [places[index].call for rank, places in sequences.items() if rank not in ended and index < len(places)]
+    if not ended or not others or others[0] is None:
+        return None
+    call, steps = others[0], len(program.recordings[ended[0]].steps)
+    if not steps or call.step < steps:
+        return None
+    text = f"{format_ranks(ended)} ended after {steps} steps, and rank {call.rank} made {describe(call)}"
+    return Difference("ended", ended, True, call.where, call.op, call.step, text)
+
+
 def _diverged(
-    sequences: dict[int, list[_Place]], see: Callable[[CallSignature], CallSignature], candidate: _Candidate
+    sequences: dict[int, list[_Place]], see: Callable[[CallSignature], CallSignature], candidate: Mismatch
 ) -> int:
     """The first index at which sequences do something else, or are shifted against one another."""
     longest = max(map(len, sequences.values()))
@@ -322,17 +256,13 @@ def _diverged(
             continue
         if None in kinds or not all(a.fits(b) for a in kinds for b in kinds if a and b):
             return index
-        if any(_shifted(sequences[a], sequences[b], index) for a in sequences for b in sequences):
-            return index
+        for a, b in permutations(sequences.values(), 2):  # one does here, by its line, what the other does later
+            mine, theirs = a[index].token, [place.token for place in b[index : index + _REACH]]
+            if mine != theirs[0] and mine in theirs[1:]:
+                return index
     calls = (some[last] for some in sequences.values() for last in range(len(some)) if some[last].call is not None)
     unmatched = next(place for place in calls if place.call in candidate.unmatched())
     return next(some.index(unmatched) for some in sequences.values() if unmatched in some)
-
-
-def _shifted(a: list[_Place], b: list[_Place], index: int) -> bool:
-    """Whether one does here, by its line, what the other does later, and not now."""
-    mine, theirs = a[index].token, [place.token for place in b[index : index + _REACH]]
-    return mine != theirs[0] and mine in theirs[1:]
 
 
 def _deviants(
@@ -405,14 +335,14 @@ def _habit(program: _Program, places: list[_Place], index: int, rank: int) -> in
     return program.usual(rank, program.index(before[-1]) + 1 if before else max(0, len(program.whole[rank]) - 1))
 
 
-def _unsure(sequences: dict[int, list[_Place]], index: int, candidate: _Candidate) -> Difference:
+def _unsure(sequences: dict[int, list[_Place]], index: int, candidate: Mismatch) -> Difference:
     """Ranks differ, and nothing says which of them is wrong."""
     here = {rank: places[index].call for rank, places in sequences.items() if index < len(places)}
     calls = [call for call in here.values() if call is not None]
     if not calls:
         calls = candidate.unmatched()
     first = calls[0]
-    said = "; ".join(f"rank {call.rank} makes {_said(call)}" for call in calls[:4])
+    said = "; ".join(f"rank {call.rank} makes {describe(call)}" for call in calls[:4])
     missing = [rank for rank in sequences if rank not in {call.rank for call in calls}]
     said += f"; {format_ranks(tuple(missing))} does not" if missing else ""
     return Difference(
@@ -432,29 +362,29 @@ def _described(
     elsewhere = _elsewhere(program, rank, others, kind, made, due)
     if elsewhere is not None:
         wrong, right = elsewhere
-        text = f"{who} made {_said(wrong)}, where rank {right.rank} made it on {format_ranks(right.group)}"
+        text = f"{who} made {describe(wrong)}, where rank {right.rank} made it on {format_ranks(right.group)}"
         return Difference("group", tuple(ranks), True, wrong.where, wrong.op, wrong.step, text)
     named = due if kind == "skipped" else made or due
     if named is None:
         return None
     made_before = [place.call for place in sequences[rank] if place.call is not None]
-    if kind == "skipped" and named.op in ("send", "recv"):
+    if kind == "skipped" and named.op in MESSAGES:
         op, where = ("recv", "send")[named.op == "recv"], made_before[-1].where if made_before else named.where
-        text = f"{who} made no {op} for {_said(named)} of rank {named.rank}" + (
+        text = f"{who} made no {op} for {describe(named)} of rank {named.rank}" + (
             f"; its last: {where}" if made_before else ""
         )
         return Difference(kind, tuple(ranks), True, where, op, named.step, text)
     if kind == "skipped":
         partner = "waited in" if named.state != "completed" else "made"
-        text = f"{who} skipped {_said(named)}, which rank {named.rank} {partner}"
+        text = f"{who} skipped {describe(named)}, which rank {named.rank} {partner}"
         follows = next((place.call for place in mine if place.call is not None), None)
-        text += f"; next it made {_said(follows)}" if follows is not None else ""
+        text += f"; next it made {describe(follows)}" if follows is not None else ""
     elif kind == "extra":
-        text = f"{who} made one call more: {_said(named)}"
+        text = f"{who} made one call more: {describe(named)}"
     elif kind == "reordered" and due is not None:
-        text = f"{who} made {_said(named)} before {_said(due)}, and the others behind it"
+        text = f"{who} made {describe(named)} before {describe(due)}, and the others behind it"
     else:
-        text = f"{who} made {_said(named)}" + (f", where rank {due.rank} made {_said(due)}" if due else "")
+        text = f"{who} made {describe(named)}" + (f", where rank {due.rank} made {describe(due)}" if due else "")
     if kind == "skipped" and program.recordings[rank].exit is not None and not mine:
         text += "; it has ended"
     return Difference(kind, tuple(ranks), True, named.where, named.op, named.step, text)
@@ -517,50 +447,3 @@ def _twin(call: Call, other: Call) -> bool:
     if (other.op, other.where, other.inputs) != (call.op, call.where, call.inputs):
         return False
     return (other.comm, other.group) != (call.comm, call.group)
-
-
-# -- Who waits for whom
-
-
-@dataclass(frozen=True)
-class LateRank(Json):
-    """A rank for which others wait."""
-
-    rank: int
-    seconds: float
-    """Sum over its calls of how much longer the first of the others had waited."""
-    share: float
-    """Of the time from the first step to the end."""
-    calls: int
-    where: str
-    """file:line of the calls that are waited for the longest."""
-
-
-def late_ranks(recordings: Sequence[RankRecording]) -> list[LateRank]:
-    """Ranks that arrive last at collectives, the one that costs most first. Clocks of several hosts are compared."""
-    program = _Program(recordings)
-    waited: Counter[int] = Counter()
-    places: Counter[tuple[int, str]] = Counter()
-    counts: Counter[int] = Counter()
-    begins, ends = [], []
-    for key, calls in program.groups.items():
-        if key[0] == "message" or len(calls) < 2:
-            continue
-        for some in zip(*calls.values(), strict=False):
-            if some[0].step == 0 or any(call.begin is None for call in some):
-                continue
-            first, last = min(c.begin or 0.0 for c in some), max(some, key=lambda c: c.begin or 0.0)
-            begins.append(first)
-            ends.append(last.begin or 0.0)
-            waited[last.rank] += (last.begin or 0.0) - first  # type: ignore[assignment]
-            places[last.rank, last.where] += (last.begin or 0.0) - first  # type: ignore[assignment]
-            counts[last.rank] += 1
-    if not begins or (whole := max(ends) - min(begins)) <= 0:
-        return []
-    return [
-        LateRank(
-            rank, seconds, seconds / whole, counts[rank],
-            max((where for r, where in places if r == rank), key=lambda where: places[rank, where]),
-        )
-        for rank, seconds in waited.most_common()
-    ]  # fmt: skip

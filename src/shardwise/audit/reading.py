@@ -1,10 +1,9 @@
-"""Recordings of ranks: read from the lines that `recorder.py` writes, or made of calls that other software recorded."""
+"""Recordings of ranks, as they are read from the lines that `recorder.py` writes. Those of other software: `files`."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +40,7 @@ class RankRecording:
     steps: tuple[StepMark, ...] = ()
     model: tuple[str, int, dict[str, Any] | None, list[Any]] | None = None
     """(class, parameters of this rank, Hugging Face's configuration, [name, shape, dtype, trained,
-    elements on this rank] of each)."""
+    shape on this rank] of each)."""
     pipeline: tuple[str, int, int] | None = None
     """(class of torch's schedule, micro-batches, stages of this rank)."""
     exit: float | None = None
@@ -52,6 +51,8 @@ class RankRecording:
     """Seconds of the clock when its process was seen to be gone."""
     position: tuple[float, str, str] | None = None
     """(seconds of the clock, file:line, innermost function) of a program that makes no call for a while."""
+    stale: int = 0
+    """Parameters that the optimizer has from before they were sharded."""
     lost: int = 0
     """Things that the recorder failed to note."""
 
@@ -89,8 +90,8 @@ class _Lines:
                 self.steps.append(StepMark(*items))
             case "model" | "pipeline":
                 self.values[kind] = tuple(items)
-            case "exit":
-                self.values["exit"] = items[0]
+            case "exit" | "stale":
+                self.values[kind] = items[0]
             case "error":
                 self.values["error"] = tuple(items)
             case _:
@@ -127,19 +128,3 @@ def read_folder(folder: Path, died: Mapping[int, float] | None = None) -> list[R
         if one is not None and (one.rank not in results or results[one.rank].begin < one.begin):
             results[one.rank] = replace(one, died=(died or {}).get(one.pid))
     return [results[rank] for rank in sorted(results)]
-
-
-def recordings_of(calls: Iterable[Call]) -> list[RankRecording]:
-    """Recordings of ranks with known calls and nothing else."""
-    of: dict[int, list[Call]] = defaultdict(list)
-    for call in calls:
-        of[call.rank].append(call)
-    return [
-        RankRecording(rank, tuple(sorted(some, key=lambda call: call.order)), world=len(of))
-        for rank, some in sorted(of.items())
-    ]
-
-
-def collectives(recording: RankRecording) -> Iterator[Call]:
-    """Its calls that all ranks of a group make."""
-    return (call for call in recording.calls if call.op not in ("send", "recv"))

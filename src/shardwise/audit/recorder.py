@@ -13,7 +13,8 @@ Each line is a JSON list. Its first item is one of:
 - "end": order, seconds of the clock
 - "step": steps, seconds of the clock, seconds waited in the step, bytes by class
 - "model": class, parameters of this rank, Hugging Face's configuration or null, [name, shape, dtype,
-  trained, elements on this rank] of each
+  trained, shape on this rank] of each
+- "stale": parameters that the optimizer has from before they were sharded
 - "pipeline": class of torch's schedule, micro-batches, stages of this rank
 - "exit" or "error": seconds of the clock; the error's text and its place
 """
@@ -312,7 +313,7 @@ class Recorder:
         self.write("step", self.step, time.time(), self.waited, sizes)
         self.waited, self.saved = 0.0, 0
         if self.step == 1:
-            self._model()
+            self._model(optimizer)
 
     def _bytes(self, optimizer: Any, wrapped: list[Any]) -> dict[str, int]:
         parameters = [_local(entry) for group in optimizer.param_groups for entry in group["params"]]
@@ -348,7 +349,7 @@ class Recorder:
 
         autograd._engine_run_backward = counted
 
-    def _model(self) -> None:
+    def _model(self, optimizer: Any) -> None:
         """The largest module that no other contains, and the pipeline's schedule, by a look at all objects."""
         import gc
 
@@ -368,9 +369,13 @@ class Recorder:
             configs: list[Any] = [getattr(entry, "config", None) for entry in root.modules()]
             texts = [entry.to_json_string(use_diff=False) for entry in configs if hasattr(entry, "to_json_string")]
             names = [
-                (name, list(p.shape), str(p.dtype)[6:], p.requires_grad, _local(p).numel())
-                for name, p in root.named_parameters()
+                (name, list(getattr(p, "ds_shape", p.shape)), str(p.dtype)[6:], p.requires_grad, list(_local(p).shape))
+                for name, p in root.named_parameters()  # DeepSpeed leaves them empty at stage 3
             ]
+            held = {id(p) for entry in modules for p in entry._parameters.values()}
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if not held & mine and any(hasattr(p, "_local_tensor") for p in root.parameters()):
+                self.write("stale", len(mine))  # fully_shard has put others in their place
             config = json.loads(texts[0]) if texts else None
             self.write("model", type(root).__name__.removeprefix("FSDP"), count, config, names)
 
@@ -449,8 +454,9 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _local(tensor: Any) -> Any:
-    """This rank's part of a DTensor, also of one whose collective is not waited for; any other tensor as it is."""
-    tensor = getattr(tensor, "_local_tensor", tensor)
+    """This rank's part of a DTensor, also of one whose collective is not waited for, or of a parameter of DeepSpeed's
+    stage 3; any other tensor as it is."""
+    tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
     return getattr(tensor, "elem", tensor)
 
 

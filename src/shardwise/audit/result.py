@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.audit.comparing import RecordedRow, compare_traffic
-from shardwise.audit.differences import Difference, LateRank, late_ranks
+from shardwise.audit.differences import Difference
 from shardwise.audit.job import AuditedJob
+from shardwise.audit.planned import beyond
+from shardwise.audit.reading import RankRecording
 from shardwise.audit.understanding import Understood, steady_calls, understand
+from shardwise.audit.waits import LateRank, late_ranks
 from shardwise.codec import Json
 from shardwise.layout import Layout
 from shardwise.report.step_report import Bytes
@@ -22,6 +25,10 @@ UNSEEN = (
     "libraries that call NCCL themselves",
 )
 """What the recorder cannot see."""
+_STALE = (
+    "the optimizer has {} parameters as they were before they were sharded, whole, and updates none of the model's: "
+    "make it after fully_shard"
+)
 _LATE = 0.05
 """Share of the time from which a late rank is shown."""
 _MUCH = 2.0
@@ -57,6 +64,10 @@ class Audit(Json):
     sent: int
     """Payload bytes of one steady step, of the rank that has the most."""
     unseen: tuple[str, ...]
+    mistakes: tuple[str, ...] = ()
+    """Of the program, beside its calls."""
+    beyond: tuple[str, ...] = ()
+    """Classes of state that take more than the layout needs."""
     failures: tuple[str, ...] = ()
     """Expectations and budgets that do not hold."""
     advice: tuple[str, ...] = ()
@@ -64,24 +75,45 @@ class Audit(Json):
     @property
     def exit_code(self) -> int:
         """The program's, else 1 for a difference, a wrong row or what was expected and is not so; 1 for a hang."""
-        wrong = self.difference is not None or any(row.wrong for row in self.traffic) or bool(self.failures)
+        wrong = self.difference is not None or bool(self.failures or self.mistakes)
+        wrong = wrong or any(row.wrong for row in self.traffic)
         return int(wrong) if self.hung else self.code or int(wrong)
 
-    json_keys = "* exit_code"
+    @property
+    def cause(self) -> str:
+        """The worst that there is, in a sentence."""
+        if self.difference is not None:
+            return f"{'hang: ' if self.hung else ''}{self.difference.text} (step {self.difference.step})"
+        wrong = [*self.mistakes, *(said for row, said in self.rows if row.wrong)]
+        met = "calls of all ranks meet" if not self.code else "calls of all ranks meet as far as they were made"
+        return wrong[0] if wrong else met
+
+    @property
+    def rows(self) -> list[tuple[RecordedRow, str]]:
+        """Rows that have a note, in words."""
+        results = []
+        for row in self.traffic:
+            if row.note:
+                place = ", ".join(filter(None, (row.what, row.phase, row.where)))
+                results.append((row, f"{'wrong: ' if row.wrong else ''}{place}: {row.note}"))
+        return results
+
+    json_keys = "* cause exit_code"
 
 
-def audit_of(job: AuditedJob, command: str) -> Audit:
-    """The audit of a program that has ended."""
+def audit_of(job: AuditedJob, command: str, expect: Layout | None = None) -> Audit:
+    """The audit of a program that has ended. expect: the layout that it is compared with, else the recorded one."""
     recordings = job.recordings
     understood = understand(recordings)
-    marks = [mark.bytes for one in recordings for mark in one.steps if mark.bytes]
-    classes = {name: max(mark[name] for mark in marks) for name in marks[0]} if marks else {}
-    peak, total = classes.pop("peak", None), classes.pop("total", 0)
-    held = Bytes(**classes) if marks else None
-    if held is not None:
-        held = Bytes(**classes, other=max(0, total - held.total))
+    held, peak = _held(recordings)
+    traffic, planned = compare_traffic(recordings, understood, expect)
+    known, _ = _held([one for one in recordings if one.model is not None][:1])
+    more = beyond(known, planned.bytes, len(planned.trained)) if known and planned else []
     sent = [sum(max(c.inputs, c.outputs) for c in steady_calls(one)) for one in recordings]
+    stale = max((one.stale for one in recordings), default=0)
+    mistakes = [_STALE.format(stale)] if stale else []
     lost = sum(one.lost for one in recordings)
+    unseen = (*UNSEEN, *([f"{lost} things that the recorder failed to note"] if lost else []))
     # Ranks for which others wait much longer than for the rest.
     ranks = late_ranks(recordings)
     waited = sum(one.seconds for one in ranks)
@@ -90,10 +122,20 @@ def audit_of(job: AuditedJob, command: str) -> Audit:
         command, job.code, job.seconds, understood.world, len(recordings),
         max((len(one.steps) for one in recordings), default=0), sum(len(one.calls) for one in recordings),
         next((one.model[0] for one in recordings if one.model), None), job.hung, understood, job.difference,
-        tuple(compare_traffic(recordings, understood)), held, peak,
+        tuple(traffic), held, peak,
         tuple(one for one in late if one.share > _LATE), max(sent, default=0),
-        (*UNSEEN, *([f"{lost} things that the recorder failed to note"] if lost else [])),
+        mistakes=tuple(mistakes), beyond=tuple(more), unseen=unseen,
     )  # fmt: skip
+
+
+def _held(recordings: Sequence[RankRecording]) -> tuple[Bytes | None, int | None]:
+    """(the most of every class on a rank, the most of all); None without measured steps."""
+    marks = [mark.bytes for one in recordings for mark in one.steps if mark.bytes]
+    if not marks:
+        return None, None
+    classes = {name: max(mark[name] for mark in marks) for name in marks[0]}
+    peak, total = classes.pop("peak"), classes.pop("total")
+    return Bytes(**classes, other=max(0, total - Bytes(**classes).total)), peak
 
 
 def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tuple[str, ...]:
@@ -101,6 +143,8 @@ def failures_of(audit: Audit, expect: Layout | None, most: dict[str, int]) -> tu
     results = []
     if expect is not None and not audit.understood.fits(expect):
         results.append(f"layout: expected {expect}, recorded {audit.understood.layout or 'none that is known'}")
+    elif expect is not None:
+        results += [f"beyond the plan: {text}" for text in audit.beyond]
     values = {"memory": audit.bytes.total if audit.bytes else None, "bytes": audit.sent}
     for name, limit in most.items():
         value = values[name]
@@ -116,46 +160,38 @@ def audit_lines(audit: Audit) -> Iterator[Renderable]:
     model = f" of {audit.model}" if audit.model else ""
     of = f"{audit.recorded} of {audit.ranks}" if audit.recorded < audit.ranks else f"{audit.ranks}"
     end = "ended by the audit" if audit.hung else f"exit code {audit.code}"
+    if audit.recorded:
+        yield audit.cause
     yield f"{of} ranks, {audit.steps} steps{model}, {format_time(audit.seconds)}, {end}"
     if not audit.recorded:
         yield "nothing was recorded: the program never called torch.distributed.init_process_group"
         return
-    yield from _difference(audit)
+    waiting = audit.difference.waiting if audit.difference else ()
+    yield from (f"  {text}" for text in waiting[:8])
+    if len(waiting) > 8:
+        yield f"  and {len(waiting) - 8} ranks more"
+    if waiting:
+        yield ""
     known = audit.understood
     yield f"layout: {known.layout if known.layout else 'not known'} ({known.confidence})"
     yield from (f"  {reason}" for reason in known.reasons)
     if audit.traffic:
         yield ""
         yield _traffic(audit)
-        yield from (
-            f"{'wrong: ' if row.wrong else ''}{row.what}, {row.phase or row.where}: {row.note}"
-            for row in audit.traffic
-            if row.note
-        )
+        yield from (said for _, said in audit.rows)
     if audit.bytes is not None:
         parts = [
             (name, getattr(audit.bytes, name)) for name in ("parameters", "gradients", "optimizer", "saved", "other")
         ]
         yield "\nmemory: " + ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
         yield f"  at most {format_bytes(audit.peak or 0)} on a rank, libraries of the process included"
+        yield from (f"  beyond the plan: {text}" for text in audit.beyond)
     for one in audit.late:
         lost, share = format_time(one.seconds), format_share(one.share)
         yield f"late: others waited {lost} ({share}) for rank {one.rank}, most at {one.where}"
     yield from (f"over: {text}" for text in audit.failures)
     yield from (f"advice: {text}" for text in audit.advice)
     yield f"not seen: {', '.join(audit.unseen)}"
-
-
-def _difference(audit: Audit) -> Iterator[str]:
-    results = audit.difference
-    if results is None:
-        yield "calls of all ranks meet" if not audit.code else "calls of all ranks meet as far as they were made"
-        return
-    yield f"{'hang: ' if audit.hung else ''}{results.text} (step {results.step})"
-    yield from (f"  {text}" for text in results.waiting[:8])
-    if len(results.waiting) > 8:
-        yield f"  and {len(results.waiting) - 8} ranks more"
-    yield ""
 
 
 def _traffic(audit: Audit) -> FittedTable:

@@ -8,24 +8,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.audit.calls import Call
+from shardwise.audit.axes import DATA, FLOATS, PIPELINE, SHARDS, SMALL, TENSOR, uses
+from shardwise.audit.calls import MESSAGES, Call
 from shardwise.audit.reading import RankRecording
 from shardwise.codec import Json
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.layout.axes import DP, PP, SHARD, TP
 
-(DATA,), (SHARDS,), (TENSOR,), (PIPELINE,) = DP, SHARD, TP, PP
-Axis = str
-"""One of these. Ranks of a group are replicas whose gradients are summed, or share a state, an operation, a model."""
 SCHEDULES = {
     "ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b", "ScheduleInterleaved1F1B": "interleaved",
     "ScheduleLoopedBFS": "breadth-first", "ScheduleZBVZeroBubble": "zb-v", "ScheduleDualPipeV": "dualpipe-v",
 }  # fmt: skip
 """torch's class -> our name."""
-FLOATS = ("float64", "float32", "bfloat16", "float16")
-SMALL = 64
-"""Bytes up to which a call is a scalar: a norm, a loss, a count."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +55,15 @@ def understand(recordings: Sequence[RankRecording]) -> Understood:
     """The layout that the calls of a steady step show."""
     world = max([one.world for one in recordings] + [len(recordings)])
     calls = [call for one in recordings for call in steady_calls(one)]
-    uses: dict[tuple[int, ...], list[Call]] = defaultdict(list)
+    by_group: dict[tuple[int, ...], list[Call]] = defaultdict(list)
     for call in calls:
-        if call.op not in ("send", "recv", "barrier") and len(call.group) > 1:
-            uses[call.group].append(call)
+        if call.op not in (*MESSAGES, "barrier") and len(call.group) > 1:
+            by_group[call.group].append(call)
     groups: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     reasons: dict[str, str] = {}
     stages: set[int] = set()
-    for group, some in uses.items():
-        for axis, why, stage in _uses(some, len(recordings)):
+    for group, some in by_group.items():
+        for axis, why, stage in uses(some):
             groups[axis].add(group)
             reasons.setdefault(axis, why)
             stages |= {stage} if stage is not None else set()
@@ -81,60 +75,11 @@ def understand(recordings: Sequence[RankRecording]) -> Understood:
     return _layout(recordings, world, sizes, groups, reasons, max(stages, default=0), calls)
 
 
-def _uses(calls: Sequence[Call], ranks: int) -> Iterable[tuple[Axis, str, int | None]]:
-    """(axis, reason, ZeRO stage) of every use that a group is put to in a step."""
-    kinds: Counter[tuple[str, str, str]] = Counter()
-    for call in calls:
-        if call.dtype in FLOATS and max(call.inputs, call.outputs) > SMALL:
-            kinds[call.engine, call.op, call.phase] += 1
-    by = {engine: {(op, phase) for e, op, phase in kinds if e == engine} for engine in {e for e, _, _ in kinds}}
-    for engine in ("fsdp", "deepspeed"):
-        yield from _sharded(engine, by.get(engine, set()))
-    if by.get("ddp", set()) & {("all_reduce", "backward")}:
-        yield DATA, "DDP all-reduces gradients in the backward pass", None
-    if "zero-redundancy" in by:
-        yield DATA, "ZeroRedundancyOptimizer broadcasts the updated parameters", 1
-    if any(phase in ("forward", "backward") for _, phase in by.get("dtensor", set())):
-        yield TENSOR, "DTensor redistributes activations in the forward or the backward pass", None
-    yield from _by_pattern(by.get("", set()))
-
-
-def _sharded(engine: str, did: set[tuple[str, str]]) -> Iterable[tuple[Axis, str, int | None]]:
-    """Uses by FSDP or DeepSpeed."""
-    gathers = {phase for op, phase in did if op in ("all_gather_into", "all_gather", "broadcast")}
-    scatters = {op for op, _ in did} & {"reduce_scatter", "all_to_all", "reduce"}
-    name = {"fsdp": "FSDP", "deepspeed": "DeepSpeed"}[engine]
-    if "backward" in gathers:
-        yield SHARDS, f"{name} gathers parameters in the forward and again in the backward pass", 3
-    elif "forward" in gathers:
-        yield SHARDS, f"{name} gathers parameters once, and scatters gradients", 2 if engine == "fsdp" else 3
-    elif gathers and did:
-        yield SHARDS, f"{name} gathers parameters after the optimizer", 2 if scatters else 1
-    elif scatters:
-        yield SHARDS, f"{name} scatters gradients", 2
-    if ("all_reduce", "backward") in did and not gathers:
-        yield DATA, f"{name} all-reduces gradients", None
-
-
-def _by_pattern(did: set[tuple[str, str]]) -> Iterable[tuple[Axis, str, int | None]]:
-    """Uses by the program itself, or by an engine that the recording does not name."""
-    gathers = {phase for op, phase in did if op == "all_gather_into"}
-    if ("reduce_scatter", "backward") in did and gathers:
-        stage = 3 if "backward" in gathers else 2 if "forward" in gathers else 1
-        yield SHARDS, "parameters are gathered, gradients scattered in the backward pass", stage
-    elif ("all_reduce", "forward") in did:
-        yield TENSOR, "activations are all-reduced in the forward pass", None
-    elif ("all_reduce", "backward") in did:
-        yield DATA, "gradients are all-reduced in the backward pass", None
-    elif ("all_reduce", "") in did:
-        yield DATA, "gradients are all-reduced after the backward pass", None
-
-
 def _pipeline(calls: Iterable[Call], world: int) -> list[tuple[int, ...]]:
     """Chains of ranks that send one another floating-point messages."""
     near: dict[int, set[int]] = defaultdict(set)
     for call in calls:
-        if call.op in ("send", "recv") and call.peer is not None and call.dtype in FLOATS:
+        if call.op in MESSAGES and call.peer is not None and call.dtype in FLOATS:
             near[call.rank].add(call.peer)
             near[call.peer].add(call.rank)
     chains, left = [], set(near)
@@ -177,7 +122,7 @@ def _layout(
     else:
         grouped = {group for some in groups.values() for group in some}
         large = [c for c in calls if c.dtype in FLOATS and max(c.inputs, c.outputs) > SMALL]
-        named = all(c.engine for c in large if c.group in grouped or c.op in ("send", "recv"))
+        named = all(c.engine for c in large if c.group in grouped or c.op in MESSAGES)
         confidence = "sure" if regular and named and min(len(one.steps) for one in recordings) > 1 else "likely"
     ordered = {axis: tuple(sorted(some)) for axis, some in groups.items()}
     micro = pipeline[1] if pipeline else None
@@ -193,7 +138,7 @@ def _schedule(
     if pipeline is not None and pipeline[0] in SCHEDULES:
         reasons["schedule"] = f"the program has torch's {pipeline[0]}"
         return {"schedule": SCHEDULES[pipeline[0]]} | ({"virtual": pipeline[2]} if pipeline[2] > 1 else {})
-    messages = [call.op for call in calls if call.rank == chain[-1] and call.op in ("send", "recv")]
+    messages = [call.op for call in calls if call.rank == chain[-1] and call.op in MESSAGES]
     first = messages.index("send") if "send" in messages else len(messages)
     if 0 < first == messages.count("recv") > 2:
         reasons["schedule"] = "the last stage receives every micro-batch before it sends a gradient"

@@ -1,115 +1,101 @@
-"""Who waits for whom: the rank that came last to each collective, and how long the others were there before."""
+"""Calls as spans of a timeline on one clock, for `report.step_parts`: who came last, and how long others waited."""
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
-from shardwise.audit.calls import Call
-from shardwise.audit.desync import Group, sequences
+from shardwise.audit.calls import MESSAGES, Call
+from shardwise.audit.reading import RankRecording
 from shardwise.codec import Json
+from shardwise.report import step_parts
+from shardwise.report.exposure import COMMUNICATION, TimeSpan
+
+Timelines = dict[int, tuple[TimeSpan, ...]]
+"""Rank -> its calls."""
+_NEVER = 1 << 62
+"""Nanoseconds that a call lasts whose end is not known."""
 
 
 @dataclass(frozen=True)
-class Arrival(Json):
-    """One collective of a group on one clock; seconds."""
-
-    op: str
-    group: Group
-    number: int
-    last: int
-    """The rank that came last."""
-    late: float
-    """By how much, behind the rank before it."""
-    waited: Mapping[int, float]
-    """Rank -> from its begin to the begin of the last one, at most until its end."""
-    begin: float
-    """When the last rank came."""
-    orders: Mapping[int, int]
-    """Rank -> `Call.order`."""
-
-
-@dataclass(frozen=True)
-class LateArrivals(Json):
-    """A rank for which others waited at one kind of call: operation, bytes and line."""
+class LateRank(Json):
+    """A rank for which others wait."""
 
     rank: int
-    op: str
-    nbytes: int
-    where: str
-    """Line of the call, "" where unknown."""
+    seconds: float
+    """Sum over its calls of how much longer the first of the others had waited."""
+    share: float
+    """Of the time from the first step to the end."""
     calls: int
-    """Those to which the rank came last."""
-    late: float
-    """Sum of `Arrival.late`: what the job would have gained, had it come with the rank before it. Seconds."""
-    waited: float
-    """Sum of the longest waits for it."""
+    where: str
+    """file:line of the calls that are waited for the longest."""
 
 
-def arrivals(calls: Mapping[int, Sequence[Call]], numbers: Mapping[int, Sequence[int]] | None = None) -> list[Arrival]:
-    """All collectives that every rank of a group made, with known begins on one clock, by time."""
-    result = []
-    for group, rows in sequences(calls, numbers).items():
-        if len(rows) < len(group):
-            continue
-        for number, here in enumerate(zip(*rows.values(), strict=False)):
-            begins = sorted((call.begin, call.rank) for call in here if call.begin is not None)
-            if len(begins) < len(here) or len({call.op for call in here}) > 1:
-                break
-            last, rank = begins[-1]
-            waited = {
-                call.rank: max(0.0, (last if call.end is None else min(last, call.end)) - (call.begin or 0.0))
-                for call in here
-            }
-            orders = {call.rank: call.order for call in here}
-            result.append(Arrival(here[0].op, group, number, rank, last - begins[-2][0], waited, last, orders))
-    return sorted(result, key=lambda one: one.begin)
+def call_spans(calls: Iterable[Call]) -> tuple[TimeSpan, ...]:
+    """Calls with known begins, in nanoseconds of their clock."""
+    spans = []
+    for call in calls:
+        if call.begin is not None:
+            begin = round(call.begin * 1e9)
+            end = begin + _NEVER if call.end is None else round(call.end * 1e9)
+            about = {"op": call.op, "axes": call.comm, "ranks": call.group, "bytes": call.inputs, "where": call.where}
+            spans.append(
+                TimeSpan(call.op, COMMUNICATION, begin, end, about | {"step": call.step, "number": call.number})
+            )
+    return tuple(spans)
 
 
-def late_ranks(calls: Mapping[int, Sequence[Call]], came: Sequence[Arrival]) -> list[LateArrivals]:
-    """Ranks and kinds of calls by the time that others lost there, the most first."""
-    by_order = {rank: {call.order: call for call in made} for rank, made in calls.items()}
-    kinds: dict[tuple[int, str, int, str], list[Arrival]] = defaultdict(list)
-    for one in came:
-        call = by_order[one.last][one.orders[one.last]]
-        kinds[one.last, call.op, call.inputs, call.where].append(one)
-    rows = [
-        LateArrivals(*kind, len(ones), sum(one.late for one in ones), sum(max(one.waited.values()) for one in ones))
-        for kind, ones in kinds.items()
-    ]
-    return sorted(rows, key=lambda row: -row.late)
+def matched(timelines: Mapping[int, Sequence[TimeSpan]]) -> list[step_parts.Call]:
+    """Collectives that all recorded ranks of a group made, by time; of calls with numbers, those that all have."""
+    starts: dict[Any, dict[int, int]] = defaultdict(dict)
+    for rank, spans in timelines.items():
+        for span in spans:
+            starts[span.args["axes"], span.args["ranks"]].setdefault(rank, span.args["number"])
+    known = {
+        rank: [
+            span
+            for span in spans
+            if span.name not in MESSAGES and len(span.args["ranks"]) > 1
+            if span.args["number"] >= max(starts[span.args["axes"], span.args["ranks"]].values())
+        ]
+        for rank, spans in timelines.items()
+    }
+    calls = step_parts.matched(known)
+    return [call for call in calls if len(call) == len(known.keys() & next(iter(call.values())).args["ranks"])]
 
 
-def clock_offsets(calls: Mapping[int, Sequence[Call]], hosts: Mapping[int, str]) -> dict[str, float]:
-    """Host -> seconds to add to its clock, from ends of collectives, which all ranks of a group leave together.
+def late_ranks(recordings: Sequence[RankRecording]) -> list[LateRank]:
+    """Ranks that arrive last at collectives, the one that costs most first. Clocks of several hosts are compared."""
+    every = matched({one.rank: call_spans(one.calls) for one in recordings})
+    calls = [call for call in every if next(iter(call.values())).args["step"] > 0]
+    begins = [span.start for call in calls for span in call.values()]
+    if not begins or (whole := (max(begins) - min(begins)) / 1e9) <= 0:
+        return []
+    waited: Counter[int] = Counter()
+    rows = step_parts.late_ranks(calls)
+    for row in rows:
+        waited[row.rank] += row.waited  # type: ignore[assignment]
+    results = []
+    for rank, seconds in waited.most_common():
+        mine = [row for row in rows if row.rank == rank]
+        most = max(mine, key=lambda row: row.waited)
+        results.append(LateRank(rank, seconds, seconds / whole, sum(row.calls for row in mine), most.where))
+    return results
+
+
+def clock_offsets(timelines: Mapping[int, Sequence[TimeSpan]], hosts: Mapping[int, str]) -> dict[str, int]:
+    """Host -> nanoseconds to add to its clock, from ends of collectives, which all ranks of a group leave together.
 
     hosts: rank -> its host. Only hosts of which a collective with the first one's ranks ended are in the result.
     """
     apart: dict[str, list[float]] = defaultdict(list)
     first = hosts[min(hosts)]
-    for rows in sequences(calls).values():
-        for here in zip(*rows.values(), strict=False):
-            ends: dict[str, list[float]] = defaultdict(list)
-            for call in here:
-                if call.end is not None:
-                    ends[hosts[call.rank]].append(call.end)
-            for host in ends.keys() - {first} if first in ends else ():
-                apart[host].append(median(ends[first]) - median(ends[host]))
-    return {first: 0.0} | {host: median(differences) for host, differences in apart.items()}
-
-
-def on_one_clock(calls: Mapping[int, Sequence[Call]], hosts: Mapping[int, str]) -> dict[int, tuple[Call, ...]]:
-    """Calls with times of the first host's clock. Ranks of a host without a common collective keep no times."""
-    offsets = clock_offsets(calls, hosts)
-    moved = {}
-    for rank, made in calls.items():
-        by = offsets.get(hosts[rank])
-        moved[rank] = tuple(
-            replace(
-                call,
-                begin=None if by is None or call.begin is None else call.begin + by,
-                end=None if by is None or call.end is None else call.end + by,
-            )
-            for call in made
-        )
-    return moved
+    for call in matched(timelines):
+        ends: dict[str, list[int]] = defaultdict(list)
+        for rank, span in call.items():
+            if span.stop - span.start < _NEVER:
+                ends[hosts[rank]].append(span.stop)
+        for host in ends.keys() - {first} if first in ends else ():
+            apart[host].append(median(ends[first]) - median(ends[host]))
+    return {first: 0} | {host: round(median(differences)) for host, differences in apart.items()}

@@ -1,18 +1,17 @@
 """Where the time of a step went: parts of one rank's window that add up to it, to the nanosecond, each with its cause.
 
-An instant belongs to the first class that covers it: computing, copies, collectives in order of their begin (exposed:
+An instant belongs to the first class that covers it: computing, copies, collectives in order of their end (exposed:
 nothing else ran), data loading, other work of the host, nothing recorded. What was spent in a collective before its
 last rank came is waiting for that rank.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.audit.calls import Call
-from shardwise.audit.waits import Arrival
 from shardwise.codec import Json
-from shardwise.report.exposure import Intervals, length, overlap, union, without
+from shardwise.report.exposure import Intervals, TimeSpan, length, overlap, union, without
+from shardwise.report.step_parts import Call, ended_by, last_arrival
 from shardwise.report.time_parts import grouped
 from shardwise.report.units import format_ranks
 
@@ -58,56 +57,49 @@ class Waterfall(Json):
 
 def waterfall(
     rank: int, step: str, window: tuple[int, int], spans: Mapping[str, Iterable[tuple[int, int]]],
-    calls: Sequence[Call], came: Sequence[Arrival] = (), device: bool = True, offset: float = 0.0,
+    timeline: Sequence[TimeSpan], calls: Sequence[Call] = (), device: bool = True, offset: int = 0,
 ) -> Waterfall:  # fmt: skip
     """The parts of a window.
 
-    spans: nanoseconds of "compute", "copies", "loading" and "host". calls: the rank's collectives and messages on one
-    clock with `came` (the arrivals at which it was), which is `offset` seconds ahead of the spans'. device: whether
-    computing is a device's.
+    spans: nanoseconds of "compute", "copies", "loading" and "host". timeline: the rank's collectives and messages on
+    one clock with `calls` (those that all of their ranks made), which is `offset` nanoseconds ahead of the spans'.
+    device: whether computing is a device's.
     """
     left: Intervals = [window]
     parts = []
 
-    def take(group: str, name: str, intervals: Iterable[tuple[int, int]], cause: str) -> None:
+    def take(group: str, intervals: Iterable[tuple[int, int]], cause: str) -> None:
         nonlocal left
         covered = overlap(left, union(intervals))
         if covered:
             left = without(left, covered)
-            parts.append(StepPart(group, name, length(covered), cause))
+            parts.append(StepPart(group, group, length(covered), cause))
 
     for group, key in ((COMPUTING, "compute"), (COPIES, "copies")):
-        take(group, group, spans.get(key, ()), _CAUSES[group] if device or group != COMPUTING else _HOST_COMPUTING)
-    for (group, name, cause), intervals in _collectives(rank, calls, came, offset).items():
-        take(group, name, intervals, cause)
+        take(group, spans.get(key, ()), _CAUSES[group] if device or group != COMPUTING else _HOST_COMPUTING)
+    under_way = union((span.start - offset, span.stop - offset) for span in timeline)
+    parts += _collectives(rank, timeline, calls, [(a + offset, b + offset) for a, b in overlap(left, under_way)])
+    left = without(left, under_way)
     for group, key in ((LOADING, "loading"), (HOST, "host")):
-        take(group, group, spans.get(key, ()), _CAUSES[group])
-    take(IDLE, IDLE, left, _CAUSES[IDLE] if device else "the host runs no recorded operation: Python, or it sleeps")
+        take(group, spans.get(key, ()), _CAUSES[group])
+    take(IDLE, left, _CAUSES[IDLE] if device else "the host runs no recorded operation: Python, or it sleeps")
     return Waterfall(rank, step, window[1] - window[0], tuple(parts))
 
 
 _HOST_COMPUTING = "operations of the host"
 
 
-def _collectives(
-    rank: int, calls: Sequence[Call], came: Sequence[Arrival], offset: float
-) -> dict[tuple[str, str, str], list[tuple[int, int]]]:
-    """(class, name, cause) -> intervals: of each kind of collective the transfer, and the waiting by rank."""
-    lasts = {one.orders[rank]: one for one in came if rank in one.orders}
-    rows: dict[tuple[str, str, str], list[tuple[int, int]]] = defaultdict(list)
-    for call in sorted(calls, key=lambda call: call.begin or 0.0):
-        if call.begin is None or call.end is None:
-            continue
-        begin, end = (round((moment - offset) * 1e9) for moment in (call.begin, call.end))
-        over = f" over {format_ranks(call.group)}" if call.group else ""
-        arrived = lasts.get(call.order)
-        here = begin
-        if arrived and arrived.last != rank:
-            here = min(end, begin + round(arrived.waited[rank] * 1e9))
-            cause = f"rank {arrived.last} came last to {call.op}{over}"
-            rows[WAITING, f"waiting for rank {arrived.last}", cause].append((begin, here))
-        rows[COMMUNICATION, call.op, f"{call.op}{over} that nothing hides"].append((here, end))
-    return rows
+def _collectives(rank: int, timeline: Sequence[TimeSpan], calls: Sequence[Call], left: Intervals) -> Iterator[StepPart]:
+    """Of each kind of collective the transfer, and the waiting by rank."""
+    times: Counter[tuple[str, str, str]] = Counter()
+    for span, number, before, after in ended_by(rank, timeline, calls, left):
+        over = f" over {format_ranks(span.args['ranks'])}" if span.args["ranks"] else ""
+        if number is not None and before:
+            last, _ = last_arrival(calls[number])
+            times[WAITING, f"waiting for rank {last}", f"rank {last} came last to {span.name}{over}"] += before
+        times[COMMUNICATION, span.name, f"{span.name}{over} that nothing hides"] += after
+    ordered = sorted(times.items(), key=lambda item: CLASSES.index(item[0][0]))
+    return (StepPart(group, name, time, cause) for (group, name, cause), time in ordered if time)
 
 
 # -- Planned -> measured

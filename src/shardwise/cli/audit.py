@@ -27,8 +27,8 @@ from shardwise.errors import UserError, os_errors
 from shardwise.records import dataclass
 
 if TYPE_CHECKING:
+    from shardwise.audit.advice import AdviceRequest
     from shardwise.audit.job import AuditedJob
-    from shardwise.layout import Layout
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BUDGETS = ("memory", "bytes")
@@ -61,10 +61,14 @@ def run(args: AuditOptions) -> int:
     if args.files and not (len(args.files) == 1 and any(args.files[0].glob("*.jsonl"))):
         return _files(args)
     expect, most = Layout.parse(args.expect) if args.expect else None, _budget(args.budget)
+    request = _advice_request(args)
     job = _read(args.files[0]) if args.files else _recorded(args)
-    audit = audit_of(job, shlex.join(args.program))
-    advice = _advice(args, job, audit.understood.layout)
-    audit = replace(audit, failures=failures_of(audit, expect, most), advice=advice)
+    audit = audit_of(job, shlex.join(args.program), expect)
+    audit = replace(audit, failures=failures_of(audit, expect, most))
+    if request is not None:
+        from shardwise.audit.advice import advice
+
+        audit = replace(audit, advice=tuple(advice(request, job.recordings, audit.understood.layout)))
     print_result(args, audit.to_json, audit_lines(audit))
     return audit.exit_code
 
@@ -127,30 +131,13 @@ def _budget(text: str | None) -> dict[str, int]:
     return most
 
 
-def _advice(args: AuditOptions, job: AuditedJob, layout: Layout | None) -> tuple[str, ...]:
-    """What `plan` would do on the cluster, where the model is known."""
-    config = next((one.model[2] for one in job.recordings if one.model and one.model[2]), None)
+def _advice_request(args: AuditOptions) -> AdviceRequest | None:
+    """Checked before the program runs: a wrong name must not cost its recording."""
     if args.cluster is None:
-        return ()
+        return None
+    from shardwise.audit.advice import AdviceRequest
     from shardwise.model.catalog import resolve
-    from shardwise.model.huggingface import read_fields
-    from shardwise.planner.plan import plan
-    from shardwise.predict.estimate import estimate
+    from shardwise.predict.arguments import as_cluster
 
-    if args.model:
-        model = resolve(args.model)
-    elif config is not None:
-        model = read_fields(config, "the program's model")
-    else:
-        raise UserError("the program's model is not known: give --model NAME beside --cluster")
-    best = plan(model, args.cluster, seq=args.seq, batch=args.batch, top=1, explain=False).winner
-    text = f"plan's best for {args.cluster}: {best.layout}"
-    if layout is not None:
-        try:
-            now = estimate(model, layout, cluster=args.cluster, seq=args.seq, batch=args.batch)
-        except UserError as error:
-            return (f"{text}; {layout} there: {error}",)
-        if now.timing is not None:
-            faster = now.timing["seconds"] / best.seconds
-            text += f", {faster:.2f} times as fast as {layout}"
-    return (text,)
+    assert args.seq and args.batch
+    return AdviceRequest(as_cluster(args.cluster), args.seq, args.batch, resolve(args.model) if args.model else None)

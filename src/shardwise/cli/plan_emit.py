@@ -72,13 +72,13 @@ def refusals(args: Any, model: Model, cluster: Cluster, workload: Workload) -> C
     if not args.emit or not isinstance(model, ModelConfig):
         return None
     from shardwise.cli.show.explain_table import CODE_KEYS, counted_as
-    from shardwise.interop.writing.writer import forced_layout, why_not_written, writer_for
+    from shardwise.interop.writing.writer import forced_layout, writer_for
+    from shardwise.interop.writing.writer import refusals as inexpressible
     from shardwise.planner.exact import ExactMemory
     from shardwise.predict.memory.capacity import room_of
 
     writer = writer_for(args.emit)
-    if reason := writer.objection(model):
-        raise UserError(f"{writer.title} cannot express {model.name}: {reason}")
+    why_not_expressed = inexpressible(writer, model)
     room = room_of(cluster, writer.profile, bool(model.experts), args.reserve)
 
     @cache
@@ -87,9 +87,9 @@ def refusals(args: Any, model: Model, cluster: Cluster, workload: Workload) -> C
 
     @cache
     def why_not(margin: bool, layout: Layout) -> str:
-        written, usable = forced_layout(writer, layout, model, searched=False), room.safe if margin else room.usable
-        if reason := why_not_written(writer, written, model):
+        if reason := why_not_expressed(layout):
             return reason
+        written, usable = forced_layout(writer, layout, model, searched=False), room.safe if margin else room.usable
         read = replace(written, **defaults(*(key for key in writer.left if key not in CODE_KEYS)))
         held = memory(counted_as(writer.title, read) or "").total(read, usable)
         if held <= usable:

@@ -64,7 +64,7 @@ class LastArrival(Json):
 
     @classmethod
     def of(cls, call: "Call", lost: int) -> "LastArrival":
-        last, moment = _last(call)
+        last, moment = last_arrival(call)
         others = [span.start for rank, span in call.items() if rank != last]
         late = max(0, moment - round(median(others)))
         phase = str(call[last].args.get("phase", ""))
@@ -127,20 +127,64 @@ Call = dict[int, TimeSpan]
 """Rank -> its part in one collective."""
 
 
+@dataclass(frozen=True)
+class LateArrivals(Json):
+    """A rank for which others waited at one kind of call: operation, bytes and line (args "op", "bytes", "where")."""
+
+    rank: int
+    op: str
+    nbytes: int
+    where: str
+    """Line of the call, "" where unknown."""
+    calls: int
+    """Those to which the rank came last."""
+    late: float
+    """Seconds by which it came after the rank before it, of all calls: what the job would have gained otherwise."""
+    waited: float
+    """Sum of the longest waits for it, in seconds."""
+
+
+def late_ranks(calls: Sequence[Call]) -> list[LateArrivals]:
+    """Ranks and kinds of calls by the time that others lost there, the most first."""
+    kinds: defaultdict[tuple[int, str, int, str], list[tuple[int, int]]] = defaultdict(list)
+    for call in calls:
+        last, moment = last_arrival(call)
+        about, before = call[last].args, max(span.start for rank, span in call.items() if rank != last)
+        kind = last, call[last].kind[0], int(about.get("bytes", 0)), str(about.get("where", ""))
+        kinds[kind].append((max(0, moment - before), max(waits(call).values())))
+    rows = [
+        LateArrivals(*kind, len(some), sum(late for late, _ in some) / 1e9, sum(longest for _, longest in some) / 1e9)
+        for kind, some in kinds.items()
+    ]
+    return sorted(rows, key=lambda row: -row.late)
+
+
+def waits(call: Call) -> dict[int, int]:
+    """Rank -> nanoseconds from its begin until the last one came, at most until its end."""
+    _, moment = last_arrival(call)
+    return {rank: max(0, min(moment, span.stop) - span.start) for rank, span in call.items()}
+
+
 def step_parts(recording: Recording) -> StepParts:
     """Divide the time of each rank. A recording without spans gives none."""
     begin = min((span.start for spans in recording.values() for span in spans), default=0)
     end = max((span.stop for spans in recording.values() for span in spans), default=0)
     calls = matched(recording)
-    waits: dict[int, dict[int, int]] = {rank: {} for rank in recording}
-    transfers: dict[int, dict[tuple[str, str], int]] = {rank: {} for rank in recording}
     lost: defaultdict[int, int] = defaultdict(int)
+    ranks = []
     for rank, timeline in recording.items():
-        _divide(rank, timeline, calls, waits[rank], transfers[rank], lost)
-    ranks = tuple(
-        _parts(rank, timeline, end - begin, waits[rank], transfers[rank]) for rank, timeline in recording.items()
-    )
-    return StepParts(end - begin, ranks, tuple(LastArrival.of(call, lost[i]) for i, call in enumerate(calls)))
+        busy = [*_union(timeline, COMPUTE), *_union(timeline, DATA), *_for_disk(timeline)]
+        left = without(_union(timeline, COMMUNICATION), union(busy))
+        others: dict[int, int] = {}
+        transfers: dict[tuple[str, str], int] = {}
+        for span, number, before, after in ended_by(rank, timeline, calls, left):
+            if number is not None and before:
+                last, _ = last_arrival(calls[number])
+                others[last] = others.get(last, 0) + before
+                lost[number] += before
+            transfers[span.kind] = transfers.get(span.kind, 0) + after
+        ranks.append(_parts(rank, timeline, end - begin, others, transfers))
+    return StepParts(end - begin, tuple(ranks), tuple(LastArrival.of(call, lost[i]) for i, call in enumerate(calls)))
 
 
 def matched(recording: Recording) -> list[Call]:
@@ -160,7 +204,7 @@ def matched(recording: Recording) -> list[Call]:
     return sorted(shared, key=lambda call: max(span.start for span in call.values()))
 
 
-def _last(call: Call) -> tuple[int, int]:
+def last_arrival(call: Call) -> tuple[int, int]:
     """(rank, moment) of the last arrival; of a message, of who sends it."""
     sent = {rank: span.start for rank, span in call.items() if span.kind[0] == "send"}
     starts = sent or {rank: span.start for rank, span in call.items()}
@@ -168,15 +212,16 @@ def _last(call: Call) -> tuple[int, int]:
     return last, starts[last]
 
 
-def _divide(
-    rank: int, timeline: Sequence[TimeSpan], calls: Sequence[Call], waits: dict[int, int],
-    transfers: dict[tuple[str, str], int], lost: dict[int, int],
-) -> None:  # fmt: skip
-    """Give each moment in which the rank does nothing but communicate to the collective that ends it."""
+def ended_by(
+    rank: int, timeline: Sequence[TimeSpan], calls: Sequence[Call], left: Intervals
+) -> Iterator[tuple[TimeSpan, int | None, int, int]]:
+    """Divide a union of times in which a rank only communicates: each moment is of the collective that ends it.
+
+    Yields (span, its place in `calls` or None, nanoseconds before its last rank came, nanoseconds after that).
+    """
     mine = {id(call[rank]): i for i, call in enumerate(calls) if rank in call}
     under_way = [span for span in timeline if span.stream == COMMUNICATION]
-    busy = [*_union(timeline, COMPUTE), *_union(timeline, DATA), *_for_disk(timeline)]
-    left = without(_union(timeline, COMMUNICATION), union(busy))
+    left = list(left)
     for span in sorted(under_way, key=lambda span: span.stop):
         first = bisect_left(left, span.start, key=itemgetter(1))
         after = bisect_left(left, span.stop, key=itemgetter(0))
@@ -187,25 +232,22 @@ def _divide(
             continue
         number, before = mine.get(id(span)), 0
         if number is not None:
-            last, moment = _last(calls[number])
+            last, moment = last_arrival(calls[number])
             before = length(overlap(still, [(span.start, max(span.start, moment))])) if last != rank else 0
-            waits[last] = waits.get(last, 0) + before
-            lost[number] += before
-        transfers[span.kind] = transfers.get(span.kind, 0) + length(still) - before
+        yield span, number, before, length(still) - before
 
 
 def _parts(
-    rank: int, timeline: Sequence[TimeSpan], step: int, waits: dict[int, int], transfers: dict[tuple[str, str], int]
+    rank: int, timeline: Sequence[TimeSpan], step: int, others: dict[int, int], transfers: dict[tuple[str, str], int]
 ) -> RankParts:
     compute = _union(timeline, COMPUTE)
     # Emulated arithmetic ends when it would have, however long it has waited for a core.
     core = core_wait(span for span in timeline if span.stream == COMPUTE) - length(_union(timeline, EMULATED))
     core = min(length(compute), max(0, core))
     disk = without(_for_disk(timeline), union([*compute, *_union(timeline, DATA)]))
-    waited = {other: time for other, time in waits.items() if time}
     data = length(without(_union(timeline, DATA), compute))
     injected = length(_union(timeline, INJECTED)) + length(_union(timeline, EMULATED))
-    return RankParts(rank, step, length(compute) - core, core, data, length(disk), waited, transfers, injected)
+    return RankParts(rank, step, length(compute) - core, core, data, length(disk), others, transfers, injected)
 
 
 def _for_disk(timeline: Sequence[TimeSpan]) -> Intervals:

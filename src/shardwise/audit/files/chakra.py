@@ -23,7 +23,7 @@ def read_execution_trace(data: Mapping[str, Any], path: str) -> Recording:
     nodes = sorted(data["nodes"], key=lambda node: int(node["id"]))
     recorded = any(node["name"] == _COMMS for node in nodes)
     calls: list[Call] = []
-    rank, names = rank_in_name(path), []
+    rank = rank_in_name(path)
     for node in nodes:
         name, values = str(node["name"]), _values(node, "inputs")
         if "process_group:init" in name and values and isinstance(values[0], str):
@@ -33,12 +33,11 @@ def read_execution_trace(data: Mapping[str, Any], path: str) -> Recording:
         elif name == _COMMS if recorded else name.startswith("gloo:"):
             rank, call, group_name = _call(node, values, groups, rank)
             if call.op:
-                calls.append(replace(call, order=len(calls)))
-                names.append(group_name)
+                calls.append(replace(call, order=len(calls), comm=group_name))
     rank = UNRANKED if rank is None else rank
-    unknown = ["times", "lines of the program"] + (["groups"] if calls and not any(names) else [])
+    unknown = ["times", "lines of the program"] + (["groups"] if calls and not any(call.comm for call in calls) else [])
     ranked = tuple(replace(call, rank=rank) for call in calls)
-    return Recording(path, "execution trace", rank, ranked, tuple(names), unknown=tuple(unknown))
+    return Recording(rank, ranked, path=path, kind="execution trace", unknown=tuple(unknown))
 
 
 def _values(node: Mapping[str, Any], side: str) -> list[Any]:
@@ -111,12 +110,13 @@ def read_graph(data: bytes, path: str) -> Recording:
             about, kind = node["attr"], node[3]
             op = {_SEND: "send", _RECV: "recv"}.get(kind) or _COLLECTIVES[about["comm_type"]]
             peer = about.get({_SEND: "comm_dst", _RECV: "comm_src"}.get(kind))
-            calls.append(Call(rank, len(calls), op, (), inputs=int(about.get("comm_size", 0)), peer=peer))
+            calls.append(Call(rank, len(calls), op, (), inputs=int(about.get("comm_size", 0)), peer=peer,
+                              comm=str(about.get("pg_name", ""))))  # fmt: skip
     except (ValueError, KeyError, IndexError, TypeError, struct.error):
         raise UserError(f"{path} is no Chakra graph") from None
-    names = tuple(str(node["attr"].get("pg_name", "")) for node in nodes)
-    unknown = ["when calls begin", "lines of the program", "dtypes"] + ([] if any(names) else ["groups"])
-    return Recording(path, "Chakra", rank, tuple(calls), names, unknown=tuple(unknown))
+    named = any(call.comm for call in calls)
+    unknown = ["when calls begin", "lines of the program", "dtypes"] + ([] if named else ["groups"])
+    return Recording(rank, tuple(calls), path=path, kind="Chakra", unknown=tuple(unknown))
 
 
 def _attributes(message: bytes) -> dict[str, Any]:

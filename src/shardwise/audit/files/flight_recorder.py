@@ -6,9 +6,10 @@ end are no ends of calls, and are left out. A gloo entry stays "scheduled": it h
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from shardwise.audit.calls import Call, State
+from shardwise.audit.calls import MESSAGES, Call, State
 from shardwise.audit.files.recording import (
     UNRANKED,
     Recording,
@@ -37,14 +38,13 @@ def read_dump(data: Any, path: str) -> Recording:
     config = data.get("pg_config") or {} if isinstance(data, dict) else {}
     groups = {str(name): ranks_of(about.get("ranks")) for name, about in config.items()}
     calls: list[Call] = []
-    names, numbers = [], []
     for entry in entries:
         group, description = ([*map(str, entry.get("process_group") or ("0",)), ""])[:2]
         members = groups.get(group) or (groups.get("", ()) if description == WORLD else ())  # gloo's has no name
+        name = WORLD if description == WORLD else group
         if call := _call(entry, rank, int(entry.get("record_id", len(calls))), members):
-            calls.append(call)
-            names.append(WORLD if description == WORLD else group)
-            numbers.append(int(entry.get("collective_seq_id", entry.get("seq_id", 0))))
+            number = int(entry.get("collective_seq_id", entry.get("seq_id", 0)))
+            calls.append(replace(call, comm=name, number=number if call.op not in MESSAGES else 0))
     unknown = ["when calls end, so how much is exposed"]
     if calls and not any(call.where for call in calls):
         unknown.append("lines of the program (the dump has no stacks)")
@@ -52,7 +52,7 @@ def read_dump(data: Any, path: str) -> Recording:
         unknown.append("dtypes and bytes (of this version)")
     if calls and calls[0].order > 0:
         unknown.append(f"the first {calls[0].order} calls, which the ring buffer no longer has")
-    return Recording(path, "Flight Recorder", rank, tuple(calls), tuple(names), tuple(numbers), unknown=tuple(unknown))
+    return Recording(rank, tuple(calls), path=path, kind="Flight Recorder", unknown=tuple(unknown))
 
 
 WORLD = "default_pg"
@@ -65,7 +65,14 @@ def _call(entry: Mapping[str, Any], rank: int, order: int, group: tuple[int, ...
     backward = str(entry.get("thread_name")).startswith("pt_autograd") or any("backward" in str(f) for f in frames)
     if not op:  # "coalesced": the end of calls that are entries themselves
         return None
-    shapes, dtypes = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
+    dtypes = entry.get("input_dtypes") or entry.get("output_dtypes") or []
+    shapes = entry.get("input_sizes") or []
+    inputs, outputs = (
+        nbytes(shapes, dtypes),
+        nbytes(entry.get("output_sizes") or [], entry.get("output_dtypes") or dtypes),
+    )
+    if op in MESSAGES:  # either list may have the message
+        inputs = outputs = max(inputs, outputs)
     peers = _PEERS.search(name)
     peer = int(peers[4]) if peers else None
     ended = entry.get("state") == "completed" or (name.startswith("gloo:") and entry.get("retired"))
@@ -77,8 +84,8 @@ def _call(entry: Mapping[str, Any], rank: int, order: int, group: tuple[int, ...
         group,
         dtype=dtype_of(dtypes[0])[0] if dtypes else "",
         shape=tuple(map(int, shapes[0])) if shapes else (),
-        inputs=nbytes(shapes, dtypes),
-        outputs=nbytes(entry.get("output_sizes") or [], entry.get("output_dtypes") or dtypes),
+        inputs=inputs,
+        outputs=outputs,
         peer=group[peer] if peer is not None and peer < len(group) else peer,
         where=user_line(frames),
         phase="backward" if backward else "",

@@ -71,9 +71,10 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     if not device:  # gloo has several threads, which begin calls in another order than that of the program
         rows.sort(key=lambda row: int(row[0].args.get("Record function id", 0)))
     calls = tuple(
-        Call(rank, order, op, members, dtype, shape, sent, received, peer, begin=event.begin / 1e9, end=event.end / 1e9)
-        for order, (event, op, members, dtype, shape, sent, received, peer, _) in enumerate(rows)
-    )
+        Call(rank, order, op, members, dtype, shape, sent, received, peer, begin=event.begin / 1e9, end=event.end / 1e9,
+             comm=name)
+        for order, (event, op, members, dtype, shape, sent, received, peer, name) in enumerate(rows)
+    )  # fmt: skip
     unknown = ["lines of the program"]
     strange = sorted({event.category for event in events} - _KNOWN - _HOST - _DEVICE.keys())
     unknown += [f"what {category} are" for category in strange if category.endswith("events")]
@@ -83,9 +84,8 @@ def read_trace(data: Mapping[str, Any], path: str) -> Recording:
     marked = [event for event in events if event.name.startswith(_STEP) and event.category in _MARKS]
     steps = tuple((event.name, event.span) for event in marked)
     return Recording(
-        path, "Kineto", rank, calls, tuple(row[-1] for row in rows), world=int(about.get("world_size") or 0) or None,
-        host=str(data.get("host_name", "")), groups=len(groups), spans=spans, steps=steps, device=device,
-        unknown=tuple(unknown),
+        rank, calls, int(about.get("world_size") or 0), host=str(data.get("host_name", "")), path=path, kind="Kineto",
+        groups=len(groups), spans=spans, windows=steps, device=device, unknown=tuple(unknown),
     )  # fmt: skip
 
 
@@ -195,15 +195,14 @@ def _own_rank(path: str, rank: int, events: Sequence[_Event]) -> Recording:
     calls = tuple(
         Call(
             rank, order, str(event.args.get("op", event.name)), (), inputs=int(event.args.get("bytes") or 0),
-            begin=event.begin / 1e9, end=event.end / 1e9,
+            begin=event.begin / 1e9, end=event.end / 1e9, comm=str(event.args.get("axes", "")),
         )
         for order, event in enumerate(by_stream[COMMUNICATION])
     )  # fmt: skip
-    names = tuple(str(event.args.get("axes", "")) for event in by_stream[COMMUNICATION])
     spans = {"compute": union(event.span for event in by_stream[COMPUTE])}
     waits = tuple(union(event.span for event in by_stream[WAITING]))
     step = ("step", (0, max(event.end for event in events)))
     return Recording(
-        path, "shardwise", rank, calls, names, spans=spans, steps=(step,), waits=waits,
+        rank, calls, path=path, kind="shardwise", spans=spans, windows=(step,), waits=waits,
         unknown=("lines of the program", "ranks of each axis"),
     )  # fmt: skip

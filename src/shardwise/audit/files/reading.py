@@ -159,13 +159,13 @@ def _with_groups(recordings: Sequence[Recording]) -> list[Recording]:
     """Groups that a file names without their ranks: the ranks whose files name them, of the default group all ranks."""
     members: dict[tuple[str, str], set[int]] = {}
     for one in recordings:
-        for name in {WORLD, *one.names}:
+        for name in {WORLD, *(call.comm for call in one.calls)}:
             members.setdefault((one.kind, name), set()).add(one.rank)
-    result = []
-    for one in recordings:
-        calls = list(one.calls)
-        for i, name in enumerate(one.names if one.kind == "Flight Recorder" else ()):
-            if not calls[i].group:
-                calls[i] = replace(calls[i], group=tuple(sorted(members[one.kind, name])))
-        result.append(replace(one, calls=tuple(calls)))
-    return result
+    return [
+        replace(
+            one, calls=tuple(replace(c, group=c.group or tuple(sorted(members[one.kind, c.comm]))) for c in one.calls)
+        )
+        if one.kind == "Flight Recorder"
+        else one
+        for one in recordings
+    ]

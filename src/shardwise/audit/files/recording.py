@@ -7,34 +7,24 @@ from math import prod
 from pathlib import PurePath
 from typing import Any
 
-from shardwise.audit.calls import Call
+from shardwise.audit.reading import RankRecording
 
 Interval = tuple[int, int]
 """(begin, end) in nanoseconds."""
 
 
 @dataclass(frozen=True)
-class Recording:
-    """What a file tells about one rank."""
+class Recording(RankRecording):
+    """What a file tells about one rank; `rank` is `UNRANKED` where neither the file nor its name has it."""
 
-    path: str
-    kind: str
+    path: str = ""
+    kind: str = ""
     """Of file: "Flight Recorder", "Kineto", "execution trace", "Chakra", "shardwise"."""
-    rank: int
-    """`UNRANKED` where neither the file nor its name has it."""
-    calls: tuple[Call, ...]
-    names: tuple[str, ...] = ()
-    """Of each call, the name of its group in the file."""
-    numbers: tuple[int, ...] = ()
-    """Of each call, its number within the group, where the file counts."""
-    world: int | None = None
-    """Ranks of the job."""
-    host: str = ""
     groups: int = 0
     """Groups that the file lists."""
     spans: Mapping[str, Sequence[Interval]] | None = None
     """What the rank did, by class (`waterfall.CLASSES`) but for collectives; None where the file has no times."""
-    steps: tuple[tuple[str, Interval], ...] = ()
+    windows: tuple[tuple[str, Interval], ...] = ()
     """(name, window) of the steps that the file marks."""
     device: bool = False
     """Whether spans are a device's."""

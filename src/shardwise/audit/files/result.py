@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.audit.axes import Axis, axes
-from shardwise.audit.calls import Call
-from shardwise.audit.desync import MESSAGES, Desync, find_desync, sequences
+from shardwise.audit.calls import MESSAGES
+from shardwise.audit.desync import Desync, find_desync
 from shardwise.audit.files.reading import read_files
 from shardwise.audit.files.recording import Recording
-from shardwise.audit.waits import Arrival, LateArrivals, arrivals, late_ranks, on_one_clock
+from shardwise.audit.waits import Timelines, call_spans, clock_offsets, matched
 from shardwise.audit.waterfall import Bar, Waterfall, bars, waterfall
 from shardwise.codec import Json
 from shardwise.errors import UserError
+from shardwise.report.step_parts import Call as MatchedCall
+from shardwise.report.step_parts import LastArrival, LateArrivals, late_ranks, waits
 from shardwise.report.step_report import StepReport
 from shardwise.report.table import Column, FittedTable, headed
 from shardwise.report.terminal import Renderable
@@ -43,7 +45,7 @@ class FilesAudit(Json):
     """Ranks of the job without a file."""
     desync: Desync | None
     axes: tuple[Axis, ...]
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[LastArrival, ...]
     """The collectives to which a rank came latest, the worst first."""
     late: tuple[LateArrivals, ...]
     waiting: Mapping[int, float]
@@ -162,24 +164,28 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
     for one in recordings:
         kinds.setdefault(one.kind, {})[one.rank] = one
     dumped = kinds.get("Flight Recorder", {})
-    desync = find_desync({rank: one.calls for rank, one in dumped.items()}, _numbers(dumped))
+    desync = find_desync(list(dumped.values()))
     timed = next((kinds[kind] for kind in ("Kineto", "shardwise", "Flight Recorder") if kind in kinds), {})
     if timed is kinds.get("Kineto"):
         timed = {rank: _with_dump(one, dumped[rank]) if rank in dumped else one for rank, one in timed.items()}
-    calls, notes = _timed_calls(timed)
-    came = arrivals(calls, _numbers(timed))
-    if _together(calls) < 0.5:
+    timed, notes = _grouped(timed)
+    lines, later = _on_one_clock(timed, notes)
+    came = matched({rank: lines[rank] for rank in later})
+    if _together(came) < 0.5:
         came = []
         notes = ["calls of the ranks do not match in time, such as of traces of other steps: no waits are shown"]
-    walls = tuple(_waterfalls(timed, calls, came))
+    came = [call for call in came if len(call) == len(next(iter(call.values())).args["ranks"])]
+    walls = tuple(_waterfalls(timed, lines, later, came))
     # The calls of one kind of file: of the one that has most groups, then bytes.
     lists = [[call for one in by_rank.values() for call in one.calls] for by_rank in kinds.values()]
-    lists.append([call for made in calls.values() for call in made])
+    lists.append([call for one in timed.values() for call in one.calls])
     counted = max(lists, key=lambda made: (sum(bool(c.group) for c in made), sum(bool(c.inputs) for c in made)))
     files = tuple(FileRead(one.path, one.kind, one.rank, len(one.calls), one.unknown) for one in recordings)
     ranks, worlds = {one.rank for one in recordings}, [one.world for one in recordings if one.world]
     members = {rank for one in recordings for call in one.calls for rank in call.group}
-    waiting = {rank: sum(one.waited.get(rank, 0.0) for one in came) for rank in calls}
+    waited = [waits(call) for call in came]
+    last = [LastArrival.of(call, sum(times.values())) for call, times in zip(came, waited, strict=True)]
+    waiting = {rank: sum(one.get(rank, 0) for one in waited) / 1e9 for rank in timed}
     waiting |= {rank: sum(b - a for a, b in one.waits) / 1e9 for rank, one in timed.items() if one.waits}
     return FilesAudit(
         files,
@@ -187,18 +193,13 @@ def audit_files(paths: Sequence[Path], plan: StepReport | None = None) -> FilesA
         tuple(sorted((set(range(max(worlds, default=0))) | members) - ranks)),
         desync,
         tuple(axes(counted)),
-        tuple(sorted(came, key=lambda one: -one.late)[:SHOWN]),
-        tuple(late_ranks(calls, came)),
+        tuple(sorted(last, key=lambda one: -one.late)[:SHOWN]),
+        tuple(late_ranks(came)),
         waiting,
         walls,
         bars(walls, parts),
         tuple(notes),
     )
-
-
-def _numbers(recordings: Mapping[int, Recording]) -> dict[int, tuple[int, ...]] | None:
-    numbers = {rank: one.numbers for rank, one in recordings.items() if one.numbers}
-    return numbers or None
 
 
 def _with_dump(trace: Recording, dump: Recording) -> Recording:
@@ -220,58 +221,54 @@ def _with_dump(trace: Recording, dump: Recording) -> Recording:
     return replace(trace, calls=tuple(calls))
 
 
-def _timed_calls(recordings: Mapping[int, Recording]) -> tuple[dict[int, tuple[Call, ...]], list[str]]:
-    """Rank -> calls on one clock, with the group of all ranks where the files name none but all ranks agree."""
-    calls = {rank: one.calls for rank, one in recordings.items()}
-    notes = []
-    if (guessed := _as_one_group(recordings)) and _together(guessed) > 0.5:
-        calls = guessed
-        notes.append("groups are not in the files: all ranks make the same calls, so they are taken as one group")
-    hosts = {rank: one.host for rank, one in recordings.items()}
-    if len(recordings) > 1 and len(set(hosts.values())) == 1 and _together(calls) < 0.5:
-        hosts = {rank: str(rank) for rank in hosts}
-    if len(set(hosts.values())) > 1:
-        calls = on_one_clock(calls, hosts)
-        notes.append("clocks of different hosts are set by the ends of collectives that their ranks left together")
-    return calls, notes
-
-
-def _as_one_group(recordings: Mapping[int, Recording]) -> dict[int, tuple[Call, ...]]:
-    """Calls with all ranks as their group; nothing where ranks are missing, groups known, or calls differ."""
+def _grouped(recordings: dict[int, Recording]) -> tuple[dict[int, Recording], list[str]]:
+    """(recordings, notes), where files name no groups with the group of all ranks, if all ranks' calls agree."""
     lists = [one.calls for one in recordings.values()]
-    if len(lists) < 2 or any(call.group or call.peer is not None for calls in lists for call in calls):
-        return {}
-    if any(one.world not in (None, len(lists)) or one.groups for one in recordings.values()):
-        return {}
-    if len({tuple((call.op, call.dtype) for call in calls) for calls in lists}) > 1:
-        return {}
+    known = len(lists) < 2 or any(call.group or call.peer is not None for calls in lists for call in calls)
+    known = known or any(one.world not in (0, len(lists)) or one.groups for one in recordings.values())
+    if known or len({tuple((call.op, call.dtype) for call in calls) for calls in lists}) > 1:
+        return recordings, []
     members = tuple(sorted(recordings))
-    return {rank: tuple(replace(c, group=members) for c in one.calls) for rank, one in recordings.items()}
+    guessed = {
+        rank: replace(one, calls=tuple(replace(call, group=members) for call in one.calls))
+        for rank, one in recordings.items()
+    }
+    if _together(matched({rank: call_spans(one.calls) for rank, one in guessed.items()})) <= 0.5:
+        return recordings, []
+    return guessed, ["groups are not in the files: all ranks make the same calls, so they are taken as one group"]
 
 
-def _together(calls: Mapping[int, Sequence[Call]]) -> float:
+def _on_one_clock(recordings: Mapping[int, Recording], notes: list[str]) -> tuple[Timelines, dict[int, int]]:
+    """(calls of all ranks, by how many nanoseconds each is ahead of its file); a rank of a host without a common
+    collective has no number."""
+    lines = {rank: call_spans(one.calls) for rank, one in recordings.items()}
+    hosts = {rank: one.host for rank, one in recordings.items()}
+    if len(recordings) > 1 and len(set(hosts.values())) == 1 and _together(matched(lines)) < 0.5:
+        hosts = {rank: str(rank) for rank in hosts}
+    if len(set(hosts.values())) < 2:
+        return lines, dict.fromkeys(lines, 0)
+    offsets = clock_offsets(lines, hosts)
+    notes.append("clocks of different hosts are set by the ends of collectives that their ranks left together")
+    later = {rank: offsets[host] for rank, host in hosts.items() if host in offsets}
+    return {rank: tuple(s.later(later.get(rank, 0)) for s in spans) for rank, spans in lines.items()}, later
+
+
+def _together(calls: Sequence[MatchedCall]) -> float:
     """Share of collectives that no rank left before the last one came; 1 without any."""
-    results = [
-        max(call.begin or 0.0 for call in here) <= min(call.end or 0.0 for call in here)
-        for rows in sequences(calls).values()
-        for here in zip(*rows.values(), strict=False)
-        if len(here) > 1 and all(call.end is not None for call in here)
-    ]
+    results = [max(one.start for one in call.values()) <= min(one.stop for one in call.values()) for call in calls]
     return sum(results) / len(results) if results else 1.0
 
 
 def _waterfalls(
-    recordings: Mapping[int, Recording], calls: Mapping[int, Sequence[Call]], came: Sequence[Arrival]
+    recordings: Mapping[int, Recording], lines: Timelines, later: Mapping[int, int], calls: Sequence[MatchedCall]
 ) -> Iterator[Waterfall]:
     for rank, one in recordings.items():
         if one.spans is None:
             continue
-        moved = [a.begin - b.begin for a, b in zip(calls[rank], one.calls, strict=True) if a.begin and b.begin]
-        made = [(c.begin, c.end) for c in one.calls if c.begin is not None and c.end is not None]
-        everything = [(round(begin * 1e9), round(end * 1e9)) for begin, end in made]
+        offset = later.get(rank, 0)
+        everything = [(span.start - offset, span.stop - offset) for span in lines[rank]]
         everything += [span for spans in one.spans.values() for span in spans]
         whole = (min(span[0] for span in everything), max(span[1] for span in everything)) if everything else None
-        for name, window in one.steps or ([("whole trace", whole)] if whole else []):
+        for name, window in one.windows or ([("whole trace", whole)] if whole else []):
             if window[1] > window[0]:
-                spans, offset = one.spans, moved[0] if moved else 0.0
-                yield waterfall(rank, name, window, spans, calls[rank], came, one.device, offset)
+                yield waterfall(rank, name, window, one.spans, lines[rank], calls, one.device, offset)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +115,13 @@ def why_not_written(writer: EngineSpec, layout: Layout, model: ModelConfig) -> s
         return f"not {model.name}: {reason}"
     limit = first_broken(writer.bounds, canonical(layout, model), model)
     return f"not {_said(limit, layout)}: {limit.why}" if limit else ""
+
+
+def refusals(writer: EngineSpec, model: ModelConfig) -> Callable[[Layout], str]:
+    """What an engine cannot express of a layout, for a search. Raises `UserError` for a model that it does not take."""
+    if reason := writer.objection(model):
+        raise UserError(f"{writer.title} cannot express {model.name}: {reason}")
+    return cache(lambda layout: why_not_written(writer, forced_layout(writer, layout, model, searched=False), model))
 
 
 def _said(limit: Limit, layout: Layout) -> str:

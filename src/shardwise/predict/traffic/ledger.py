@@ -63,6 +63,16 @@ def predict_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
     return tuple(sorted([*ledger_of(rows, mesh), *home_rows(plan), *server_rows(plan)]))
 
 
+def weight_ledger(plan: UnitPlan) -> tuple[LedgerRow, ...]:
+    """Rows of parameters and gradients and, of maps that tensor parallelism cuts, of activations: what parameters alone
+    determine."""
+    rows: Rows = Counter()
+    _state(rows, plan, plan.mesh)
+    if plan.layout.tp > 1:
+        _tensor_parallel(rows, plan)
+    return ledger_of(rows, plan.mesh)
+
+
 def ledger_of(rows: Rows, mesh: Mesh) -> tuple[LedgerRow, ...]:
     """The rows of groups of more than one rank, by the names of their axes, sorted."""
     return tuple(

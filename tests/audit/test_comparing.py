@@ -1,0 +1,137 @@
+"""Recorded steps beside the plan of their layout: what is missing, too much, twice, or of another type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwise.audit.calls import Call
+from shardwise.audit.job import AuditedJob
+from shardwise.audit.reading import RankRecording, StepMark
+from shardwise.audit.result import Audit, audit_of, failures_of
+from shardwise.layout import Layout
+
+SHAPES = {f"{n}.{name}": shape for n in range(2) for name, shape in
+          {"up.weight": [64, 16], "up.bias": [64], "down.weight": [16, 64], "down.bias": [16]}.items()}  # fmt: skip
+BLOCK = 64 * 16 * 2 + 64 + 16
+TWO = (0, 1)
+
+
+def call(op: str, elements: int, phase: str = "backward", engine: str = "fsdp", **more: Any) -> Call:
+    values = {"dtype": "float32", "where": "train.py:7", "group": TWO, "step": 2, **more}
+    size = elements * {"float32": 4, "bfloat16": 2, "int32": 4}[values["dtype"]]
+    return Call(0, 0, op, phase=phase, engine=engine, inputs=size, outputs=size, **values)
+
+
+def audited(calls: Sequence[Call], local: int = 1, expect: str = "", **held: int) -> Audit:
+    """The audit of two ranks that make these calls in a step. local: ranks over which parameters are sharded."""
+    rows = [[name, shape, "float32", True, [-(-shape[0] // local), *shape[1:]]] for name, shape in SHAPES.items()]
+    classes = {"parameters": 0, "gradients": 0, "optimizer": 0, "saved": 0, "total": 0, "peak": 0} | held
+    steps = tuple(StepMark(n + 1, float(n), 0.0, classes) for n in range(4))
+    ranks = [
+        RankRecording(rank, tuple(replace(one, rank=rank, order=at) for at, one in enumerate(calls)), 2, steps=steps,
+                      model=("Net", 0, None, rows))
+        for rank in TWO
+    ]  # fmt: skip
+    return audit_of(AuditedJob(0, 1.0, ranks, None, False), "", Layout.parse(expect) if expect else None)
+
+
+DDP = [call("all_reduce", 2 * BLOCK, engine="ddp")]
+GATHERS = [call("all_gather_into", BLOCK, "forward")] * 2
+FSDP = [*GATHERS, *[call("all_gather_into", BLOCK)] * 2, *[call("reduce_scatter", BLOCK)] * 2]
+
+
+def notes(audit: Audit, wrong: bool = True) -> list[str]:
+    return [f"{row.what}: {row.note}" for row in audit.traffic if row.note and row.wrong == wrong]
+
+
+@pytest.mark.parametrize(("calls", "local"), [(DDP, 1), (DDP * 3, 1), (FSDP, 2), (FSDP * 2, 2)])
+def test_clean_steps_are_equal_to_the_plan(calls, local) -> None:
+    audit = audited(calls, local)
+    assert notes(audit) == [] and audit.exit_code == 0 and audit.beyond == ()
+    again = [row for row in audit.traffic if row.elements != row.due]
+    assert [(row.what, row.phase, row.op) for row in again] == [("parameters", "backward", "all_gather_into")] * (
+        local - 1
+    )
+    assert all(row.note.endswith("elements are gathered again that this runtime keeps") for row in again)
+
+
+def test_deepspeed_reduces_after_the_backward_pass() -> None:
+    """And gathers after the update; it all-reduces what a reduce_scatter would do."""
+    more = {"phase": "", "engine": "deepspeed"}
+    calls = [call(op, 2 * BLOCK, **more) for op in ("all_reduce", "all_gather_into")] + [call("all_reduce", 1, **more)]
+    audit = audited(calls)
+    assert notes(audit) == [] and notes(audit, False) == ["gradients: a reduce_scatter would send half the bytes"]
+    assert [row.what for row in audit.traffic if row.due == row.elements] == ["gradients", "parameters"]
+
+
+def test_micro_batches_that_do_not_reduce_gather_more_often() -> None:
+    assert notes(audited(FSDP[:4] * 2 + FSDP, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("calls", "local", "note"),
+    [
+        (
+            [call("all_reduce", 2 * BLOCK - 16, engine="ddp")], 1,
+            "gradients: 16 elements are never reduced (as many as 0.down.bias has)",
+        ),
+        ([*GATHERS, *FSDP], 2, "parameters: 2 times what is due"),
+        ([*FSDP, *FSDP[2:4]], 2, "parameters: 2 times all parameters"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_a_step(calls, local, note) -> None:
+    audit = audited(calls, local)
+    assert notes(audit) == [note] and audit.exit_code == 1
+
+
+def test_what_is_in_no_plan() -> None:
+    """Metrics are no gradients where DDP reduces these, and neither are its own counts of used parameters."""
+    extra = call("all_reduce", 500, "", "", where="train.py:9")
+    used = call("all_reduce", 8, engine="ddp", dtype="int32")
+    audit = audited([*DDP, extra, call("all_reduce", 1, "", ""), used])
+    assert notes(audit, False) == ["program: in no plan of the layout"] and audit.exit_code == 0
+    assert [row.where for row in audit.traffic if row.note] == ["train.py:9"]
+
+
+def test_an_expected_layout_is_what_is_due() -> None:
+    """Without one, the recorded types and reductions are those of the program's layout."""
+    wide = [replace(one, dtype="float32") for one in FSDP]
+    audit = audited(wide, 2, "dp=2,zero=3")
+    assert "parameters: float32 on the wire, bfloat16 expected: 2 times the bytes" in notes(audit)
+    audit = audited([call("all_reduce", 1, "", "")], 1, "dp=2,precision=fp32")
+    assert notes(audit) == [f"gradients: never sent: {2 * BLOCK:,} elements in 2 calls are due"]
+    assert notes(audited([call("all_reduce", 1, "", "")])) == []
+
+
+def test_state_beyond_the_plan() -> None:
+    whole = 8 * BLOCK
+    fits = {"parameters": whole // 2, "gradients": whole // 2, "optimizer": whole + 32}
+    assert audited(FSDP, 2, **fits).beyond == ()
+    audit = audited(FSDP, 2, "dp=2,zero=3,precision=fp32", **fits | {"optimizer": 2 * whole})
+    assert audit.beyond == ("optimizer take 34.0 kB, where the layout needs 17.0 kB",)
+    assert failures_of(audit, Layout.parse("dp=2,zero=3,precision=fp32"), {})[-1].startswith(
+        "beyond the plan: optimizer"
+    )
+
+
+def test_tensor_parallel_activations() -> None:
+    """The first map's input needs no gradient."""
+    more = {"shape": (4, 16), "engine": "dtensor"}
+    forward, backward = (call("all_reduce", 64, phase, **more) for phase in ("forward", "backward"))
+
+    def of(calls: Sequence[Call]) -> list[tuple[int, int | None, str, bool]]:
+        rows = {"up.weight": [32, 16], "up.bias": [32], "down.weight": [16, 32], "down.bias": [16]}
+        model = [[n, s, "float32", True, rows[n[2:]]] for n, s in SHAPES.items()]
+        steps = (StepMark(1, 0.0, 0.0, None),) * 4
+        ranks = [RankRecording(r, tuple(calls), 2, steps=steps, model=("Net", 0, None, model)) for r in TWO]
+        audit = audit_of(AuditedJob(0, 1.0, ranks, None, False), "")
+        return [(row.elements, row.due, row.note, row.wrong) for row in audit.traffic]
+
+    assert of([forward, forward, backward]) == [
+        (64, 128, "64 elements less: a first input that needs no gradient", False), (128, 128, "", False),
+    ]  # fmt: skip
+    assert of([forward, forward, *[backward] * 4]) == [(256, 128, "2 times what is due", False), (128, 128, "", False)]
