@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import UserError, os_errors
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
-from shardwise.model.catalog import catalog
+from shardwise.model.catalog import catalog, hub_name
 from shardwise.model.parameters import Model
 
 if TYPE_CHECKING:
     from shardwise.interop import EngineFile, WriteRequest
+    from shardwise.planner.disaggregated import Disaggregated
 
 
 def check_emit(args: Any) -> None:
@@ -75,8 +76,8 @@ def refusals(args: Any, model: Model) -> Callable[[Layout], str] | None:
 
 
 def source_of(text: str) -> str:
-    """MODEL as an engine loads it: a path as it is typed, else the catalog's name."""
-    return text.strip().lower() if text.strip().lower() in catalog() else text
+    """MODEL as an engine loads it: a path as it is typed; of the catalog, the hub's name where that is known."""
+    return hub_name(name) if (name := text.strip().lower()) in catalog() else text
 
 
 def best_file(
@@ -107,12 +108,27 @@ def emitted(
     if args.emit is None:
         return {}, iter(())
     named = [replace(request, source=source_of(args.model or "")) for request in requests]
-    file, reason = best_file(args.emit, named, fits)
-    if args.out:
-        with os_errors(f"write {args.out}"):
-            Path(args.out).write_text(file.text, encoding="utf-8")
-    data = file.to_json() | {"out": args.out, "why_not_the_best": reason or None}
-    return {"emitted": data}, _lines(args.out, file, reason)
+    return _emitted(args.out, *best_file(args.emit, named, fits))
+
+
+def _emitted(out: str | None, file: EngineFile, reason: str) -> tuple[dict[str, Any], Iterator[str]]:
+    if out:
+        with os_errors(f"write {out}"):
+            Path(out).write_text(file.text, encoding="utf-8")
+    return {"emitted": file.to_json() | {"out": out, "why_not_the_best": reason or None}}, _lines(out, file, reason)
+
+
+def emitted_apart(
+    args: Any, pair: Disaggregated | None, requests: Sequence[WriteRequest]
+) -> tuple[dict[str, Any], Iterator[str]]:
+    """`emitted` for --disaggregated: the script that starts all instances. requests: of a server."""
+    from shardwise.interop.writing.disaggregated import write_apart
+
+    if pair is None:
+        raise UserError("--disaggregated: no two instances fit beside each other; leave it out")
+    request = replace(requests[0], source=source_of(args.model or ""))
+    file = write_apart(args.emit, request, pair.prefill, pair.decode, pair.batch)
+    return _emitted(args.out, file, "")
 
 
 def _lines(out: str | None, file: EngineFile, reason: str) -> Iterator[str]:

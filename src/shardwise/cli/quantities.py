@@ -41,3 +41,12 @@ def bytes_of(option: str, text: str) -> int:
     if not match or match[2].upper() not in _UNITS:
         raise UserError(f"{option} {text}: give a size, such as 4096, 64MB or 1GiB")
     return round(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def seconds_of(option: str, text: str) -> float:
+    """A time: 200ms, 0.2s, 0.2. Raises `UserError` as `numbers`."""
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s?)\s*", text, re.IGNORECASE)
+    seconds = float(match[1]) * (1e-3 if match[2].lower() == "ms" else 1.0) if match else 0.0
+    if not seconds:
+        raise UserError(f"{option} {text}: give a time, such as 200ms or 0.2s")
+    return seconds

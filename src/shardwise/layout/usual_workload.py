@@ -13,6 +13,9 @@ BATCHES = ((1e9, 1 << 19), (3e9, 1 << 20), (20e9, 1 << 21))
 LARGEST = 1 << 22
 """Tokens per step of larger models: Llama 2, section 2.2, and Llama 3, section 3.4.1."""
 
+PROMPT, OUTPUT, CLIENTS = 1024, 256, 64
+"""Tokens of a prompt and of an answer, and clients, where they are not given: of a chat that has begun."""
+
 
 @dataclass(frozen=True)
 class UsualWorkload:
@@ -39,8 +42,27 @@ def usual_workload(model: Model, seq: int | None, batch: int | None, multiple: i
     if batch is None:
         tokens = next((tokens for most, tokens in BATCHES if count(model) <= most), LARGEST)
         batch = (1 << max(0, (tokens // max(seq, 1) // multiple).bit_length() - 1)) * multiple
-        notes.append(f"--batch {batch}: {batch * seq:,} tokens per step, about the usual {tokens:,} for this size")
+        usual = "usual" if batch * seq == tokens else f"about the usual {tokens:,}"
+        notes.append(f"--batch {batch}: {batch * seq:,} tokens per step, {usual} for this size")
     return UsualWorkload(seq, batch, tuple(notes))
+
+
+def usual_serving(
+    model: Model, prompt: int | None, output: int | None, concurrency: int | None, clients: bool = True
+) -> tuple[Workload, tuple[str, ...]]:
+    """The given numbers of a server's requests, and usual ones for None, with a note for each of these. clients:
+    whether their number is asked for, too; 1 where not."""
+    positions, notes = getattr(model, "max_positions", PROMPT + OUTPUT), []
+    if output is None:
+        output = min(OUTPUT, max(1, positions - prompt if prompt else positions // 4))
+        notes.append(f"--output {output}: tokens per answer")
+    if prompt is None:
+        prompt = max(1, min(PROMPT, positions - output))
+        notes.insert(0, f"--prompt {prompt}: tokens per prompt")
+    if concurrency is None and clients:
+        concurrency = CLIENTS
+        notes.append(f"--concurrency {concurrency}: clients that each have one request running")
+    return Workload(prompt=prompt, output=output, concurrency=concurrency or 1), tuple(notes)
 
 
 def _usual_seq(model: Model) -> tuple[int, str]:

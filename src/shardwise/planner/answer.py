@@ -30,6 +30,8 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.records import dataclass
 
 One = TypeVar("One")
+SHOWN, MOST = 3, 10
+"""Answers that are printed, and that are ranked, where no number is given."""
 
 
 @dataclass(frozen=True, repr=False)

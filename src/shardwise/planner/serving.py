@@ -32,9 +32,10 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
 from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
 from shardwise.layout.legality import valid_tp
+from shardwise.layout.usual_workload import usual_serving
 from shardwise.model import ModelConfig
 from shardwise.model.formats import computing_type, weight_format
-from shardwise.planner.answer import Answer
+from shardwise.planner.answer import MOST, SHOWN, Answer
 from shardwise.planner.disaggregated import Disaggregated, best_apart, fewest_apart, instances
 from shardwise.planner.space import divisors, powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
@@ -61,7 +62,7 @@ from shardwise.predict.time.requests import RequestSeconds, closed_loop
 from shardwise.predict.time.serving import ServingLayout, decode_pass, decode_products, prefill_pass
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
-from shardwise.report.units import format_bytes
+from shardwise.report.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from shardwise.report.terminal import Renderable
@@ -132,6 +133,28 @@ class Deployment(Json):
         return type_name(self.cache)
 
 
+@dataclass(frozen=True)
+class Bound(Json):
+    """A longest mean time: of the first token (--ttft), or of each after it (--tpot)."""
+
+    json_keys = "name seconds"
+
+    name: Literal["ttft", "tpot"]
+    seconds: float
+    best: Deployment | None = None
+    """The deployment of most tokens/s that keeps this bound alone, with as many clients as its sequences."""
+
+    def time(self, one: Deployment) -> float:
+        """The bounded time of a deployment, in seconds."""
+        return one.first_token if self.name == "ttft" else one.token
+
+    def keeps(self, one: Deployment) -> bool:
+        return self.time(one) <= self.seconds
+
+    def __str__(self) -> str:
+        return f"--{self.name} {format_time(self.seconds)}"
+
+
 @dataclass(frozen=True, repr=False)
 class ServingPlan(Answer[Deployment], Printable):
     """The best deployments. curve: the Pareto front over time per token and tokens/s, with as many clients as the
@@ -156,11 +179,23 @@ class ServingPlan(Answer[Deployment], Printable):
     where none fit."""
     rate: float | None = None
     """Requests per second that each of `ranked` answers; None where the number of clients is given."""
+    bounds: tuple[Bound, ...] = ()
+    """Bounds that each of `ranked` keeps."""
+    shown: int = SHOWN
+    """Deployments of `tables`."""
+    assumed: tuple[str, ...] = ()
+    """Numbers of the workload that were not given."""
 
     def tables(self) -> Iterator[Renderable]:
         from shardwise.planner.serving_tables import serving_tables
 
         return serving_tables(self)
+
+    def why(self) -> Iterator[Renderable]:
+        """Tokens/s against time per token, and what was weighed, as texts and tables."""
+        from shardwise.planner.serving_tables import why_tables
+
+        return why_tables(self)
 
     def conclusion(self) -> str:
         from shardwise.planner.serving_tables import serving_conclusion
@@ -248,6 +283,8 @@ class ServingPlan(Answer[Deployment], Printable):
             "crossover": self.crossover and {"ranks": self.crossover[0], "tokens": self.crossover[1]},
             "disaggregated": self.apart and self.apart.to_json(),
             "requests_per_second": self.rate,
+            "bounds": [one.to_json() | {"best": one.best and self._row(one.best)} for one in self.bounds],
+            "assumed": list(self.assumed),
             "warnings": list(self.warnings),
         }
 
@@ -255,31 +292,43 @@ class ServingPlan(Answer[Deployment], Printable):
 def plan_serving(
     model: ModelConfig | str,
     cluster: Cluster | str,
-    workload: Workload,
+    workload: Workload | None = None,
     *,
+    prompt: int | None = None,
+    output: int | None = None,
+    concurrency: int | None = None,
     engine: str | None = None,
     by: By = "throughput",
-    top: int = 10,
+    top: int | None = None,
     price: float | None = None,
     weights: Sequence[str] = (),
     kv_cache: str = "auto",
     rate: float | None = None,
+    ttft: float | None = None,
+    tpot: float | None = None,
 ) -> ServingPlan:
-    """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
-    of tp, pp and replicas, cp and ep by doubling, each type of weights that the device computes with, 1, 2, 4, ...
-    sequences at a time.
+    """The best `top` deployments (10, of which 3 are printed) for `workload.concurrency` clients of `prompt` and
+    `output` tokens: every legal degree of tp, pp and replicas, cp and ep by doubling, each type of weights that the
+    device computes with, 1, 2, 4, ... sequences at a time.
 
-    model, cluster: objects, or their names. engine: a profile of `predict.time.ENGINES`; None for the usual one. by:
-    "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token). price: US
-    dollars per device-hour; None for the lowest list price. rate: requests per second, in place of the workload's
+    model, cluster: objects, or their names. prompt, output, concurrency: in place of a workload; usual ones where they
+    are left out. ttft, tpot: longest mean seconds to the first token, and for each after it; where the clients are not
+    counted, these are as many as the bounds allow. engine: a profile of `predict.time.ENGINES`; None for the usual one.
+    by: "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token). price:
+    US dollars per device-hour; None for the lowest list price. rate: requests per second, in place of the workload's
     clients, whose number is then that of the smallest deployment that answers as many (Little's law); ranked are those
     that do, on the fewest devices first. weights: formats of the blocks' matrices (`model.formats`) in place of all
     that the engine has; kv_cache: "bf16", "fp8", or "auto" for that of a quantized model's files, else the engine's.
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
     """
-    model, cluster = as_config(model), as_cluster(cluster)
+    model, cluster, bounds = as_config(model), as_cluster(cluster), _bounds(ttft, tpot)
+    counted = rate is None and (workload is not None or concurrency is not None or not bounds)
+    assumed: tuple[str, ...] = ()
+    if workload is None:
+        workload, assumed = usual_serving(model, prompt, output, concurrency, counted)
     workload = workload if rate is None else replace(workload, concurrency=1)
+    shown, top = top or (MOST if by == "pareto" else SHOWN), MOST if top is None else top
     _check(model, cluster, workload, top)
     engine = engine or usual_engine(cluster, ENGINE)
     profile = serving_engine(engine)
@@ -288,6 +337,8 @@ def plan_serving(
                         kv_cache=_cache_type(kv_cache))  # fmt: skip
     if rate is not None:
         workload = replace(workload, concurrency=_clients_at(rate, space_for(workload=workload)))
+    elif not counted:
+        workload = replace(workload, concurrency=_clients_within(bounds, space_for(workload=workload)))
     space = space_for(workload=workload, queues=rate is None)
     found, unhurried = [], []
     for kind in space.types:
@@ -303,13 +354,16 @@ def plan_serving(
     if rate is not None:
         ranked = [one for one in everything if one.tokens_per_second >= rate * workload.output]
         ranked.sort(key=lambda one: (one.devices, one.token))
+    bounds = tuple(replace(one, best=_most_within([one], unhurried)) for one in bounds)
+    if bounds and not (ranked := [one for one in ranked if all(bound.keeps(one) for bound in bounds)]):
+        raise _beyond(bounds, everything, f"with {workload.concurrency:,} clients ")
     curve = _curve(unhurried)
     return ServingPlan(
         model, cluster, workload, engine, by, room,
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
         _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
         price_of(cluster.device, price), next((one for one in ranked if not one.lossy), None), space,
-        _apart(space, everything, ranked[0].weights, rate), rate,
+        _apart(space, everything, ranked[0].weights, rate), rate, bounds, shown, assumed,
     )  # fmt: skip
 
 
@@ -362,6 +416,40 @@ def _clients_at(rate: float, space: _Space) -> int:
             f"{most:.3g}; give it more devices"
         )
     return min((one.devices, one.layout.dp * one.batch) for one in enough)[1]
+
+
+def _bounds(ttft: float | None, tpot: float | None) -> tuple[Bound, ...]:
+    for name, seconds in (("--ttft", ttft), ("--tpot", tpot)):
+        if seconds is not None and not 0 < seconds < float("inf"):
+            raise UserError(f"{name} must be a positive number of seconds, not {seconds:g}")
+    first = () if ttft is None else (Bound("ttft", ttft),)
+    return first if tpot is None else (*first, Bound("tpot", tpot))
+
+
+def _most_within(bounds: Sequence[Bound], found: Sequence[Deployment]) -> Deployment | None:
+    """The deployment of most tokens/s that keeps these bounds; None where none does."""
+    kept = (one for one in found if all(bound.keeps(one) for bound in bounds))
+    return max(kept, key=lambda one: one.tokens_per_second, default=None)
+
+
+def _clients_within(bounds: Sequence[Bound], space: _Space) -> int:
+    """Clients of the deployment of most tokens/s that keeps these bounds. Raises `UserError` where none does."""
+    free = [one for weights in space.types for one in space.split(weights)[1]]
+    if not free:
+        raise space.nothing()
+    best = _most_within(bounds, free)
+    if best is None:
+        raise _beyond(bounds, free, "")
+    return best.layout.dp * best.batch
+
+
+def _beyond(bounds: Sequence[Bound], found: Sequence[Deployment], clients: str) -> UserError:
+    """One line where no deployment keeps the bounds: what can be kept."""
+    shortest = ((bound, min(found, key=bound.time)) for bound in bounds)
+    least = "; ".join(f"the shortest for --{bound.name} is {format_time(bound.time(one))}, {one.layout} in "
+                      f"{one.weights_name}" for bound, one in shortest)  # fmt: skip
+    fewer = "; leave out --concurrency for as many clients as the bounds allow" if clients else ""
+    return UserError(f"{clients}no deployment keeps {' and '.join(map(str, bounds))}: {least}{fewer}")
 
 
 def fastest_deployment(

@@ -5,6 +5,7 @@ from typing import TypeVar
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
+from shardwise.layout.usual_workload import usual_workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.blueprint_file import read_blueprint
@@ -44,13 +45,17 @@ def as_cluster(cluster: Cluster | str) -> Cluster:
     return _checked(cluster, Cluster, "cluster", "a text such as 8xH100")
 
 
-def as_workload(workload: Workload | None, seq: int | None = None, batch: int | None = None) -> Workload:
-    """A workload, or the one of `seq` tokens and `batch` sequences. Raises `UserError`."""
-    if workload is None and (seq is not None or batch is not None):
-        return Workload(seq or 0, batch or 0)
-    if workload is not None and (seq is not None or batch is not None):
+def as_workload(
+    model: Model, workload: Workload | None, seq: int | None = None, batch: int | None = None, multiple: int = 1
+) -> tuple[Workload, tuple[str, ...]]:
+    """A workload, or the one of `seq` tokens and `batch` sequences; and a note for each number that is usual for the
+    model because it is None. multiple: a usual batch is a multiple of it. Raises `UserError`."""
+    if workload is None:
+        usual = usual_workload(model, seq, batch, multiple)
+        return usual.workload, usual.notes
+    if seq is not None or batch is not None:
         raise UserError("give either a Workload, or seq and batch")
-    return _checked(workload, Workload, "workload", "made by Workload(seq=..., batch=...)")
+    return _checked(workload, Workload, "workload", "made by Workload(seq=..., batch=...)"), ()
 
 
 def _checked(given: object, kind: type[T], what: str, example: str) -> T:

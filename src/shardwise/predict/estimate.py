@@ -49,7 +49,8 @@ def estimate(
     """Predict one steady training step: bytes by class and ledger of every rank role, and its time where that is known.
 
     model, layout, cluster: objects, or their names and texts: "llama-3-8b", "tp=2,dp=4", "8xH100". A traced module is a
-    `Blueprint`, or its file. seq, batch: tokens per sequence and sequences per step, in place of a workload.
+    `Blueprint`, or its file. seq, batch: tokens per sequence and sequences per step, in place of a workload; usual ones
+    where they are left out.
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
     (`predict.time.ENGINES`), and whose memory is counted where it is known (`predict/memory/engines.toml`); None means
@@ -59,7 +60,8 @@ def estimate(
     Raises `LayoutError` when the layout does not suit model, workload or devices, and `UserError` for a workload
     without sequences and for a slow rank that does not exist.
     """
-    model, layout, workload = as_model(model), as_layout(layout), as_workload(workload, seq, batch)
+    model, layout = as_model(model), as_layout(layout)
+    workload, assumed = as_workload(model, workload, seq, batch, layout.dp * layout.micro)
     _check(model, layout, workload, cluster := None if cluster is None else as_cluster(cluster))
     (settings := settings or USUAL).check(engine or "", layout)
     check_optimizer(engine or "", workload.optimizer)
@@ -71,7 +73,8 @@ def estimate(
     timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
-        *filter(None, [room.warning(peak) if room else ""]), *beyond_positions(model, workload.seq),
+        *(f"assumed: {note}" for note in assumed), *filter(None, [room.warning(peak) if room else ""]),
+        *beyond_positions(model, workload.seq),
         *(model.counted.assumptions if isinstance(model, ModelConfig) and model.counted else ()),
         *_memory_notes(engine or "", counted, model, layout, workload, backend),
         *_schedule_notes(layout, roles),
