@@ -11,6 +11,7 @@ from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
     from shardwise.api import TrainResult, train
+    from shardwise.cli.functions import emit, explain, generate
     from shardwise.cluster import Cluster
     from shardwise.errors import UserError
     from shardwise.layout import Layout, Workload
@@ -40,7 +41,10 @@ __all__ = [
     "Workload",
     "__version__",
     "compare",
+    "emit",
     "estimate",
+    "explain",
+    "generate",
     "plan",
     "plan_serving",
     "split",
@@ -63,7 +67,10 @@ lazily(
         "UserError": "errors",
         "Workload": "layout",
         "compare": "report",
+        "emit": "cli.functions",
         "estimate": "predict",
+        "explain": "cli.functions",
+        "generate": "cli.functions",
         "plan": "planner",
         "plan_serving": "planner.serving",
         "split": "runtime.module.split",
@@ -72,4 +79,5 @@ lazily(
         "train": "api",
         "verify": "runtime.module.verify",
     },
+    public=True,
 )

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 
@@ -16,6 +16,10 @@ class LazyPackage(ModuleType):
         if name not in self.__homes__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"{self.__name__}.{self.__homes__[name]}"), name)
+        if isinstance(value, FunctionType) and vars(self)["__public__"]:
+            from shardwise.errors import speaks_python
+
+            value = speaks_python(value)
         vars(self)[name] = value
         return value
 
@@ -28,8 +32,9 @@ class LazyPackage(ModuleType):
         return sorted({*vars(self), *self.__homes__})
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> None:
-    """Make a package lazy. homes: name -> its module inside the package."""
+def lazily(package: str, homes: Mapping[str, str], public: bool = False) -> None:
+    """Make a package lazy. homes: name -> its module inside the package. public: whether its functions' errors name
+    arguments as Python does."""
     module = sys.modules[package]
-    vars(module)["__homes__"] = homes
+    vars(module).update(__homes__=homes, __public__=public)
     module.__class__ = LazyPackage

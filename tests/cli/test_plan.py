@@ -360,7 +360,7 @@ def test_it_says_how_attention_is_counted(capsys):
 
 def test_a_plan_in_python_prints_what_the_command_prints(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    best = plan("llama-3-8b", "8xH100", seq=4096, batch=16, fixed={"pp": 1, "cp": 1}, top=3)
+    best = plan("llama-3-8b", "8xH100", seq=4096, batch=16, fix={"pp": 1, "cp": 1}, top=3)
     words = ("--cluster", "8xH100", "--seq", 4096, "--batch", 16, "--fix", "pp=1,cp=1", "--top", 3)
     code, out, _ = command("plan", "llama-3-8b", *words)
     printed, _, follows = out.partition("next (or ")

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from shardwise.codec import plain
@@ -20,14 +21,33 @@ PATIENCE = 1.0
 """Seconds before a command says that it is working."""
 
 
+_results: ContextVar[list[tuple[Any, tuple[Renderable, ...]]] | None] = ContextVar("results", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[list[tuple[Any, tuple[Renderable, ...]]]]:
+    """The results that commands print meanwhile, in place of printing them: data, and texts and tables."""
+    found: list[tuple[Any, tuple[Renderable, ...]]] = []
+    token = _results.set(found)
+    try:
+        yield found
+    finally:
+        _results.reset(token)
+
+
 def print_json(data: Any) -> None:
     """One JSON document on standard output (`codec.plain`), with NaN and infinities as texts."""
+    if (found := _results.get()) is not None:
+        found.append((plain(data), ()))
+        return
     print(json.dumps(strict(plain(data)), indent=1, allow_nan=False))
 
 
 def print_result(args: CommandOptions, data: Any, lines: Iterable[Renderable]) -> int:
     """Print `data`, or what it returns, with --json, else the texts and tables of `lines`. Returns the exit code 0."""
-    if args.json:
+    if (found := _results.get()) is not None:
+        found.append((plain(data() if callable(data) else data), tuple(lines)))
+    elif args.json:
         print_json(data() if callable(data) else data)
     else:
         show(*lines)

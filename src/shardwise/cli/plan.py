@@ -224,7 +224,7 @@ def _plan(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload,
 
     chosen: dict[str, Any] = {
         "engine": profile_for(args, model), "by": args.by, "top": args.top, "price": args.price, "assumed": assumed,
-        "settings": settings_of(args), "fixed": fixed, "reserved": args.reserve, "refuses": refusals(args, model),
+        "settings": settings_of(args), "fix": fixed, "reserve": args.reserve, "refuses": refusals(args, model),
     }  # fmt: skip
     with working(f"pricing layouts of {model.name} on {cluster}"):
         best = plan(model, cluster, workload, **chosen)
@@ -242,7 +242,7 @@ def _plan(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload,
     if args.out and not args.emit:
         from shardwise.cli.plan_file import write_plan
 
-        lines = write_plan(args.out, best)
+        lines = iter(write_plan(args.out, best))
     elif not args.emit:
         lines = next_lines(args, best)
     return print_result(args, data, chain(shown, lines))

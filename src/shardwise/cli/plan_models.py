@@ -65,8 +65,8 @@ def _trained(args: Any, cluster: Cluster) -> dict[str, Any]:
     model = subject_of(args)
     workload, assumed = workload_of(args, model, odd_part(cluster.devices))
     best = plan(
-        model, cluster, workload, engine=profile_of(args), by=args.by, top=1, fixed=fixed_keys(args),
-        reserved=args.reserve, explain=False,
+        model, cluster, workload, engine=profile_of(args), by=args.by, top=1, fix=fixed_keys(args),
+        reserve=args.reserve, explain=False,
     )  # fmt: skip
     one = best.winner
     return {

@@ -6,6 +6,7 @@ import argparse
 import re
 
 from shardwise.errors import UserError
+from shardwise.options import length_in
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -27,12 +28,10 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def length_of(text: str) -> int:
-    """A number of tokens, sequences or clients: 8192, 8k, 1M; k is 1,024 and M its square, as contexts of models are
-    named. For argparse."""
-    match = re.fullmatch(r"(\d{1,12})([kKmM]?)", text.strip())
-    if not match:
+    """`options.length_in`, for argparse."""
+    if (length := length_in(text)) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number, such as 8192 or 8k")
-    return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
+    return length
 
 
 def bytes_of(option: str, text: str) -> int:

@@ -1,5 +1,7 @@
 """Usual workload of a training step, for numbers that are not given: the model's length of sequences, its batch."""
 
+from dataclasses import replace
+
 from shardwise.layout.workload import Workload
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, count
@@ -13,6 +15,8 @@ BATCHES = ((1e9, 1 << 19), (3e9, 1 << 20), (20e9, 1 << 21))
 LARGEST = 1 << 22
 """Tokens per step of larger models: Llama 2, section 2.2, and Llama 3, section 3.4.1."""
 
+SEQUENCES = 4
+"""Sequences of a micro-batch on this machine."""
 PROMPT, OUTPUT, CLIENTS = 1024, 256, 64
 """Tokens of a prompt and of an answer, and clients, where they are not given: of a chat that has begun."""
 
@@ -45,6 +49,13 @@ def usual_workload(model: Model, seq: int | None, batch: int | None, multiple: i
         usual = "usual" if batch * seq == tokens else f"about the usual {tokens:,}"
         notes.append(f"--batch {batch}: {batch * seq:,} tokens per step, {usual} for this size")
     return UsualWorkload(seq, batch, tuple(notes))
+
+
+def usual_training(model: Model, seq: int | None, batch: int | None, multiple: int) -> UsualWorkload:
+    """As `usual_workload`, for a run of this machine's processes: `SEQUENCES` for each of `multiple` in a step."""
+    usual = usual_workload(model, seq, batch or SEQUENCES * multiple)
+    note = () if batch else (f"--batch {usual.batch}: {SEQUENCES} sequences in each micro-batch of a replica",)
+    return replace(usual, notes=(*usual.notes, *note))
 
 
 def usual_serving(

@@ -23,15 +23,17 @@ from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import Candidate
 from shardwise.planner.runnable import space_for, why_not_trained
 from shardwise.planner.space import Space
-from shardwise.predict.arguments import as_cluster, as_model, as_workload
+from shardwise.predict.arguments import Length, as_cluster, as_model, as_workload
+from shardwise.predict.fixing import fixed_of
 from shardwise.predict.memory.capacity import explained, room_of
 from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.ranges import large_run
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.records import dataclass
-from shardwise.report.printing import Printable
+from shardwise.report.printing import Bar, Printable
 from shardwise.report.room import DeviceRoom
+from shardwise.report.tables import memory_bar, time_bar
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes
 
@@ -80,6 +82,16 @@ class Plan(Answer[Priced], Printable):
 
     def conclusion(self) -> str:
         return plan_conclusion(self)
+
+    def bars(self) -> Iterator[Bar]:
+        yield time_bar(self.winner.parts)
+        yield memory_bar(self.winner.held)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The ranked layouts, as --json has them, with the bytes of the fullest device."""
+        rows = ((one, self._row(one)) for one in self.ranked)
+        nested = ["bytes", "parts", "resembles", "node_bytes"]
+        return [{k: v for k, v in row.items() if k not in nested} | {"bytes": one.held.total} for one, row in rows]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -167,11 +179,11 @@ def plan(
     engine: str | None = None,
     by: By = "throughput",
     top: int | None = None,
-    fixed: Mapping[str, Any] | None = None,
-    reserved: float | None = None,
+    fix: Mapping[str, Any] | str | None = None,
+    reserve: float | None = None,
     explain: bool = True,
-    seq: int | None = None,
-    batch: int | None = None,
+    seq: Length = None,
+    batch: Length = None,
     price: float | None = None,
     refuses: Refuses | None = None,
     settings: EngineSettings = USUAL,
@@ -185,13 +197,12 @@ def plan(
     `predict.time.ENGINES`; None is this project's runtime. Where the runtime can run none, layouts are ranked as if it
     could, and `none_runs` says so. by: "throughput", of layouts that are as fast as the fastest within the error
     (`SAME`) the most common first; "fastest", whatever they are; "memory"; "cost" (device-seconds per step, on as many
-    nodes as pay off: 1, 2, 4, ... and all); or "pareto" (all that no other one beats in time and memory). fixed: keys
-    of the layout and the value that they must have. reserved: bytes of a device that training cannot have; None is the
-    usual, with a margin (`room_of`)
-    that the best layouts keep, unless none does. explain: with alternatives and what memory costs, or, where nothing
-    fits, with what would have to change. price: US dollars per device-hour; None is the lowest list price. refuses: why
-    a layout is not to be ranked, "" where it is. settings: of the engine, beside its layouts. assumed: a note for each
-    number of the workload that was not given.
+    nodes as pay off: 1, 2, 4, ... and all); or "pareto" (all that no other one beats in time and memory). fix: keys
+    of the layout and the value that they must have, or their text. reserve: bytes of a device that training cannot
+    have; None is the usual, with a margin (`room_of`) that the best layouts keep, unless none does. explain: with
+    alternatives and what memory costs, or, where nothing fits, with what would have to change. price: US dollars per
+    device-hour; None is the lowest list price. refuses: why a layout is not to be ranked, "" where it is. settings: of
+    the engine, beside its layouts. assumed: a note for each number of the workload that was not given.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
@@ -201,10 +212,11 @@ def plan(
     shown, top = top or (MOST if by == "pareto" else SHOWN), MOST if top is None else top
     if top < 1:
         raise UserError(f"--top must be a positive integer, not {top}")
-    space, none_runs = space_for(model, cluster, workload, engine, fixed or {}, settings)
-    room = room_of(cluster, space.engine.name, bool(model.experts), reserved)
+    fixed = fixed_of(fix) if isinstance(fix, str) else fix or {}
+    space, none_runs = space_for(model, cluster, workload, engine, fixed, settings)
+    room = room_of(cluster, space.engine.name, bool(model.experts), reserve)
     constants(cluster.device)  # raises where the search would, for a device without any
-    if explain and (rejected := shortfall.why_no_state_fits(space, room.usable, reserved)):
+    if explain and (rejected := shortfall.why_no_state_fits(space, room.usable, reserve)):
         raise rejected
     usable = room.safe
     result = winners(space, by, top, usable, explain, refuses)
@@ -214,13 +226,13 @@ def plan(
     if not result.best and refuses and (others := winners(space, by, 1, usable, explain).best):
         raise UserError(f"no layout that fits will do; the best, {others[0].layout}: {refuses(others[0].layout)}")
     if not result.best:
-        raise _nothing(space, usable, reserved) if explain else _nothing_at_all(space, usable)
+        raise _nothing(space, usable, reserve) if explain else _nothing_at_all(space, usable)
     explained_too = explain and by in ("throughput", "fastest", "cost")
     fastest = result.fastest if by == "throughput" and result.fastest != result.best[0] else None
     return Plan(
         model, cluster, workload, space.engine.name, by, room.usable, result.best, result.considered, result.fitting,
         tuple(result.alternatives(usable)) if explained_too else (), result.unlimited() if explained_too else None,
-        none_runs, explained(cluster, reserved), price_of(cluster.device, price), fastest, result.same, room, settings,
+        none_runs, explained(cluster, reserve), price_of(cluster.device, price), fastest, result.same, room, settings,
         shown, assumed or usual,
     )  # fmt: skip
 

@@ -43,7 +43,7 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
     """The answer: the best layout and its neighbors, what binds, and what was assumed."""
     if plan.none_runs:
         yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
-    yield _headline(plan)
+    yield plan_conclusion(plan)
     yield from filter(None, [_likeness(plan)])
     yield ""
     yield _ranked(plan, plan.ranked[: plan.shown])
@@ -92,11 +92,7 @@ def why_tables(plan: Plan) -> Iterator[Renderable]:
 
 
 def plan_conclusion(plan: Plan) -> str:
-    """The best layout in one sentence, and what binds it."""
-    return f"{_headline(plan)}, bound by {time_parts.longest(plan.winner.parts)}"
-
-
-def _headline(plan: Plan) -> str:
+    """The best layout in one sentence."""
     one = plan.winner
     risk = "at risk, " if plan.room.state(one.held.total) == "at risk" else ""
     memory = f"{risk}{format_bytes(one.held.total)} of {format_bytes(plan.usable)} per device"
@@ -126,7 +122,8 @@ def _chosen(plan: Plan) -> Iterator[str]:
 
 
 def _ranked(plan: Plan, rows: Sequence[Priced]) -> FittedTable:
-    columns = [Column(""), Column("layout", left=True, wraps=True), Column("step"), Column("memory", "bytes")]
+    layout, step = Column("layout", left=True, wraps=True), Column("step, 80% range")
+    columns = [Column(""), layout, step, Column("memory", "bytes")]
     table = FittedTable([*columns, Column("device-s", "count")] if plan.by == "cost" else columns)
     for place, one in enumerate(rows, 1):
         off = max(float(one.range.high) / one.seconds - 1, 1 - float(one.range.low) / one.seconds)

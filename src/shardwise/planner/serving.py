@@ -39,7 +39,7 @@ from shardwise.planner.answer import MOST, SHOWN, Answer
 from shardwise.planner.disaggregated import Disaggregated, best_apart, fewest_apart, instances
 from shardwise.planner.space import divisors, powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
-from shardwise.predict.arguments import as_cluster, as_config
+from shardwise.predict.arguments import Length, as_cluster, as_config, as_length
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, expert_padding
@@ -202,6 +202,10 @@ class ServingPlan(Answer[Deployment], Printable):
 
         return serving_conclusion(self)
 
+    def records(self) -> list[dict[str, Any]]:
+        """The ranked deployments, as --json has them."""
+        return [self._row(one) for one in self.ranked]
+
     def usd(self, one: Deployment) -> float | None:
         """US dollars per million tokens; of the tokens that are asked for, where a rate is given."""
         return self.price and self.price.per_million_tokens(one.devices, self.paid(one))
@@ -294,9 +298,9 @@ def plan_serving(
     cluster: Cluster | str,
     workload: Workload | None = None,
     *,
-    prompt: int | None = None,
-    output: int | None = None,
-    concurrency: int | None = None,
+    prompt: Length = None,
+    output: Length = None,
+    concurrency: Length = None,
     engine: str | None = None,
     by: By = "throughput",
     top: int | None = None,
@@ -326,7 +330,9 @@ def plan_serving(
     counted = rate is None and (workload is not None or concurrency is not None or not bounds)
     assumed: tuple[str, ...] = ()
     if workload is None:
-        workload, assumed = usual_serving(model, prompt, output, concurrency, counted)
+        given = {"prompt": prompt, "output": output, "concurrency": concurrency}
+        numbers = {name: as_length(name, value) for name, value in given.items()}
+        workload, assumed = usual_serving(model, **numbers, clients=counted)
     workload = workload if rate is None else replace(workload, concurrency=1)
     shown, top = top or (MOST if by == "pareto" else SHOWN), MOST if top is None else top
     _check(model, cluster, workload, top)

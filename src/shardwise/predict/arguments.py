@@ -1,18 +1,21 @@
 """Arguments of the public functions, where a name or a text may stand for an object."""
 
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Workload
+from shardwise.layout import Workload
 from shardwise.layout.usual_workload import usual_workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.blueprint_file import read_blueprint
 from shardwise.model.catalog import resolve
 from shardwise.model.parameters import Model
+from shardwise.options import length_in
 
 T = TypeVar("T")
+Length: TypeAlias = int | str | None
+"""A number of tokens, sequences or clients: 8192 or "8k"; None for the usual one."""
 
 
 def as_config(model: ModelConfig | str) -> ModelConfig:
@@ -31,14 +34,7 @@ def as_model(model: Model | str) -> Model:
     return as_config(model)
 
 
-def as_layout(layout: Layout | str) -> Layout:
-    """A layout, or the one of this text. Raises `UserError`."""
-    if isinstance(layout, str):
-        return Layout.parse(layout)
-    return _checked(layout, Layout, "layout", "a text such as tp=2,dp=4")
-
-
-def as_cluster(cluster: Cluster | str) -> Cluster:
+def as_cluster(cluster: object) -> Cluster:
     """A cluster, or the one of this text. Raises `UserError`."""
     if isinstance(cluster, str):
         return Cluster.parse(cluster)
@@ -46,16 +42,25 @@ def as_cluster(cluster: Cluster | str) -> Cluster:
 
 
 def as_workload(
-    model: Model, workload: Workload | None, seq: int | None = None, batch: int | None = None, multiple: int = 1
+    model: Model, workload: object, seq: Length = None, batch: Length = None, multiple: int = 1
 ) -> tuple[Workload, tuple[str, ...]]:
     """A workload, or the one of `seq` tokens and `batch` sequences; and a note for each number that is usual for the
     model because it is None. multiple: a usual batch is a multiple of it. Raises `UserError`."""
     if workload is None:
-        usual = usual_workload(model, seq, batch, multiple)
+        usual = usual_workload(model, as_length("seq", seq), as_length("batch", batch), multiple)
         return usual.workload, usual.notes
     if seq is not None or batch is not None:
         raise UserError("give either a Workload, or seq and batch")
     return _checked(workload, Workload, "workload", "made by Workload(seq=..., batch=...)"), ()
+
+
+def as_length(name: str, value: Length) -> int | None:
+    """A number of tokens, sequences or clients, or the one of a text such as 4k. Raises `UserError`."""
+    if not isinstance(value, str):
+        return value
+    if (length := length_in(value)) is None:
+        raise UserError(f"{name}={value!r}: give a whole number, such as 8192 or '8k'")
+    return length
 
 
 def _checked(given: object, kind: type[T], what: str, example: str) -> T:

@@ -65,7 +65,8 @@ def write_apart(engine: str, request: WriteRequest, prefill: Layout, decode: Lay
         )
     assert request.cluster and request.served
     placed = list(_placed(request.cluster.devices_per_node, prefill, decode))
-    lines, files = [], []
+    lines: list[str] = []
+    files: list[EngineFile] = []
     for one in placed:
         sequences = batch if one.role == "decode" else request.served.sequences
         served = replace(request.served, sequences=sequences)
