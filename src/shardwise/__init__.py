@@ -2,18 +2,18 @@
 
     from shardwise import Cluster, Layout, Workload, estimate, train
 
-Importing this package imports nothing else: each name below comes from its room when it is first used.
+Importing this package imports little else: each name below comes from its room when it is first used.
 """
 
 from typing import TYPE_CHECKING
 
+from shardwise.errors import UserError, speaks_python
 from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
     from shardwise.api import TrainResult, train
     from shardwise.cli.functions import emit, explain, generate
     from shardwise.cluster import Cluster
-    from shardwise.errors import UserError
     from shardwise.layout import Layout, Workload
     from shardwise.model import ModelConfig
     from shardwise.model.blueprint import Blueprint
@@ -64,7 +64,6 @@ lazily(
         "ModelConfig": "model",
         "StepReport": "report",
         "TrainResult": "api",
-        "UserError": "errors",
         "Workload": "layout",
         "compare": "report",
         "emit": "cli.functions",
@@ -79,5 +78,5 @@ lazily(
         "train": "api",
         "verify": "runtime.module.verify",
     },
-    public=True,
+    speaks_python,
 )

@@ -31,7 +31,7 @@ _FLAG = re.compile(r"--([a-z][a-z-]*)(?: (?=[\d.]+(?:\b|$))| (?=[A-Z]+\b))?")
 
 def in_python(text: str) -> str:
     """A message in Python's words: `--host-memory SIZE` is `host_memory=SIZE`."""
-    return _FLAG.sub(lambda found: found[1].replace("-", "_") + "=" * found[0].endswith(" "), text)
+    return _FLAG.sub(lambda flag: flag[1].replace("-", "_") + "=" * flag[0].endswith(" "), text)
 
 
 def speaks_python(function: Callable[P, T]) -> Callable[P, T]:

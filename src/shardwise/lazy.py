@@ -1,7 +1,7 @@
 """Packages that import a name's module when the name is first used, so that a command loads what it needs alone."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
@@ -11,15 +11,14 @@ class LazyPackage(ModuleType):
     """A package with names from its modules. A name that a module has as well stays the name from inside."""
 
     __homes__: Mapping[str, str]
+    __wrap__: Callable[[Any], Any]
 
     def __getattr__(self, name: str) -> Any:
         if name not in self.__homes__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"{self.__name__}.{self.__homes__[name]}"), name)
-        if isinstance(value, FunctionType) and vars(self)["__public__"]:
-            from shardwise.errors import speaks_python
-
-            value = speaks_python(value)
+        if isinstance(value, FunctionType):
+            value = self.__wrap__(value)
         vars(self)[name] = value
         return value
 
@@ -32,9 +31,8 @@ class LazyPackage(ModuleType):
         return sorted({*vars(self), *self.__homes__})
 
 
-def lazily(package: str, homes: Mapping[str, str], public: bool = False) -> None:
-    """Make a package lazy. homes: name -> its module inside the package. public: whether its functions' errors name
-    arguments as Python does."""
+def lazily(package: str, homes: Mapping[str, str], wrap: Callable[[Any], Any] = lambda function: function) -> None:
+    """Make a package lazy. homes: name -> its module inside the package. wrap: what its functions go through."""
     module = sys.modules[package]
-    vars(module).update(__homes__=homes, __public__=public)
+    vars(module).update(__homes__=homes, __wrap__=wrap)
     module.__class__ = LazyPackage

@@ -29,7 +29,7 @@ def test_a_function_answers_what_the_command_does(name, command):
     for args, options in CALLS[name]:
         answer = getattr(shardwise, name)(*args, **options)
         assert json.loads(json.dumps(answer.to_json())) == json.loads(out)
-        assert repr(answer).startswith("<Answer: ") and len(repr(answer)) < 200 and answer._repr_html_()
+        assert repr(answer).startswith("<CommandResult: ") and len(repr(answer)) < 200 and answer._repr_html_()
     assert name != "emit" or "--training.mixed_precision_param" in answer.text
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from shardwise.report.terminal import Renderable
 
 
-class Answer(Printable):
-    """The result of a command. Its fields are those of --json: `answer["layout"]`."""
+class CommandResult(Printable):
+    """The result of a command. Its fields are those of --json: `result["layout"]`."""
 
     __slots__ = ("data", "shown")
 
@@ -54,10 +54,10 @@ class Answer(Printable):
         return first.strip().splitlines()[0] if first else ", ".join(self.keys())
 
 
-def _function(name: str, first: str) -> Callable[..., Answer]:
+def _function(name: str, first: str) -> Callable[..., CommandResult]:
     """A command's function. first: the argument that is given without its name."""
 
-    def call(*args: Any, **options: Any) -> Answer:
+    def call(*args: Any, **options: Any) -> CommandResult:
         kind, run = command_of(name)
         items = {key: item for key, item in declared(kind).items() if item.option.help is not HIDDEN}
         order = [first, *(key for key in ("layout", "cluster") if key in items)]
@@ -73,7 +73,7 @@ def _function(name: str, first: str) -> Callable[..., Answer]:
         read = {key: _value(items[key], value) for key, value in values.items() if value is not None}
         with collected() as results:
             run(options_of(kind, read))
-        return Answer(*results[-1])
+        return CommandResult(*results[-1])
 
     call.__name__ = call.__qualname__ = name
     call.__module__ = __name__
@@ -107,21 +107,21 @@ emit = _function("emit", "model")
 generate = _function("generate", "model")
 
 
-def _describe(function: Callable[..., Answer], first: str) -> None:
+def _describe(function: Callable[..., CommandResult], first: str) -> None:
     """Signature and documentation from the declarations, for `help` and completion."""
     kind, _ = command_of(function.__name__)
     items = {key: item for key, item in declared(kind).items() if item.option.help is not HIDDEN}
     order = [first, *(key for key in ("layout", "cluster") if key in items)]
     rest = [key for key in items if key not in order and key not in declared(CommandOptions)]
     where, named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    own = {item.name for item in fields(kind)}  # a borrowed option is None where it is not given
-    defaults = {key: items[key].default if key in own else None for key in rest}
+    fields_here = {item.name for item in fields(kind)}  # a borrowed option is None where it is not given
+    defaults = {key: items[key].default if key in fields_here else None for key in rest}
     parameters = [
         inspect.Parameter(first, where, annotation=Any),
         *(inspect.Parameter(key, where, default=None, annotation=Any) for key in order[1:]),
         *(inspect.Parameter(key, named, default=value, annotation=items[key].kind) for key, value in defaults.items()),
     ]
-    function.__signature__ = inspect.Signature(parameters, return_annotation=Answer)  # type: ignore[attr-defined]
+    function.__signature__ = inspect.Signature(parameters, return_annotation=CommandResult)  # type: ignore[attr-defined]
     lines = (f"{key}: {items[key].option.help}" for key in (*order, *rest))
     summary = inspect.getdoc(inspect.getmodule(command_of(function.__name__)[1])) or ""
     function.__doc__ = "\n".join([summary, "", *lines])

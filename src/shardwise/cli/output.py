@@ -27,26 +27,26 @@ _results: ContextVar[list[tuple[Any, tuple[Renderable, ...]]] | None] = ContextV
 @contextmanager
 def collected() -> Iterator[list[tuple[Any, tuple[Renderable, ...]]]]:
     """The results that commands print meanwhile, in place of printing them: data, and texts and tables."""
-    found: list[tuple[Any, tuple[Renderable, ...]]] = []
-    token = _results.set(found)
+    results: list[tuple[Any, tuple[Renderable, ...]]] = []
+    token = _results.set(results)
     try:
-        yield found
+        yield results
     finally:
         _results.reset(token)
 
 
 def print_json(data: Any) -> None:
     """One JSON document on standard output (`codec.plain`), with NaN and infinities as texts."""
-    if (found := _results.get()) is not None:
-        found.append((plain(data), ()))
+    if (results := _results.get()) is not None:
+        results.append((plain(data), ()))
         return
     print(json.dumps(strict(plain(data)), indent=1, allow_nan=False))
 
 
 def print_result(args: CommandOptions, data: Any, lines: Iterable[Renderable]) -> int:
     """Print `data`, or what it returns, with --json, else the texts and tables of `lines`. Returns the exit code 0."""
-    if (found := _results.get()) is not None:
-        found.append((plain(data() if callable(data) else data), tuple(lines)))
+    if (results := _results.get()) is not None:
+        results.append((plain(data() if callable(data) else data), tuple(lines)))
     elif args.json:
         print_json(data() if callable(data) else data)
     else:

@@ -109,7 +109,7 @@ class PlanOptions(LoraOptions, HostOptions, NetworkOptions, ModelOptions):
         "write the best layout as this engine's configuration (engines: emit --help)", "ENGINE", excludes="lora"
     )
     disaggregated: bool = arg(
-        "with --emit vllm or sglang: write instances for prefill and for decoding, each on devices of its own",
+        "with --emit vllm or sglang: write instances for prefill and for decoding on devices apart",
         needs="serve emit",
     )
     out: str | None = arg("write the plan as JSON, for train --plan; with --emit, its file", "FILE")
@@ -123,7 +123,7 @@ class PlanOptions(LoraOptions, HostOptions, NetworkOptions, ModelOptions):
     prompt: int | None = arg("tokens per prompt (1024)", "N", tokens=True, needs="serve")
     output: int | None = arg("tokens per answer (256)", "N", tokens=True, needs="serve")
     concurrency: int | None = arg(
-        "clients that each have one request running (64; with --ttft or --tpot, as many as these allow)",
+        "clients with one request running (64; with --ttft or --tpot, as many as these allow)",
         "N",
         tokens=True,
         needs="serve",

@@ -121,11 +121,12 @@ def _emitted(out: str | None, file: EngineFile, reason: str) -> tuple[dict[str, 
 def emitted_apart(
     args: Any, pair: Disaggregated | None, requests: Sequence[WriteRequest]
 ) -> tuple[dict[str, Any], Iterator[str]]:
-    """`emitted` for --disaggregated: the script that starts all instances. requests: of a server."""
+    """`emitted` for --disaggregated: the script that starts all instances. requests: of a server. Raises `UserError`
+    where no two instances fit."""
     from shardwise.interop.writing.disaggregated import write_apart
 
     if pair is None:
-        raise UserError("--disaggregated: no two instances fit beside each other; leave it out")
+        raise UserError("--disaggregated: no two instances fit together; leave it out")
     request = replace(requests[0], source=source_of(args.model or ""))
     file = write_apart(args.emit, request, pair.prefill, pair.decode, pair.batch)
     return _emitted(args.out, file, "")

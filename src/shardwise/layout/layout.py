@@ -180,7 +180,7 @@ class Layout(Keys):
         return f"Layout.parse({str(self)!r})"
 
     @classmethod
-    def of(cls, given: "Layout | str | Mapping[str, Any]") -> "Layout":
+    def of(cls, given: object) -> "Layout":
         """A layout, or the one of a text or of keys with values. Raises `UserError`."""
         if isinstance(given, Layout):
             return given

@@ -52,16 +52,16 @@ def usual_workload(model: Model, seq: int | None, batch: int | None, multiple: i
 
 
 def usual_training(model: Model, seq: int | None, batch: int | None, multiple: int) -> UsualWorkload:
-    """As `usual_workload`, for a run of this machine's processes: `SEQUENCES` for each of `multiple` in a step."""
+    """As `usual_workload`, for a run of this machine's processes: `SEQUENCES` times `multiple` in a step."""
     usual = usual_workload(model, seq, batch or SEQUENCES * multiple)
-    note = () if batch else (f"--batch {usual.batch}: {SEQUENCES} sequences in each micro-batch of a replica",)
+    note = () if batch else (f"--batch {usual.batch}: {SEQUENCES} sequences in a replica's micro-batch",)
     return replace(usual, notes=(*usual.notes, *note))
 
 
 def usual_serving(
     model: Model, prompt: int | None, output: int | None, concurrency: int | None, clients: bool = True
 ) -> tuple[Workload, tuple[str, ...]]:
-    """The given numbers of a server's requests, and usual ones for None, with a note for each of these. clients:
+    """The given numbers of a server's requests, and usual ones for None, with notes on these. clients:
     whether their number is asked for, too; 1 where not."""
     positions, notes = getattr(model, "max_positions", PROMPT + OUTPUT), []
     if output is None:
@@ -72,7 +72,7 @@ def usual_serving(
         notes.insert(0, f"--prompt {prompt}: tokens per prompt")
     if concurrency is None and clients:
         concurrency = CLIENTS
-        notes.append(f"--concurrency {concurrency}: clients that each have one request running")
+        notes.append(f"--concurrency {concurrency}: clients with one request running")
     return Workload(prompt=prompt, output=output, concurrency=concurrency or 1), tuple(notes)
 
 

@@ -84,10 +84,10 @@ def _of_hub(text: str) -> ModelConfig | None:
 
 
 def hub_name(name: str) -> str:
-    """The first id in the list of the hub whose shape is that of the catalog's model; its own name where none is."""
+    """The first id in the list of the hub whose shape is that of the catalog's model; the given name where none is."""
     from shardwise.model.hub import hub_models
 
-    return next((text for text in hub_models() if (found := _of_hub(text)) and found.name == name), name)
+    return next((text for text in hub_models() if (model := _of_hub(text)) and model.name == name), name)
 
 
 def _nearest(name: str) -> str:

@@ -14,10 +14,9 @@ from shardwise.layout.usual_workload import odd_part
 from shardwise.model.flops import MFU, training_flops_per_sequence
 from shardwise.model.parameters import Model, count
 from shardwise.planner import shortfall
-from shardwise.planner.answer import MOST, SHOWN, Answer, By, winners
+from shardwise.planner.answer import SHOWN, Answer, By, numbers_of, winners
 from shardwise.planner.common import Alternative, resembling
 from shardwise.planner.exact import Refuses
-from shardwise.planner.plan_tables import EXPERTS, plan_conclusion, plan_tables, why_tables
 from shardwise.planner.price_words import priced
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import Candidate
@@ -36,6 +35,14 @@ from shardwise.report.room import DeviceRoom
 from shardwise.report.tables import memory_bar, time_bar
 from shardwise.report.terminal import Renderable
 from shardwise.report.units import format_bytes
+
+EXPERTS = (
+    "experts: published steps of such models are predicted 16% off on average, from -60% to +9% (27 rows of "
+    "Megatron-Bridge, docs/prediction.md), so the ranges are wide, and layouts this close are not told apart",
+    "tokens are taken to spread evenly over the experts, none dropped: a rank whose experts get a fifth more than the "
+    "mean takes that much longer for them, and keeps as much more of their activations",
+)
+"""Notes on every plan of a model with experts."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,13 +81,19 @@ class Plan(Answer[Priced], Printable):
         return self.room.usable if at_risk else self.room.safe
 
     def tables(self) -> Iterator[Renderable]:
+        from shardwise.planner.plan_tables import plan_tables
+
         return plan_tables(self)
 
     def why(self) -> Iterator[Renderable]:
         """Memory and time of the best layout by part, why not another, and assumptions, as texts and tables."""
+        from shardwise.planner.plan_tables import why_tables
+
         return why_tables(self)
 
     def conclusion(self) -> str:
+        from shardwise.planner.plan_tables import plan_conclusion
+
         return plan_conclusion(self)
 
     def bars(self) -> Iterator[Bar]:
@@ -202,27 +215,23 @@ def plan(
     have; None is the usual, with a margin (`room_of`) that the best layouts keep, unless none does. explain: with
     alternatives and what memory costs, or, where nothing fits, with what would have to change. price: US dollars per
     device-hour; None is the lowest list price. refuses: why a layout is not to be ranked, "" where it is. settings: of
-    the engine, beside its layouts. assumed: a note for each number of the workload that was not given.
+    the engine, beside its layouts. assumed: notes on numbers of the workload that were not given.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
     """
     model, cluster = as_model(model), as_cluster(cluster)
     workload, usual = as_workload(model, workload, seq, batch, odd_part(cluster.devices))
-    shown, top = top or (MOST if by == "pareto" else SHOWN), MOST if top is None else top
-    if top < 1:
-        raise UserError(f"--top must be a positive integer, not {top}")
-    fixed = fixed_of(fix) if isinstance(fix, str) else fix or {}
-    space, none_runs = space_for(model, cluster, workload, engine, fixed, settings)
+    shown, top = numbers_of(top, by)
+    fix = fixed_of(fix) if isinstance(fix, str) else fix
+    space, none_runs = space_for(model, cluster, workload, engine, fix or {}, settings)
     room = room_of(cluster, space.engine.name, bool(model.experts), reserve)
     constants(cluster.device)  # raises where the search would, for a device without any
     if explain and (rejected := shortfall.why_no_state_fits(space, room.usable, reserve)):
         raise rejected
-    usable = room.safe
-    result = winners(space, by, top, usable, explain, refuses)
+    result = winners(space, by, top, usable := room.safe, explain, refuses)
     if not result.best and room.margin:
-        usable = room.usable
-        result = winners(space, by, top, usable, explain, refuses)
+        result = winners(space, by, top, usable := room.usable, explain, refuses)
     if not result.best and refuses and (others := winners(space, by, 1, usable, explain).best):
         raise UserError(f"no layout that fits will do; the best, {others[0].layout}: {refuses(others[0].layout)}")
     if not result.best:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from shardwise.layout import Mesh
 from shardwise.layout.model_size import size_words
 from shardwise.model.flops import MFU
 from shardwise.model.parameters import count
 from shardwise.planner.common import SAME, Alternative, resembling
+from shardwise.planner.plan import EXPERTS, Plan
 from shardwise.planner.price_words import price_line
 from shardwise.planner.pricing import Priced
 from shardwise.planner.runnable import OWN
@@ -25,18 +25,8 @@ from shardwise.report.terminal import Renderable
 from shardwise.report.timing_table import LEAST
 from shardwise.report.units import format_bytes, format_count, format_share, format_time
 
-if TYPE_CHECKING:
-    from shardwise.planner.plan import Plan
-
 _BAR = 24
 """Characters of the longest bar."""
-EXPERTS = (
-    "experts: published steps of such models are predicted 16% off on average, from -60% to +9% (27 rows of "
-    "Megatron-Bridge, docs/prediction.md), so the ranges are wide, and layouts this close are not told apart",
-    "tokens are taken to spread evenly over the experts, none dropped: a rank whose experts get a fifth more than the "
-    "mean takes that much longer for them, and keeps as much more of their activations",
-)
-"""Notes on every plan of a model with experts."""
 
 
 def plan_tables(plan: Plan) -> Iterator[Renderable]:
@@ -44,7 +34,11 @@ def plan_tables(plan: Plan) -> Iterator[Renderable]:
     if plan.none_runs:
         yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
     yield plan_conclusion(plan)
-    yield from filter(None, [_likeness(plan)])
+    like = resembling(count(plan.model), plan.winner.layout)
+    words = [f"split as {like['publisher']}'s {like['model']}"] if like else []
+    if plan.fastest is not None:
+        words.append(f"most common of up to {len(plan.same):,} within the error of {100 * SAME:.0f}%")
+    yield from ["; ".join(words)] if words else []
     yield ""
     yield _ranked(plan, plan.ranked[: plan.shown])
     yield from _refused(plan)
@@ -71,7 +65,11 @@ def why_tables(plan: Plan) -> Iterator[Renderable]:
         f"per device; {_ORDERS[plan.by]}"
     )
     yield from filter(None, [plan.capacity])
-    yield from _chosen(plan)
+    if like := resembling(count(plan.model), winner.layout):
+        yield f"split as {like['publisher']}'s {like['model']} on {like['cluster']}"
+    if plan.fastest is not None:
+        faster = format_share(winner.seconds / plan.fastest.seconds - 1)
+        yield f"the fastest, {plan.fastest.layout}, is {faster} faster than the first"
     yield f"\nthe best, {winner.layout}:\n"
     ranks = Mesh.of(winner.layout, plan.model).stage(winner.place)
     name = "all" if winner.layout.pp == 1 else f"fullest: stage {winner.place}"
@@ -101,24 +99,6 @@ def plan_conclusion(plan: Plan) -> str:
         f"{format_time(one.seconds)} per step, {format_count(plan.tokens_per_second(one))} tokens/s "
         f"({format_share(plan.utilisation(one))} MFU), {memory}"
     )
-
-
-def _likeness(plan: Plan) -> str:
-    """The published run that the layout is like, and how many layouts are as fast."""
-    like = resembling(count(plan.model), plan.winner.layout)
-    words = [f"split as {like['publisher']}'s {like['model']}"] if like else []
-    if plan.fastest is not None:
-        words.append(f"most common of up to {len(plan.same):,} within the error of {100 * SAME:.0f}%")
-    return "; ".join(words)
-
-
-def _chosen(plan: Plan) -> Iterator[str]:
-    """The published run that the layout is like, with its cluster; and the fastest layout, where another is first."""
-    if like := resembling(count(plan.model), plan.winner.layout):
-        yield f"split as {like['publisher']}'s {like['model']} on {like['cluster']}"
-    if plan.fastest is not None:
-        faster = format_share(plan.winner.seconds / plan.fastest.seconds - 1)
-        yield f"the fastest, {plan.fastest.layout}, is {faster} faster than the first"
 
 
 def _ranked(plan: Plan, rows: Sequence[Priced]) -> FittedTable:

@@ -35,7 +35,7 @@ from shardwise.layout.legality import valid_tp
 from shardwise.layout.usual_workload import usual_serving
 from shardwise.model import ModelConfig
 from shardwise.model.formats import computing_type, weight_format
-from shardwise.planner.answer import MOST, SHOWN, Answer
+from shardwise.planner.answer import SHOWN, Answer, numbers_of
 from shardwise.planner.disaggregated import Disaggregated, best_apart, fewest_apart, instances
 from shardwise.planner.space import divisors, powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
@@ -135,7 +135,7 @@ class Deployment(Json):
 
 @dataclass(frozen=True)
 class Bound(Json):
-    """A longest mean time: of the first token (--ttft), or of each after it (--tpot)."""
+    """A longest mean time: of the first token (--ttft), or of those after it (--tpot)."""
 
     json_keys = "name seconds"
 
@@ -147,6 +147,12 @@ class Bound(Json):
     def time(self, one: Deployment) -> float:
         """The bounded time of a deployment, in seconds."""
         return one.first_token if self.name == "ttft" else one.token
+
+    def checked(self) -> Bound:
+        """The bound. Raises `UserError` for one that no time keeps."""
+        if not 0 < self.seconds < float("inf"):
+            raise UserError(f"--{self.name} must be a positive number of seconds, not {self.seconds:g}")
+        return self
 
     def keeps(self, one: Deployment) -> bool:
         return self.time(one) <= self.seconds
@@ -180,7 +186,7 @@ class ServingPlan(Answer[Deployment], Printable):
     rate: float | None = None
     """Requests per second that each of `ranked` answers; None where the number of clients is given."""
     bounds: tuple[Bound, ...] = ()
-    """Bounds that each of `ranked` keeps."""
+    """Bounds that all of `ranked` keep."""
     shown: int = SHOWN
     """Deployments of `tables`."""
     assumed: tuple[str, ...] = ()
@@ -294,29 +300,17 @@ class ServingPlan(Answer[Deployment], Printable):
 
 
 def plan_serving(
-    model: ModelConfig | str,
-    cluster: Cluster | str,
-    workload: Workload | None = None,
-    *,
-    prompt: Length = None,
-    output: Length = None,
-    concurrency: Length = None,
-    engine: str | None = None,
-    by: By = "throughput",
-    top: int | None = None,
-    price: float | None = None,
-    weights: Sequence[str] = (),
-    kv_cache: str = "auto",
-    rate: float | None = None,
-    ttft: float | None = None,
-    tpot: float | None = None,
-) -> ServingPlan:
+    model: ModelConfig | str, cluster: Cluster | str, workload: Workload | None = None, *,
+    prompt: Length = None, output: Length = None, concurrency: Length = None, engine: str | None = None,
+    by: By = "throughput", top: int | None = None, price: float | None = None, weights: Sequence[str] = (),
+    kv_cache: str = "auto", rate: float | None = None, ttft: float | None = None, tpot: float | None = None,
+) -> ServingPlan:  # fmt: skip
     """The best `top` deployments (10, of which 3 are printed) for `workload.concurrency` clients of `prompt` and
     `output` tokens: every legal degree of tp, pp and replicas, cp and ep by doubling, each type of weights that the
     device computes with, 1, 2, 4, ... sequences at a time.
 
     model, cluster: objects, or their names. prompt, output, concurrency: in place of a workload; usual ones where they
-    are left out. ttft, tpot: longest mean seconds to the first token, and for each after it; where the clients are not
+    are left out. ttft, tpot: longest mean seconds to the first token, and per token after it; where the clients are not
     counted, these are as many as the bounds allow. engine: a profile of `predict.time.ENGINES`; None for the usual one.
     by: "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token). price:
     US dollars per device-hour; None for the lowest list price. rate: requests per second, in place of the workload's
@@ -326,15 +320,15 @@ def plan_serving(
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
     """
-    model, cluster, bounds = as_config(model), as_cluster(cluster), _bounds(ttft, tpot)
+    model, cluster = as_config(model), as_cluster(cluster)
+    first = () if ttft is None else (Bound("ttft", ttft).checked(),)
+    bounds = first if tpot is None else (*first, Bound("tpot", tpot).checked())
     counted = rate is None and (workload is not None or concurrency is not None or not bounds)
-    assumed: tuple[str, ...] = ()
-    if workload is None:
-        given = {"prompt": prompt, "output": output, "concurrency": concurrency}
-        numbers = {name: as_length(name, value) for name, value in given.items()}
-        workload, assumed = usual_serving(model, **numbers, clients=counted)
+    numbers = {"prompt": prompt, "output": output, "concurrency": concurrency}
+    lengths = {name: as_length(name, value) for name, value in numbers.items()}
+    workload, assumed = (workload, ()) if workload else usual_serving(model, **lengths, clients=counted)
     workload = workload if rate is None else replace(workload, concurrency=1)
-    shown, top = top or (MOST if by == "pareto" else SHOWN), MOST if top is None else top
+    shown, top = numbers_of(top, by)
     _check(model, cluster, workload, top)
     engine = engine or usual_engine(cluster, ENGINE)
     profile = serving_engine(engine)
@@ -346,31 +340,32 @@ def plan_serving(
     elif not counted:
         workload = replace(workload, concurrency=_clients_within(bounds, space_for(workload=workload)))
     space = space_for(workload=workload, queues=rate is None)
-    found, unhurried = [], []
-    for kind in space.types:
-        asked, free = space.split(kind)
-        found += asked
-        unhurried += free
-    gathered = list(space.gathered())
-    cut = (space.context_parallel, space.expert_parallel)
-    everything = found + gathered + [one for kind in space.types for split in cut for one in split(kind)]
-    if not everything:
-        raise space.nothing()
-    ranked = sorted(everything, key=lambda one: _order(one, by))
-    if rate is not None:
-        ranked = [one for one in everything if one.tokens_per_second >= rate * workload.output]
-        ranked.sort(key=lambda one: (one.devices, one.token))
+    split, unhurried, gathered, others = space.everything()
+    everything = split + gathered + others
+    ranked = _ranked(everything, workload, by, rate, bounds)
     bounds = tuple(replace(one, best=_most_within([one], unhurried)) for one in bounds)
-    if bounds and not (ranked := [one for one in ranked if all(bound.keeps(one) for bound in bounds)]):
-        raise _beyond(bounds, everything, f"with {workload.concurrency:,} clients ")
     curve = _curve(unhurried)
     return ServingPlan(
         model, cluster, workload, engine, by, room,
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
-        _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
+        _quantised_on_fewer(split), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
         price_of(cluster.device, price), next((one for one in ranked if not one.lossy), None), space,
         _apart(space, everything, ranked[0].weights, rate), rate, bounds, shown, assumed,
     )  # fmt: skip
+
+
+def _ranked(
+    everything: Sequence[Deployment], workload: Workload, by: By, rate: float | None, bounds: Sequence[Bound]
+) -> list[Deployment]:
+    """Deployments that answer the rate and keep the bounds, the best first. Raises `UserError` where none does."""
+    ranked = sorted(everything, key=lambda one: _order(one, by))
+    if rate is not None:
+        ranked = [one for one in everything if one.tokens_per_second >= rate * workload.output]
+        ranked.sort(key=lambda one: (one.devices, one.token))
+    kept = [one for one in ranked if all(bound.keeps(one) for bound in bounds)]
+    if not kept:
+        raise _beyond(bounds, everything, f"with {workload.concurrency:,} clients ")
+    return kept
 
 
 def _room(cluster: Cluster, engine: EngineProfile) -> float:
@@ -424,17 +419,9 @@ def _clients_at(rate: float, space: _Space) -> int:
     return min((one.devices, one.layout.dp * one.batch) for one in enough)[1]
 
 
-def _bounds(ttft: float | None, tpot: float | None) -> tuple[Bound, ...]:
-    for name, seconds in (("--ttft", ttft), ("--tpot", tpot)):
-        if seconds is not None and not 0 < seconds < float("inf"):
-            raise UserError(f"{name} must be a positive number of seconds, not {seconds:g}")
-    first = () if ttft is None else (Bound("ttft", ttft),)
-    return first if tpot is None else (*first, Bound("tpot", tpot))
-
-
-def _most_within(bounds: Sequence[Bound], found: Sequence[Deployment]) -> Deployment | None:
+def _most_within(bounds: Sequence[Bound], among: Sequence[Deployment]) -> Deployment | None:
     """The deployment of most tokens/s that keeps these bounds; None where none does."""
-    kept = (one for one in found if all(bound.keeps(one) for bound in bounds))
+    kept = (one for one in among if all(bound.keeps(one) for bound in bounds))
     return max(kept, key=lambda one: one.tokens_per_second, default=None)
 
 
@@ -449,9 +436,9 @@ def _clients_within(bounds: Sequence[Bound], space: _Space) -> int:
     return best.layout.dp * best.batch
 
 
-def _beyond(bounds: Sequence[Bound], found: Sequence[Deployment], clients: str) -> UserError:
+def _beyond(bounds: Sequence[Bound], among: Sequence[Deployment], clients: str) -> UserError:
     """One line where no deployment keeps the bounds: what can be kept."""
-    shortest = ((bound, min(found, key=bound.time)) for bound in bounds)
+    shortest = ((bound, min(among, key=bound.time)) for bound in bounds)
     least = "; ".join(f"the shortest for --{bound.name} is {format_time(bound.time(one))}, {one.layout} in "
                       f"{one.weights_name}" for bound, one in shortest)  # fmt: skip
     fewer = "; leave out --concurrency for as many clients as the bounds allow" if clients else ""
@@ -480,8 +467,6 @@ def _check(model: ModelConfig, cluster: Cluster, workload: Workload, top: int) -
     if min(workload.prompt, workload.output, workload.concurrency) < 1:
         raise UserError("serving needs --prompt, --output and --concurrency, each a positive number")
     check_length(model, workload.prompt, workload.output)
-    if top < 1:
-        raise UserError(f"--top must be a positive integer, not {top}")
     check_generation(Layout(), model)
 
 
@@ -606,6 +591,17 @@ class _Space:
                 f"{self.engine.name} on {self.cluster.device.name} has no {asked} weights; known are {others}"
             )
         return found
+
+    def everything(self) -> tuple[list[Deployment], list[Deployment], list[Deployment], list[Deployment]]:
+        """Deployments that fit: the two lists of `split`, those that gather weights, and those that cut the cache or
+        spread experts. Raises `UserError` where none does."""
+        both = [self.split(kind) for kind in self.types]
+        counted, free = ([one for pair in both for one in pair[i]] for i in (0, 1))
+        gathered, cut = list(self.gathered()), (self.context_parallel, self.expert_parallel)
+        others = [one for kind in self.types for split in cut for one in split(kind)]
+        if not (counted or gathered or others):
+            raise self.nothing()
+        return counted, free, gathered, others
 
     def words(self, weights: str) -> str:
         return self.engine.int4 if weights == "int4" else weights

@@ -68,7 +68,7 @@ def why_tables(plan: ServingPlan) -> Iterator[Renderable]:
 
 
 def _bounded(plan: ServingPlan) -> Iterator[str]:
-    """For each of several bounds, the best that keeps it alone."""
+    """The best that keeps one of several bounds alone."""
     for bound in plan.bounds if len(plan.bounds) > 1 else ():
         if one := bound.best:
             yield (

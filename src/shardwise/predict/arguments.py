@@ -4,7 +4,8 @@ from typing import TypeAlias, TypeVar
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.layout import Workload
+from shardwise.layout import Layout, Workload
+from shardwise.layout.legality import suited
 from shardwise.layout.usual_workload import usual_workload
 from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
@@ -44,14 +45,28 @@ def as_cluster(cluster: object) -> Cluster:
 def as_workload(
     model: Model, workload: object, seq: Length = None, batch: Length = None, multiple: int = 1
 ) -> tuple[Workload, tuple[str, ...]]:
-    """A workload, or the one of `seq` tokens and `batch` sequences; and a note for each number that is usual for the
-    model because it is None. multiple: a usual batch is a multiple of it. Raises `UserError`."""
+    """A workload, or the one of `seq` tokens and `batch` sequences; and notes on numbers that are usual for the
+    model because they are None. multiple: a usual batch is a multiple of it. Raises `UserError`."""
     if workload is None:
         usual = usual_workload(model, as_length("seq", seq), as_length("batch", batch), multiple)
         return usual.workload, usual.notes
     if seq is not None or batch is not None:
         raise UserError("give either a Workload, or seq and batch")
     return _checked(workload, Workload, "workload", "made by Workload(seq=..., batch=...)"), ()
+
+
+def as_step(
+    model: Model | str, layout: object, workload: object, cluster: object, seq: Length, batch: Length
+) -> tuple[Model, Layout, Workload, Cluster | None, tuple[str, ...]]:
+    """The objects of a step, workload and cluster in either order, with the attention that the model needs; and a note
+    on what was assumed. Raises `UserError`."""
+    if isinstance(workload, (Cluster, str)) and not isinstance(cluster, (Cluster, str)):
+        workload, cluster = cluster, workload
+    model = as_model(model)
+    split, chosen = suited(Layout.of(layout), model)
+    step, assumed = as_workload(model, workload, seq, batch, split.dp * split.micro)
+    notes = tuple(f"assumed: {note}" for note in (*assumed, *chosen))
+    return model, split, step, None if cluster is None else as_cluster(cluster), notes
 
 
 def as_length(name: str, value: Length) -> int | None:

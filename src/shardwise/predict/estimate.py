@@ -10,12 +10,12 @@ from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
 from shardwise.layout.experts import RoutedRows
-from shardwise.layout.legality import beyond_positions, suited
+from shardwise.layout.legality import beyond_positions
 from shardwise.layout.optimizers import DEFAULT, states_of
 from shardwise.layout.units import Backend, UnitPlan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
-from shardwise.predict.arguments import Length, as_cluster, as_model, as_workload
+from shardwise.predict.arguments import Length, as_step
 from shardwise.predict.cluster_links import links_json
 from shardwise.predict.memory.capacity import try_room
 from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings, check_optimizer
@@ -60,12 +60,8 @@ def estimate(
     Raises `LayoutError` when the layout does not suit model, workload or devices, and `UserError` for a workload
     without sequences and for a slow rank that does not exist.
     """
-    if isinstance(workload, (Cluster, str)) and not isinstance(cluster, (Cluster, str)):
-        workload, cluster = cluster, workload  # in the order of `plan`
-    model = as_model(model)
-    layout, chosen = suited(Layout.of(layout), model)
-    workload, assumed = as_workload(model, workload, seq, batch, layout.dp * layout.micro)
-    _check(model, layout, workload, cluster := None if cluster is None else as_cluster(cluster))
+    model, layout, workload, cluster, assumed = as_step(model, layout, workload, cluster, seq, batch)
+    _check(model, layout, workload, cluster)
     (settings := settings or USUAL).check(engine or "", layout)
     check_optimizer(engine or "", workload.optimizer)
     if slow is not None:
@@ -76,12 +72,10 @@ def estimate(
     timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
-        *(f"assumed: {note}" for note in (*assumed, *chosen)), *filter(None, [room.warning(peak) if room else ""]),
-        *beyond_positions(model, workload.seq),
+        *assumed, *filter(None, [room.warning(peak) if room else ""]), *beyond_positions(model, workload.seq),
         *(model.counted.assumptions if isinstance(model, ModelConfig) and model.counted else ()),
         *_memory_notes(engine or "", counted, model, layout, workload, backend),
-        *_schedule_notes(layout, roles),
-        *(timing.notes if timing else ()), *filter(None, [why]),
+        *_schedule_notes(layout, roles), *(timing.notes if timing else ()), *filter(None, [why]),
     ]  # fmt: skip
     return StepReport(
         source="predicted",

@@ -53,18 +53,11 @@ class Printable:
         from shardwise.report.table import FittedTable
 
         table = next((one for one in self.tables() if isinstance(one, FittedTable)), None)
-        if table is None:
-            return []
-        names = [column.name for column in table.columns]
-        return [{name: _plain(cell) for name, cell in zip(names, row, strict=True)} for row in table.rows]
+        return table.records() if table else []
 
     def to_dataframe(self) -> Any:
         """A `pandas.DataFrame` of `records`, numbers in bytes and seconds. Raises `ImportError` without pandas."""
         return import_module("pandas").DataFrame(self.records())
-
-
-def _plain(cell: Any) -> Any:
-    return cell if isinstance(cell, (int, float)) else str(cell or "")
 
 
 _WIDE, _HIGH = 640, 18

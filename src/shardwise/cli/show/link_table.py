@@ -19,7 +19,7 @@ ALIKE = 0.02
 
 
 def link_tables(uses: Sequence[LinkUse], step: float) -> Iterator[Renderable]:
-    """One table for the rank roles that communicate longest, one for each role that differs, and advice per axis. step:
+    """One table for the rank roles that communicate longest, one per role that differs, and advice per axis. step:
     seconds of the whole step."""
     from shardwise.predict.time.link_use import link_advice
 
@@ -43,7 +43,9 @@ def _table(uses: Sequence[LinkUse], roles: Sequence[str], step: float) -> Fitted
         Column("payload", "bytes", drop=1), Column("as placed", "seconds"), Column("share", "share"),
         Column("in a node", "seconds", drop=3), Column("between", "seconds", drop=4), Column("calls", drop=5),
     )  # fmt: skip
-    where = f", {_shortened(roles[0])}" if roles[0] != "all" else ""
+    stages = roles[0].split(", ")
+    name = roles[0] if len(stages) <= 4 else f"{', '.join(stages[:2])}, ... {stages[-1]}"
+    where = f", {name}" if name != "all" else ""
     like = f" (others within {format_share(ALIKE)})" if roles[1:] else ""
     table = FittedTable(columns, title=f"\ncommunication of one step by axis{where}{like}, nothing overlapped")
     for use in (use for use in uses if use.seconds >= LEAST * step):
@@ -62,9 +64,3 @@ def _alike(a: Sequence[LinkUse], b: Sequence[LinkUse]) -> bool:
     if {(use.axis, use.link) for use in a} != {(use.axis, use.link) for use in b}:
         return False
     return abs(_seconds(a) - _seconds(b)) <= ALIKE * _seconds(a)
-
-
-def _shortened(role: str) -> str:
-    """A role whose long list of stages is cut: "stages 1, 3, ... 39"."""
-    numbers = role.split(", ")
-    return role if len(numbers) <= 4 else f"{', '.join(numbers[:2])}, ... {numbers[-1]}"

@@ -76,7 +76,7 @@ def write_apart(engine: str, request: WriteRequest, prefill: Layout, decode: Lay
     hosts = [f"HOST{node}=127.0.0.1  # of node {node}: its address" for node in range(nodes)]
     first = files[0]
     title = f"# {engine}, not run here: {_count(placed, 'prefill')} for prefill, {_count(placed, 'decode')} to decode"
-    start = "# start each command on its node, then the router" if nodes > 1 else ""
+    start = "# start all commands of a node there, then the router" if nodes > 1 else ""
     head = ["#!/usr/bin/env bash", title, *(f"# {comment}" for comment in first.comments), *filter(None, [start])]
     text = "\n".join([*head, *hosts, *lines, "", _router(engine, placed), ""])
     return replace(first, layout=decode, text=text, file=f"{engine}-disaggregated.sh")
@@ -128,5 +128,5 @@ def _router(engine: str, placed: list[_Instance]) -> str:
 
 
 def _count(placed: list[_Instance], role: str) -> str:
-    found = [one.layout for one in placed if one.role == role]
-    return f"{len(found)} x {found[0]}"
+    layouts = [one.layout for one in placed if one.role == role]
+    return f"{len(layouts)} x {layouts[0]}"
