@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.codec import plain
 from shardwise.report.strict_json import strict
-from shardwise.report.terminal import Renderable, wrap
+from shardwise.report.terminal import Renderable, Verbatim, wrap
 
 if TYPE_CHECKING:
     from shardwise.cli.declare import CommandOptions
@@ -95,4 +95,7 @@ def show(*things: Renderable) -> None:
         # A pipe has no width, and a table cut to 80 columns would lose what it shows.
         console.width = 160
     for thing in things:
-        console.print(wrap(thing, console.width) if isinstance(thing, str) else thing)
+        if isinstance(thing, Verbatim):
+            console.print(thing, soft_wrap=True)
+        else:
+            console.print(wrap(thing, console.width) if isinstance(thing, str) else thing)

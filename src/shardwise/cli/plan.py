@@ -262,7 +262,8 @@ def _written(args: PlanOptions, best: Plan) -> tuple[dict[str, Any], Iterator[Re
     requests = [WriteRequest(model, one.layout, best.workload, None, best.cluster) for one in best.ranked]
     data, lines = emitted(args, requests, lambda layout: memory.total(layout, best.usable) <= best.usable)
     rows = software_steps(model, Layout.parse(data["emitted"]["layout"]), best.workload, best.cluster)
-    return data | {"by_engine": rows}, chain(software_tables(rows, args.emit), lines)
+    table = software_tables(rows, args.emit) if args.why or args.all else ()
+    return data | {"by_engine": rows}, chain(table, lines)
 
 
 def _links(best: Plan) -> tuple[LinkUse, ...]:

@@ -13,6 +13,7 @@ from shardwise.layout import Layout
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import catalog, hub_name
 from shardwise.model.parameters import Model
+from shardwise.report.terminal import Verbatim
 
 if TYPE_CHECKING:
     from shardwise.interop import EngineFile, WriteRequest
@@ -139,7 +140,7 @@ def _lines(out: str | None, file: EngineFile, reason: str) -> Iterator[str]:
         yield f"written in its place: {file.layout}"
     if not out:
         yield f"{file.file}:"
-        yield file.text
+        yield Verbatim(file.text)
         return
     yield f"{out}: {file.layout} for {file.layout.ranks} ranks"
     yield from (f"  {line}" for line in file.comments)
