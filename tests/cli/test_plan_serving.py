@@ -52,6 +52,24 @@ def test_what_is_not_given_is_assumed_and_fits_the_model(capsys):
     assert "assumed: --output 24" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        ("llama-3-70b --cluster 2xRTX4090 --weights bf16", "allow int4 weights or take 8xRTX-4090"),
+        ("llama-3-70b --cluster 1xT4", "take 4xT4"),
+        ("llama-3-405b --cluster 4xL4", "than its 22.9 GB"),
+    ],
+)
+def test_what_does_not_fit_names_what_would(words, way, capsys):
+    asked = ["plan", *words.split(), "--serve"]
+    assert main(asked) == 2
+    said = capsys.readouterr().err
+    assert "does not fit" in said and said.strip().endswith(way)
+    if "take " in way:
+        asked[asked.index("--cluster") + 1] = way.rpartition("take ")[2]
+        assert main(asked) == 0
+
+
 def test_bounds_of_latency_choose_the_clients_and_the_deployment(capsys):
     asked = SERVE[:5]
     assert main([*asked, "--ttft", "500ms", "--tpot", "0.02s", "--json"]) == 0

@@ -35,5 +35,6 @@ def command(args: Any, best: Plan) -> str:
     words += [word for text in args.set for word in ("--set", text)] + (["--lora", args.lora] if args.lora else [])
     words += ["--data", "TEXT"]
     if best.cluster.nodes > NODE:
-        words = ["launch", "--slurm", "--cluster", args.cluster, "--", *words]
+        out = ["--out", f"runs/{best.model.name.rsplit('/', 1)[-1]}"]
+        words = ["launch", "--slurm", "--cluster", args.cluster, "--", *words, *out]
     return shlex.join(["shardwise", *words])

@@ -37,6 +37,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.formats import computing_type, weight_format
 from shardwise.planner.answer import SHOWN, Answer, numbers_of
 from shardwise.planner.disaggregated import Disaggregated, best_apart, fewest_apart, instances
+from shardwise.planner.shortfall import more_devices
 from shardwise.planner.space import divisors, powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
 from shardwise.predict.arguments import Length, as_cluster, as_config, as_length
@@ -788,7 +789,31 @@ class _Space:
         return UserError(
             f"{self.model.name} with {self.length:,} tokens a sequence does not fit {self.cluster}: the leanest "
             f"({where}) needs {format_bytes(held)} a device, {missing} more than its {format_bytes(self.room)}"
+            f"{' or '.join(self._ways())}"
         )
+
+    def _ways(self) -> Iterator[str]:
+        """Single changes that would make it fit: other formats of the weights, or more devices."""
+        before = "; "
+        if self.asked and (types := [kind for kind in self._with(asked=()).types if self._with(asked=[kind]).fits]):
+            yield f"{before}allow {' or '.join(type_name(kind, self.model) for kind in types)} weights"
+            before = ""
+        larger = more_devices(self.cluster, lambda cluster: self._with(cluster=cluster).fits)
+        if larger is not None:
+            yield f"{before}take {larger}"
+
+    def _with(self, cluster: Cluster | None = None, asked: Sequence[str] | None = None) -> _Space:
+        names = self.asked if asked is None else asked
+        clients = replace(self.workload, concurrency=1)
+        return _Space(self.model, cluster or self.cluster, clients, self.engine, self.room, names, self.kv_cache)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a deployment fits with one of its types of weights, and can be priced."""
+        try:
+            return any(self.split(kind, curve=False)[0] for kind in self.types)
+        except UserError:  # links between nodes that are not known
+            return False
 
 
 def _hop(pricing: Pricing, pp: Num, nbytes: Num, stride: Num) -> Num:
