@@ -1,14 +1,15 @@
 """Find the best layouts to train a model on a cluster: every legal layout that fits memory, fastest first.
 
-For the best layout, plan prints its memory and time by part, what it is bound by, and why not the obvious alternatives.
-If no layout fits, it prints what would have to change.
+It prints the best layouts, what binds the first, what was assumed, and the next command. --why adds memory and time by
+part and why not the obvious alternatives, --links the links, --all both. If no layout fits, it prints what would have to
+change.
 
 --find searches for something else: the cheapest cluster for a deadline, the largest model of a family, the longest
 sequence, the largest batch and micro-batch, or the speedup of more nodes.
 
 --serve finds the best layouts to serve the model, for prompts of --prompt tokens, answers of --output tokens and
---concurrency clients, or --rate requests per second; and how many devices to read prompts with and to decode with,
-where these have their own.
+--concurrency clients, or --rate requests per second; with --ttft and --tpot, those that keep these times; and how many
+devices to read prompts with and to decode with, where these are apart (--disaggregated writes them).
 
 Without --cluster, plan prints the smallest number of each device of the catalog that fits, with speed and price. With
 several models, a,b,c, it prints one row per model.
