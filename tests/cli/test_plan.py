@@ -57,8 +57,9 @@ def test_the_table_and_what_is_said_about_the_winner(capsys):
         "deepseek-v3 --cluster 8xH200 --serve --tpot 60ms",
     ],
 )
-def test_the_answer_is_25_lines_and_its_next_command_is_one(words, capsys, monkeypatch):
+def test_the_answer_is_25_lines_and_its_next_command_is_one(words, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
     assert main(["plan", *words.split()]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25 + 4 * ("--tpot" in words or "--engine" in words), "\n".join(lines)
@@ -68,6 +69,7 @@ def test_the_answer_is_25_lines_and_its_next_command_is_one(words, capsys, monke
         command = follows[follows.index("train") :]
         options, _ = read(command[0], command[1:])
         assert options.model == words.split()[0] and Layout.parse(options.layout).ranks > 1
+        assert follows[1] == "train" or (main(follows[1:]) == 0 and Path("shardwise.sbatch").exists())
 
 
 def test_a_batch_that_more_replicas_divide_is_named(capsys):

@@ -12,9 +12,6 @@ from shardwise.model import ModelConfig
 if TYPE_CHECKING:
     from shardwise.planner.plan import Plan
 
-NODE = 1
-"""Nodes up to which `train` is started by hand."""
-
 
 def next_lines(args: Any, best: Plan) -> Iterator[str]:
     """The command that runs the best layout, and the options that show more."""
@@ -34,7 +31,9 @@ def command(args: Any, best: Plan) -> str:
     words = ["train", args.model, "--layout", layout, "--seq", str(work.seq), "--batch", str(work.batch)]
     words += [word for text in args.set for word in ("--set", text)] + (["--lora", args.lora] if args.lora else [])
     words += ["--data", "TEXT"]
-    if best.cluster.nodes > NODE:
+    if best.cluster.nodes == 1:
+        words += ["--device", "cuda"] if best.cluster.device.kind == "cuda" else []
+    else:
         out = ["--out", f"runs/{best.model.name.rsplit('/', 1)[-1]}"]
         words = ["launch", "--slurm", "--cluster", args.cluster, "--", *words, *out]
     return shlex.join(["shardwise", *words])

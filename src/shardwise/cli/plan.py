@@ -1,7 +1,7 @@
 """Find the best layouts to train a model on a cluster: every legal layout that fits memory, fastest first.
 
 It prints the best layouts, what binds the first, what was assumed, and the next command. --why adds memory and time by
-part and why not the obvious alternatives, --links the links, --all both. If no layout fits, it prints what would have to
+part and why not the obvious alternatives, --links the links, --all both. If no layout fits, it says what would have to
 change.
 
 --find searches for something else: the cheapest cluster for a deadline, the largest model of a family, the longest
