@@ -73,7 +73,7 @@ def usual_serving(
     if concurrency is None and clients:
         concurrency = CLIENTS
         notes.append(f"--concurrency {concurrency}: clients with one request running")
-    return Workload(prompt=prompt, output=output, concurrency=concurrency or 1), tuple(notes)
+    return Workload(prompt=prompt, output=output, concurrency=1 if concurrency is None else concurrency), tuple(notes)
 
 
 def _usual_seq(model: Model) -> tuple[int, str]:
