@@ -88,8 +88,8 @@ def _served(args: Any, cluster: Cluster) -> dict[str, Any]:
     from shardwise.planner.serving import plan_serving, type_name
 
     model = model_of(args)
-    asked = {name: getattr(args, name) for name in ("prompt", "output", "concurrency", "rate", "ttft", "tpot")}
-    result = plan_serving(model, cluster, engine=profile_of(args), by=args.by, top=1, **asked)
+    numbers = {name: getattr(args, name) for name in ("prompt", "output", "concurrency", "rate", "ttft", "tpot")}
+    result = plan_serving(model, cluster, engine=profile_of(args), by=args.by, top=1, **numbers)
     one = result.winner
     return {
         "model": model.name,

@@ -62,7 +62,7 @@ def usual_serving(
     model: Model, prompt: int | None, output: int | None, concurrency: int | None, clients: bool = True
 ) -> tuple[Workload, tuple[str, ...]]:
     """The given numbers of a server's requests, and usual ones for None, with notes on these. clients:
-    whether their number is asked for, too; 1 where not."""
+    whether they count, too; 1 where not."""
     positions, notes = getattr(model, "max_positions", PROMPT + OUTPUT), []
     if output is None:
         output = min(OUTPUT, max(1, positions - prompt if prompt else positions // 4))
