@@ -111,7 +111,7 @@ def _choice(row: dict[str, Any]) -> Choice:
     workload, layout = Workload(batch=row["batch"], seq=row["seq"]), Layout.parse(row["layout"])
     published = price_one(model, layout, workload, engine(row["engine"]), Pricing(cluster))
     fixed = fixed_of(row.get("search", ""))
-    found = plan(model, cluster, workload, engine=row["engine"], fixed=fixed, top=1, explain=False)
+    found = plan(model, cluster, workload, engine=row["engine"], fix=fixed, top=1, explain=False)
     try:
         searched = space_for(model, cluster, workload, row["engine"], fixed_of(text_of(layout)))[0].size > 0
     except UserError:

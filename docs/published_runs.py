@@ -97,7 +97,7 @@ def _best(one: Prediction, fixed: dict[str, object]) -> tuple[str, str]:
     workload = Workload(batch=row["gbs"], seq=row["seq"])
     try:
         found = plan(
-            one.case.model, one.case.cluster, workload, engine=one.case.engine, fixed=fixed, top=1, explain=False
+            one.case.model, one.case.cluster, workload, engine=one.case.engine, fix=fixed, top=1, explain=False
         )
     except UserError as error:
         return str(error), "-"

@@ -1,4 +1,7 @@
-"""Put the output of the README's first command into the README: python docs/readme.py, or make figures."""
+"""Put the output of the README's commands into the README: python docs/readme.py, or make figures.
+
+A mark below a command, <!-- output: 1-10 -->, is followed by these lines of what it prints at 80 columns.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,37 @@ from pathlib import Path
 from shardwise.cli.main import main
 
 README = Path(__file__).parents[1] / "README.md"
-ALTERNATIVES = 3
-"""Alternatives that are quoted of all that `plan` explains."""
-_BLOCK = re.compile(r"(<!-- output: plan -->\n)(.*?)(<!-- /output -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(```sh\n(?P<command>shardwise .*?)\n```\n\n<!-- output: (?P<first>\d+)-(?P<last>\d+) -->\n)"
+    r"(?P<shown>.*?)(<!-- /output -->)",
+    re.DOTALL,
+)
 
 
-def plan_output() -> str:
-    """The first `sh` block's output at 80 columns, up to the first few alternatives, as a Markdown block."""
-    _, command = re.findall(r"^```sh\n(shardwise) (plan .*?)\n```$", README.read_text(encoding="utf-8"), re.MULTILINE)[
-        0
-    ]
+def output(command: str) -> list[str]:
+    """Lines that a command prints at 80 columns."""
     before, printed = os.environ.get("COLUMNS"), io.StringIO()
     os.environ["COLUMNS"] = "80"
     try:
         with contextlib.redirect_stdout(printed):
-            main(shlex.split(command))
+            main(shlex.split(command.replace("\\\n", ""))[1:])
     finally:
         del os.environ["COLUMNS"]
         if before is not None:
             os.environ["COLUMNS"] = before
-    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
-    starts = [i for i, line in enumerate(lines) if i > lines.index("why not") and re.match(r"  \S", line)]
-    return "\n".join(["```text", *lines[: starts[ALTERNATIVES]], "  ...", "```", ""])
+    return [line.rstrip() for line in printed.getvalue().splitlines()]
+
+
+def with_outputs(text: str) -> str:
+    """The page with the output of each marked command."""
+
+    def block(found: re.Match[str]) -> str:
+        lines = output(found["command"])[int(found["first"]) - 1 : int(found["last"])]
+        return "\n".join([found[1] + "```text", *lines, "```", ""]) + found[6]
+
+    return _BLOCK.sub(block, text)
 
 
 if __name__ == "__main__":
-    text = README.read_text(encoding="utf-8")
-    README.write_text(_BLOCK.sub(lambda found: found[1] + plan_output() + found[3], text), encoding="utf-8")
+    README.write_text(with_outputs(README.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {README.name}")

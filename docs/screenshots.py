@@ -1,10 +1,12 @@
-"""Make docs/screenshots/ again: every view of the page in light and dark, for the README."""
+"""Make docs/screenshots/ again: every view of the studio, in light and dark, and the animation of the README."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import threading
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.studio.server import Studio
@@ -31,12 +33,34 @@ TOP = {"pipelines": "a", "sync": "gradients"}
 LIGHT = ("tokens-inside", "tokens-answer", "tokens-training", "experts", "sync")
 """Pictures for docs/explanations.md and docs/studio.md, in light alone."""
 
+ANIMATED = "ring.gif", "collectives?ranks=6&_round={}", 11
+"""File, the state of one frame, and frames: an all-reduce over six ranks."""
+FRAME_MS, LAST_MS = 700, 2500
+
+
+def animate(page: Any, address: str, folder: Path) -> None:
+    """Write the frames as one GIF, below 1 MB. page: of playwright."""
+    from PIL import Image
+
+    name, state, count = ANIMATED
+    frames = []
+    for number in range(count):
+        page.goto("about:blank")
+        page.goto(f"{address}#{state.format(number)}")
+        page.wait_for_selector("body[data-ready]", timeout=60_000)
+        page.wait_for_timeout(200)
+        shot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+        frames.append(shot.resize((shot.width * 3 // 4, shot.height * 3 // 4)).quantize(64))
+    times = [FRAME_MS] * (count - 1) + [LAST_MS]
+    frames[0].save(folder / name, save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True)
+    print(f"wrote {folder / name}")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="a folder with a run, such as demo leaves")
     parser.add_argument("--out", type=Path, default=FOLDER)
-    parser.add_argument("--only", nargs="+", choices=SHOWN, default=list(SHOWN), metavar="PICTURE")
+    parser.add_argument("--only", nargs="*", choices=SHOWN, default=list(SHOWN), metavar="PICTURE")
     args = parser.parse_args()
     try:
         from playwright.sync_api import sync_playwright
@@ -69,6 +93,8 @@ def main() -> None:
                 path = args.out / f"{view}-{theme}.png"
                 page.screenshot(path=path)
                 print(f"wrote {path}")
+            if theme == "light":
+                animate(page, studio.address, args.out)
             context.close()
         browser.close()
         studio.shutdown()

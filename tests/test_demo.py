@@ -100,6 +100,7 @@ def test_a_short_tour(short, capsys):
         "failed: the valid",
     ):
         assert words in out
+    assert Path("runs/demo-1/report.html").absolute().as_uri() in out
     page = Path("runs/demo-1/report.html").read_text()
     assert all(words in page for words in ("tiny-llama", "llama-3-70b", "ledger", "validation_loss"))
 

@@ -22,7 +22,7 @@ def test_the_first_use_is_ten_lines_that_run(tmp_path):
     assert done.returncode == 0, done.stderr
     out = done.stdout
     assert "ledger equal: True  bytes equal: True" in out
-    first, last = map(float, re.search(r"loss (\S+) -> (\S+) in runs/small-1", out).groups())
+    first, last = map(float, re.search(r"loss (\S+) -> (\S+) in runs/tiny-llama-1", out).groups())
     assert last < first
 
 
@@ -55,9 +55,37 @@ def test_the_line_of_emit_writes_for_every_engine(engine, capsys):
     assert layout in capsys.readouterr().out
 
 
-def test_the_plan_shown_first_is_what_the_command_prints():
+def test_what_is_shown_below_commands_is_what_they_print():
     script = runpy.run_path(str(ROOT / "docs" / "readme.py"))
-    assert f"<!-- output: plan -->\n{script['plan_output']()}<!-- /output -->" in README, "make figures"
+    assert script["with_outputs"](README) == README, "make figures"
+    marks = re.findall(r"<!-- output: \d+-\d+ -->\n```text\n(.*?)```\n<!-- /output -->", README, re.DOTALL)
+    assert len(marks) == README.count("<!-- output: ") == 3 and all(len(shown.splitlines()) >= 6 for shown in marks)
+    assert len(marks[0].splitlines()) == 10 and "best of" in marks[0]
+
+
+def test_the_first_screen_is_one():
+    screen = README.splitlines()[:50]
+    assert max(map(len, screen)) <= 80
+    first = "\n".join(screen)
+    for words in (".gif", "777 published steps", "shardwise plan ", 'shardwise explain "vllm serve', "## Install"):
+        assert words in first
+
+
+def test_errors_beside_other_predictors_are_those_of_the_table():
+    """Means over the rows that all three predict, of docs/prediction.md."""
+    page = (ROOT / "docs" / "prediction.md").read_text()
+    section = page.partition("## Other predictors on the same rows")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [\w-]+ \| (\d+) \| ([\d.]+)% \| ([\d.]+)% \| ([\d.]+)%", section, re.MULTILINE)
+    steps = sum(int(row[0]) for row in rows)
+    means = [sum(int(row[0]) * float(row[at]) for row in rows) / steps for at in (1, 2, 3)]
+    said = re.search(
+        r"On (\d+) published steps, shardwise is off by ([\d.]+)% in the mean, Calculon by ([\d.]+)%, llm-analysis at "
+        r"its best efficiency by ([\d.]+)% \(nearer on (\d) of the (\d) \[sources\]",
+        README.replace("\n", " "),
+    )
+    assert said and int(said[1]) == steps and [said[2], said[3], said[4]] == [f"{mean:.1f}" for mean in means]
+    nearer = [row for row in rows if float(row[3]) < float(row[1])]
+    assert (int(said[5]), int(said[6])) == (len(nearer), len(rows))
 
 
 def test_every_target_and_file_that_is_named_exists():

@@ -2,17 +2,18 @@
 
     from shardwise import Cluster, Layout, Workload, estimate, train
 
-Importing this package imports nothing else: each name below comes from its room when it is first used.
+Importing this package imports little else: each name below comes from its room when it is first used.
 """
 
 from typing import TYPE_CHECKING
 
+from shardwise.errors import UserError, speaks_python
 from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
     from shardwise.api import TrainResult, train
+    from shardwise.cli.functions import emit, explain, generate
     from shardwise.cluster import Cluster
-    from shardwise.errors import UserError
     from shardwise.layout import Layout, Workload
     from shardwise.model import ModelConfig
     from shardwise.model.blueprint import Blueprint
@@ -40,7 +41,10 @@ __all__ = [
     "Workload",
     "__version__",
     "compare",
+    "emit",
     "estimate",
+    "explain",
+    "generate",
     "plan",
     "plan_serving",
     "split",
@@ -60,10 +64,12 @@ lazily(
         "ModelConfig": "model",
         "StepReport": "report",
         "TrainResult": "api",
-        "UserError": "errors",
         "Workload": "layout",
         "compare": "report",
+        "emit": "cli.functions",
         "estimate": "predict",
+        "explain": "cli.functions",
+        "generate": "cli.functions",
         "plan": "planner",
         "plan_serving": "planner.serving",
         "split": "runtime.module.split",
@@ -72,4 +78,5 @@ lazily(
         "train": "api",
         "verify": "runtime.module.verify",
     },
+    speaks_python,
 )

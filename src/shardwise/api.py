@@ -13,17 +13,20 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import DivergedError, UserError, did_you_mean, os_errors
+from shardwise.errors import DivergedError, UserError, did_you_mean, in_python, os_errors
 from shardwise.layout import Layout, Workload, check_runnable, fewer_ranks
+from shardwise.layout.legality import suited
+from shardwise.layout.usual_workload import usual_training
 from shardwise.model import ModelConfig
 from shardwise.model.catalog import resolve
 from shardwise.options import check_type
+from shardwise.predict.arguments import Length, as_config, as_length
 from shardwise.report.printing import Printable
 from shardwise.report.run_directory import RunDirectory, make_next, next_free, occupied
 from shardwise.report.step_report import StepReport
@@ -112,12 +115,22 @@ def _loss(value: float | str | None) -> str:
 
 
 def train(
-    model: ModelConfig | str, layout: Layout | str, workload: Workload, data: str | Path, **options: Any
+    model: ModelConfig | str,
+    layout: Layout | str | Mapping[str, Any] = "dp=1",
+    workload: Workload | None = None,
+    data: str | Path | None = None,
+    *,
+    seq: Length = None,
+    batch: Length = None,
+    steps: int = 100,
+    out: Path | str | None = None,
+    **options: Any,
 ) -> TrainResult:
     """Train `model` on `data` in `layout.ranks` local processes, and return when they have ended.
 
-    model: a `ModelConfig`, a name of the catalog, or the path of a config.json. layout: a `Layout` or its text.
-    data: a file, a folder, JSONL, CSV, Parquet (.gz, too), a saved dataset, or "stdlib".
+    model: a `ModelConfig`, a name of the catalog, or the path of a config.json. layout: a `Layout`, its text, or a
+    dict. seq, batch: tokens per sequence and sequences per step, in place of a workload; usual ones where they are left
+    out. data: a file, a folder, JSONL, CSV, Parquet (.gz, too), a saved dataset, or "stdlib".
     options: further fields of `TrainConfig` (steps, out, tokenizer, optimizer, seed, report, device, ...) and of
     `LaunchConfig` (port, restarts, elastic, progress, rank0_stdout), and `vocab`, which replaces the model's. Without
     `out` the run directory is the next free `runs/<model>-N`.
@@ -125,7 +138,18 @@ def train(
     a rank dies; no process is left in any case.
     """
     launch, options = _apart(options)
-    return run(configure(model, layout, workload, data, **options), launch, series=options.get("out") is None)
+    if data is None:
+        raise UserError("train needs --data: a file, a folder, or stdlib")
+    if workload is None:
+        model, layout = as_config(model), Layout.of(layout)
+        usual = usual_training(model, as_length("seq", seq), as_length("batch", batch), layout.dp * layout.micro)
+        workload = usual.workload
+        for note in usual.notes:
+            launch.progress(f"assumed: {in_python(note)}")
+    elif seq is not None or batch is not None:
+        raise UserError("give either a Workload, or seq and batch")
+    config = configure(model, layout, workload, data, steps, out, **options)
+    return run(config, launch, series=out is None)
 
 
 def resume(checkpoint: Path | str, **options: Any) -> TrainResult:
@@ -150,7 +174,7 @@ def run(config: TrainConfig, launch: LaunchConfig | None = None, *, series: bool
     _check_fits(config)
     if launch.port:
         check_port(launch.port)
-    for line in _of_resume(config):
+    for line in (*_of_resume(config), *suited(replace(config.layout, attention="sdpa"), config.model)[1]):
         launch.progress(line)
     with _claimed(config, series=series) as config:
         ending, config = restart.until_done(with_corpus(config, launch.progress), launch)
@@ -219,7 +243,7 @@ def under_torchrun() -> bool:
 
 def configure(
     model: ModelConfig | str,
-    layout: Layout | str,
+    layout: Layout | str | Mapping[str, Any],
     workload: Workload,
     data: str | Path,
     steps: int = 100,
@@ -244,8 +268,7 @@ def configure(
 def _checked(values: dict[str, Any]) -> TrainConfig:
     """The configuration of these fields, where layout and paths may be texts. Raises `UserError`."""
     model, layout, workload = values["model"], values["layout"], values["workload"]
-    layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    check_type("layout", layout, Layout)
+    layout, _ = suited(Layout.of(layout), model)
     check_type("workload", workload, Workload)
     if not workload.batch:
         raise UserError("training needs a sequence length and a batch (--seq and --batch)")

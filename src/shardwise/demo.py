@@ -3,6 +3,7 @@
 What the tour is made of; `cli/demo.py` shows it in order. It trains on Python's own library, which is everywhere.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode
@@ -27,14 +28,14 @@ SMALL = "tiny-llama"
 # its slowest rank, so a step costs little more with many tokens than with few. fp32, since many CPUs have no bf16.
 LAYOUT = "dp=2,tp=2,zero=3,sp,micro=8,precision=fp32"
 WORKLOAD = Workload(seq=128, batch=16)
-STEPS = 150
-VALIDATE_EVERY = 25
+STEPS = 80
+VALIDATE_EVERY = 40
 OPTIMIZER = OptimizerConfig(lr=5e-3)
-TEXT_BYTES = 4_000_000
+TEXT_BYTES = 1_500_000
 
-ELSEWHERE = ("tp=2,micro=8,precision=fp32", "dp=4,zero=1,micro=4,precision=fp32")
-"""Layouts under which the run resumes from its checkpoint."""
-MORE_STEPS = 10
+ELSEWHERE = "tp=2,micro=8,precision=fp32"
+"""Layout under which the run resumes from its checkpoint."""
+MORE_STEPS = 5
 SAME_LOSS = 1e-3
 """Nats a token: a checkpoint that was read rightly gives the same validation loss, but for rounding."""
 
@@ -97,13 +98,14 @@ class Tour:
     result: TrainResult
     comparison: ReportComparison
 
-    def resume_under(self, layout: str, rank0_stdout: int | None = None) -> ResumedRun:
-        """Resume the checkpoint under another layout, in a run of its own beside. Raises what `resume` raises."""
+    def resume_under(self, layout: str, rank0_stdout: int, progress: Callable[[str], None]) -> ResumedRun:
+        """Resume the checkpoint under another layout, in a run of its own beside. Arguments as of `learn`. Raises what
+        `resume` raises."""
         out = next_free(self.result.out.with_name(f"{self.result.out.name}-resumed"))
         steps = STEPS + MORE_STEPS
         again = resume(
             self.result.out, out=out, layout=layout, steps=steps, report=False, rank0_stdout=rank0_stdout,
-            progress=lambda line: None,
+            progress=progress,
         ).summary  # fmt: skip
         return ResumedRun(
             layout, self.validation_loss, again["first_validation_loss"], again["validation_loss"], MORE_STEPS
@@ -145,8 +147,9 @@ class Tour:
         return self.result.out / "report.html"
 
 
-def learn(out: Path, rank0_stdout: int | None = None) -> Tour:
-    """Train `SMALL` on four processes into `out`. rank0_stdout: file descriptor that gets the progress.
+def learn(out: Path, rank0_stdout: int, progress: Callable[[str], None]) -> Tour:
+    """Train `SMALL` on four processes into `out`. rank0_stdout: file descriptor that gets the ranks' lines. progress:
+    gets what is done before.
 
     Raises what `train` raises.
     """
@@ -159,6 +162,7 @@ def learn(out: Path, rank0_stdout: int | None = None) -> Tour:
         out=out,
         optimizer=OPTIMIZER,
         rank0_stdout=rank0_stdout,
+        progress=progress,
         max_bytes=TEXT_BYTES,
         validate_every=VALIDATE_EVERY,
         report=True,

@@ -1,7 +1,13 @@
 """The one exception that a user's mistake raises: the command line prints its message as one line and exits with 2."""
 
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class UserError(ValueError):
@@ -18,6 +24,28 @@ class DivergedError(RuntimeError):
 
 class NotFiniteError(UserError):
     """Weights or optimizer state that are not finite, and so were not saved."""
+
+
+_FLAG = re.compile(r"--([a-z][a-z-]*)(?: (?=[\d.]+(?:\b|$))| (?=[A-Z]+\b))?")
+
+
+def in_python(text: str) -> str:
+    """A message in Python's words: `--host-memory SIZE` is `host_memory=SIZE`."""
+    return _FLAG.sub(lambda flag: flag[1].replace("-", "_") + "=" * flag[0].endswith(" "), text)
+
+
+def speaks_python(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, whose `UserError`s name its arguments as Python does."""
+
+    @wraps(function)
+    def call(*args: P.args, **named: P.kwargs) -> T:
+        try:
+            return function(*args, **named)
+        except UserError as error:
+            error.args = (in_python(str(error)), *error.args[1:])
+            raise
+
+    return call
 
 
 def file_limit(error: BaseException) -> str:

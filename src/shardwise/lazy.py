@@ -1,9 +1,9 @@
 """Packages that import a name's module when the name is first used, so that a command loads what it needs alone."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 
@@ -11,11 +11,14 @@ class LazyPackage(ModuleType):
     """A package with names from its modules. A name that a module has as well stays the name from inside."""
 
     __homes__: Mapping[str, str]
+    __wrap__: Callable[[Any], Any]
 
     def __getattr__(self, name: str) -> Any:
         if name not in self.__homes__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"{self.__name__}.{self.__homes__[name]}"), name)
+        if isinstance(value, FunctionType):
+            value = self.__wrap__(value)
         vars(self)[name] = value
         return value
 
@@ -28,8 +31,8 @@ class LazyPackage(ModuleType):
         return sorted({*vars(self), *self.__homes__})
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> None:
-    """Make a package lazy. homes: name -> its module inside the package."""
+def lazily(package: str, homes: Mapping[str, str], wrap: Callable[[Any], Any] = lambda function: function) -> None:
+    """Make a package lazy. homes: name -> its module inside the package. wrap: what its functions go through."""
     module = sys.modules[package]
-    vars(module)["__homes__"] = homes
+    vars(module).update(__homes__=homes, __wrap__=wrap)
     module.__class__ = LazyPackage

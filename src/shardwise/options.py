@@ -3,6 +3,7 @@
 `check_fields` checks a whole configuration; `cli/declare.py` makes the options. Imports no other room.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
@@ -14,6 +15,13 @@ from shardwise.errors import UserError
 from shardwise.records import dataclass
 
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
+
+
+def length_in(text: str) -> int | None:
+    """A number of tokens, sequences or clients: 8192, 8k, 1M; k is 1,024 and M its square, as contexts of models are
+    named. None for another text."""
+    match = re.fullmatch(r"(\d{1,12})([kKmM]?)", text.strip())
+    return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ") if match else None
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ def test_a_schema_has_every_option_of_the_command(name: str) -> None:
 def test_training_and_serving_are_two_tools_of_one_command() -> None:
     train, serve = (tool_of(name)["inputSchema"]["properties"] for name in ("plan", "plan_serving"))
     assert {"seq", "batch", "fix", "find"} <= train.keys() - serve.keys()
-    assert {"prompt", "output", "concurrency", "weights"} == serve.keys() - train.keys() - {"kv_cache", "rate"}
+    assert {"prompt", "output", "concurrency", "weights"} == serve.keys() - train.keys() - {
+        "kv_cache", "rate", "ttft", "tpot", "disaggregated"
+    }  # fmt: skip
     assert train["by"]["enum"] == ["throughput", "fastest", "memory", "cost", "pareto"]
     assert train["set"]["type"] == "array" and train["links"]["type"] == "boolean"
     assert train["seq"]["type"] == ["string", "number"] and train["top"]["type"] == "integer"

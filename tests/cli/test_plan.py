@@ -12,6 +12,7 @@ import pytest
 import shardwise
 from harness.cases import from_table
 from harness.today import some_of
+from shardwise.cli.declare import read
 from shardwise.cli.main import main
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload, check_runnable
@@ -25,7 +26,7 @@ SMALL = ["plan", "llama-3-8b", "--cluster", "8xH100", "--seq", "4096", "--batch"
 
 
 def test_the_table_and_what_is_said_about_the_winner(capsys):
-    assert main([*SMALL, "--top", "3"]) == 0
+    assert main([*SMALL, "--all"]) == 0
     out = capsys.readouterr().out
     for words in (
         "layouts that shardwise can run",
@@ -40,8 +41,42 @@ def test_the_table_and_what_is_said_about_the_winner(capsys):
     ):
         assert words in out
     assert "matrix products" in out and "tp=" in out
-    ranked = [line.split() for line in out.splitlines() if line[:2] in ("1 ", "2 ", "3 ")]
-    assert [row[0] for row in ranked] == ["1", "2", "3"] and all(Layout.parse(row[1]) for row in ranked)
+    ranked = [words for line in out.splitlines() if re.match(r" ?\d+ +\w+=", line) and (words := line.split())]
+    assert [int(row[0]) for row in ranked] == [*range(1, 11)] and all(Layout.parse(row[1]) for row in ranked)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "llama-3-8b --cluster 8xH100",
+        "llama-3-70b --cluster 2x8xH100",
+        "llama-3-405b --cluster 32x8xH100",
+        "qwen3-30b-a3b --cluster 2x8xH100",
+        "llama-3-8b --cluster 8xH100 --seq 4k --batch 63 --engine megatron-bridge",
+        "llama-3-70b --cluster 8xH100 --serve",
+        "deepseek-v3 --cluster 8xH200 --serve --tpot 60ms",
+    ],
+)
+def test_the_answer_is_25_lines_and_its_next_command_is_one(words, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *words.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25 + 4 * ("--tpot" in words or "--engine" in words), "\n".join(lines)
+    at = next(i for i, line in enumerate(lines) if line.startswith("next"))
+    follows = " ".join(lines[at + 1 :]).replace(" \\", "").split()
+    if follows:
+        command = follows[follows.index("train") :]
+        options, _ = read(command[0], command[1:])
+        assert options.model == words.split()[0] and Layout.parse(options.layout).ranks > 1
+        assert follows[1] == "train" or (main(follows[1:]) == 0 and Path("shardwise.sbatch").exists())
+
+
+def test_a_batch_that_more_replicas_divide_is_named(capsys):
+    assert main([*SMALL[:-1], "63"]) == 0
+    assert "batch 63: with 64, dp=8 becomes possible" in capsys.readouterr().out
+    assert main([*SMALL[:-1], "36"]) == 0
+    assert "becomes possible" not in capsys.readouterr().out
 
 
 def test_json_has_the_same(capsys):
@@ -77,14 +112,14 @@ def test_fixed_keys_hold(capsys):
 
 @pytest.mark.parametrize("by", ["cost", "pareto"])
 def test_other_orders(by, capsys):
-    assert main([*SMALL, "--by", by]) == 0
+    assert main([*SMALL, "--by", by, "--why"]) == 0
     assert ("device-seconds first" in (out := capsys.readouterr().out)) == (by == "cost")
     assert "best of " in out
 
 
 def test_experts_are_planned_and_their_error_is_said(capsys):
     sparse = ["plan", "mixtral-8x7b", "--cluster", "2x8xH100", "--seq", "4096", "--batch", "64", "--fix", "pp=2,cp=1"]
-    assert main([*sparse, "--top", "2"]) == 0
+    assert main([*sparse, "--top", "2", "--why"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for words in ("ep=", "routing to experts", "16% off on average", "spread evenly over the experts"):
         assert words in out
@@ -321,13 +356,14 @@ def test_tensor_parallelism_over_slow_links_is_warned_of(cluster, fix, words, ca
 
 
 def test_it_says_how_attention_is_counted(capsys):
-    assert main(["plan", "llama-3.2-1b", "--cluster", "8xH100", "--seq", "2048", "--batch", "16"]) == 0
+    assert main(["plan", "llama-3.2-1b", "--cluster", "8xH100", "--seq", "2048", "--batch", "16", "--why"]) == 0
     assert "MFU counts causal attention once" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_in_python_prints_what_the_command_prints(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    best = plan("llama-3-8b", "8xH100", seq=4096, batch=16, fixed={"pp": 1, "cp": 1}, top=3)
+    best = plan("llama-3-8b", "8xH100", seq=4096, batch=16, fix={"pp": 1, "cp": 1}, top=3)
     words = ("--cluster", "8xH100", "--seq", 4096, "--batch", 16, "--fix", "pp=1,cp=1", "--top", 3)
     code, out, _ = command("plan", "llama-3-8b", *words)
-    assert code == 0 and [line.rstrip() for line in out.splitlines()] == str(best).splitlines()
+    printed, _, follows = out.partition("next (or ")
+    assert code == 0 and [line.rstrip() for line in printed.splitlines()] == str(best).splitlines() and follows

@@ -62,7 +62,7 @@ def test_an_engine_is_planned_by_its_own_profile_and_gets_the_values_that_it_has
 
 
 def test_each_engine_says_what_it_cannot_express(command):
-    code, out, err = command(*TRAIN, "--fix", "zero=1,cp=2", "--emit", "megatron")
+    code, out, err = command(*TRAIN, "--fix", "zero=1,cp=2", "--emit", "megatron", "--why")
     assert code == 0 and "the layout that is written, under each engine's profile" in out, err
     _, out, _ = command(*TRAIN, "--fix", "zero=1,cp=2", "--emit", "megatron", "--json")
     cannot = {row["engine"]: row["cannot"] for row in json.loads(out)["by_engine"]}

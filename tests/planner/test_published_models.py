@@ -50,7 +50,7 @@ def test_every_command_answers_for_a_published_model(row):
     nodes = 64 if total > 4e11 else 8
     # Without these a search takes up to 20 s.
     fixed = {"micro": 1, "zero": 1, "schedule": "1f1b", "tp": max(tp for tp in valid_tp(model) if 8 % tp == 0)}
-    best = plan(model, f"{nodes}x8xH200", Workload(seq=seq, batch=8 * nodes), fixed=fixed, top=1)
+    best = plan(model, f"{nodes}x8xH200", Workload(seq=seq, batch=8 * nodes), fix=fixed, top=1)
     assert best.winner.seconds > 0
     served = plan_serving(
         model, f"{4 if nodes > 8 else 1}x8xH200", Workload(prompt=100, output=20, concurrency=4), top=1

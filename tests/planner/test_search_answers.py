@@ -76,7 +76,7 @@ def test_alternatives_are_the_best_with_another_value(found):
 def test_tensor_parallelism_across_nodes_is_named():
     model, on, workload = get("llama-3-8b"), Cluster.parse("2x8xH100"), Workload(8192, 16)
     fixed = {"pp": 1, "cp": 1, "recompute": "none", "zero": 1, "micro": 1}
-    alone = plan(model, on, workload, fixed=fixed | {"tp": 8})
+    alone = plan(model, on, workload, fix=fixed | {"tp": 8})
     from shardwise.planner.common import against
 
     pricing = Pricing(on)
@@ -121,18 +121,16 @@ def test_what_cannot_fit_at_all_is_rejected_before_a_search(monkeypatch):
 
 def test_a_fixed_key_that_is_to_blame_is_named():
     with pytest.raises(UserError, match="leave zero free"):
-        plan(
-            get("llama-3-8b"), Cluster.parse("8xH100"), Workload(4096, 8), fixed={"zero": 0, "tp": 1, "pp": 1, "cp": 1}
-        )
+        plan(get("llama-3-8b"), Cluster.parse("8xH100"), Workload(4096, 8), fix={"zero": 0, "tp": 1, "pp": 1, "cp": 1})
     with pytest.raises(UserError, match="leave dp free or take a batch that is a multiple of 4"):
-        plan(get("llama-3-8b"), Cluster.parse("8xH100"), Workload(4096, 7), fixed={"dp": 4})
+        plan(get("llama-3-8b"), Cluster.parse("8xH100"), Workload(4096, 7), fix={"dp": 4})
     with pytest.raises(UserError, match="leave tp free"):
-        plan(get("llama-3-8b"), Cluster.parse("8xH100"), Workload(4096, 8), fixed={"tp": 3})
+        plan(get("llama-3-8b"), Cluster.parse("8xH100"), Workload(4096, 8), fix={"tp": 3})
 
 
 def test_a_sequence_that_is_too_long_is_named():
     with pytest.raises(UserError, match="cut sequences to"):
-        plan(get("llama-3-8b"), Cluster.parse("1xH200"), Workload(1 << 21, 1), reserved=100e6)
+        plan(get("llama-3-8b"), Cluster.parse("1xH200"), Workload(1 << 21, 1), reserve=100e6)
 
 
 @pytest.mark.parametrize("name", ["gpt-fast", "tensorrt-llm"])
@@ -351,12 +349,12 @@ def test_every_layout_that_a_plan_names_has_the_bytes_of_estimate(seed):
     fixed = draw.choice([{"schedule": "zb-h1"}, {"schedule": "interleaved"}, {}]) | draw.choice([{"pp": 2}, {"pp": 4}])
     asked = {"by": draw.choice(["throughput", "throughput", "memory", "cost", "pareto"]), "fixed": fixed, "top": 6}
     try:
-        least = plan(model, cluster, workload, by="memory", top=1, fixed=fixed, explain=False).winner.held.total
+        least = plan(model, cluster, workload, by="memory", top=1, fix=fixed, explain=False).winner.held.total
     except UserError as error:
         assert "no layout" in str(error)
         return
     reserved = cluster.memory_per_device - least * draw.uniform(1.0, 1.5)
-    found = plan(model, cluster, workload, reserved=reserved, **asked)
+    found = plan(model, cluster, workload, reserve=reserved, **asked)
     assert found.ranked
     for one in (*found.ranked, *(other.best for other in found.alternatives), found.unlimited):
         if one is None:

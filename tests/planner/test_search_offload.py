@@ -84,7 +84,7 @@ def test_one_device_has_stages_once_something_is_offloaded():
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_plan_has_the_bytes_of_estimate_on_device_host_and_disk(optimizer):
     workload = Workload(2048, 16, optimizer=optimizer)
-    found = plan("llama-3-8b", "8xH100", workload, fixed=fixed_of("offload=nvme,zero=3"), top=3)
+    found = plan("llama-3-8b", "8xH100", workload, fix=fixed_of("offload=nvme,zero=3"), top=3)
     for one in found.ranked:
         report = estimate("llama-3-8b", one.layout, workload, "8xH100")
         assert max(role.bytes.total for role in report.roles) == one.held.total
@@ -109,12 +109,12 @@ def test_a_host_that_is_too_small_holds_nothing():
     model, workload, fixed = get("llama-3-8b"), Workload(2048, 16), fixed_of("offload=cpu")
     small = Cluster.parse("8xH100").with_host_memory(16 * 10**9)
     with pytest.raises(UserError) as error:
-        plan(model, small, workload, fixed=fixed)
+        plan(model, small, workload, fix=fixed)
     assert "does not fit the hosts of 8xH100" in str(error.value) and "--host-memory" in str(error.value)
     assert "\n" not in str(error.value)
-    large = plan(model, small.with_host_memory(10**12), workload, fixed=fixed)
+    large = plan(model, small.with_host_memory(10**12), workload, fix=fixed)
     assert 0 < large.winner.node.host <= 10**12
-    assert plan(model, small, workload, fixed=fixed_of("offload=nvme")).winner.node.disk > 0
+    assert plan(model, small, workload, fix=fixed_of("offload=nvme")).winner.node.disk > 0
 
 
 def test_the_ranks_of_a_cpu_have_one_memory_for_both():
@@ -134,7 +134,7 @@ def test_where_nothing_fits_offloading_is_among_what_would_do(model, cluster, ho
 
 def test_an_engine_whose_offloading_is_not_modelled_says_so():
     with pytest.raises(UserError, match="megatron-bridge cannot run offload=cpu: no offloading is modelled"):
-        plan("llama-3-8b", "8xH100", Workload(2048, 8), engine="megatron-bridge", fixed=fixed_of("offload=cpu"))
+        plan("llama-3-8b", "8xH100", Workload(2048, 8), engine="megatron-bridge", fix=fixed_of("offload=cpu"))
 
 
 @from_table

@@ -89,7 +89,7 @@ def test_pipelines_are_near_those_of_the_configuration(traced, layout):
 
 def test_pipelines_are_searched(traced):
     workload = Workload(seq=SEQ, batch=64)
-    best = plan(traced, CLUSTER, workload, fixed={"pp": 2}, top=5)
+    best = plan(traced, CLUSTER, workload, fix={"pp": 2}, top=5)
     for one in best.ranked:
         report = estimate(traced, one.layout, workload, CLUSTER)
         assert one.layout.pp == 2 and report.time == pytest.approx(one.seconds)
@@ -135,12 +135,12 @@ def test_every_candidate_can_be_split(traced):
 @from_table
 def test_what_split_cannot_run_is_not_planned(traced, fixed, message):
     with pytest.raises(UserError, match=message):
-        plan(traced, CLUSTER, Workload(seq=SEQ, batch=64), fixed=fixed)
+        plan(traced, CLUSTER, Workload(seq=SEQ, batch=64), fix=fixed)
 
 
 def test_a_model_that_does_not_fit_says_by_how_much(traced):
     with pytest.raises(UserError, match=r"does not fit 1xRTX-4090.*the leanest layout .* needs .* per device"):
-        plan(traced, "1xRTX-4090", Workload(seq=SEQ, batch=64), reserved=20e9)
+        plan(traced, "1xRTX-4090", Workload(seq=SEQ, batch=64), reserve=20e9)
 
 
 def test_files_stand_for_models(traced, file):
@@ -153,7 +153,7 @@ def test_files_stand_for_models(traced, file):
 def test_sequence_parallelism_is_planned_where_it_was_traced(traced):
     """It saves less, and communicates about as long as that of the same model with a configuration."""
     workload = Workload(seq=SEQ, batch=64)
-    assert plan(traced, CLUSTER, workload, fixed={"sp": True}).ranked[0].layout.sp
+    assert plan(traced, CLUSTER, workload, fix={"sp": True}).ranked[0].layout.sp
     whole, cut, same = (
         estimate(model, layout, workload, CLUSTER)
         for model, layout in ((traced, "dp=4,tp=2"), (traced, "dp=4,tp=2,sp"), (SAME, "dp=4,tp=2,sp"))

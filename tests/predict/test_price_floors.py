@@ -374,7 +374,7 @@ def test_the_best_layout_keeps_a_margin_of_memory():
     risky = plan("llama-3-8b", tight, seq=8192, batch=64, top=1, explain=False)
     assert risky.to_json()["ranked"][0]["memory"] == "at risk" and "at risk" in risky.conclusion()
     assert any("margin" in warning for warning in risky.warnings)
-    sure = plan("llama-3-8b", tight, seq=8192, batch=64, top=1, explain=False, reserved=2e9)
+    sure = plan("llama-3-8b", tight, seq=8192, batch=64, top=1, explain=False, reserve=2e9)
     assert sure.room.margin == 0.0 and sure.to_json()["ranked"][0]["memory"] == "fits"
 
 

@@ -293,7 +293,7 @@ def test_families():
 
 @pytest.mark.parametrize("name", ["shardwise-cpu", "shardwise"])
 def test_the_planner_finds_the_same_times(name):
-    found = plan(MODEL, cluster(ranks=4), Workload(128, 8), engine=name, top=40, reserved=0.0, explain=False)
+    found = plan(MODEL, cluster(ranks=4), Workload(128, 8), engine=name, top=40, reserve=0.0, explain=False)
     for one in found.ranked:
         alone = step_seconds(MODEL, one.layout, Workload(128, 8), cluster(ranks=4), name)
         assert one.seconds == pytest.approx(alone.seconds, rel=1e-9), str(one.layout)

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from rich.console import Console
 import shardwise
 from harness.cases import from_table
 from harness.report_strategies import ledger_rows, reports
-from shardwise import Workload, estimate, plan, plan_serving
+from shardwise import Layout, Workload, estimate, plan, plan_serving
 from shardwise.errors import UserError
 from shardwise.report import Bytes, LedgerRow, Role, StepReport, compare
 from shardwise.report.files import check_place, write_whole
@@ -233,7 +234,7 @@ STEP: dict[str, Any] = {"seq": 4096, "batch": 16}
 @pytest.fixture(scope="module")
 def results() -> dict[str, Printable]:
     predicted = [estimate("llama-3-8b", layout, cluster="8xH100", **STEP) for layout in ("dp=8,zero=2", "dp=4,tp=2")]
-    best = plan("llama-3-8b", "8xH100", fixed={"pp": 1, "cp": 1}, top=3, **STEP)
+    best = plan("llama-3-8b", "8xH100", fix={"pp": 1, "cp": 1}, top=3, **STEP)
     served = plan_serving("llama-3-8b", "2xH100", Workload(prompt=512, output=128, concurrency=8))
     return {"estimate": predicted[0], "plan": best, "compare": compare(*predicted), "serving plan": served}
 
@@ -246,26 +247,37 @@ def test_a_result_prints_its_tables(name: str, results: dict[str, Printable], mo
     assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) > 10 and "\x1b" not in text
     assert re.fullmatch(rf"<{type(result).__name__}: .+>", repr(result)) and result.conclusion() in repr(result)
     assert result.conclusion() in " ".join(text.split())[:500]
-    html = result._repr_html_()
-    assert html.startswith("<pre") and html.endswith("</pre>")
+    html, _, drawn = result._repr_html_().partition("</pre>")
+    assert html.startswith("<pre") and (drawn.startswith("<svg") or name not in ("plan", "estimate"))
+    assert not drawn or len(list(ElementTree.fromstring(drawn).iter())) > 6
     monkeypatch.setenv("COLUMNS", "100")
     plain = re.sub(r"<.*?>", "", html).replace("&lt;", "<").replace("&gt;", ">").replace("&#x27;", "'")
     assert [line.rstrip() for line in plain.splitlines()] == str(result).splitlines()
 
 
+@pytest.mark.parametrize("name", ["estimate", "plan", "serving plan"])
+def test_a_result_has_rows_of_numbers(name: str, results: dict[str, Printable]) -> None:
+    rows = results[name].records()
+    assert rows and all(row.keys() == rows[0].keys() for row in rows)
+    assert any(isinstance(value, (int, float)) and value > 0 for value in rows[0].values())
+    pandas = pytest.importorskip("pandas")
+    assert isinstance(results[name].to_dataframe(), pandas.DataFrame) and len(results[name].to_dataframe()) == len(rows)
+
+
 def test_names_and_numbers_in_place_of_objects() -> None:
     whole = estimate("llama-3-8b", "dp=8,zero=2", Workload(4096, 16), "8xH100")
     assert estimate("llama-3-8b", "dp=8,zero=2", cluster="8xH100", seq=4096, batch=16) == whole
+    assert estimate("llama-3-8b", {"dp": 8, "zero": 2}, "8xH100", seq="4k", batch="16") == whole
+    assert estimate("llama-3-8b", Layout(dp=8, zero=2), "8xH100", Workload(4096, 16)) == whole
     for call in (
         lambda: estimate("llama-3-8b", "dp=8", Workload(64, 8), seq=64),
         lambda: plan("llama-3-8b", "8xH100", Workload(64, 8), batch=8),
     ):
         with pytest.raises(UserError, match="either a Workload, or seq and batch"):
             call()
-    with pytest.raises(UserError, match="both a sequence length and a batch"):
-        plan("llama-3-8b", "8xH100", seq=64)
-    with pytest.raises(UserError, match="workload must be a Workload"):
-        estimate("llama-3-8b", "dp=8")
+    assumed = estimate("llama-3-8b", "dp=8")
+    assert assumed == estimate("llama-3-8b", "dp=8", seq=None) and assumed.workload["batch"] == 256
+    assert any("--seq 8192" in note for note in assumed.notes)
 
 
 def test_public_names_are_typed_and_documented() -> None:

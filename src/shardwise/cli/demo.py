@@ -1,13 +1,19 @@
 """The tour: predict, train a small model on four processes, compare both to the byte, and one page that shows it.
 
-Takes one to three minutes on two cores. The exit code is 0 when the ledgers are equal, the bytes by class are equal,
-the validation loss is below the unigram entropy of the validation text, and the checkpoint has the same loss under the
-other layouts.
+Takes about a minute on two cores. The exit code is 0 when the ledgers are equal, the bytes by class are equal,
+the validation loss is below the unigram entropy of the validation text, and the checkpoint has the same loss under
+another layout.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,21 +41,50 @@ def run(args: DemoOptions) -> int:
     started = time.monotonic()
     out = demo.run_directory(args.out)
     # With --json nothing but the result may reach standard output: progress goes where errors go.
-    tell, stdout = (_silent, 2) if args.json else (show, None)
+    tell = _silent if args.json else show
     tell(f"1. What {demo.LARGE} would hold on each GPU under ZeRO, in closed form\n", _zero_table(), "")
-    tell(f"2. {demo.SMALL} learns from Python's own library on four processes: {demo.LAYOUT}\n")
-    tour = demo.learn(out, rank0_stdout=stdout)
+    tell(f"2. {demo.SMALL} learns from Python's own library on four processes: {demo.LAYOUT}")
+    with _bar("train", demo.STEPS) as watched:
+        tour = demo.learn(out, *watched)
     tell("\n3. What was predicted for that run, and what it measured\n", *_outcome(tour))
-    tell("\n4. The checkpoint of that run is independent of the layout: resumed under others\n")
-    further = [tour.resume_under(layout, rank0_stdout=stdout) for layout in demo.ELSEWHERE]
-    tell("", *(_resumed_line(item) for item in further))
+    tell("\n4. Its checkpoint is independent of the layout: resumed under another")
+    with _bar("resume", demo.STEPS + demo.MORE_STEPS) as watched:
+        further = tour.resume_under(demo.ELSEWHERE, *watched)
+    tell(_resumed_line(further))
     page = tour.write_page()
-    tell(f"\n5. All of it on one page: {page}\n")
-    failures = [*tour.failures, *(sentence for item in further for sentence in item.failures)]
+    tell(f"\n5. The studio on prediction and run: {page.absolute().as_uri()}")
+    tell(f"   live: shardwise studio 'runs?run={out.name}' --runs {shlex.quote(str(out.parent))}\n")
+    failures = [*tour.failures, *further.failures]
     tell(*(f"failed: {sentence}" for sentence in failures), f"took {time.monotonic() - started:.0f} s")
     if args.json:
         print_json(_json(tour, further, failures, page))
     return 1 if failures else 0
+
+
+@contextmanager
+def _bar(doing: str, steps: int) -> Iterator[tuple[int, Callable[[str], None]]]:
+    """One bar on standard error for a run of so many steps: the file descriptor for its lines, and a function for lines
+    before it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"), TimeElapsedColumn()
+    reading, writing = os.pipe()
+    with Progress(*columns, console=Console(stderr=True)) as display, open(reading, errors="replace") as lines:
+        task = display.add_task(doing, total=steps, words="")
+
+        def follow() -> None:
+            for line in lines:
+                if words := re.match(r"step +(\d+)(?:/\d+)? +((?:validation )?loss \S+)", line):
+                    display.update(task, completed=int(words[1]), words=f"step {words[1]}/{steps} {words[2]}")
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        try:
+            yield writing, lambda line: display.update(task, words=line)
+        finally:
+            os.close(writing)
+            thread.join()
 
 
 def _silent(*things: Renderable) -> None:
@@ -83,7 +118,7 @@ def _outcome(tour: Tour) -> tuple[Renderable, ...]:
     return comparison_tables(tour.comparison), f"{'✓' if below else '✗'} {loss}"
 
 
-def _json(tour: Tour, further: list[ResumedRun], failures: list[str], page: Path) -> dict[str, Any]:
+def _json(tour: Tour, further: ResumedRun, failures: list[str], page: Path) -> dict[str, Any]:
     from shardwise import demo
 
     return {
@@ -92,6 +127,6 @@ def _json(tour: Tour, further: list[ResumedRun], failures: list[str], page: Path
         "zero": {"title": demo.large_title(), "capacity": demo.capacity(), "bytes_per_gpu": _zero_bytes()},
         "training": tour.result.summary,
         "comparison": tour.comparison.to_json(),
-        "resumed": [asdict(item) for item in further],
+        "resumed": [asdict(further)],
         "failures": failures,
     }

@@ -141,7 +141,9 @@ FORMER = {
     "studio": {"--export": "--out"},
 }
 """CommandOptions -> former names of options, which are still accepted and which no help text shows."""
-FORMER_ACTIONS = {"collective list": ["list", "algorithms"], "pipeline list": ["list", "schedules"]}
+FORMER_ACTIONS = {
+    "collective list": ["list", "algorithms"], "pipeline list": ["list", "schedules"], "list gpus": ["list", "devices"]
+}  # fmt: skip
 
 
 def _run(name: str, argv: list[str]) -> int:

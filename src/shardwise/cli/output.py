@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from shardwise.codec import plain
 from shardwise.report.strict_json import strict
-from shardwise.report.terminal import Renderable, wrap
+from shardwise.report.terminal import Renderable, Verbatim, wrap
 
 if TYPE_CHECKING:
     from shardwise.cli.declare import CommandOptions
@@ -20,14 +21,33 @@ PATIENCE = 1.0
 """Seconds before a command says that it is working."""
 
 
+_results: ContextVar[list[tuple[Any, tuple[Renderable, ...]]] | None] = ContextVar("results", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[list[tuple[Any, tuple[Renderable, ...]]]]:
+    """The results that commands print meanwhile, in place of printing them: data, and texts and tables."""
+    results: list[tuple[Any, tuple[Renderable, ...]]] = []
+    token = _results.set(results)
+    try:
+        yield results
+    finally:
+        _results.reset(token)
+
+
 def print_json(data: Any) -> None:
     """One JSON document on standard output (`codec.plain`), with NaN and infinities as texts."""
+    if (results := _results.get()) is not None:
+        results.append((plain(data), ()))
+        return
     print(json.dumps(strict(plain(data)), indent=1, allow_nan=False))
 
 
 def print_result(args: CommandOptions, data: Any, lines: Iterable[Renderable]) -> int:
     """Print `data`, or what it returns, with --json, else the texts and tables of `lines`. Returns the exit code 0."""
-    if args.json:
+    if (results := _results.get()) is not None:
+        results.append((plain(data() if callable(data) else data), tuple(lines)))
+    elif args.json:
         print_json(data() if callable(data) else data)
     else:
         show(*lines)
@@ -75,4 +95,7 @@ def show(*things: Renderable) -> None:
         # A pipe has no width, and a table cut to 80 columns would lose what it shows.
         console.width = 160
     for thing in things:
-        console.print(wrap(thing, console.width) if isinstance(thing, str) else thing)
+        if isinstance(thing, Verbatim):
+            console.print(thing, soft_wrap=True)
+        else:
+            console.print(wrap(thing, console.width) if isinstance(thing, str) else thing)

@@ -1,14 +1,15 @@
 """Find the best layouts to train a model on a cluster: every legal layout that fits memory, fastest first.
 
-For the best layout, plan prints its memory and time by part, what it is bound by, and why not the obvious alternatives.
-If no layout fits, it prints what would have to change.
+It prints the best layouts, what binds the first, what was assumed, and the next command. --why adds memory and time by
+part and why not the obvious alternatives, --links the links, --all both. If no layout fits, it says what would have to
+change.
 
 --find searches for something else: the cheapest cluster for a deadline, the largest model of a family, the longest
 sequence, the largest batch and micro-batch, or the speedup of more nodes.
 
 --serve finds the best layouts to serve the model, for prompts of --prompt tokens, answers of --output tokens and
---concurrency clients, or --rate requests per second; and how many devices to read prompts with and to decode with,
-where these have their own.
+--concurrency clients, or --rate requests per second; with --ttft and --tpot, those that keep these times; and how many
+devices to read prompts with and to decode with, where these are apart (--disaggregated writes them).
 
 Without --cluster, plan prints the smallest number of each device of the catalog that fits, with speed and price. With
 several models, a,b,c, it prints one row per model.
@@ -25,9 +26,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.cli.clusters import HostOptions, NetworkOptions, cluster_of, usual_cluster
 from shardwise.cli.declare import arg, borrow, leave_out
 from shardwise.cli.models import LoraOptions, ModelOptions, model_of, subject_of
+from shardwise.cli.next_command import next_lines
 from shardwise.cli.output import print_result, progress, working
-from shardwise.cli.plan_emit import check_emit, emitted, profile_for, profile_of, refusals
-from shardwise.cli.quantities import bytes_of
+from shardwise.cli.plan_emit import check_emit, emitted, emitted_apart, profile_for, profile_of, refusals
+from shardwise.cli.quantities import bytes_of, seconds_of
 from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import price_of
@@ -72,7 +74,7 @@ class PlanOptions(LoraOptions, HostOptions, NetworkOptions, ModelOptions):
     batch: int | None = arg(
         "sequences per step, over all devices (0.5M to 4M tokens, by the model's size)", "N", tokens=True, positive=True
     )
-    top: int = arg("number of layouts to show", "N", 10, positive=True, most=10_000)
+    top: int | None = arg("number of layouts to show (3; --json: 10)", "N", positive=True, most=10_000)
     by: By = arg("what to rank by", default="throughput")
     fix: str | None = arg("search only layouts with these keys: tp=8,zero=1", "KEY=VALUE,...")
     engine: str | None = arg(
@@ -97,13 +99,19 @@ class PlanOptions(LoraOptions, HostOptions, NetworkOptions, ModelOptions):
     find: str | None = arg(
         "what to find instead; cluster needs --tokens and --deadline",
         choices=FINDS,
-        excludes="mtbf save links by top emit",
+        excludes="mtbf save why links all by top emit",
     )
     memory: int | None = arg("with --find model, without MODEL: memory of one device", "SIZE", read=bytes_of)
     deadline: float | None = arg("with --find cluster: longest run", "DAYS", positive=True)
+    why: bool = arg("show memory and time of the best by part, and why not another")
     links: bool = arg("show communication of the best layout by axis and link")
+    all: bool = arg("show ten layouts, and all that --why and --links show")
     emit: str | None = arg(
         "write the best layout as this engine's configuration (engines: emit --help)", "ENGINE", excludes="lora"
+    )
+    disaggregated: bool = arg(
+        "with --emit vllm or sglang: write instances for prefill and for decoding on devices apart",
+        needs="serve emit",
     )
     out: str | None = arg("write the plan as JSON, for train --plan; with --emit, its file", "FILE")
     serve: bool = arg(
@@ -113,9 +121,18 @@ class PlanOptions(LoraOptions, HostOptions, NetworkOptions, ModelOptions):
         idle="belongs to training: leave it out with --serve",
         missing="belongs to serving: add --serve",
     )
-    prompt: int | None = arg("tokens per prompt", "N", tokens=True, needs="serve")
-    output: int | None = arg("tokens per answer", "N", tokens=True, needs="serve")
-    concurrency: int | None = arg("clients that each have one request running", "N", tokens=True, needs="serve")
+    prompt: int | None = arg("tokens per prompt (1024)", "N", tokens=True, needs="serve")
+    output: int | None = arg("tokens per answer (256)", "N", tokens=True, needs="serve")
+    concurrency: int | None = arg(
+        "clients with one request running (64; with --ttft or --tpot, as many as these allow)",
+        "N",
+        tokens=True,
+        needs="serve",
+    )
+    ttft: float | None = arg(
+        "longest mean time to the first token, such as 200ms", "TIME", needs="serve", read=seconds_of
+    )
+    tpot: float | None = arg("longest mean time per token after it", "TIME", needs="serve", read=seconds_of)
     weights: str | None = arg(
         "formats of the weights, such as bf16, fp8, int4-g128z or nvfp4 (all that the engine has)",
         "FORMAT,...",
@@ -161,10 +178,6 @@ def run(args: PlanOptions) -> int:
 
 def _check(args: PlanOptions) -> None:
     """Raise `UserError` for options of a deployment that are missing, or that its goal does not use."""
-    needed = "prompt output" if args.rate is not None else "prompt output concurrency"
-    if missing := [f"--{name}" for name in needed.split() if args.serve and getattr(args, name) is None]:
-        other = " (clients) or --rate (requests per second)" if "--concurrency" in missing else ""
-        raise UserError(f"plan --serve needs {', '.join(missing)}{other}")
     if args.serve and args.by in ("memory", "fastest"):
         raise UserError(f"--by {args.by} is for training; serving has throughput, cost and pareto")
     if (args.deadline is not None) != (args.find == "cluster"):
@@ -182,23 +195,26 @@ def _serve(args: PlanOptions) -> int:
     from shardwise.interop.reading.settings import PREFILL_TOKENS
     from shardwise.planner.serving import plan_serving
 
-    clients = 1 if args.concurrency is None else args.concurrency
-    workload = Workload(prompt=args.prompt or 0, output=args.output or 0, concurrency=clients)
     model, cluster = model_of(args), cluster_of(args)
     with working(f"pricing deployments of {model.name} on {cluster}"):
         result = plan_serving(
-            model, cluster, workload, engine=profile_of(args), top=args.top, price=args.price, rate=args.rate,
+            model, cluster, prompt=args.prompt, output=args.output, concurrency=args.concurrency,
+            engine=profile_of(args), top=args.top, price=args.price, rate=args.rate, ttft=args.ttft, tpot=args.tpot,
             by=args.by,  # type: ignore[arg-type]
             weights=(args.weights or "").replace(" ", "").split(",") if args.weights else (),
             kv_cache=args.kv_cache or "auto",
         )  # fmt: skip
-    length, requests = workload.prompt + workload.output, []
+    if args.all and args.top is None:
+        result = replace(result, shown=len(result.ranked))
+    length, requests = result.workload.prompt + result.workload.output, []
     for one in result.ranked:
         weights = result.words(one.weights)
         served = ServerSettings(weights, one.cache, length, one.batch, PREFILL_TOKENS, result.share)
         requests.append(WriteRequest(result.model, one.layout, served=served, cluster=result.cluster))
-    file, lines = emitted(args, requests)
-    return print_result(args, result.to_json() | file, chain(result.tables(), lines))
+    file, lines = emitted_apart(args, result.apart, requests) if args.disaggregated else emitted(args, requests)
+    why = result.why() if args.why or args.all else ()
+    follows = () if args.emit else ["next: --emit vllm or --emit sglang for their flags; more: --why, --all"]
+    return print_result(args, result.to_json() | file, chain(result.tables(), why, lines, follows))
 
 
 def _plan(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload, assumed: tuple[str, ...]) -> int:
@@ -208,34 +224,30 @@ def _plan(args: PlanOptions, model: Model, cluster: Cluster, workload: Workload,
     from shardwise.planner.tables import campaign_lines
 
     chosen: dict[str, Any] = {
-        "engine": profile_for(args, model), "by": args.by, "top": args.top, "price": args.price,
-        "settings": settings_of(args), "fixed": fixed, "reserved": args.reserve,
+        "engine": profile_for(args, model), "by": args.by, "top": args.top, "price": args.price, "assumed": assumed,
+        "settings": settings_of(args), "fix": fixed, "reserve": args.reserve,
         "refuses": refusals(args, model, cluster, workload),
     }  # fmt: skip
     with working(f"pricing layouts of {model.name} on {cluster}"):
         best = plan(model, cluster, workload, **chosen)
     campaign = _campaign(args, best)
     file, lines = _written(args, best)
-    uses = _links(best) if args.links else ()
-    data = (
-        best.to_json()
-        | {"assumed": list(assumed)}
-        | campaign
-        | file
-        | ({"links": [use.to_json() for use in uses]} if args.links else {})
-    )
-    notes, priced_lines = (f"assumed: {note}" for note in assumed), campaign_lines(campaign)
-    shown = chain(notes, best.tables(), priced_lines)
-    if args.links:
+    uses = _links(best) if args.links or (args.all and best.cluster.devices > 1) else ()
+    if args.all and args.top is None:
+        best = replace(best, shown=len(best.ranked))
+    data = best.to_json() | campaign | file | ({"links": [use.to_json() for use in uses]} if uses else {})
+    shown = chain(best.tables(), campaign_lines(campaign), best.why() if args.why or args.all else ())
+    if uses:
         from shardwise.cli.show.link_table import link_tables
 
         shown = chain(shown, link_tables(uses, best.winner.seconds))
-    shown = chain(shown, lines)
     if args.out and not args.emit:
         from shardwise.cli.plan_file import write_plan
 
-        shown = chain(shown, write_plan(args.out, best))
-    return print_result(args, data, shown)
+        lines = iter(write_plan(args.out, best))
+    elif not args.emit:
+        lines = next_lines(args, best)
+    return print_result(args, data, chain(shown, lines))
 
 
 def _written(args: PlanOptions, best: Plan) -> tuple[dict[str, Any], Iterator[Renderable]]:
@@ -250,7 +262,8 @@ def _written(args: PlanOptions, best: Plan) -> tuple[dict[str, Any], Iterator[Re
     requests = [WriteRequest(model, one.layout, best.workload, None, best.cluster) for one in best.ranked]
     data, lines = emitted(args, requests)
     rows = software_steps(model, Layout.parse(data["emitted"]["layout"]), best.workload, best.cluster)
-    return data | {"by_engine": rows}, chain(software_tables(rows, args.emit), lines)
+    table = software_tables(rows, args.emit) if args.why or args.all else ()
+    return data | {"by_engine": rows}, chain(table, lines)
 
 
 def _links(best: Plan) -> tuple[LinkUse, ...]:

@@ -15,6 +15,7 @@ from shardwise.errors import UserError
 from shardwise.layout import Workload
 from shardwise.layout.legality import beyond_positions
 from shardwise.layout.model_size import size_words
+from shardwise.layout.usual_workload import usual_serving
 from shardwise.model import ModelConfig
 from shardwise.planner.device_needs import (
     KINDS,
@@ -34,12 +35,12 @@ from shardwise.report.units import format_bytes, format_count, format_time
 def run(args: Any) -> int:
     """The smallest number of each device of the catalog. Raises `UserError`."""
     message = "needs --cluster, such as 8xH100; without one, plan MODEL says which GPUs the model needs"
-    others = "fix reserve tokens pue host_watts mtbf save restart deadline host_memory network emit out find by"
+    others = "fix reserve tokens pue host_watts mtbf save restart deadline host_memory network emit out find by "
+    others += "rate ttft tpot why links all"
     leave_out(args, others, message)
     if args.serve:
         model = model_of(args)
-        workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
-        notes: tuple[str, ...] = ()
+        workload, notes = usual_serving(model, args.prompt, args.output, args.concurrency)
         needs = serving_needs(model, workload, profile_of(args), args.price)
     else:
         subject = subject_of(args)

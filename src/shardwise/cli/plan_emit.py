@@ -12,14 +12,16 @@ from shardwise.errors import UserError, os_errors
 from shardwise.layout import Layout
 from shardwise.layout.keys import defaults
 from shardwise.model import ModelConfig
-from shardwise.model.catalog import catalog
+from shardwise.model.catalog import catalog, hub_name
 from shardwise.model.parameters import Model
+from shardwise.report.terminal import Verbatim
 from shardwise.report.units import format_bytes
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
     from shardwise.interop import EngineFile, WriteRequest
     from shardwise.layout import Workload
+    from shardwise.planner.disaggregated import Disaggregated
 
 
 def check_emit(args: Any) -> None:
@@ -100,8 +102,8 @@ def refusals(args: Any, model: Model, cluster: Cluster, workload: Workload) -> C
 
 
 def source_of(text: str) -> str:
-    """MODEL as an engine loads it: a path as it is typed, else the catalog's name."""
-    return text.strip().lower() if text.strip().lower() in catalog() else text
+    """MODEL as an engine loads it: a path as it is typed; of the catalog, the hub's name where that is known."""
+    return hub_name(name) if (name := text.strip().lower()) in catalog() else text
 
 
 def best_file(engine: str, requests: Sequence[WriteRequest]) -> tuple[EngineFile, str]:
@@ -141,12 +143,28 @@ def emitted(args: Any, requests: Sequence[WriteRequest]) -> tuple[dict[str, Any]
     if args.emit is None:
         return {}, iter(())
     named = [replace(request, source=source_of(args.model or "")) for request in requests]
-    file, reason = best_file(args.emit, named)
-    if args.out:
-        with os_errors(f"write {args.out}"):
-            Path(args.out).write_text(file.text, encoding="utf-8")
-    data = file.to_json() | {"out": args.out, "why_not_the_best": reason or None}
-    return {"emitted": data}, _lines(args.out, file, reason)
+    return _emitted(args.out, *best_file(args.emit, named))
+
+
+def _emitted(out: str | None, file: EngineFile, reason: str) -> tuple[dict[str, Any], Iterator[str]]:
+    if out:
+        with os_errors(f"write {out}"):
+            Path(out).write_text(file.text, encoding="utf-8")
+    return {"emitted": file.to_json() | {"out": out, "why_not_the_best": reason or None}}, _lines(out, file, reason)
+
+
+def emitted_apart(
+    args: Any, pair: Disaggregated | None, requests: Sequence[WriteRequest]
+) -> tuple[dict[str, Any], Iterator[str]]:
+    """`emitted` for --disaggregated: the script that starts all instances. requests: of a server. Raises `UserError`
+    where no two instances fit."""
+    from shardwise.interop.writing.disaggregated import write_apart
+
+    if pair is None:
+        raise UserError("--disaggregated: no two instances fit together; leave it out")
+    request = replace(requests[0], source=source_of(args.model or ""))
+    file = write_apart(args.emit, request, pair.prefill, pair.decode, pair.batch)
+    return _emitted(args.out, file, "")
 
 
 def _lines(out: str | None, file: EngineFile, reason: str) -> Iterator[str]:
@@ -156,7 +174,7 @@ def _lines(out: str | None, file: EngineFile, reason: str) -> Iterator[str]:
         yield f"written in its place: {file.layout}"
     if not out:
         yield f"{file.file}:"
-        yield file.text
+        yield Verbatim(file.text)
         return
     yield f"{out}: {file.layout} for {file.layout.ranks} ranks"
     yield from (f"  {line}" for line in file.comments)

@@ -15,7 +15,6 @@ from shardwise.cli.workloads import workload_of
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import price_of
 from shardwise.errors import UserError
-from shardwise.layout import Workload
 from shardwise.layout.usual_workload import odd_part
 from shardwise.model.parameters import count
 from shardwise.planner.price_words import money, priced
@@ -66,8 +65,8 @@ def _trained(args: Any, cluster: Cluster) -> dict[str, Any]:
     model = subject_of(args)
     workload, assumed = workload_of(args, model, odd_part(cluster.devices))
     best = plan(
-        model, cluster, workload, engine=profile_of(args), by=args.by, top=1, fixed=fixed_keys(args),
-        reserved=args.reserve, explain=False,
+        model, cluster, workload, engine=profile_of(args), by=args.by, top=1, fix=fixed_keys(args),
+        reserve=args.reserve, explain=False,
     )  # fmt: skip
     one = best.winner
     return {
@@ -89,13 +88,15 @@ def _served(args: Any, cluster: Cluster) -> dict[str, Any]:
     from shardwise.planner.serving import plan_serving, type_name
 
     model = model_of(args)
-    workload = Workload(prompt=args.prompt, output=args.output, concurrency=args.concurrency)
-    one = plan_serving(model, cluster, workload, engine=profile_of(args), by=args.by, top=1).winner
+    numbers = {name: getattr(args, name) for name in ("prompt", "output", "concurrency", "rate", "ttft", "tpot")}
+    result = plan_serving(model, cluster, engine=profile_of(args), by=args.by, top=1, **numbers)
+    one = result.winner
     return {
         "model": model.name,
         "parameters": count(model),
         "layout": str(one.layout),
         "weights": type_name(one.weights, model),
+        "assumed": list(result.assumed),
         "first_token_seconds": one.first_token,
         "token_seconds": one.token,
         "tokens_per_second": one.tokens_per_second,
@@ -106,6 +107,8 @@ def _served(args: Any, cluster: Cluster) -> dict[str, Any]:
 
 def _lines(args: Any, cluster: Cluster, rows: list[dict[str, Any]]) -> Iterator[Renderable]:
     yield f"the best of each model on {cluster}, {'serving' if args.serve else 'training'}"
+    assumed = dict.fromkeys(note for row in rows if args.serve and row["layout"] for note in row["assumed"])
+    yield from (f"assumed: {note}" for note in assumed)
     yield from link_lines(cluster)
     yield ""
     middle = (

@@ -6,6 +6,7 @@ import argparse
 import re
 
 from shardwise.errors import UserError
+from shardwise.options import length_in
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -27,12 +28,10 @@ def numbers(option: str, text: str) -> list[int]:
 
 
 def length_of(text: str) -> int:
-    """A number of tokens, sequences or clients: 8192, 8k, 1M; k is 1,024 and M its square, as contexts of models are
-    named. For argparse."""
-    match = re.fullmatch(r"(\d{1,12})([kKmM]?)", text.strip())
-    if not match:
+    """`options.length_in`, for argparse."""
+    if (length := length_in(text)) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number, such as 8192 or 8k")
-    return int(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
+    return length
 
 
 def bytes_of(option: str, text: str) -> int:
@@ -41,3 +40,12 @@ def bytes_of(option: str, text: str) -> int:
     if not match or match[2].upper() not in _UNITS:
         raise UserError(f"{option} {text}: give a size, such as 4096, 64MB or 1GiB")
     return round(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def seconds_of(option: str, text: str) -> float:
+    """A time: 200ms, 0.2s, 0.2. Raises `UserError` as `numbers`."""
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s?)\s*", text, re.IGNORECASE)
+    seconds = float(match[1]) * (1e-3 if match[2].lower() == "ms" else 1.0) if match else 0.0
+    if not seconds:
+        raise UserError(f"{option} {text}: give a time, such as 200ms or 0.2s")
+    return seconds

@@ -5,6 +5,7 @@ Under torchrun, on one host or several, the same command runs one rank: torchrun
 
 from __future__ import annotations
 
+import os
 import shlex
 from itertools import zip_longest
 from pathlib import Path
@@ -17,9 +18,11 @@ from shardwise.cli.output import print_json
 from shardwise.cli.plan_file import apply_plan
 from shardwise.cli.run_file import ConfigOptions
 from shardwise.errors import UserError
-from shardwise.layout import Workload
+from shardwise.layout import Layout, Workload
+from shardwise.layout.usual_workload import usual_training
 from shardwise.records import dataclass
 from shardwise.runtime.job.config import LaunchConfig, OptimizerConfig, TrainConfig
+from shardwise.runtime.job.output import say
 
 FILE_KEYS = OptimizerConfig
 """Fields that a file of --config may have without a flag."""
@@ -132,14 +135,19 @@ def _request(args: TrainOptions) -> dict[str, Any]:
     """The arguments of `configure` for a new run."""
     if args.model is None and args.weights is not None:
         args.model = str(Path(args.weights).absolute())
-    missing = [f"--{name}" for name in ("data", "seq", "batch") if getattr(args, name) is None]
-    if args.model is None or missing:
-        raise UserError(f"train needs {', '.join(missing if args.model else ['MODEL', *missing])}, or --resume DIR")
+    missing = [name for name, value in (("MODEL", args.model), ("--data", args.data)) if value is None]
+    if missing:
+        raise UserError(f"train needs {', '.join(missing)}, or --resume DIR")
     if args.schedule is not None:
         raise UserError("--schedule is for --resume: the schedule of a new run has --steps")
     vocab = {} if args.vocab is None else {"vocab": args.vocab}
-    workload, optimizer = Workload(**given(args, Workload)), OptimizerConfig(**given(args, OptimizerConfig))
-    whole: dict[str, Any] = {"model": model_of(args, runs=True), "workload": workload, "optimizer": optimizer}
+    model, layout = model_of(args, runs=True), Layout.of(args.layout or "dp=1")
+    usual = usual_training(model, args.seq, args.batch, layout.dp * layout.micro)
+    for note in usual.notes if os.environ.get("RANK", "0") == "0" else ():
+        say(f"assumed: {note}")
+    workload = Workload(**given(args, Workload) | {"seq": usual.seq, "batch": usual.batch})
+    optimizer = OptimizerConfig(**given(args, OptimizerConfig))
+    whole: dict[str, Any] = {"model": model, "workload": workload, "optimizer": optimizer}
     if (folder := adapters_of(args)) is not None:
         whole["adapters"] = str(folder)
     return {"layout": "dp=1", **given(args, TrainConfig), **vocab, **whole}

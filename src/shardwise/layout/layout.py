@@ -5,10 +5,11 @@
 that contradicts itself fails here; whether it suits a model is `legality.py`'s question.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, UserError
 from shardwise.layout.algorithm_names import check_algorithm
 from shardwise.layout.keys import KEYS, SERVED, Group, Key, Keys, Servers, changed, defaults, read
 from shardwise.records import dataclass
@@ -174,6 +175,21 @@ class Layout(Keys):
 
     def __str__(self) -> str:
         return ",".join(key.text(value) for key, value in changed(self).items()) or "dp=1"
+
+    def __repr__(self) -> str:
+        return f"Layout.parse({str(self)!r})"
+
+    @classmethod
+    def of(cls, given: object) -> "Layout":
+        """A layout, or the one of a text or of keys with values. Raises `UserError`."""
+        if isinstance(given, Layout):
+            return given
+        if isinstance(given, Mapping):
+            words = (key if value is True else f"{key}={str(value).lower()}" for key, value in given.items())
+            given = ",".join(words)
+        if not isinstance(given, str):
+            raise UserError(f"layout must be a Layout, a text such as tp=2,dp=4, or a dict; not {given!r}")
+        return cls.parse(given)
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -82,6 +82,14 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
         _check_sequence(layout, model, workload)
 
 
+def suited(layout: Layout, model: object) -> tuple[Layout, tuple[str, ...]]:
+    """The layout with the attention that the model needs, and a sentence where that is another one than it has."""
+    if not getattr(model, "attention_dropout", 0.0) or layout.attention != "sdpa":
+        return layout, ()
+    why = f"attention=math: {model.name} drops attention probabilities, which fused kernels do not"  # type: ignore[attr-defined]
+    return replace(layout, attention="math"), (why,)
+
+
 def check_served(layout: Layout, model: ModelConfig) -> None:
     """As `check`, for the server of another engine: it spreads experts unevenly where ep does not divide them. Raises
     `LayoutError`."""

@@ -83,6 +83,13 @@ def _of_hub(text: str) -> ModelConfig | None:
     return _catalog().get(name) or _catalog().get(re.sub(rf"(-(instruct|chat|base|hf|it{first}))+$", "", name))
 
 
+def hub_name(name: str) -> str:
+    """The first id in the list of the hub whose shape is that of the catalog's model; the given name where none is."""
+    from shardwise.model.hub import hub_models
+
+    return next((text for text in hub_models() if (model := _of_hub(text)) and model.name == name), name)
+
+
 def _nearest(name: str) -> str:
     # A name from a model hub, owner/name, is most often meant by its second half.
     import difflib

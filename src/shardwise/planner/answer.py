@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 
 from shardwise.cluster import Cluster
+from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.layout.model_size import size_json
 from shardwise.model.parameters import Model
@@ -30,6 +31,16 @@ from shardwise.predict.time.pricing import Pricing
 from shardwise.records import dataclass
 
 One = TypeVar("One")
+SHOWN, MOST = 3, 10
+"""Answers that are printed, and that are ranked, where no number is given."""
+
+
+def numbers_of(top: int | None, by: str) -> tuple[int, int]:
+    """(answers that are printed, answers that are ranked). top: the number of both; None for usual ones. Raises
+    `UserError` for one below 1."""
+    if top is not None and top < 1:
+        raise UserError(f"--top must be a positive integer, not {top}")
+    return top or (MOST if by == "pareto" else SHOWN), top or MOST
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,6 +1,5 @@
 """`plan`: model, cluster and workload in; the best layouts with their figures out, and why they are the best."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from functools import cached_property, partial
@@ -9,40 +8,33 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import DevicePrice, price_of
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Mesh, Workload
+from shardwise.layout import Layout, Workload
 from shardwise.layout.legality import beyond_positions
-from shardwise.layout.model_size import size_words
+from shardwise.layout.usual_workload import odd_part
 from shardwise.model.flops import MFU, training_flops_per_sequence
 from shardwise.model.parameters import Model, count
 from shardwise.planner import shortfall
-from shardwise.planner.answer import Answer, By, winners
-from shardwise.planner.common import SAME, Alternative, resembling
-from shardwise.planner.price_words import price_line, priced
+from shardwise.planner.answer import SHOWN, Answer, By, numbers_of, winners
+from shardwise.planner.common import Alternative, resembling
+from shardwise.planner.price_words import priced
 from shardwise.planner.pricing import Priced
 from shardwise.planner.ranking import Candidate
-from shardwise.planner.runnable import OWN, space_for, why_not_trained
+from shardwise.planner.runnable import space_for, why_not_trained
 from shardwise.planner.space import Space
-from shardwise.predict.arguments import as_cluster, as_model, as_workload
-from shardwise.predict.cluster_links import link_lines
+from shardwise.predict.arguments import Length, as_cluster, as_model, as_workload
+from shardwise.predict.fixing import fixed_of
 from shardwise.predict.memory.capacity import explained, room_of
 from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings
-from shardwise.predict.tables import node_line
 from shardwise.predict.time.constants import constants
 from shardwise.predict.time.ranges import large_run
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.records import dataclass
-from shardwise.report import time_parts
-from shardwise.report.printing import Printable
+from shardwise.report.printing import Bar, Printable
 from shardwise.report.room import DeviceRoom
-from shardwise.report.step_report import Role, StepReport
-from shardwise.report.table import Column, FittedTable
-from shardwise.report.tables import memory_table
+from shardwise.report.tables import memory_bar, time_bar
 from shardwise.report.terminal import Renderable
-from shardwise.report.timing_table import LEAST
-from shardwise.report.units import format_bytes, format_share, format_time
+from shardwise.report.units import format_bytes
 
-_BAR = 24
-"""Characters of the longest bar."""
 EXPERTS = (
     "experts: published steps of such models are predicted 16% off on average, from -60% to +9% (27 rows of "
     "Megatron-Bridge, docs/prediction.md), so the ranges are wide, and layouts this close are not told apart",
@@ -76,6 +68,10 @@ class Plan(Answer[Priced], Printable):
     """A device's room. Layouts fit with its margin, unless none does."""
     settings: EngineSettings = USUAL
     """Of the engine, beside its layouts."""
+    shown: int = SHOWN
+    """Layouts of `tables`."""
+    assumed: tuple[str, ...] = ()
+    """Numbers of the workload that were not given."""
 
     @property
     def searched(self) -> float:
@@ -84,10 +80,30 @@ class Plan(Answer[Priced], Printable):
         return self.room.usable if at_risk else self.room.safe
 
     def tables(self) -> Iterator[Renderable]:
+        from shardwise.planner.plan_tables import plan_tables
+
         return plan_tables(self)
 
+    def why(self) -> Iterator[Renderable]:
+        """Memory and time of the best layout by part, why not another, and assumptions, as texts and tables."""
+        from shardwise.planner.plan_tables import why_tables
+
+        return why_tables(self)
+
     def conclusion(self) -> str:
+        from shardwise.planner.plan_tables import plan_conclusion
+
         return plan_conclusion(self)
+
+    def bars(self) -> Iterator[Bar]:
+        yield time_bar(self.winner.parts)
+        yield memory_bar(self.winner.held)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The ranked layouts, as --json has them, with the bytes of the fullest device."""
+        rows = ((one, self._row(one)) for one in self.ranked)
+        nested = ["bytes", "parts", "resembles", "node_bytes"]
+        return [{k: v for k, v in row.items() if k not in nested} | {"bytes": one.held.total} for one, row in rows]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -139,6 +155,7 @@ class Plan(Answer[Priced], Printable):
             "alternatives": [_alternative_json(each) for each in self.alternatives],
             "price": self.price(self.winner),
             "notes": list(self.notes),
+            "assumed": list(self.assumed),
             "warnings": list(self.warnings),
         }
 
@@ -166,163 +183,6 @@ class Plan(Answer[Priced], Printable):
         }
 
 
-def plan_conclusion(plan: Plan) -> str:
-    """The best layout in one sentence."""
-    one = plan.winner
-    risk = "at risk, " if plan.room.state(one.held.total) == "at risk" else ""
-    memory = f"{risk}{format_bytes(one.held.total)} of {format_bytes(plan.usable)} per device"
-    return (
-        f"best of {plan.considered:,} layouts of {plan.model.name} on {plan.cluster}: {one.layout}, "
-        f"{format_time(one.seconds)} per step ({format_share(plan.utilisation(one))} MFU), {memory}, "
-        f"bound by {time_parts.longest(one.parts)}{_same(plan)}"
-    )
-
-
-def _same(plan: Plan) -> str:
-    """The published run that the layout is like; how many layouts are as fast, and which is the fastest."""
-    like = resembling(count(plan.model), plan.winner.layout)
-    run = f"; split as {like['publisher']}'s {like['model']} on {like['cluster']}" if like else ""
-    if plan.fastest is None:
-        return run
-    faster = format_share(plan.winner.seconds / plan.fastest.seconds - 1)
-    return (
-        f"{run}; up to {len(plan.same):,} layouts are as fast within the error of {100 * SAME:.0f}%, and this is the "
-        f"most common one; the fastest, {plan.fastest.layout}, is {faster} faster"
-    )
-
-
-def plan_tables(plan: Plan) -> Iterator[Renderable]:
-    """All that is printed for a plan."""
-    workload, winner = plan.workload, plan.winner
-    if plan.none_runs:
-        yield f"None of these run here yet: {plan.none_runs}; --engine NAME plans for other software"
-    yield f"{plan_conclusion(plan)}\n"
-    yield (
-        f"{plan.model.name}: {size_words(plan.model)}, {workload.batch} sequences of "
-        f"{workload.seq} tokens per step, engine {plan.engine}"
-    )
-    runs = "" if plan.none_runs else f" that {plan.engine} can run"
-    # The count is by the lower bound of their bytes.
-    yield (
-        f"{plan.considered:,} layouts{runs}, up to {plan.fitting:,} fit in {format_bytes(plan.searched)} "
-        f"per device; {_ORDERS[plan.by]}"
-    )
-    yield from link_lines(plan.cluster)
-    yield f"{plan.capacity}\n" if plan.capacity else ""
-    yield _ranked(plan)
-    yield ""
-    yield from _refused(plan)
-    yield from plan.warnings
-    yield f"the best, {winner.layout}:\n"
-    ranks = Mesh.of(winner.layout, plan.model).stage(winner.place)
-    name = "all" if winner.layout.pp == 1 else f"fullest: stage {winner.place}"
-    role = Role(name, ranks, winner.held, ())
-    report = StepReport(
-        "predicted", {"name": plan.model.name}, str(winner.layout), workload.to_json(), str(plan.cluster), (role,)
-    )  # fmt: skip
-    yield memory_table(report, plan.room)
-    yield from node_line(winner.node, plan.cluster)
-    yield _time(plan)
-    yield from _binding(plan)
-    if plan.alternatives:
-        yield "\nwhy not"
-        yield from (f"  {why_not(one, plan)}" for one in plan.alternatives)
-    if plan.notes:
-        yield "\nwhat is assumed"
-        yield from (f"  {note}" for note in plan.notes)
-    yield "\n" + price_line(plan.price(winner), plan.cluster.device.name)
-
-
-_ORDERS = {
-    "throughput": "of layouts within the error of the fastest the most common first, then the fastest",
-    "fastest": "fastest first",
-    "memory": "fewest bytes first",
-    "cost": "fewest device-seconds first",
-    "pareto": "layouts that no other one beats in both time and memory",
-}
-
-
-def _ranked(plan: Plan) -> FittedTable:
-    columns = [
-        Column(""), Column("layout", left=True, wraps=True), Column("step", "seconds"),
-        Column("80% range", drop=1), Column("tokens/s", "count", drop=2), Column("MFU", "share", drop=3),
-        Column("memory", "bytes"),
-    ]  # fmt: skip
-    table = FittedTable([*columns, Column("device-s", "count")] if plan.by == "cost" else columns)
-    for place, one in enumerate(plan.ranked, 1):
-        span = f"{format_time(float(one.range.low))} to {format_time(float(one.range.high))}"
-        numbers = plan.tokens_per_second(one), plan.utilisation(one), one.held.total
-        cost = [plan.device_seconds(one)] if plan.by == "cost" else []
-        table.add_row(place, str(one.layout), one.seconds, span, *numbers, *cost)
-    return table
-
-
-def _refused(plan: Plan) -> Iterator[str]:
-    """The layouts of another engine that the runtime here does not run."""
-    if plan.none_runs or plan.engine in OWN:
-        return
-    reasons = Counter(filter(None, map(plan.not_runnable, plan.ranked)))
-    if not reasons:
-        yield "`train` here runs every layout shown, but not with that software's kernels and overlaps"
-    best = ", the best included" if plan.not_runnable(plan.winner) else ""
-    for reason, layouts in reasons.items():
-        yield f"{layouts} of the {len(plan.ranked)} shown{best}: {reason}"
-
-
-def _time(plan: Plan) -> FittedTable:
-    from rich.text import Text
-
-    one = plan.winner
-    spread = f"80% range {format_time(float(one.range.low))} to {format_time(float(one.range.high))}"
-    columns = (
-        Column("part", left=True, wraps=True),
-        Column("time", "seconds"),
-        Column("share", "share"),
-        Column("", left=True),
-    )
-    table = FittedTable(columns, title=f"\ntime of one step ({format_time(one.seconds)}, {spread})")
-    longest = max(one.parts.values())
-    for name, words in time_parts.STEP.items():
-        seconds = one.parts.get(name, 0.0)
-        if seconds >= LEAST * one.seconds:
-            bar = "█" * max(1, round(_BAR * seconds / longest))
-            table.add_row(words, seconds, seconds / one.seconds, Text(bar, "blue"))
-    return table
-
-
-def _binding(plan: Plan) -> Iterator[str]:
-    one = plan.winner
-    computed = time_parts.grouped(one.parts)["compute"]
-    share = format_share(max(one.parts.values()) / one.seconds)
-    yield (
-        f"\nbound by: {time_parts.longest(one.parts)} ({share} of the step). "
-        f"Computing is {format_share(computed / one.seconds)}; the rest is waiting and moving data."
-    )
-    if plan.unlimited is not None:
-        gain = one.seconds / plan.unlimited.seconds - 1
-        yield (
-            f"Memory is a limit, too: with {format_bytes(plan.unlimited.held.total)} per device, "
-            f"{plan.unlimited.layout} would be {format_share(gain)} faster."
-        )
-    elif plan.alternatives:
-        yield "Memory is no limit: no layout is faster, fit or not."
-
-
-def why_not(one: Alternative, plan: Plan) -> str:
-    """One alternative in one line."""
-    name = one.key if one.value is True else f"{one.key}={str(one.value).lower()}"
-    if one.best is None and one.least <= plan.searched:
-        return f"{name}: does not fit the host's memory"
-    if one.best is None:
-        return f"{name}: does not fit; every such layout needs at least {format_bytes(one.least)} per device"
-    crosses = " crosses nodes" if one.crosses else ""
-    slower = f"{format_share(one.slower / plan.winner.seconds, signed=True)} (+{format_time(one.slower)} per step)"
-    if one.slower <= 0:
-        return f"{name}{crosses}: as fast, {one.best.layout}, {format_bytes(one.best.held.total)} per device"
-    grew = f"{time_parts.STEP[one.part]} +{format_time(one.grew)}"
-    return f"{name}{crosses}: {slower}, {grew}; best such layout {one.best.layout}"
-
-
 def plan(
     model: Model | str,
     cluster: Cluster | str,
@@ -330,58 +190,60 @@ def plan(
     *,
     engine: str | None = None,
     by: By = "throughput",
-    top: int = 10,
-    fixed: Mapping[str, Any] | None = None,
-    reserved: float | None = None,
+    top: int | None = None,
+    fix: Mapping[str, Any] | str | None = None,
+    reserve: float | None = None,
     explain: bool = True,
-    seq: int | None = None,
-    batch: int | None = None,
+    seq: Length = None,
+    batch: Length = None,
     price: float | None = None,
     refuses: Callable[[bool, Layout], str] | None = None,
     settings: EngineSettings = USUAL,
+    assumed: tuple[str, ...] = (),
 ) -> Plan:
-    """The best `top` layouts for training `model` on `cluster`, exactly: every layout that the engine can run is
-    compared with a device's memory, and priced if it fits.
+    """The best `top` layouts (10, of which 3 are printed) for training `model` on `cluster`, exactly: every layout that
+    the engine can run is compared with a device's memory, and priced if it fits.
 
     model, cluster: objects, or their names: "llama-3-8b", "8xH100". workload: a `Workload`; in its place `seq` tokens
-    per sequence and `batch` sequences per step. engine: a profile of `predict.time.ENGINES`; None is this project's
-    runtime. Where the runtime can run none, as with experts, layouts are ranked as if it could, and `none_runs` says
-    so. by: "throughput", of layouts that are as fast as the fastest within the error (`SAME`) the most common first;
-    "fastest", whatever they are; "memory"; "cost" (device-seconds per step, on as many nodes as pay off: 1, 2, 4, ...
-    and all); or "pareto" (all that no other one beats in time and memory). fixed: keys of the layout and the value that
-    they must have. reserved: bytes of a device that training cannot have; None is the usual, with a margin (`room_of`)
-    that the best layouts keep, unless none does. explain: with alternatives and what memory costs, or, where nothing
-    fits, with what would have to change. price: US dollars per device-hour; None is the lowest list price. refuses: why
-    a layout is not to be ranked, "" where it is, if memory keeps its margin (True) or need not. settings: of the
-    engine, beside its layouts.
+    per sequence and `batch` sequences per step, usual ones where they are left out. engine: a profile of
+    `predict.time.ENGINES`; None is this project's runtime. Where the runtime can run none, layouts are ranked as if it
+    could, and `none_runs` says so. by: "throughput", of layouts that are as fast as the fastest within the error
+    (`SAME`) the most common first; "fastest", whatever they are; "memory"; "cost" (device-seconds per step, on as many
+    nodes as pay off: 1, 2, 4, ... and all); or "pareto" (all that no other one beats in time and memory). fix: keys
+    of the layout and the value that they must have, or their text. reserve: bytes of a device that training cannot
+    have; None is the usual, with a margin (`room_of`) that the best layouts keep, unless none does. explain: with
+    alternatives and what memory costs, or, where nothing fits, with what would have to change. price: US dollars per
+    device-hour; None is the lowest list price. refuses: why a layout is not to be ranked, "" where it is, if memory
+    keeps its margin (True) or need not. settings: of the engine, beside its layouts. assumed: notes on numbers of the
+    workload that were not given.
     Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
     unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
     not train.
     """
-    model, cluster, workload = as_model(model), as_cluster(cluster), as_workload(workload, seq, batch)
-    if top < 1:
-        raise UserError(f"--top must be a positive integer, not {top}")
-    space, none_runs = space_for(model, cluster, workload, engine, fixed or {}, settings)
-    room = room_of(cluster, space.engine.name, bool(model.experts), reserved)
+    model, cluster = as_model(model), as_cluster(cluster)
+    workload, usual = as_workload(model, workload, seq, batch, odd_part(cluster.devices))
+    shown, top = numbers_of(top, by)
+    fix = fixed_of(fix) if isinstance(fix, str) else fix
+    space, none_runs = space_for(model, cluster, workload, engine, fix or {}, settings)
+    room = room_of(cluster, space.engine.name, bool(model.experts), reserve)
     constants(cluster.device)  # raises where the search would, for a device without any
-    if explain and (rejected := shortfall.why_no_state_fits(space, room.usable, reserved)):
+    if explain and (rejected := shortfall.why_no_state_fits(space, room.usable, reserve)):
         raise rejected
-    usable = room.safe
-    result = winners(space, by, top, usable, explain, refuses and partial(refuses, True))
+    result = winners(space, by, top, usable := room.safe, explain, refuses and partial(refuses, True))
     if not result.best and room.margin:
-        usable = room.usable
-        result = winners(space, by, top, usable, explain, refuses and partial(refuses, False))
+        result = winners(space, by, top, usable := room.usable, explain, refuses and partial(refuses, False))
     if not result.best and refuses and (others := winners(space, by, 1, usable, explain).best):
         best = others[0].layout
         raise UserError(f"no layout that fits will do; the best, {best}: {refuses(False, best)}")
     if not result.best:
-        raise _nothing(space, usable, reserved) if explain else _nothing_at_all(space, usable)
+        raise _nothing(space, usable, reserve) if explain else _nothing_at_all(space, usable)
     explained_too = explain and by in ("throughput", "fastest", "cost")
     fastest = result.fastest if by == "throughput" and result.fastest != result.best[0] else None
     return Plan(
         model, cluster, workload, space.engine.name, by, room.usable, result.best, result.considered, result.fitting,
         tuple(result.alternatives(usable)) if explained_too else (), result.unlimited() if explained_too else None,
-        none_runs, explained(cluster, reserved), price_of(cluster.device, price), fastest, result.same, room, settings,
+        none_runs, explained(cluster, reserve), price_of(cluster.device, price), fastest, result.same, room, settings,
+        shown, assumed or usual,
     )  # fmt: skip
 
 

@@ -32,13 +32,15 @@ from shardwise.layout import Layout, Workload
 from shardwise.layout.context import PAGE
 from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
 from shardwise.layout.legality import valid_tp
+from shardwise.layout.usual_workload import usual_serving
 from shardwise.model import ModelConfig
 from shardwise.model.formats import computing_type, weight_format
-from shardwise.planner.answer import Answer
+from shardwise.planner.answer import SHOWN, Answer, numbers_of
 from shardwise.planner.disaggregated import Disaggregated, best_apart, fewest_apart, instances
+from shardwise.planner.shortfall import more_devices
 from shardwise.planner.space import divisors, powers
 from shardwise.planner.strategies import CHUNK, ENGINE, crossover, serving_engine
-from shardwise.predict.arguments import as_cluster, as_config
+from shardwise.predict.arguments import Length, as_cluster, as_config, as_length
 from shardwise.predict.memory.capacity import usable_bytes
 from shardwise.predict.memory.engine_bytes import OWN
 from shardwise.predict.memory.engine_workspace import engine_room, engine_workspace, expert_padding
@@ -61,7 +63,7 @@ from shardwise.predict.time.requests import RequestSeconds, closed_loop
 from shardwise.predict.time.serving import ServingLayout, decode_pass, decode_products, prefill_pass
 from shardwise.predict.traffic.slow_links import tensor_warnings
 from shardwise.report.printing import Printable
-from shardwise.report.units import format_bytes
+from shardwise.report.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from shardwise.report.terminal import Renderable
@@ -132,6 +134,34 @@ class Deployment(Json):
         return type_name(self.cache)
 
 
+@dataclass(frozen=True)
+class Bound(Json):
+    """A longest mean time: of the first token (--ttft), or of those after it (--tpot)."""
+
+    json_keys = "name seconds"
+
+    name: Literal["ttft", "tpot"]
+    seconds: float
+    best: Deployment | None = None
+    """The deployment of most tokens/s that keeps this bound alone, with as many clients as its sequences."""
+
+    def time(self, one: Deployment) -> float:
+        """The bounded time of a deployment, in seconds."""
+        return one.first_token if self.name == "ttft" else one.token
+
+    def checked(self) -> Bound:
+        """The bound. Raises `UserError` for one that no time keeps."""
+        if not 0 < self.seconds < float("inf"):
+            raise UserError(f"--{self.name} must be a positive number of seconds, not {self.seconds:g}")
+        return self
+
+    def keeps(self, one: Deployment) -> bool:
+        return self.time(one) <= self.seconds
+
+    def __str__(self) -> str:
+        return f"--{self.name} {format_time(self.seconds)}"
+
+
 @dataclass(frozen=True, repr=False)
 class ServingPlan(Answer[Deployment], Printable):
     """The best deployments. curve: the Pareto front over time per token and tokens/s, with as many clients as the
@@ -156,16 +186,32 @@ class ServingPlan(Answer[Deployment], Printable):
     where none fit."""
     rate: float | None = None
     """Requests per second that each of `ranked` answers; None where the number of clients is given."""
+    bounds: tuple[Bound, ...] = ()
+    """Bounds that all of `ranked` keep."""
+    shown: int = SHOWN
+    """Deployments of `tables`."""
+    assumed: tuple[str, ...] = ()
+    """Numbers of the workload that were not given."""
 
     def tables(self) -> Iterator[Renderable]:
         from shardwise.planner.serving_tables import serving_tables
 
         return serving_tables(self)
 
+    def why(self) -> Iterator[Renderable]:
+        """Tokens/s against time per token, and what was weighed, as texts and tables."""
+        from shardwise.planner.serving_tables import why_tables
+
+        return why_tables(self)
+
     def conclusion(self) -> str:
         from shardwise.planner.serving_tables import serving_conclusion
 
         return serving_conclusion(self)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The ranked deployments, as --json has them."""
+        return [self._row(one) for one in self.ranked]
 
     def usd(self, one: Deployment) -> float | None:
         """US dollars per million tokens; of the tokens that are asked for, where a rate is given."""
@@ -248,30 +294,27 @@ class ServingPlan(Answer[Deployment], Printable):
             "crossover": self.crossover and {"ranks": self.crossover[0], "tokens": self.crossover[1]},
             "disaggregated": self.apart and self.apart.to_json(),
             "requests_per_second": self.rate,
+            "bounds": [one.to_json() | {"best": one.best and self._row(one.best)} for one in self.bounds],
+            "assumed": list(self.assumed),
             "warnings": list(self.warnings),
         }
 
 
 def plan_serving(
-    model: ModelConfig | str,
-    cluster: Cluster | str,
-    workload: Workload,
-    *,
-    engine: str | None = None,
-    by: By = "throughput",
-    top: int = 10,
-    price: float | None = None,
-    weights: Sequence[str] = (),
-    kv_cache: str = "auto",
-    rate: float | None = None,
-) -> ServingPlan:
-    """The best `top` deployments for `workload.concurrency` clients of `prompt` and `output` tokens: every legal degree
-    of tp, pp and replicas, cp and ep by doubling, each type of weights that the device computes with, 1, 2, 4, ...
-    sequences at a time.
+    model: ModelConfig | str, cluster: Cluster | str, workload: Workload | None = None, *,
+    prompt: Length = None, output: Length = None, concurrency: Length = None, engine: str | None = None,
+    by: By = "throughput", top: int | None = None, price: float | None = None, weights: Sequence[str] = (),
+    kv_cache: str = "auto", rate: float | None = None, ttft: float | None = None, tpot: float | None = None,
+) -> ServingPlan:  # fmt: skip
+    """The best `top` deployments (10, of which 3 are printed) for `workload.concurrency` clients of `prompt` and
+    `output` tokens: every legal degree of tp, pp and replicas, cp and ep by doubling, each type of weights that the
+    device computes with, 1, 2, 4, ... sequences at a time.
 
-    model, cluster: objects, or their names. engine: a profile of `predict.time.ENGINES`; None for the usual one. by:
-    "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token). price: US
-    dollars per device-hour; None for the lowest list price. rate: requests per second, in place of the workload's
+    model, cluster: objects, or their names. prompt, output, concurrency: in place of a workload; usual ones where they
+    are left out. ttft, tpot: longest mean seconds to the first token, and per token after it; where the clients are not
+    counted, these are as many as the bounds allow. engine: a profile of `predict.time.ENGINES`; None for the usual one.
+    by: "throughput", "cost" (tokens/s of a device) or "pareto" (the curve of tokens/s against time per token). price:
+    US dollars per device-hour; None for the lowest list price. rate: requests per second, in place of the workload's
     clients, whose number is then that of the smallest deployment that answers as many (Little's law); ranked are those
     that do, on the fewest devices first. weights: formats of the blocks' matrices (`model.formats`) in place of all
     that the engine has; kv_cache: "bf16", "fp8", or "auto" for that of a quantized model's files, else the engine's.
@@ -279,7 +322,14 @@ def plan_serving(
     without requests or longer than the model's positions, and for models that do not run.
     """
     model, cluster = as_config(model), as_cluster(cluster)
+    first = () if ttft is None else (Bound("ttft", ttft).checked(),)
+    bounds = first if tpot is None else (*first, Bound("tpot", tpot).checked())
+    counted = rate is None and (workload is not None or concurrency is not None or not bounds)
+    numbers = {"prompt": prompt, "output": output, "concurrency": concurrency}
+    lengths = {name: as_length(name, value) for name, value in numbers.items()}
+    workload, assumed = (workload, ()) if workload else usual_serving(model, **lengths, clients=counted)
     workload = workload if rate is None else replace(workload, concurrency=1)
+    shown, top = numbers_of(top, by)
     _check(model, cluster, workload, top)
     engine = engine or usual_engine(cluster, ENGINE)
     profile = serving_engine(engine)
@@ -288,29 +338,35 @@ def plan_serving(
                         kv_cache=_cache_type(kv_cache))  # fmt: skip
     if rate is not None:
         workload = replace(workload, concurrency=_clients_at(rate, space_for(workload=workload)))
+    elif not counted:
+        workload = replace(workload, concurrency=_clients_within(bounds, space_for(workload=workload)))
     space = space_for(workload=workload, queues=rate is None)
-    found, unhurried = [], []
-    for kind in space.types:
-        asked, free = space.split(kind)
-        found += asked
-        unhurried += free
-    gathered = list(space.gathered())
-    cut = (space.context_parallel, space.expert_parallel)
-    everything = found + gathered + [one for kind in space.types for split in cut for one in split(kind)]
-    if not everything:
-        raise space.nothing()
-    ranked = sorted(everything, key=lambda one: _order(one, by))
-    if rate is not None:
-        ranked = [one for one in everything if one.tokens_per_second >= rate * workload.output]
-        ranked.sort(key=lambda one: (one.devices, one.token))
+    split, unhurried, gathered, others = space.everything()
+    everything = split + gathered + others
+    ranked = _ranked(everything, workload, by, rate, bounds)
+    bounds = tuple(replace(one, best=_most_within([one], unhurried)) for one in bounds)
     curve = _curve(unhurried)
     return ServingPlan(
         model, cluster, workload, engine, by, room,
         tuple(curve if by == "pareto" else ranked)[:top], space.considered, len(everything), tuple(curve),
-        _quantised_on_fewer(found), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
+        _quantised_on_fewer(split), min(gathered, key=lambda one: _order(one, by), default=None), space.crossover(),
         price_of(cluster.device, price), next((one for one in ranked if not one.lossy), None), space,
-        _apart(space, everything, ranked[0].weights, rate), rate,
+        _apart(space, everything, ranked[0].weights, rate), rate, bounds, shown, assumed,
     )  # fmt: skip
+
+
+def _ranked(
+    everything: Sequence[Deployment], workload: Workload, by: By, rate: float | None, bounds: Sequence[Bound]
+) -> list[Deployment]:
+    """Deployments that answer the rate and keep the bounds, the best first. Raises `UserError` where none does."""
+    ranked = sorted(everything, key=lambda one: _order(one, by))
+    if rate is not None:
+        ranked = [one for one in everything if one.tokens_per_second >= rate * workload.output]
+        ranked.sort(key=lambda one: (one.devices, one.token))
+    kept = [one for one in ranked if all(bound.keeps(one) for bound in bounds)]
+    if not kept:
+        raise _beyond(bounds, everything, f"with {workload.concurrency:,} clients ")
+    return kept
 
 
 def _room(cluster: Cluster, engine: EngineProfile) -> float:
@@ -364,6 +420,32 @@ def _clients_at(rate: float, space: _Space) -> int:
     return min((one.devices, one.layout.dp * one.batch) for one in enough)[1]
 
 
+def _most_within(bounds: Sequence[Bound], among: Sequence[Deployment]) -> Deployment | None:
+    """The deployment of most tokens/s that keeps these bounds; None where none does."""
+    kept = (one for one in among if all(bound.keeps(one) for bound in bounds))
+    return max(kept, key=lambda one: one.tokens_per_second, default=None)
+
+
+def _clients_within(bounds: Sequence[Bound], space: _Space) -> int:
+    """Clients of the deployment of most tokens/s that keeps these bounds. Raises `UserError` where none does."""
+    free = [one for weights in space.types for one in space.split(weights)[1]]
+    if not free:
+        raise space.nothing()
+    best = _most_within(bounds, free)
+    if best is None:
+        raise _beyond(bounds, free, "")
+    return best.layout.dp * best.batch
+
+
+def _beyond(bounds: Sequence[Bound], among: Sequence[Deployment], clients: str) -> UserError:
+    """One line where no deployment keeps the bounds: what can be kept."""
+    shortest = ((bound, min(among, key=bound.time)) for bound in bounds)
+    least = "; ".join(f"the shortest for --{bound.name} is {format_time(bound.time(one))}, {one.layout} in "
+                      f"{one.weights_name}" for bound, one in shortest)  # fmt: skip
+    fewer = "; leave out --concurrency for as many clients as the bounds allow" if clients else ""
+    return UserError(f"{clients}no deployment keeps {' and '.join(map(str, bounds))}: {least}{fewer}")
+
+
 def fastest_deployment(
     model: ModelConfig, cluster: Cluster, workload: Workload, engine: str | None = None
 ) -> Deployment | None:
@@ -386,8 +468,6 @@ def _check(model: ModelConfig, cluster: Cluster, workload: Workload, top: int) -
     if min(workload.prompt, workload.output, workload.concurrency) < 1:
         raise UserError("serving needs --prompt, --output and --concurrency, each a positive number")
     check_length(model, workload.prompt, workload.output)
-    if top < 1:
-        raise UserError(f"--top must be a positive integer, not {top}")
     check_generation(Layout(), model)
 
 
@@ -512,6 +592,17 @@ class _Space:
                 f"{self.engine.name} on {self.cluster.device.name} has no {asked} weights; known are {others}"
             )
         return found
+
+    def everything(self) -> tuple[list[Deployment], list[Deployment], list[Deployment], list[Deployment]]:
+        """Deployments that fit: the two lists of `split`, those that gather weights, and those that cut the cache or
+        spread experts. Raises `UserError` where none does."""
+        both = [self.split(kind) for kind in self.types]
+        counted, free = ([one for pair in both for one in pair[i]] for i in (0, 1))
+        gathered, cut = list(self.gathered()), (self.context_parallel, self.expert_parallel)
+        others = [one for kind in self.types for split in cut for one in split(kind)]
+        if not (counted or gathered or others):
+            raise self.nothing()
+        return counted, free, gathered, others
 
     def words(self, weights: str) -> str:
         return self.engine.int4 if weights == "int4" else weights
@@ -698,7 +789,31 @@ class _Space:
         return UserError(
             f"{self.model.name} with {self.length:,} tokens a sequence does not fit {self.cluster}: the leanest "
             f"({where}) needs {format_bytes(held)} a device, {missing} more than its {format_bytes(self.room)}"
+            f"{' or '.join(self._ways())}"
         )
+
+    def _ways(self) -> Iterator[str]:
+        """Single changes that would make it fit: other formats of the weights, or more devices."""
+        before = "; "
+        if self.asked and (types := [kind for kind in self._with(asked=()).types if self._with(asked=[kind]).fits]):
+            yield f"{before}allow {' or '.join(type_name(kind, self.model) for kind in types)} weights"
+            before = ""
+        larger = more_devices(self.cluster, lambda cluster: self._with(cluster=cluster).fits)
+        if larger is not None:
+            yield f"{before}take {larger}"
+
+    def _with(self, cluster: Cluster | None = None, asked: Sequence[str] | None = None) -> _Space:
+        names = self.asked if asked is None else asked
+        clients = replace(self.workload, concurrency=1)
+        return _Space(self.model, cluster or self.cluster, clients, self.engine, self.room, names, self.kv_cache)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a deployment fits with one of its types of weights, and can be priced."""
+        try:
+            return any(self.split(kind, curve=False)[0] for kind in self.types)
+        except UserError:  # links between nodes that are not known
+            return False
 
 
 def _hop(pricing: Pricing, pp: Num, nbytes: Num, stride: Num) -> Num:

@@ -27,32 +27,55 @@ def serving_conclusion(plan: ServingPlan) -> str:
 
 
 def serving_tables(plan: ServingPlan) -> Iterator[Renderable]:
-    """All that is printed for a plan of serving."""
+    """The answer: the best deployment and its neighbors, and what was assumed."""
     work = plan.workload
     clients = f"{work.concurrency:,} client{'s' * (work.concurrency > 1)}"
     if plan.rate is not None:
         clients = f"{plan.rate:g} requests a second, of which at most {work.concurrency:,} are under way"
-    yield f"{serving_conclusion(plan)}\n"
-    yield (
-        f"{plan.model.name}: {size_words(plan.model)}, {clients}, prompts of {work.prompt:,} "
-        f"tokens, answers of {work.output:,}, software of {plan.engine}"
-    )
+    kept = f", with {' and '.join(map(str, plan.bounds))}" if plan.bounds else ""
+    yield serving_conclusion(plan)
+    yield f"{clients}, prompts of {work.prompt:,} tokens, answers of {work.output:,}, software of {plan.engine}{kept}\n"
+    yield _table(plan, plan.ranked[: plan.shown], _BRIEF)
+    yield from _remarks(plan)
+    yield from plan.warnings
+    yield from _bounded(plan)
+    yield from _spread_experts(plan)
+    if pair := plan.apart:
+        yield (
+            f"prefill and decoding apart, {pair.prefill} and {pair.decode}: {format_count(pair.tokens_per_second)} "
+            f"tokens/s, {format_time(pair.first_token)} to the first token, {format_time(pair.token)} after it "
+            "(--emit vllm --disaggregated)"
+        )
+    yield from (f"assumed: {note}" for note in plan.assumed)
     yield from link_lines(plan.cluster)
+    best = plan.winner
+    yield price_line(priced(plan.price, best.devices, plan.paid(best)), plan.cluster.device.name)
+
+
+def why_tables(plan: ServingPlan) -> Iterator[Renderable]:
+    """All deployments, tokens/s against time per token, and what was weighed."""
+    yield f"\n{plan.model.name}: {size_words(plan.model)}"
     yield (
         f"{plan.considered:,} deployments, {plan.fitting:,} fit in {format_bytes(plan.usable)} a device; "
         f"{_ORDERS[plan.by] if plan.rate is None else _rate(plan)}\n"
     )
     yield _table(plan, plan.ranked)
-    yield from _remarks(plan)
-    yield from plan.warnings
-    yield from _spread_experts(plan)
     if plan.by != "pareto":
         yield "\ntokens/s against time per token, with as many clients as the batch size"
         yield _table(plan, _spread(plan.curve, 8))
     yield ""
-    best = plan.winner
-    yield price_line(priced(plan.price, best.devices, plan.paid(best)), plan.cluster.device.name)
     yield from _weighed(plan)
+
+
+def _bounded(plan: ServingPlan) -> Iterator[str]:
+    """The best that keeps one of several bounds alone."""
+    for bound in plan.bounds if len(plan.bounds) > 1 else ():
+        if one := bound.best:
+            yield (
+                f"{bound} alone: {one.layout} in {type_name(one.weights, plan.model)}, "
+                f"{format_count(one.tokens_per_second)} tokens/s with {one.layout.dp * one.batch:,} clients, "
+                f"{format_time(one.first_token)} to the first token, {format_time(one.token)} after it"
+            )
 
 
 def _remarks(plan: ServingPlan) -> Iterator[str]:
@@ -71,7 +94,8 @@ def _remarks(plan: ServingPlan) -> Iterator[str]:
             f"device{'s' * (exact.devices > 1)}"
         )
     elif one.lossy:
-        yield "lossy: weights of fewer bits than the model's own, whose answers differ; without, nothing fits"
+        fits = "keeps the bounds" if plan.bounds else "fits"
+        yield f"lossy: weights of fewer bits than the model's own, whose answers differ; without, nothing {fits}"
 
 
 _ORDERS = {
@@ -96,15 +120,21 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _table(plan: ServingPlan, deployments: Sequence[Deployment]) -> FittedTable:
-    table = FittedTable(_COLUMNS)
+_BRIEF = ("layout", "weights", "answers", "batch size", "first token", "per token", "tokens/s", "memory")
+"""Columns of the answer."""
+
+
+def _table(plan: ServingPlan, deployments: Sequence[Deployment], names: Sequence[str] = ()) -> FittedTable:
+    shown = [i for i, column in enumerate(_COLUMNS) if not names or column.name in names]
+    table = FittedTable([_COLUMNS[i] for i in shown])
     for one in deployments:
-        table.add_row(
+        row = (
             str(one.layout), type_name(one.weights, plan.model), "lossy" if one.lossy else "own", str(one.devices),
             f"{one.layout.dp} x {one.batch}",
             one.first_token, one.token, one.tokens_per_second, one.rate, one.held,
             f"{format_count(one.cache_tokens)} tokens", money(plan.usd(one)),
         )  # fmt: skip
+        table.add_row(*(row[i] for i in shown))
     return table
 
 

@@ -1,6 +1,6 @@
 """Shortfall if nothing fits: the missing bytes, and single changes that would make the model fit."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -145,7 +145,7 @@ def changes(space: Space, usable: float, reserved: float | None) -> Iterator[str
             yield f"leave {key} free ({found.layout} fits)"
     if words := offloading(space, usable):
         yield words
-    if (cluster := more_devices(space, usable)) is not None:
+    if cluster := more_devices(space.cluster, lambda larger: fits(replace(space, cluster=larger), usable)):
         yield f"take {cluster}"
     if batch := _halved(space, usable, "batch", 1):
         yield f"cut the batch to {batch} sequence{'s' * (batch > 1)}"
@@ -189,11 +189,11 @@ def _halved(space: Space, usable: float, key: Literal["batch", "seq"], smallest:
     return 0
 
 
-def more_devices(space: Space, usable: float) -> Cluster | None:
-    """The smallest cluster on which something fits: a single node's devices are doubled up to `NODE`, then nodes."""
-    larger = _doubled(space.cluster)
+def more_devices(cluster: Cluster, fits: Callable[[Cluster], object]) -> Cluster | None:
+    """The smallest cluster that fits: a single node's devices are doubled up to `NODE`, then nodes."""
+    larger = _doubled(cluster)
     while larger.devices <= MOST_DEVICES:
-        if fits(replace(space, cluster=larger), usable):
+        if fits(larger):
             return larger
         larger = _doubled(larger)
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from shardwise.layout.optimizers import DEFAULT, states_of
 from shardwise.layout.units import Backend, UnitPlan, usual_backend
 from shardwise.model import ModelConfig
 from shardwise.model.parameters import Model
-from shardwise.predict.arguments import as_cluster, as_layout, as_model, as_workload
+from shardwise.predict.arguments import Length, as_step
 from shardwise.predict.cluster_links import links_json
 from shardwise.predict.memory.capacity import try_room
 from shardwise.predict.memory.engine_settings import MUON, USUAL, EngineSettings, check_optimizer
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 def estimate(
     model: Model | str,
-    layout: Layout | str,
-    workload: Workload | None = None,
-    cluster: Cluster | str | None = None,
+    layout: Layout | str | Mapping[str, Any],
+    workload: Workload | Cluster | str | None = None,
+    cluster: Cluster | Workload | str | None = None,
     backend: Backend | None = None,
     engine: str | None = None,
     recorded: Sequence[Role] = (),
@@ -43,13 +43,14 @@ def estimate(
     emulated: float | None = None,
     settings: EngineSettings | None = None,
     *,
-    seq: int | None = None,
-    batch: int | None = None,
+    seq: Length = None,
+    batch: Length = None,
 ) -> StepReport:
     """Predict one steady training step: bytes by class and ledger of every rank role, and its time where that is known.
 
-    model, layout, cluster: objects, or their names and texts: "llama-3-8b", "tp=2,dp=4", "8xH100". A traced module is a
-    `Blueprint`, or its file. seq, batch: tokens per sequence and sequences per step, in place of a workload.
+    model, layout, cluster: objects, or their names and texts: "llama-3-8b", "tp=2,dp=4", "8xH100"; a layout also a
+    dict. A traced module is a `Blueprint`, or its file. Workload and cluster may come in either order. seq, batch:
+    tokens per sequence and sequences per step, in place of a workload; usual ones where they are left out.
     cluster: where it would run; None means local processes on the CPU. backend: what carries the collectives; None
     means what the runtime would choose there (`usual_backend`). engine: the profile of the software that is timed
     (`predict.time.ENGINES`), and whose memory is counted where it is known (`predict/memory/engines.toml`); None means
@@ -59,8 +60,8 @@ def estimate(
     Raises `LayoutError` when the layout does not suit model, workload or devices, and `UserError` for a workload
     without sequences and for a slow rank that does not exist.
     """
-    model, layout, workload = as_model(model), as_layout(layout), as_workload(workload, seq, batch)
-    _check(model, layout, workload, cluster := None if cluster is None else as_cluster(cluster))
+    model, layout, workload, cluster, assumed = as_step(model, layout, workload, cluster, seq, batch)
+    _check(model, layout, workload, cluster)
     (settings := settings or USUAL).check(engine or "", layout)
     check_optimizer(engine or "", workload.optimizer)
     if slow is not None:
@@ -71,11 +72,10 @@ def estimate(
     timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
-        *filter(None, [room.warning(peak) if room else ""]), *beyond_positions(model, workload.seq),
+        *assumed, *filter(None, [room.warning(peak) if room else ""]), *beyond_positions(model, workload.seq),
         *(model.counted.assumptions if isinstance(model, ModelConfig) and model.counted else ()),
         *_memory_notes(engine or "", counted, model, layout, workload, backend),
-        *_schedule_notes(layout, roles),
-        *(timing.notes if timing else ()), *filter(None, [why]),
+        *_schedule_notes(layout, roles), *(timing.notes if timing else ()), *filter(None, [why]),
     ]  # fmt: skip
     return StepReport(
         source="predicted",

@@ -2,7 +2,11 @@
 
 import io
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from html import escape
+from importlib import import_module
+from itertools import cycle
+from typing import Any, TypeAlias
 
 from shardwise.report.terminal import Renderable, wrap
 
@@ -12,6 +16,8 @@ _HTML = (
     '<pre style="font-family: Menlo, DejaVu Sans Mono, Consolas, monospace; line-height: 1.2; white-space: pre; '
     'overflow-x: auto">{code}</pre>'
 )
+Bar: TypeAlias = tuple[str, Mapping[str, float], Callable[[float], str]]
+"""A sum: its title, part -> value, and a value in words."""
 
 
 class Printable:
@@ -36,7 +42,51 @@ class Printable:
         return as_text(self.tables(), shutil.get_terminal_size((_WIDTH, 1)).columns)
 
     def _repr_html_(self) -> str:
-        return as_html(self.tables())
+        return as_html(self.tables()) + bars_svg(self.bars())
+
+    def bars(self) -> Iterable[Bar]:
+        """Sums that a notebook draws."""
+        return ()
+
+    def records(self) -> list[dict[str, Any]]:
+        """The result's first table, or the rows of --json."""
+        from shardwise.report.table import FittedTable
+
+        table = next((one for one in self.tables() if isinstance(one, FittedTable)), None)
+        return table.records() if table else []
+
+    def to_dataframe(self) -> Any:
+        """A `pandas.DataFrame` of `records`, numbers in bytes and seconds. Raises `ImportError` without pandas."""
+        return import_module("pandas").DataFrame(self.records())
+
+
+_WIDE, _HIGH = 640, 18
+"""Pixels of a bar, and of a line."""
+
+
+def bars_svg(bars: Iterable[Bar]) -> str:
+    """Stacked bars with their legends, as SVG; empty without any."""
+    from shardwise.report.palette import BYTE_CLASSES
+
+    colors = [kind.light for kind in BYTE_CLASSES.values()]
+    shapes: list[str] = []
+    y = 0
+    for title, parts, words in bars:
+        total, x, y = sum(parts.values()), 0.0, y + _HIGH
+        shapes.append(f'<text x="0" y="{y}" font-weight="bold">{escape(title)}: {words(total)}</text>')
+        legend: list[str] = []
+        for color, (name, value) in zip(cycle(colors), parts.items(), strict=False):
+            wide = _WIDE * value / total if total else 0.0
+            shapes.append(f'<rect x="{x:.1f}" y="{y + 6}" width="{wide:.1f}" height="{_HIGH}" fill="{color}"/>')
+            line = y + _HIGH * (len(legend) + 3)
+            legend.append(f'<rect x="0" y="{line - 10}" width="10" height="10" fill="{color}"/>')
+            legend[-1] += f'<text x="16" y="{line}">{escape(name)}: {words(value)}</text>'
+            x += wide
+        shapes += legend
+        y += _HIGH * (len(legend) + 3)
+    size = f'width="{_WIDE}" height="{y}" viewBox="0 0 {_WIDE} {y}"'
+    style = 'style="font: 12px sans-serif; background: white"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(shapes)}</svg>' if shapes else ""
 
 
 def as_text(things: Iterable[Renderable], width: int) -> str:

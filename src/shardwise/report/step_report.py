@@ -16,7 +16,7 @@ from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.records import dataclass
 from shardwise.report.files import write_whole
-from shardwise.report.printing import Printable
+from shardwise.report.printing import Bar, Printable
 from shardwise.report.room import DeviceRoom
 from shardwise.report.strict_json import strict
 from shardwise.report.terminal import Renderable
@@ -205,6 +205,13 @@ class StepReport(Printable, Json):
         from shardwise.report.tables import report_tables
 
         return report_tables(self)
+
+    def bars(self) -> Iterator[Bar]:
+        from shardwise.report.tables import memory_bar, time_bar
+
+        if self.timing:
+            yield time_bar(self.timing["parts"])
+        yield memory_bar(max(self.roles, key=lambda role: role.peak_bytes).bytes)
 
     def conclusion(self, room: DeviceRoom | None = None) -> str:
         """Memory and time in one sentence. room: of a device."""

@@ -83,8 +83,13 @@ class FittedTable:
     def to_dataframe(self) -> Any:
         """A `pandas.DataFrame` of the columns, numbers in bytes, seconds and shares. Raises `ImportError` without
         pandas."""
-        plain = [[cell if isinstance(cell, (int, float)) else str(cell or "") for cell in row] for row in self.rows]
-        return import_module("pandas").DataFrame(plain, columns=[column.name for column in self.columns])
+        return import_module("pandas").DataFrame(self.records())
+
+    def records(self) -> list[dict[str, Any]]:
+        """Rows as column -> number or text."""
+        names = [column.name for column in self.columns]
+        plain = ([cell if isinstance(cell, (int, float)) else str(cell or "") for cell in row] for row in self.rows)
+        return [dict(zip(names, row, strict=True)) for row in plain]
 
     def _repr_html_(self) -> str:
         from shardwise.report.printing import as_html

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from shardwise.report import time_parts
 from shardwise.report.grouping import compared_ledgers, group_compared, group_ledger, ledgers
 from shardwise.report.palette import KINDS, classes_of
+from shardwise.report.printing import Bar
 from shardwise.report.room import DeviceRoom
 from shardwise.report.step_report import HOMES, Bytes, LedgerRow, Role, StepReport
 from shardwise.report.table import Column, FittedTable, headed
@@ -40,6 +41,18 @@ def memory_table(report: StepReport, room: DeviceRoom | None = None) -> FittedTa
     for role in report.roles:
         _add_role_memory(table, role, longest, room)
     return table
+
+
+def memory_bar(held: Bytes) -> Bar:
+    """Bytes of a rank by class, for a notebook."""
+    parts = {kind.label: getattr(held, field) for field, kind in classes_of([held]).items()}
+    return "memory per device", {label: nbytes for label, nbytes in parts.items() if nbytes}, format_bytes
+
+
+def time_bar(parts: Mapping[str, float]) -> Bar:
+    """Seconds of a step by part, for a notebook."""
+    words = {words: parts[name] for name, words in time_parts.STEP.items() if parts.get(name)}
+    return "time of one step", words, format_time
 
 
 def _add_role_memory(table: FittedTable, role: Role, longest: int, room: DeviceRoom | None) -> None:

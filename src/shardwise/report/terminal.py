@@ -14,6 +14,10 @@ BREAKS = re.compile(r"(\s+|(?<=,)(?=[a-z]))")
 """Places where a line may end: white space, and between two keys of a layout."""
 
 
+class Verbatim(str):
+    """A file's text, whose lines are printed as they are at every width."""
+
+
 class _Wrapper(textwrap.TextWrapper):
     def _split(self, text: str) -> list[str]:
         return [chunk for chunk in BREAKS.split(text) if chunk]

@@ -89,7 +89,7 @@ def data(params: Mapping[str, str]) -> View:
 @lru_cache(maxsize=32)
 def _found(model: ModelConfig, cluster: str, seq: int, batch: int, by: str, fix: str) -> Plan:
     workload = Workload(seq=seq, batch=batch)
-    return search(model, Cluster.parse(cluster), workload, by=by, fixed=fixed_of(fix), top=TOP)  # type: ignore[arg-type]
+    return search(model, Cluster.parse(cluster), workload, by=by, fix=fixed_of(fix), top=TOP)  # type: ignore[arg-type]
 
 
 def _ranked(best: Plan) -> Table:

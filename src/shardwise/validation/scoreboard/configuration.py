@@ -252,7 +252,7 @@ def laid_out(row: Row, model: ModelConfig, cluster: Cluster, engine: str, assume
 @lru_cache
 def _fastest(model: ModelConfig, cluster: Cluster, seq: int, batch: int, cp: int, engine: str) -> Layout:
     fixed = {"cp": cp}
-    best = plan(model, cluster, Workload(seq, batch), engine=engine, top=1, fixed=fixed, explain=False).ranked[0].layout
+    best = plan(model, cluster, Workload(seq, batch), engine=engine, top=1, fix=fixed, explain=False).ranked[0].layout
     if best.tp > cluster.devices_per_node:
         raise UserError("the layout is not stated, and the fastest as planned splits tensors over nodes, which few do")
     return best
