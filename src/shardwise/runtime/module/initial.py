@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.layout import Layout
 from shardwise.model.adapters import is_scale
 from shardwise.model.blueprint import Parameter
 from shardwise.runtime.zero.flat_unit import Values
@@ -37,11 +38,21 @@ def values_of(weights: Mapping[str, Tensor]) -> Values:
     return values
 
 
-class MetaValues:
-    """Initial values of a module on the meta device."""
+def place_buffers(module: nn.Module, layout: Layout, values: Values, device: torch.device) -> None:
+    """Buffers stay whole on every rank, in their own precision; float64 is for comparisons and takes them along."""
+    if isinstance(values, MetaValues):
+        values.place_buffers(module)
+    for child in module.modules():
+        for leaf, buffer in child.named_buffers(recurse=False):
+            wide = torch.float64 if layout.precision == "fp64" and buffer.is_floating_point() else buffer.dtype
+            child._buffers[leaf] = buffer.to(device, wide)
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = copy.deepcopy(module)
+
+class MetaValues:
+    """Initial values of a module on the meta device. seed: other values for another one."""
+
+    def __init__(self, module: nn.Module, seed: int = 0) -> None:
+        self._module, self._seed = copy.deepcopy(module), seed
         self._latest: tuple[str, nn.Module] | None = None
 
     def __call__(self, parameter: Parameter, index: Tensor) -> Tensor:
@@ -71,7 +82,7 @@ class MetaValues:
         """fill: what is in memory before, by which tensors are told that nothing sets."""
         child = copy.deepcopy(self._module.get_submodule(name)).to_empty(device=_CPU, recurse=False)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(zlib.crc32(name.encode()))
+            torch.manual_seed((zlib.crc32(name.encode()) + (self._seed << 32)) % (1 << 63))
             for parameter in child.parameters(recurse=False):
                 parameter.fill_(float("nan"))
             for buffer in child.buffers(recurse=False):
