@@ -1,4 +1,7 @@
-"""What ranks run for the tests of models by their classes of transformers, and the same training on one device."""
+"""Models by their classes of transformers: two steps of a split on ranks, the class alone, and the prediction.
+
+`python tests/harness/class_jobs.py` writes docs/model_classes.md.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,18 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from harness.module_jobs import LR, SETTINGS, adamw
-from shardwise.layout import Layout
+from harness.pool import run_ranks
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
 from shardwise.layout.axes import DATA
+from shardwise.predict import estimate
+from shardwise.report.compare import compare
 from shardwise.report.step_report import StepReport
-from shardwise.runtime.module.class_model import ClassModel
+from shardwise.runtime.module.class_model import ClassModel, ClassSplit
 from shardwise.runtime.module.class_run import token_loss
-from shardwise.runtime.module.comparison import RankDifference, compare_split
+from shardwise.runtime.module.comparison import RankDifference, compare_split, first_difference
 from shardwise.runtime.module.experts import use_exact_products
-from shardwise.runtime.module.initial import MetaValues
 from shardwise.runtime.module.split import split
-from shardwise.runtime.module.verify import VerifyRequest
+from shardwise.runtime.module.trace import trace
+from shardwise.runtime.module.verify import Verification, VerifyRequest
 
 ROWS, SEQ, STEPS = 4, 16, 2
+LAYOUT, PIPED = "dp=2,tp=2,zero=3", "pp=2"
 
 
 @dataclass
@@ -29,6 +37,30 @@ class ClassOutcome:
     report: StepReport | None = None
 
 
+@dataclass
+class ClassCheck:
+    """A class under a layout beside the class alone."""
+
+    layout: str
+    published: bool
+    """Whether the plan is the class's own."""
+    tolerance: float
+    verification: Verification
+    error: float
+    """Largest relative error of losses and of gradient norms."""
+    ledger: bool | None
+    """Whether the measured ledger is the predicted one; None without a prediction."""
+
+
+def small(model_type: str, layout: str = LAYOUT) -> tuple[ClassModel, str]:
+    """(a small model, the layout, with ep=2 where there are experts)."""
+    model = ClassModel({"model_type": model_type}, model_type).small(Layout.parse(layout))
+    blank = model.blank()
+    if "tp=2" in layout and getattr(blank, "_ep_plan", None) and any(p.dim() == 3 for p in blank.parameters()):
+        layout += ",ep=2"
+    return model, layout
+
+
 def batch(model: ClassModel, step: int) -> tuple[Tensor, Tensor]:
     """(tokens, next tokens), [ROWS, SEQ] each."""
     vocab = model.config.get_text_config().vocab_size
@@ -37,17 +69,15 @@ def batch(model: ClassModel, step: int) -> tuple[Tensor, Tensor]:
 
 
 def plain(model: ClassModel) -> nn.Module:
-    """The class in float64, with the values that its split has."""
-    values, module = MetaValues(model.blank()), model()
-    for name, parameter in module.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        parameter.data = values.made(owner).get_parameter(leaf).detach().double()
+    """The class, with the same weights wherever it is built."""
+    torch.manual_seed(0)
+    module = model()
     use_exact_products(module)
-    return module.double()
+    return module.eval()
 
 
 def one_device(model: ClassModel) -> ClassOutcome:
-    module, outcome = plain(model), ClassOutcome([], [])
+    module, outcome = plain(model).double(), ClassOutcome([], [])
     optimizer = adamw(module.parameters())
     for step in range(STEPS):
         loss, count = token_loss(module, batch(model, step))
@@ -60,13 +90,13 @@ def one_device(model: ClassModel) -> ClassOutcome:
     return outcome
 
 
-def train_class(rank: int, payload: tuple[ClassModel, str, VerifyRequest]) -> ClassOutcome:
+def train_class(rank: int, payload: tuple[ClassModel, VerifyRequest]) -> ClassOutcome:
     """Verify, then train as `one_device` does. The last step is measured."""
-    model, layout, request = payload
-    difference, parsed = compare_split(request), Layout.parse(f"{layout},precision=fp64")
-    parts = model.split(parsed, SEQ)
-    module = split(model.blank(), parsed, parts.plan, parts=parts.parts, optimizer=SETTINGS)
-    module.module.train()
+    model, request = payload
+    difference = compare_split(request)
+    if not difference.result:
+        return ClassOutcome([], [], difference)
+    module = split(plain(model), request.layout, request.plan, parts=request.parts, optimizer=SETTINGS)
     comms, outcome = module.program.comms, ClassOutcome([], [], difference)
     for step in range(STEPS):
         rows: Any = tuple(x.chunk(comms.size(DATA))[comms.index(DATA)] for x in batch(model, step))
@@ -75,3 +105,34 @@ def train_class(rank: int, payload: tuple[ClassModel, str, VerifyRequest]) -> Cl
         outcome.norms.append(result.grad_norm)
     outcome.report = module.report()
     return outcome
+
+
+def predicted(model: ClassModel, parts: ClassSplit, layout: Layout) -> StepReport | None:
+    """The prediction of a step; None where there is none."""
+    try:
+        blueprint = trace(parts.module, batch(model, 0), parts.plan, loss=token_loss, parts=parts.parts,
+                          tp=[layout.tp], precisions=["fp64"])  # fmt: skip
+        exact = Layout.parse(f"{layout},precision=fp64,micro={ROWS // layout.dp}")
+        return estimate(blueprint, exact, Workload(seq=SEQ, batch=ROWS))
+    except UserError:
+        return None
+
+
+def check(model_type: str, layout: str = LAYOUT) -> ClassCheck:
+    """Raises `UserError` for a layout that the class cannot have."""
+    model, layout = small(model_type, layout)
+    parsed = Layout.parse(layout)
+    parts, wanted = model.split(parsed, SEQ), model.verification(parsed)
+    exact = Layout.parse(f"{layout},precision=fp64")
+    request = VerifyRequest(model, exact, wanted["example"], parts.plan, None, model.tolerance, parts.parts)
+    outcomes, alone = run_ranks("harness.class_jobs:train_class", parsed.ranks, (model, request)), one_device(model)
+    verification = first_difference([outcome.difference for outcome in outcomes])
+    published = parts.plan is None
+    if not verification:
+        return ClassCheck(layout, published, model.tolerance, verification, float("nan"), None)
+    mine = outcomes[0]
+    pairs = [*zip(mine.losses, alone.losses, strict=True), *zip(mine.norms, alone.norms, strict=True)]
+    expected = predicted(model, parts, parsed) if parsed.ep == 1 else None
+    ledger = None if expected is None else compare(expected, mine.report).equal_ledger
+    error = max(abs(a - b) / abs(b) for a, b in pairs)
+    return ClassCheck(layout, published, model.tolerance, verification, error, ledger)

@@ -39,7 +39,6 @@ from shardwise.model.adapters import is_scale
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, parameters
 
-
 WHOLE_KINDS = ("buffer/", "missed/")
 """Beginnings of the names of stored tensors that are no parameter's (runtime/module/buffers.py)."""
 

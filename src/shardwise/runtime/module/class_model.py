@@ -138,7 +138,7 @@ class ClassModel:
         vocab = self.config.get_text_config().vocab_size
         ids = torch.randint(1, vocab, (rows, seq), generator=torch.Generator().manual_seed(0))
         names = inspect.signature(self.kind.forward).parameters
-        more = {"use_cache": False} if "use_cache" in names else {}
+        more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
         if self.config.is_encoder_decoder:
             more["decoder_input_ids"] = ids.roll(1, 1)
         return {"input_ids": ids, **more}
@@ -149,7 +149,7 @@ class ClassModel:
         return ROUNDED if re.search(r"float32|\.float\(\)", self._source) else EXACT
 
     def attends_to_later_tokens(self, module: nn.Module) -> bool:
-        """Whether it is a class that is causal only where its configuration says so, as BERT's, and this one does not."""
+        """Whether its class is causal only where a configuration says so, as BERT's, and this one does not."""
         config: Any = module.config
         return "config.is_decoder" in self._source and not getattr(config, "is_decoder", True)
 
@@ -192,7 +192,8 @@ class ClassModel:
         """Fields of its language model that leave it some of its layers."""
         text = self._text
         number = (text.attribute_map or {}).get("num_hidden_layers", "num_hidden_layers")
-        changed = {name: [values[layer] for layer in kept] for name, values in self._layer_lists.items()}
+        lists = self._layer_lists
+        changed: dict[str, Any] = {name: [values[layer] for layer in kept] for name, values in lists.items()}
         if each := text.to_dict().get("per_layer_config"):
             by_layer = {int(layer): fields for layer, fields in each.items()}
             changed["per_layer_config"] = {str(new): by_layer[old] for new, old in enumerate(kept) if old in by_layer}

@@ -84,7 +84,7 @@ class ClassProgram(ModuleProgram):
 class ClassRun(TrainingRun):
     """A rank's part in such a run."""
 
-    program: ClassProgram
+    program: ClassProgram  # type: ignore[assignment]
 
     def _subject(self) -> Model:
         config = self.config
@@ -94,7 +94,7 @@ class ClassRun(TrainingRun):
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> ClassProgram:  # type: ignore[override]
         config, module = self.config, self._split.module
-        values: Values = MetaValues(module, config.seed)
+        values: Values = MetaValues(module, config.seed, self._model)
         if config.weights and not config.resume:
             self.pulse.work(f"the reading of {config.weights}")
             module = self._model.pretrained(Path(config.weights))
