@@ -41,7 +41,7 @@ from shardwise.runtime.module.legality import check_run
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
     from shardwise.layout.units import Backend
-    from shardwise.model.blueprint import Blueprint
+    from shardwise.model.parameters import Model
     from shardwise.report.terminal import Renderable
 
 RUNS = Path("runs")
@@ -477,8 +477,13 @@ def _predict(config: TrainConfig, nodes: int) -> None:
         backend, measured = _carried_by(directory), directory.report("measured")
         recorded = StepReport.read(measured).roles if config.model.experts and measured.exists() else ()
         try:
+            subject: Model = config.model
+            if config.model.counted:
+                from shardwise.runtime.module.class_run import traced
+
+                subject = traced(config)
             report = estimate(
-                _traced(config) if config.model.counted else config.model, config.layout, config.workload,
+                subject, config.layout, config.workload,
                 _cluster(config, nodes), backend, recorded=recorded, slow=config.stragglers, emulated=config.emulated,
             )  # fmt: skip
         except UserError as error:
@@ -487,13 +492,6 @@ def _predict(config: TrainConfig, nodes: int) -> None:
             say(f"shardwise: no prediction to compare with: {error}")
             return
         report.write(directory.report("predicted"))
-
-
-def _traced(config: TrainConfig) -> Blueprint:
-    """A model by its class of transformers, as predictions read it. Raises `UserError`."""
-    from shardwise.runtime.module.class_run import traced
-
-    return traced(config)
 
 
 def _step_times(directory: RunDirectory) -> str:

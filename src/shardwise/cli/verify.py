@@ -54,7 +54,7 @@ class VerifyOptions(SplitOptions, OfflineOptions):
     )
     layout: str = arg("how it is split: dp=2,tp=2,zero=3", "TEXT")
     example: str | None = arg("of FILE.py: inputs of a forward pass, in the same file (example)", "NAME")
-    full: bool = arg("of a configuration: build its own sizes in place of small ones")
+    full: bool = arg("of a configuration: build the sizes in it, not small ones")
     tolerance: float | None = arg("largest error as a share of a norm (1e-9; of classes with fp32 in them 1e-6)", "X")
 
 

@@ -200,7 +200,7 @@ class TrainingRun:
         self.saver = Saver(
             self.program, RunDirectory(Path(config.out)).checkpoints,
             seed=config.seed, keep=config.keep_last, later=config.save_async,
-            timeout=timeout, pulse=pulse.Pulse(memory, pulse.SAVING), **self._saved(),
+            timeout=timeout, pulse=pulse.Pulse(memory, pulse.SAVING), **self.saver_options(),
         )  # fmt: skip
         self.rounds = Rounds.of(layout, config.steps)
         self.stop = StopRequest(self.rounds)
@@ -235,7 +235,7 @@ class TrainingRun:
         """The parts and parameters that the layout divides."""
         return self.config.model
 
-    def _saved(self) -> dict[str, Any]:
+    def saver_options(self) -> dict[str, Any]:
         """Contents of its checkpoints besides what all have: arguments of `Saver`."""
         return {"about": self.config.to_json()}
 

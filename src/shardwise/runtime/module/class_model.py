@@ -83,11 +83,11 @@ class ClassModel:
         import transformers
 
         for name in self.data.get("architectures") or ():
-            if isinstance(found := getattr(transformers, str(name), None), type):
-                return found
+            if isinstance(kind := getattr(transformers, str(name), None), type):
+                return kind
         for auto in AUTO:
-            if (found := getattr(transformers, auto)._model_mapping.get(type(self.config), None)) is not None:
-                return found[0] if isinstance(found, (tuple, list)) else found
+            if (kind := getattr(transformers, auto)._model_mapping.get(type(self.config), None)) is not None:
+                return kind[0] if isinstance(kind, (tuple, list)) else kind
         raise UserError(f"{self.name}: transformers has no class for {type(self.config).__name__}: name one in "
                         "architectures")  # fmt: skip
 
@@ -167,7 +167,7 @@ class ClassModel:
         }  # fmt: skip
 
     def small(self, layout: Layout) -> ClassModel:
-        """A model of the same kind with few, narrow layers, one of each kind at least, which the layout divides."""
+        """A model of the same kind with few, narrow layers that the layout divides, every kind of layer at least once."""
         scale = max(1, layout.tp // 2 if layout.tp % 2 == 0 else layout.tp)
         kinds = list(zip(*(map(str, values) for values in self._layer_lists.values()), strict=True))
         kept = {kinds.index(kind) for kind in kinds}
@@ -194,8 +194,8 @@ class ClassModel:
         number = (text.attribute_map or {}).get("num_hidden_layers", "num_hidden_layers")
         lists = self._layer_lists
         changed: dict[str, Any] = {name: [values[layer] for layer in kept] for name, values in lists.items()}
-        if each := text.to_dict().get("per_layer_config"):
-            by_layer = {int(layer): fields for layer, fields in each.items()}
+        if single := text.to_dict().get("per_layer_config"):
+            by_layer = {int(layer): fields for layer, fields in single.items()}
             changed["per_layer_config"] = {str(new): by_layer[old] for new, old in enumerate(kept) if old in by_layer}
         return changed | {number: len(kept)}
 
@@ -246,7 +246,8 @@ class ClassModel:
         from shardwise.runtime.module.suggest import matching, suggest, unsummed, why_not
 
         small = self.small(replace(layout, ep=1, etp=0))
-        blank, example = small.blank(dtype=_traced_dtype()), small.inputs(2, 8 * layout.tp)
+        # Of odd length: heads that are fixed in a class's code must not pass for other tokens.
+        blank, example = small.blank(dtype=_traced_dtype()), small.inputs(2, 8 * layout.tp + 1)
         experts = getattr(module, "_ep_plan", None) or {}
         try:
             plan = published_plan(module, layout)
@@ -258,8 +259,8 @@ class ClassModel:
         if layout.ep > 1 and not experts:
             raise reason
         try:
-            found = suggest(self.blank(dtype=_traced_dtype()), example)
-            return {**(matching(module, experts) if layout.ep > 1 else {}), **found}
+            plan = suggest(self.blank(dtype=_traced_dtype()), example)
+            return {**(matching(module, experts) if layout.ep > 1 else {}), **plan}
         except UserError as other:
             raise (reason if isinstance(reason, LayoutError) else other) from None
 
@@ -318,6 +319,7 @@ def _small(config: Mapping[str, Any], scale: int, experts: int) -> dict[str, Any
     """The fields that change in a small configuration, those inside of others too. scale: factor of widths; experts:
     their number."""
     changed: dict[str, Any] = {}
+    rows = [*_SIZES, *((pattern, size * scale) for pattern, size in _WIDTHS), (_HEADS, 16), (_EXPERTS, experts)]
     for name, value in config.items():
         if isinstance(value, dict) and name.endswith("_config"):
             changed[name] = {**value, **_small(value, scale, experts)}
@@ -325,7 +327,9 @@ def _small(config: Mapping[str, Any], scale: int, experts: int) -> dict[str, Any
             changed[name] = 1
         elif name.endswith(("token_id", "token_ids")) and isinstance(value, list):
             changed[name] = [1]
-        elif type(value) is int and value > (size := _size(name, scale, experts)):
+        elif type(value) is int and value > (
+            size := next((n for pattern, n in rows if pattern.fullmatch(name)), value)
+        ):
             changed[name] = size
     heads = config.get("num_attention_heads")
     for name in changed.keys() & {"num_key_value_heads"} if config.get("num_key_value_heads") == heads else ():
@@ -333,12 +337,6 @@ def _small(config: Mapping[str, Any], scale: int, experts: int) -> dict[str, Any
     if "expand" in config and "num_heads" in changed:
         changed["num_heads"] *= 2  # Mamba's inner width is twice the stream's
     return changed
-
-
-def _size(name: str, scale: int, experts: int) -> int:
-    """The size of a field in a small model; far too many where it stays."""
-    rows = [*_SIZES, *((pattern, size * scale) for pattern, size in _WIDTHS), (_HEADS, 16), (_EXPERTS, experts)]
-    return next((size for pattern, size in rows if pattern.fullmatch(name)), 1 << 62)
 
 
 def _line(error: Exception) -> str:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def token_loss(run: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(cross-entropy summed over the tokens that count, their number). batch: (tokens, next tokens), [B, S] each."""
+    """(cross-entropy summed over the tokens that count, their number). batch: (tokens [B, S], next tokens [B, S])."""
     tokens, targets = batch
     logits = run(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
     wide = logits.float() if logits.dtype.itemsize < 4 else logits
@@ -117,9 +117,9 @@ class ClassRun(TrainingRun):
         restore_missed(self.program, source)
         return at
 
-    def _saved(self) -> dict[str, Any]:
+    def saver_options(self) -> dict[str, Any]:
         blueprint = self._split.described.blueprint
-        return {"about": {**super()._saved()["about"], "blueprint": blueprint.to_json()},
+        return {"about": {**super().saver_options()["about"], "blueprint": blueprint.to_json()},
                 "others": partial(written, self.program)}  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def place_buffers(module: nn.Module, layout: Layout, values: Values, device: tor
 
 class MetaValues:
     """Initial values of a module on the meta device. seed: other values for another one. build: makes the whole module,
-    for values that a class gives in no other way; each rank then has all of it."""
+    for values that a class gives in no other way; every rank then has all of it."""
 
     def __init__(self, module: nn.Module, seed: int = 0, build: Callable[[], nn.Module] | None = None) -> None:
         self._module, self._seed, self._build = copy.deepcopy(module), seed, build

@@ -116,17 +116,17 @@ def unsummed(module: nn.Module, plan: Mapping[str, str], example: Any) -> dict[s
     """Entries that a plan lacks: modules whose parameters compute with a rank's own part of what the plan cuts beside
     them, and whose gradients are summed therefore."""
     try:
-        found = suggest(module, example)
+        suggestion = suggest(module, example)
     except UserError:
         return {}
+    sums = {p: style for p, style in suggestion.items() if style == PARTIAL}
     held = [name for name, child in module.named_modules() if child._parameters]
     styles = matched({p: style for p, style in plan.items() if style in STYLES}, held, True)
     cut = {name.rpartition(".")[0] for name, style in styles.items() if style.cut == "column"}
     lacks = {
-        name for name in matched({p: style for p, style in found.items() if style == PARTIAL}, held, True)
-        if name not in styles and name.rpartition(".")[0] in cut
+        name for name in matched(sums, held, True) if name not in styles and name.rpartition(".")[0] in cut
     }  # fmt: skip
-    return {p: style for p, style in found.items() if style == PARTIAL and lacks & set(matched({p: style}, held, True))}
+    return {p: style for p, style in sums.items() if lacks & set(matched({p: style}, held, True))}
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class _Search:
         if child.max_norm is not None or child.scale_grad_by_freq:
             return "", "max_norm and scale_grad_by_freq need the whole table"
         if len(signature(child.forward).parameters) > 1:
-            return "", "its class looks it up in a way of its own"
+            return "", "its class looks it up in another way"
         if self.is_small(child, name):
             return "", "a small table: a sum of rows would cost more than it saves"
         return "vocab", ""
