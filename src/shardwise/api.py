@@ -49,11 +49,8 @@ RUNS = Path("runs")
 BESIDES = ("imported", "blueprint")
 """What a checkpoint says beside the configuration of its run."""
 _TEXT = ("corpus", "corpus_fingerprint", "former_corpus")
-_OPTIONS = [
-    f.name
-    for f in fields(TrainConfig)
-    if f.name not in ("model", "layout", "workload", "data", "restart", "schedule_steps", *_TEXT)
-]
+_DECIDED = ("model", "layout", "workload", "data", "restart", "schedule_steps", "class_plan", "class_parts", *_TEXT)
+_OPTIONS = [f.name for f in fields(TrainConfig) if f.name not in _DECIDED]
 
 
 @dataclass(frozen=True, repr=False)
@@ -271,9 +268,9 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
         config.stragglers.check(layout.training_ranks)
     _check_inputs(config)
     if model.counted:
-        from shardwise.runtime.module.class_run import check_class
+        from shardwise.runtime.module.class_run import planned
 
-        check_class(config)
+        config = planned(config)
     return config
 
 

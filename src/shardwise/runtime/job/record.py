@@ -36,7 +36,7 @@ NAME = "run.toml"
 _PATHS = ("data", "tokenizer", "weights", "adapters", "resume", "offload_dir")
 _OWN = (
     "model", "workload", "optimizer", "out", "schedule_steps", "corpus", "corpus_fingerprint", "former_corpus",
-    "restart", "adapters",
+    "restart", "adapters", "class_plan", "class_parts",
 )  # fmt: skip
 """Fields that are written otherwise, or that the run alone has. Without `out`, a repeated run gets a directory."""
 _TEXT = ("data", "text_field", "max_bytes", "tokenizer")

@@ -9,16 +9,16 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout import Layout
 from shardwise.model import ModelConfig
-from shardwise.model.huggingface import to_huggingface
-from shardwise.runtime.installed import require
+from shardwise.model.huggingface import read_fields, to_huggingface
 from shardwise.runtime.module.legality import fewest_micro_batches
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 AUTO = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText", "AutoModel")
 """Classes by configuration, for a config.json that names no class."""
+_CHANGES = ("name", "layers", "vocab", "counted", "published_params")
+"""Fields of a model that may differ from those of its config.json."""
 EXACT, ROUNDED = 1e-9, 1e-6
 """Largest error of a verification in float64: of a class, and of one whose code computes in fp32."""
 
@@ -44,9 +46,17 @@ class ClassModel:
     def of(cls, model: ModelConfig) -> ClassModel:
         """The class of a configuration, with its number of layers and of tokens. Raises `UserError` for what was
         changed besides, and where transformers is missing or has no such class."""
-        require(f"{model.name}, which is built by its class of transformers,", "transformers", "torch")
+        if find_spec("transformers") is None:
+            raise UserError(f"{model.name} is built by its class of transformers: pip install transformers")
         if model.counted is None:
             return cls(to_huggingface(model), model.name)
+        before = read_fields(dict(model.counted.source), model.name)
+        for field in fields(model):
+            if field.name not in _CHANGES and getattr(model, field.name) != getattr(before, field.name):
+                raise UserError(
+                    f"--set {field.name}: of a model by its class of transformers layers and vocab alone can be set: "
+                    "change its config.json"
+                )
         made = cls(model.counted.source, model.name)
         text, changed = made._text, {}
         if text.vocab_size != model.vocab:
@@ -167,7 +177,7 @@ class ClassModel:
         }  # fmt: skip
 
     def small(self, layout: Layout) -> ClassModel:
-        """A model of the same kind with few, narrow layers that the layout divides, every kind of layer at least once."""
+        """A model of the same kind with few, narrow layers that the layout divides, all kinds of layers among them."""
         scale = max(1, layout.tp // 2 if layout.tp % 2 == 0 else layout.tp)
         kinds = list(zip(*(map(str, values) for values in self._layer_lists.values()), strict=True))
         kept = {kinds.index(kind) for kind in kinds}
@@ -210,19 +220,24 @@ class ClassModel:
 
     def split(self, layout: Layout, seq: int) -> ClassSplit:
         """How the layout cuts it: by the plans that its class publishes, else by what `suggest` finds, and the order of
-        a forward pass. Raises `UserError` for a layout that it cannot have."""
-        from shardwise.runtime.module.chain import find_chain
-        from shardwise.runtime.module.describe import describe, find_blocks
+        a forward pass. Raises `UserError` for a layout that it cannot have, and inside a job."""
+        from shardwise.runtime.module.describe import find_blocks
 
-        module, example = self.blank(), self.inputs(2, seq)
+        module = self.blank()
         blocks = find_blocks(module, None)
         if not blocks:
             raise UserError(f"{self.name}: {self.kind.__name__} has no list of blocks")
-        parts, chain = None, None
-        if layout.pp > 1:
-            parts = self._order(blocks, example)
-            chain = find_chain(module, parts, blocks)
-        plan = self._plan(module, layout) if layout.tp > 1 else None
+        parts = self._order(blocks, self.inputs(2, seq)) if layout.pp > 1 else None
+        return self.divided(layout, self._plan(module, layout) if layout.tp > 1 else None, parts)
+
+    def divided(self, layout: Layout, plan: Mapping[str, str] | None, parts: Sequence[str] | None) -> ClassSplit:
+        """The model under a layout by a plan and parts that `split` has found. Raises `UserError`."""
+        from shardwise.runtime.module.chain import find_chain
+        from shardwise.runtime.module.describe import describe, find_blocks
+
+        module = self.blank()
+        blocks = find_blocks(module, None)
+        chain = find_chain(module, parts, blocks) if layout.pp > 1 else None
         return ClassSplit(module, describe(module, layout, plan, blocks, chain), plan, parts)
 
     def _order(self, blocks: Sequence[str], example: Any) -> tuple[str, ...] | None:
@@ -274,7 +289,7 @@ class ClassSplit:
     described: DescribedModule
     plan: Mapping[str, str] | None
     """Its plan of tensor parallelism; None for the one that the class publishes."""
-    parts: tuple[str, ...] | None
+    parts: Sequence[str] | None
     """The order of its parts under a pipeline; None for the one that the class publishes."""
 
 

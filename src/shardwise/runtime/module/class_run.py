@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,8 @@ class ClassRun(TrainingRun):
     def _subject(self) -> Model:
         config = self.config
         self._model = ClassModel.of(config.model)
-        self._split = self._model.split(config.layout, config.workload.seq)
+        # A process of a job cannot look for a plan.
+        self._split = self._model.divided(config.layout, config.class_plan, config.class_parts)
         return self._split.described.blueprint
 
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> ClassProgram:  # type: ignore[override]
@@ -123,8 +125,8 @@ class ClassRun(TrainingRun):
                 "others": partial(written, self.program)}  # fmt: skip
 
 
-def check_class(config: TrainConfig) -> None:
-    """Build the model on the meta device and divide it. Raises `UserError` for what its class cannot do."""
+def planned(config: TrainConfig) -> TrainConfig:
+    """The configuration with the plan by which a model's class is divided. Raises `UserError` for what it cannot do."""
     layout, model = config.layout, ClassModel.of(config.model)
     if config.save_async:
         raise UserError(
@@ -144,12 +146,14 @@ def check_class(config: TrainConfig) -> None:
             f"{model.name}: {model.kind.__name__} attends to later tokens, so it cannot learn the next one: set "
             "is_decoder in its configuration"
         )
+    plan = None if split.plan is None else dict(split.plan)
+    return replace(config, class_plan=plan, class_parts=None if split.parts is None else tuple(split.parts))
 
 
 def traced(config: TrainConfig) -> Blueprint:
     """The model as predictions read it. Raises `UserError` where it cannot be traced."""
     layout, model = config.layout, ClassModel.of(config.model)
-    split = model.split(layout, config.workload.seq)
+    split = model.divided(layout, config.class_plan, config.class_parts)
     rows = torch.zeros(layout.micro, config.workload.seq, dtype=torch.int64)
     return trace(
         split.module, (rows, rows), split.plan, loss=token_loss, parts=split.parts, tp=[layout.tp],

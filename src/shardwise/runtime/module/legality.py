@@ -48,7 +48,7 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
 
 def check_run(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
     """Raise `LayoutError` if a run cannot have this layout: of a model by its class of transformers, for a reason that
-    needs no torch; `check_class` has the others."""
+    needs no torch; `class_run.planned` has the others."""
     if model.counted is None:
         check_runnable(layout, model, workload, ranks)
         return
