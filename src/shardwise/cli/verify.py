@@ -8,7 +8,7 @@ shardwise verify model.py:build --layout dp=2,tp=2,zero=3 --plan "blocks.*.up=co
 shardwise verify Qwen/Qwen3-Next-80B-A3B-Instruct --layout dp=2,tp=2,ep=2,zero=3
 
 MODEL is built by its class of transformers, with random weights and small sizes of the same kind; tokens are random.
-tp, ep and pp follow the plans that the class publishes, else plans that are found.
+tp, ep and pp follow the plans that the class publishes, else suggested ones.
 
 `build` is a function without arguments that returns the module. `example`, in the same file, is the inputs of one
 forward pass, or a function that makes them: a dictionary of keyword arguments, a tuple or one tensor.
@@ -62,7 +62,7 @@ def run(args: VerifyOptions) -> int:
     from shardwise.runtime.module.verify import verify
 
     require("verify", "torch")
-    request = _of_file(args) if ".py:" in args.model else _of_configuration(args)
+    request = _of_file(args) if ".py:" in args.model or args.model.endswith(".py") else _of_configuration(args)
     if args.plan:
         request["plan"] = plan_of(args.plan)
     if args.blocks:

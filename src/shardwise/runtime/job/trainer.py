@@ -160,7 +160,7 @@ class TrainingRun:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         layout = config.layout
         check_run(layout, config.model, config.workload, self.world)
-        self.subject = model = self._subject()
+        self.subject = model = self.subject_of_run()
         timeout = config.hang + pulse.MARGIN
         self.comms = make_comms(
             layout, model, self.rank,
@@ -176,7 +176,7 @@ class TrainingRun:
         self._open_corpus(plan)
         # Frozen weights are in no checkpoint.
         if config.weights and (config.model.lora or not (kept or config.resume)):
-            self._start()
+            self.start_from_weights()
         if kept is not None:
             self.at = Position(kept.about["step"], kept.about["samples"], kept.about["updates"])
             if self.rank == 0:
@@ -231,7 +231,7 @@ class TrainingRun:
         """Memory of this rank over the measured step."""
         self.roles: dict[int, Role] | None = None
 
-    def _subject(self) -> Model:
+    def subject_of_run(self) -> Model:
         """The parts and parameters that the layout divides."""
         return self.config.model
 
@@ -250,7 +250,7 @@ class TrainingRun:
             self.program.computed = slow.computed
         return slow
 
-    def _start(self) -> None:
+    def start_from_weights(self) -> None:
         """Begin with the weights of a Hugging Face folder."""
         assert self.config.weights
         self._start_from(open_weights(self.config.weights, self.config.model))

@@ -231,7 +231,7 @@ class ClassModel:
         return self.divided(layout, self._plan(module, layout) if layout.tp > 1 else None, parts)
 
     def divided(self, layout: Layout, plan: Mapping[str, str] | None, parts: Sequence[str] | None) -> ClassSplit:
-        """The model under a layout by a plan and parts that `split` has found. Raises `UserError`."""
+        """The model under a layout by the plan and parts of `split`. Raises `UserError`."""
         from shardwise.runtime.module.chain import find_chain
         from shardwise.runtime.module.describe import describe, find_blocks
 

@@ -87,7 +87,7 @@ class ClassRun(TrainingRun):
 
     program: ClassProgram  # type: ignore[assignment]
 
-    def _subject(self) -> Model:
+    def subject_of_run(self) -> Model:
         config = self.config
         self._model = ClassModel.of(config.model)
         # A process of a job cannot look for a plan.
@@ -109,7 +109,7 @@ class ClassRun(TrainingRun):
             module, self._split.described, plan, self.comms, config.optimizer, values, self.device, folder, kept
         )  # fmt: skip
 
-    def _start(self) -> None:
+    def start_from_weights(self) -> None:
         """Its weights were there when the program was made."""
 
     def _restored(self, checkpoint: Path) -> Position:
