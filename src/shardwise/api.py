@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import DivergedError, UserError, did_you_mean, in_python, os_errors
-from shardwise.layout import Layout, Workload, check_runnable, fewer_ranks
+from shardwise.layout import Layout, Workload, fewer_ranks
 from shardwise.layout.legality import suited
 from shardwise.layout.usual_workload import usual_training
 from shardwise.model import ModelConfig
@@ -39,20 +39,21 @@ from shardwise.runtime.job.launch import DIVERGED, INTERRUPTED, RANK_FAILED, USE
 from shardwise.runtime.job.locks import run_lock
 from shardwise.runtime.job.output import say
 from shardwise.runtime.job.text import with_corpus
+from shardwise.runtime.module.legality import check_run
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
     from shardwise.layout.units import Backend
+    from shardwise.model.parameters import Model
     from shardwise.report.terminal import Renderable
 
 RUNS = Path("runs")
 
+BESIDES = ("imported", "blueprint")
+"""What a checkpoint says beside the configuration of its run."""
 _TEXT = ("corpus", "corpus_fingerprint", "former_corpus")
-_OPTIONS = [
-    f.name
-    for f in fields(TrainConfig)
-    if f.name not in ("model", "layout", "workload", "data", "restart", "schedule_steps", *_TEXT)
-]
+_DECIDED = ("model", "layout", "workload", "data", "restart", "schedule_steps", "class_plan", "class_parts", *_TEXT)
+_OPTIONS = [f.name for f in fields(TrainConfig) if f.name not in _DECIDED]
 
 
 @dataclass(frozen=True, repr=False)
@@ -220,9 +221,9 @@ def train_as_rank(config: Callable[[], TrainConfig], *, elastic: bool = False) -
             request = restart.continued(request, max(1, restarts), tell)
             tell(f"restart {'from ' + request.resume if request.resume else 'from the beginning'}")
         if elastic and ranks < request.layout.ranks:
-            smaller = fewer_ranks(request.layout, request.model, request.workload, ranks)
+            smaller = fewer_ranks(request.layout, request.model, request.workload, ranks, check_run)
             request = replace(request, layout=smaller or request.layout)
-        check_runnable(request.layout, request.model, request.workload, ranks)
+        check_run(request.layout, request.model, request.workload, ranks)
         prepared.append(with_corpus(request, tell))
         return prepared[0]
 
@@ -277,7 +278,7 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
 
         model = values["model"] = PeftAdapters.open(Path(values["adapters"]), model).model
         values["adapters"] = str(values["adapters"])
-    check_runnable(layout, model, workload)
+    check_run(layout, model, workload)
     values = {name: value for name, value in values.items() if (name, value) != ("optimizer", None)}
     if values.get("weights") is not None and values.get("resume") is None:
         values |= _starting_from(Path(values["weights"]), model, values.get("tokenizer"))
@@ -289,6 +290,10 @@ def _checked(values: dict[str, Any]) -> TrainConfig:
     if config.slow:
         config.stragglers.check(layout.training_ranks)
     _check_inputs(config)
+    if model.counted:
+        from shardwise.runtime.module.class_run import planned
+
+        config = planned(config)
     return config
 
 
@@ -304,10 +309,9 @@ def configure_resumed(checkpoint: Path | str, out: Path | str | None = None, **c
     if changes.get("weights") is not None:
         raise UserError("a resumed run takes its weights from its checkpoint: leave out --weights")
     source = find(Path(checkpoint))
-    before = dict(source.manifest.about)
-    before.pop("imported", None)
+    before = source.manifest.about
     try:
-        config = TrainConfig.from_json(before)
+        config = TrainConfig.from_json({name: value for name, value in before.items() if name not in BESIDES})
     except (KeyError, TypeError, UserError):
         raise UserError(f"{source.folder} does not say how its run was configured; start a new run") from None
     if out is None:
@@ -339,7 +343,7 @@ def _of_resume(config: TrainConfig) -> Iterator[str]:
     for path in unfinished(source.folder):
         yield f"{path} is unfinished, its save was cut off: resuming {source.folder.name}"
     with suppress(KeyError, TypeError, ValueError):
-        before = TrainConfig.from_json({k: v for k, v in source.manifest.about.items() if k != "imported"})
+        before = TrainConfig.from_json({k: v for k, v in source.manifest.about.items() if k not in BESIDES})
         step = source.manifest.step
         old, new = before.learning_rate(step), config.learning_rate(step)
         if old != new:
@@ -364,7 +368,10 @@ def _starting_from(folder: Path, model: ModelConfig, tokenizer: Path | str | Non
     """The options `weights` and `tokenizer`: weights mean nothing for tokens that another tokenizer has made."""
     from shardwise.checkpoint.huggingface import open_weights
 
-    open_weights(folder, model)
+    if model.counted is None:
+        open_weights(folder, model)
+    elif not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has no safetensors files of weights")
     if tokenizer is None:
         tokenizer = folder / "tokenizer.json"
         if not tokenizer.exists():
@@ -415,7 +422,12 @@ def _check_fits(config: TrainConfig) -> None:
     room = cluster.device.memory_bytes
     if room is None or config.layout.compile != "off":
         return
-    predicted = estimate(config.model, config.layout, config.workload, cluster)
+    try:
+        predicted = estimate(config.model, config.layout, config.workload, cluster)
+    except UserError:
+        if config.model.counted is None:
+            raise
+        return  # its class divides it in a way that no decoder here can
     held = sum(len(role.ranks) * (role.peak_bytes + role.host.total) for role in predicted.roles)
     if held > room:
         raise UserError(
@@ -484,10 +496,21 @@ def _predict(config: TrainConfig, nodes: int) -> None:
         directory = RunDirectory(Path(config.out))
         backend, measured = _carried_by(directory), directory.report("measured")
         recorded = StepReport.read(measured).roles if config.model.experts and measured.exists() else ()
-        report = estimate(
-            config.model, config.layout, config.workload, _cluster(config, nodes), backend, recorded=recorded,
-            slow=config.stragglers, emulated=config.emulated,
-        )  # fmt: skip
+        try:
+            subject: Model = config.model
+            if config.model.counted:
+                from shardwise.runtime.module.class_run import traced
+
+                subject = traced(config)
+            report = estimate(
+                subject, config.layout, config.workload,
+                _cluster(config, nodes), backend, recorded=recorded, slow=config.stragglers, emulated=config.emulated,
+            )  # fmt: skip
+        except UserError as error:
+            if config.model.counted is None:
+                raise
+            say(f"shardwise: no prediction to compare with: {error}")
+            return
         report.write(directory.report("predicted"))
 
 

@@ -36,7 +36,11 @@ from shardwise.layout.placement import Placed
 from shardwise.layout.units import Unit
 from shardwise.model import ModelConfig
 from shardwise.model.adapters import is_scale
+from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, parameters
+
+WHOLE_KINDS = ("buffer/", "missed/")
+"""Beginnings of the names of stored tensors that are no parameter's (runtime/module/buffers.py)."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +138,14 @@ def reshard(source: Checkpoint, folder: Path, layout: Layout) -> Manifest:
     Raises `UserError` when the layout does not suit the model, the folder is in use or cannot be written, or the source
     is damaged; no checkpoint is left in `folder` then.
     """
-    model = model_of(source)
-    check(layout, model)
+    model = subject_of(source)
+    if isinstance(model, ModelConfig):
+        check(layout, model)
     with new_folder(folder):
         return _resharded(source, folder, model, layout)
 
 
-def _resharded(source: Checkpoint, folder: Path, model: ModelConfig, layout: Layout) -> Manifest:
+def _resharded(source: Checkpoint, folder: Path, model: Model, layout: Layout) -> Manifest:
     entries = [_entries(source, model, layout, rank) for rank in range(layout.ranks)]
     records: list[PartRecord] = []
     for first in range(0, layout.ranks, OPEN_FILES):
@@ -162,11 +167,30 @@ def model_of(checkpoint: Checkpoint) -> ModelConfig:
         model = ModelConfig.from_json(about if isinstance(about, dict) else {})
         if model.layers > count or (model.experts and model.experts.count > count):
             raise UserError(f"it has {count} tensors, fewer than the model that it names")
-        expected = shapes(model, sorted({name.partition("/")[0] for name in checkpoint.tensors}))
+        subject = _parts_of(checkpoint) or model
+        kinds = sorted({name.partition("/")[0] for name in checkpoint.tensors if not _is_whole(name)})
+        whole = {name: spec.shape for name, spec in checkpoint.tensors.items() if _is_whole(name)}
+        expected = shapes(subject, kinds) | whole
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         raise UserError(f"{checkpoint.folder} does not say which model it is of: {error}") from None
     checkpoint.require(expected)
     return model
+
+
+def subject_of(checkpoint: Checkpoint) -> Model:
+    """`model_of`; of a model by its class of transformers, its parts as they were trained. Raises `UserError`."""
+    model = model_of(checkpoint)
+    return _parts_of(checkpoint) or model
+
+
+def _parts_of(checkpoint: Checkpoint) -> Blueprint | None:
+    parts = checkpoint.manifest.about.get("blueprint")
+    return None if parts is None else Blueprint.from_json(parts)
+
+
+def _is_whole(name: str) -> bool:
+    """Whether a stored tensor is no parameter's, and one rank writes all of it."""
+    return name.startswith(WHOLE_KINDS)
 
 
 def shapes(model: Model, kinds: Iterable[str], frozen: bool = False) -> dict[str, tuple[int, ...]]:
@@ -176,7 +200,7 @@ def shapes(model: Model, kinds: Iterable[str], frozen: bool = False) -> dict[str
     return {f"{kind}/{p.name}": p.shape for kind in kinds for p in held}
 
 
-def _entries(source: Checkpoint, model: ModelConfig, layout: Layout, rank: int) -> list[PartEntry]:
+def _entries(source: Checkpoint, model: Model, layout: Layout, rank: int) -> list[PartEntry]:
     """Pieces that `rank` writes, in the order of the source's tensors."""
     pieces: dict[str, list[Piece]] = {}
     for held in writes(model, layout, rank):
@@ -184,7 +208,11 @@ def _entries(source: Checkpoint, model: ModelConfig, layout: Layout, rank: int) 
     return [
         PartEntry(tensor, spec, piece)
         for tensor, spec in source.tensors.items()
-        for piece in pieces.get(tensor.partition("/")[2], [])
+        for piece in (
+            [Piece.whole(full(spec.shape))] * (rank == 0)
+            if _is_whole(tensor)
+            else pieces.get(tensor.partition("/")[2], [])
+        )
     ]
 
 

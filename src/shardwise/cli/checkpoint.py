@@ -138,12 +138,18 @@ class ExportCheckpoint(StoredOptions):
 
         checkpoint = find(self.checkpoint)
         step = checkpoint.manifest.step
-        if model_in(checkpoint).lora:
+        model = model_in(checkpoint)
+        if model.lora:
             made = export_adapters(checkpoint, self.out)
             what = f"peft's adapters of step {step}, {made.tensors} tensors"
             return _written(self, made, what, {"step": step, "dtype": "float32", "files": made.files})
         dtype = dtype_of(checkpoint, self.dtype)
-        made = export(checkpoint, self.out, dtype)
+        if model.counted:
+            from shardwise.runtime.module.class_export import export_class
+
+            made = export_class(checkpoint, model, self.out, dtype)
+        else:
+            made = export(checkpoint, self.out, dtype)
         what = f"the weights of step {step}, {made.tensors} tensors in {dtype}"
         notes = [] if "tokenizer.json" in made.files else ["without a tokenizer: the run's own tokenizer is gone"]
         return _written(self, made, what, {"step": step, "dtype": dtype, "files": made.files}, *notes)

@@ -1,9 +1,14 @@
-"""Check that a module of your own, split, computes what it computes on one device.
+"""Check that a model, split, computes what it computes on one device.
 
 Small local processes compare, in float64, the output of every submodule and the gradient of every parameter. The exit
 code is 1 where they differ; the first module or parameter that does is named.
 
 shardwise verify model.py:build --layout dp=2,tp=2,zero=3 --plan "blocks.*.up=column,blocks.*.down=row"
+
+shardwise verify Qwen/Qwen3-Next-80B-A3B-Instruct --layout dp=2,tp=2,ep=2,zero=3
+
+MODEL is built by its class of transformers, with random weights and small sizes of the same kind; tokens are random.
+tp, ep and pp follow the plans that the class publishes, else suggested ones.
 
 `build` is a function without arguments that returns the module. `example`, in the same file, is the inputs of one
 forward pass, or a function that makes them: a dictionary of keyword arguments, a tuple or one tensor.
@@ -11,46 +16,87 @@ forward pass, or a function that makes them: a dictionary of keyword arguments, 
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardwise.cli.declare import CommandOptions, arg, word
+from shardwise.cli.models import OfflineOptions
 from shardwise.cli.output import print_result
 from shardwise.errors import UserError
+from shardwise.layout import Layout
+from shardwise.model.catalog import resolve
 from shardwise.records import dataclass
 from shardwise.runtime.installed import require
 
 
 @dataclass
-class ModuleOptions(CommandOptions):
-    """A module in a file, and its split."""
+class SplitOptions(CommandOptions):
+    """How a module is split."""
 
-    model: str = word("the function that builds the module", "FILE.py:NAME")
-    example: str = arg("inputs of a forward pass, in the same file", "NAME", "example")
     plan: str | None = arg("PATTERN=STYLE,... of tensor parallelism (the model's own)", "TEXT")
     blocks: str | None = arg("classes or paths, by commas, of what is gathered alone", "NAMES")
     parts: str | None = arg("all modules in order of the forward pass, by commas, for pp (the model's own)", "PATTERNS")
 
 
 @dataclass
-class VerifyOptions(ModuleOptions):
+class ModuleOptions(SplitOptions):
+    """A module in a file, and its split."""
+
+    model: str = word("the function that builds the module", "FILE.py:NAME")
+    example: str = arg("inputs of a forward pass, in the same file", "NAME", "example")
+
+
+@dataclass
+class VerifyOptions(SplitOptions, OfflineOptions):
+    model: str = word(
+        "a config.json, a folder with one, a name of the hub or of `list models`; or FILE.py:NAME, the function that "
+        "builds the module",
+        "MODEL",
+    )
     layout: str = arg("how it is split: dp=2,tp=2,zero=3", "TEXT")
-    tolerance: float | None = arg("largest error as a share of a norm (1e-9)", "X")
+    example: str | None = arg("of FILE.py: inputs of a forward pass, in the same file (example)", "NAME")
+    full: bool = arg("of a configuration: build the sizes in it, not small ones")
+    tolerance: float | None = arg("largest error as a share of a norm (1e-9; of classes with fp32 in them 1e-6)", "X")
 
 
 def run(args: VerifyOptions) -> int:
-    from shardwise.runtime.module.verify import TOLERANCE, FromFile, verify
+    from shardwise.runtime.module.verify import verify
 
     require("verify", "torch")
-    model = FromFile.parse(args.model)
-    result = verify(
-        model,
-        args.layout,
-        FromFile(model.path, args.example),
-        plan=plan_of(args.plan) if args.plan else None,
-        blocks=args.blocks.split(",") if args.blocks else None,
-        parts=args.parts.split(",") if args.parts else None,
-        tolerance=TOLERANCE if args.tolerance is None else args.tolerance,
-    )
+    request = _of_file(args) if ".py:" in args.model or args.model.endswith(".py") else _of_configuration(args)
+    if args.plan:
+        request["plan"] = plan_of(args.plan)
+    if args.blocks:
+        request["blocks"] = args.blocks.split(",")
+    if args.parts:
+        request["parts"] = args.parts.split(",")
+    if args.tolerance is not None:
+        request["tolerance"] = args.tolerance
+    result = verify(**request)
     print_result(args, result.to_json(), [str(result)])
     return 0 if result else 1
+
+
+def _of_file(args: VerifyOptions) -> dict[str, Any]:
+    """The arguments of `verify` for a function in a file."""
+    from shardwise.runtime.module.verify import FromFile
+
+    if args.full:
+        raise UserError("--full is for a configuration: the function in the file decides about sizes")
+    model = FromFile.parse(args.model)
+    return {"model": model, "layout": args.layout, "example": FromFile(model.path, args.example or "example")}
+
+
+def _of_configuration(args: VerifyOptions) -> dict[str, Any]:
+    """The arguments of `verify` for a model by its class of transformers."""
+    from shardwise.runtime.module.class_model import ClassModel
+    from shardwise.runtime.module.legality import check_module_layout
+
+    if args.example is not None:
+        raise UserError("--example is for FILE.py:NAME: the inputs of a configuration's model are random tokens")
+    layout = Layout.parse(args.layout)
+    check_module_layout(layout)
+    model = ClassModel.of(resolve(args.model))
+    return (model if args.full else model.small(layout)).verification(layout)
 
 
 def plan_of(text: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ Two questions: what no machine could do, and what this runtime does not do yet. 
 and the nearest legal values.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
 from typing import Any
@@ -181,8 +182,12 @@ def beyond_positions(model: object, seq: int) -> tuple[str, ...]:
     )
 
 
-def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: int) -> Layout | None:
+def fewer_ranks(
+    layout: Layout, model: ModelConfig, workload: Workload, ranks: int,
+    checked: Callable[[Layout, ModelConfig, Workload], None] | None = None,
+) -> Layout | None:  # fmt: skip
     """The layout with the largest smaller dp that runs on at most `ranks`, all else as it was; None when there is none.
+    checked: raises for what cannot run; None is `check_runnable`.
 
     A shard group that the smaller dp cannot be cut into shrinks with it, and so do the ranks of a second copy.
     """
@@ -194,7 +199,7 @@ def fewer_ranks(layout: Layout, model: ModelConfig, workload: Workload, ranks: i
                 sizes = [n for n in group.sizes(getattr(smaller, group.whole)) if n <= getattr(layout, name)]
                 changes: dict[str, Any] = {name: max(sizes, default=0)}
                 smaller = replace(smaller, **changes)
-            check_runnable(smaller, model, workload)
+            (checked or check_runnable)(smaller, model, workload)
         except UserError:
             continue
         return smaller

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.model.blueprint import Part
 from shardwise.model.operations import AttentionCore
@@ -54,6 +54,8 @@ class Counted:
     notes: tuple[str, ...] = field(default=(), compare=False)
     predicting: int = 0
     """Parameters for multi-token prediction in its files: beside those of `parts`, and not loaded."""
+    source: dict[str, Any] = field(default_factory=dict, compare=False)
+    """Contents of its config.json, by which a class of transformers is built."""
     digest: str = ""
     """Of the parts: what models are told apart by."""
 

@@ -171,7 +171,7 @@ def export(
     if model.lora:
         raise UserError(f"{checkpoint.folder} has adapters alone: merge them into their weights (checkpoint merge)")
     return export_weights(
-        checkpoint, model, Path(folder), dtype_of(checkpoint, dtype), _companions(checkpoint), max_shard_bytes
+        checkpoint, model, Path(folder), dtype_of(checkpoint, dtype), companions(checkpoint), max_shard_bytes
     )
 
 
@@ -210,7 +210,7 @@ def dtype_of(checkpoint: Checkpoint, dtype: str | None) -> str:
     return dtype or (base_dtype(companions_of(checkpoint), DTYPES) if started else None) or DTYPES[0]
 
 
-def _companions(checkpoint: Checkpoint) -> Companions | None:
+def companions(checkpoint: Checkpoint) -> Companions | None:
     """The tokenizer with which the run's text was made into tokens, if it is still there, and what was beside it."""
     if (folder := companions_of(checkpoint)) is not None:
         return Companions(folder / TOKENIZER, folder)

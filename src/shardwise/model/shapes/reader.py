@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def read_shapes(
             attributes = attributes_of(family, given)
             tensors = list(shaped(family, attributes))
             notes += _unread(data, model_type, given, family, attributes)
-        return interpret(name, model_type, family, attributes, tensors, reason, notes, precision)
+        model = interpret(name, model_type, family, attributes, tensors, reason, notes, precision)
+        assert model.counted
+        return replace(model, counted=replace(model.counted, source=dict(data)))
     except UserError as error:
         raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
     except (TypeError, ValueError, KeyError, ZeroDivisionError, StopIteration, AttributeError) as error:

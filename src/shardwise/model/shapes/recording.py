@@ -68,6 +68,7 @@ def transformers() -> Any:
     import transformers as package
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    package.utils.logging.disable_progress_bar()
     return package
 
 

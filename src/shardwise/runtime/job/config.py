@@ -109,6 +109,10 @@ class TrainConfig(Json):
     weights: str | None = option(None, "start from a Hugging Face folder's weights, and its tokenizer", metavar="DIR")
     adapters: str | None = None
     """Folder of `peft` adapters to start from, beside the weights."""
+    class_plan: dict[str, str] | None = None
+    """Plan of tensor parallelism of a model by its class of transformers; None for the one that the class publishes."""
+    class_parts: tuple[str, ...] | None = None
+    """The order of its parts under a pipeline."""
     resume: str | None = None
     """The checkpoint, or the run, to resume from; of `weights` only frozen ones are then read."""
     restart: int = 0

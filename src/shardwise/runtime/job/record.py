@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ NAME = "run.toml"
 _PATHS = ("data", "tokenizer", "weights", "adapters", "resume", "offload_dir")
 _OWN = (
     "model", "workload", "optimizer", "out", "schedule_steps", "corpus", "corpus_fingerprint", "former_corpus",
-    "restart", "adapters",
+    "restart", "adapters", "class_plan", "class_parts",
 )  # fmt: skip
 """Fields that are written otherwise, or that the run alone has. Without `out`, a repeated run gets a directory."""
 _TEXT = ("data", "text_field", "max_bytes", "tokenizer")
@@ -54,9 +55,17 @@ def run_file(config: TrainConfig) -> str:
         values["lora"] = _absolute("adapters", config.adapters)
     elif config.model.lora:
         values["lora"] = str(config.model.lora)
+    if model.counted:
+        values = {"model": str(_class_file(config).resolve())} | values
+        return "\n".join([*lines, *_assignments(values)]) + "\n"
     if catalog().get(model.name) == model:
         return "\n".join([*lines, *_assignments({"model": model.name} | values)]) + "\n"
     return "\n".join([*lines, *_assignments(values), "", "[model]", *_assignments(_described(model))]) + "\n"
+
+
+def _class_file(config: TrainConfig) -> Path:
+    """The config.json of a model by its class of transformers, under the model's name."""
+    return Path(config.out, re.sub(r"[^\w.-]+", "-", config.model.name) + ".json")
 
 
 def _resumed(config: TrainConfig) -> dict[str, Any]:
@@ -126,6 +135,11 @@ class RunRecorder:
         if not here:
             write_whole(self.directory.path / NAME, run_file(config), "run file")
             _keep_companions(config)
+            if config.model.counted:
+                from shardwise.runtime.module.class_model import ClassModel
+
+                text = json.dumps(dict(ClassModel.of(config.model).data), indent=1)
+                write_whole(_class_file(config), f"{text}\n", "configuration")
         self.loss = self._last_loss(done) if here else float("nan")
         if config.resume or config.restart:
             other = {"corpus": config.corpus, "former_corpus": config.former_corpus} if config.former_corpus else {}

@@ -21,6 +21,7 @@ from shardwise.runtime.job.config import LaunchConfig, TrainConfig
 from shardwise.runtime.job.launch import DIVERGED, RANK_FAILED, USER_MISTAKE, Ending, supervise
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.runtime.job.output import clear_line
+from shardwise.runtime.module.legality import check_run
 
 
 def until_done(config: TrainConfig, launch: LaunchConfig) -> tuple[Ending, TrainConfig]:
@@ -45,7 +46,7 @@ def until_done(config: TrainConfig, launch: LaunchConfig) -> tuple[Ending, Train
         smaller = None
         if launch.elastic and ending.lost:
             left = config.layout.ranks - len(ending.lost)
-            smaller = fewer_ranks(config.layout, config.model, config.workload, left)
+            smaller = fewer_ranks(config.layout, config.model, config.workload, left, check_run)
         config = continued(replace(config, resume=first, layout=smaller or config.layout), restart, progress)
         _report_restart(config, ending, launch, shrunk=smaller is not None)
     out = Path(config.out)

@@ -26,11 +26,11 @@ from shardwise.data import Corpus, Sampler
 from shardwise.decoder import Batch, random
 from shardwise.decoder.random import initial_values
 from shardwise.errors import DivergedError, NotFiniteError, UserError
-from shardwise.layout import Layout, Mesh, check_runnable, unit_plan
+from shardwise.layout import Mesh, unit_plan
 from shardwise.layout.axes import DP, REPLICA
 from shardwise.layout.units import UnitPlan
 from shardwise.model.flops import training_flops_per_token
-from shardwise.model.parameters import Parameter
+from shardwise.model.parameters import Model, Parameter
 from shardwise.report.exposure import Exposure
 from shardwise.report.rank_timelines import Recorded, aligned, kept
 from shardwise.report.run_directory import OFFLOADED, RunDirectory
@@ -51,6 +51,7 @@ from shardwise.runtime.job.stop import Stopped, StopRequest
 from shardwise.runtime.measure.hardware import matmul_rate
 from shardwise.runtime.measure.memory import StepMeasurement
 from shardwise.runtime.measure.timeline import TimelineRecorder
+from shardwise.runtime.module.legality import check_run
 from shardwise.runtime.offload.file import Kept, newest_kept
 from shardwise.runtime.pipeline.step import TrainProgram
 from shardwise.runtime.sync.outer_step import Rounds
@@ -78,7 +79,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     if not pulse.watched():
         pulse.watch_over(memory, dist.get_rank(), config.hang, _give_up)
     try:
-        result = _run_of(config.layout)(config, device, memory).train()
+        result = _run_of(config)(config, device, memory).train()
     except Stopped:
         dist.destroy_process_group()
         raise
@@ -88,7 +89,12 @@ def train(config: TrainConfig) -> dict[str, Any]:
     return result
 
 
-def _run_of(layout: Layout) -> type[TrainingRun]:
+def _run_of(config: TrainConfig) -> type[TrainingRun]:
+    layout = config.layout
+    if config.model.counted:
+        from shardwise.runtime.module.class_run import ClassRun
+
+        return ClassRun
     if not layout.served:
         return TrainingRun
     from shardwise.runtime.sync.run import ServerRun, WorkerRun
@@ -152,8 +158,9 @@ class TrainingRun:
         self.pulse.work("its preparation")
         self.config, self.device = config, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        layout, model = config.layout, config.model
-        check_runnable(layout, model, config.workload, self.world)
+        layout = config.layout
+        check_run(layout, config.model, config.workload, self.world)
+        self.subject = model = self.subject_of_run()
         timeout = config.hang + pulse.MARGIN
         self.comms = make_comms(
             layout, model, self.rank,
@@ -169,7 +176,7 @@ class TrainingRun:
         self._open_corpus(plan)
         # Frozen weights are in no checkpoint.
         if config.weights and (config.model.lora or not (kept or config.resume)):
-            self._start_from(open_weights(config.weights, config.model))
+            self.start_from_weights()
         if kept is not None:
             self.at = Position(kept.about["step"], kept.about["samples"], kept.about["updates"])
             if self.rank == 0:
@@ -192,8 +199,8 @@ class TrainingRun:
         self.record = RunRecorder(config, self.world, self.at.step) if self.rank == 0 else None
         self.saver = Saver(
             self.program, RunDirectory(Path(config.out)).checkpoints,
-            seed=config.seed, about=config.to_json(), keep=config.keep_last, later=config.save_async,
-            timeout=timeout, pulse=pulse.Pulse(memory, pulse.SAVING),
+            seed=config.seed, keep=config.keep_last, later=config.save_async,
+            timeout=timeout, pulse=pulse.Pulse(memory, pulse.SAVING), **self.saver_options(),
         )  # fmt: skip
         self.rounds = Rounds.of(layout, config.steps)
         self.stop = StopRequest(self.rounds)
@@ -224,6 +231,14 @@ class TrainingRun:
         """Memory of this rank over the measured step."""
         self.roles: dict[int, Role] | None = None
 
+    def subject_of_run(self) -> Model:
+        """The parts and parameters that the layout divides."""
+        return self.config.model
+
+    def saver_options(self) -> dict[str, Any]:
+        """Contents of its checkpoints besides what all have: arguments of `Saver`."""
+        return {"about": self.config.to_json()}
+
     def _program(self, plan: UnitPlan, folder: Path, kept: Kept | None) -> TrainProgram:
         return TrainProgram(
             plan, self.comms, self.config.optimizer, self._initial_values, self.device, folder, kept
@@ -234,6 +249,11 @@ class TrainingRun:
         if slow.active:
             self.program.computed = slow.computed
         return slow
+
+    def start_from_weights(self) -> None:
+        """Begin with the weights of a Hugging Face folder."""
+        assert self.config.weights
+        self._start_from(open_weights(self.config.weights, self.config.model))
 
     def _start_from(self, weights: HuggingFaceWeights) -> None:
         start_from(self.program, weights)
@@ -249,7 +269,7 @@ class TrainingRun:
 
     def _open_corpus(self, plan: UnitPlan) -> None:
         config, corpus = self.config, Corpus.open(Path(self.config.corpus))
-        data_rank = Mesh.of(config.layout, config.model).index(REPLICA + DP, self.rank)
+        data_rank = Mesh.of(config.layout, self.subject).index(REPLICA + DP, self.rank)
         eos = corpus.eos if config.workload.isolate_documents else None
         samplers = {
             split: Sampler(corpus.tokens(split), config.workload.seq, config.seed, eos=eos)
@@ -670,7 +690,7 @@ class TrainingRun:
         name = "CPU" if self.device.type == "cpu" else "GPU"
         return StepReport(
             source="measured",
-            model=config.model.to_json(),
+            model={"name": self.subject.name} if config.model.counted else config.model.to_json(),
             layout=str(config.layout),
             workload=config.workload.to_json(),
             cluster=f"{nodes}x{local}x{name}" if nodes > 1 else f"{local}x{name}",

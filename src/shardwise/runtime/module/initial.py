@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.layout import Layout
 from shardwise.model.adapters import is_scale
 from shardwise.model.blueprint import Parameter
 from shardwise.runtime.zero.flat_unit import Values
@@ -37,11 +38,23 @@ def values_of(weights: Mapping[str, Tensor]) -> Values:
     return values
 
 
-class MetaValues:
-    """Initial values of a module on the meta device."""
+def place_buffers(module: nn.Module, layout: Layout, values: Values, device: torch.device) -> None:
+    """Buffers stay whole on every rank, in their own precision; float64 is for comparisons and takes them along."""
+    if isinstance(values, MetaValues):
+        values.place_buffers(module)
+    for child in module.modules():
+        for leaf, buffer in child.named_buffers(recurse=False):
+            wide = torch.float64 if layout.precision == "fp64" and buffer.is_floating_point() else buffer.dtype
+            child._buffers[leaf] = buffer.to(device, wide)
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = copy.deepcopy(module)
+
+class MetaValues:
+    """Initial values of a module on the meta device. seed: other values for another one. build: makes the whole module,
+    for values that a class gives in no other way; every rank then has all of it."""
+
+    def __init__(self, module: nn.Module, seed: int = 0, build: Callable[[], nn.Module] | None = None) -> None:
+        self._module, self._seed, self._build = copy.deepcopy(module), seed, build
+        self._whole: nn.Module | None = None
         self._latest: tuple[str, nn.Module] | None = None
 
     def __call__(self, parameter: Parameter, index: Tensor) -> Tensor:
@@ -64,14 +77,14 @@ class MetaValues:
             made, other = self.made(name), self._initialized(name, 1.0)
             for leaf, buffer in made.named_buffers(recurse=False):
                 if not torch.equal(buffer, other.get_buffer(leaf)):
-                    self._reject(f"{name}.{leaf}", child)
+                    buffer = self._built(name, leaf).get_buffer(leaf)
                 child._buffers[leaf] = buffer
 
     def _initialized(self, name: str, fill: float) -> nn.Module:
         """fill: what is in memory before, by which tensors are told that nothing sets."""
         child = copy.deepcopy(self._module.get_submodule(name)).to_empty(device=_CPU, recurse=False)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(zlib.crc32(name.encode()))
+            torch.manual_seed((zlib.crc32(name.encode()) + (self._seed << 32)) % (1 << 63))
             for parameter in child.parameters(recurse=False):
                 parameter.fill_(float("nan"))
             for buffer in child.buffers(recurse=False):
@@ -81,11 +94,19 @@ class MetaValues:
                     own() if own.__name__ == "reset_parameters" else own(child)
         for leaf, parameter in child.named_parameters(recurse=False):
             if parameter.isnan().any() and not is_scale(leaf):  # which follow from the weight
-                self._reject(f"{name}.{leaf}".removeprefix("."), child)
+                return self._built(name, leaf)
         return child
 
-    def _reject(self, name: str, child: nn.Module) -> None:
-        raise UserError(
-            f"{name} is on the meta device, and {type(child).__name__} has no reset_parameters or _init_weights that "
-            "sets it: give a function that builds the module"
-        )
+    def _built(self, name: str, leaf: str) -> nn.Module:
+        """A submodule of the whole module. Raises `UserError` where nothing builds that."""
+        child = self._module.get_submodule(name)
+        if self._build is None:
+            raise UserError(
+                f"{name}.{leaf}".removeprefix(".") + f" is on the meta device, and {type(child).__name__} has no "
+                "reset_parameters or _init_weights that sets it: give a function that builds the module"
+            )
+        if self._whole is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._seed)
+                self._whole = self._build()
+        return self._whole.get_submodule(name)

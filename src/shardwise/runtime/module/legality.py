@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout, pipeline
+from shardwise.layout import Layout, Workload, check_runnable, pipeline
 from shardwise.layout.keys import changed
 from shardwise.layout.legality import check_modes, check_narrow_base
+from shardwise.layout.optimizers import check_own
+from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 
 
@@ -42,6 +44,33 @@ def check_module_layout(layout: Layout, ranks: int | None = None) -> None:
             f"layout {layout} needs {layout.ranks} ranks, but there are {ranks}: start it with torchrun "
             f"--nproc-per-node {layout.ranks}"
         )
+
+
+def check_run(layout: Layout, model: ModelConfig, workload: Workload, ranks: int | None = None) -> None:
+    """Raise `LayoutError` if a run cannot have this layout: of a model by its class of transformers, for a reason that
+    needs no torch; `class_run.planned` has the others."""
+    if model.counted is None:
+        check_runnable(layout, model, workload, ranks)
+        return
+    check_module_layout(layout, ranks)
+    check_own(workload.optimizer)
+    workload.micro_batches(layout)
+    name = model.name
+    if stored := model.counted.stored:
+        raise LayoutError(f"{name}: its weights are quantized ({stored}), which must be dequantized to 16 bits first")
+    if not model.counted.source:
+        raise LayoutError(f"{name}: {model.counted.reason}, and its config.json is not at hand")
+    if model.lora:
+        raise LayoutError(
+            f"{name} is trained by its class of transformers, which has no adapters in a run yet: leave out --lora"
+        )
+    if workload.isolate_documents:
+        raise LayoutError(
+            f"{name}: its class of transformers attends across the documents of a packed sequence: leave out "
+            "--isolate-documents"
+        )
+    if layout.sp and workload.seq % layout.tp:
+        raise LayoutError(f"sequences of {workload.seq} tokens cannot be cut into tp = {layout.tp} equal pieces")
 
 
 def check_described(blueprint: Blueprint, layout: Layout, micro_batches: int) -> None:

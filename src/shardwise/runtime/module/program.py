@@ -19,7 +19,7 @@ from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.describe import DescribedModule
 from shardwise.runtime.module.parts import PartRunner
 from shardwise.runtime.module.pipelined import Loss, Messages, ModuleWorker
-from shardwise.runtime.offload.file import offload_file
+from shardwise.runtime.offload.file import Kept, offload_file
 from shardwise.runtime.pipeline.program import StepOutcome, StepProgram
 from shardwise.runtime.sync.outer_step import Rounds
 from shardwise.runtime.transport.comms import Comms
@@ -42,13 +42,13 @@ class ModuleProgram(StepProgram, PartRunner):
         values: Values,
         device: torch.device,
         folder: Path | None = None,
+        kept: Kept | None = None,
     ) -> None:
-        """folder: where the rank's file of offloaded state is made, if there is any. Raises `UserError` when it cannot
-        be made."""
-        file = offload_file(plan, folder, comms.rank)
+        """folder: where the rank's file of offloaded state is made, if there is any. kept: the state in it that counts.
+        Raises `UserError` when it cannot be made."""
+        file = offload_file(plan, folder, comms.rank, kept.slot if kept else None)
         super().__init__(module, described, plan, comms, device, file)
-        if file is not None:
-            self.close = weakref.finalize(self, file.close, True)  # type: ignore[assignment, method-assign]
+        self._removal = weakref.finalize(self, file.close, True) if file is not None else None
         self.layout = replace(plan.layout, sp=bool(described.sequence.blocks))
         """The layout of reports: what sp adds is in the description, not in the plan."""
         self.rounds, self.steps = Rounds.of(plan.layout, 0), 0
@@ -61,7 +61,12 @@ class ModuleProgram(StepProgram, PartRunner):
             for flat in self.engine.trained
             for placed, slot in zip(flat.unit.placed, flat.grad_slots, strict=True)
         }
-        self.bind_optimizer(optimizer, values, {}, None)
+        self.bind_optimizer(optimizer, values, {}, kept)
+
+    def close(self, remove: bool = True) -> None:
+        """As of `StepProgram`; else the file goes with the module."""
+        if self._removal is not None and remove:
+            self._removal()
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
         """A forward pass without gradients. All ranks call it together. Under a pipeline the last stage's ranks alone

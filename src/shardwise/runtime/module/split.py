@@ -32,7 +32,7 @@ from shardwise.runtime.module.chain import find_chain
 from shardwise.runtime.module.describe import describe, find_blocks, run_order
 from shardwise.runtime.module.experts import use_exact_products
 from shardwise.runtime.module.failures import Failures
-from shardwise.runtime.module.initial import MetaValues, is_meta, values_of
+from shardwise.runtime.module.initial import MetaValues, is_meta, place_buffers, values_of
 from shardwise.runtime.module.inputs import row_length
 from shardwise.runtime.module.legality import check_described, check_module_layout
 from shardwise.runtime.module.program import ModuleProgram
@@ -98,7 +98,7 @@ def split(
     check_described(described.blueprint, layout, accumulate)
     at = _device(module, device)
     values: Values = MetaValues(module) if is_meta(module) else values_of(_weights(module))
-    _place_buffers(module, layout, values, at)
+    place_buffers(module, layout, values, at)
     comms = make_comms(layout, described.blueprint, dist.get_rank(), timeout=TIMEOUT, transport=transport, quiet=True)
     units = unit_plan(described.blueprint, layout, workload, rank=dist.get_rank(), backend=comms.backend)
     program = ModuleProgram(module, described, units, comms, optimizer or OptimizerConfig(), values, at, folder)
@@ -149,16 +149,6 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
-
-
-def _place_buffers(module: nn.Module, layout: Layout, values: Values, device: torch.device) -> None:
-    """Buffers stay whole on every rank, in their own precision; float64 is for comparisons and takes them along."""
-    if isinstance(values, MetaValues):
-        values.place_buffers(module)
-    for child in module.modules():
-        for leaf, buffer in child.named_buffers(recurse=False):
-            wide = torch.float64 if layout.precision == "fp64" and buffer.is_floating_point() else buffer.dtype
-            child._buffers[leaf] = buffer.to(device, wide)
 
 
 class SplitModule(nn.Module):

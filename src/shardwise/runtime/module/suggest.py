@@ -7,9 +7,10 @@ the pass is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from math import gcd
 from typing import Any
 
@@ -21,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.layout.styles import matched
+from shardwise.layout.styles import STYLES, matched, path_of
 from shardwise.runtime.dryrun import fake_ranks
 from shardwise.runtime.module.cuts import DimCut, Uncut, through
-from shardwise.runtime.module.describe import call, describe, find_blocks, is_plain_map
+from shardwise.runtime.module.describe import DescribedModule, call, describe, find_blocks, is_plain_map
 from shardwise.runtime.module.fake_step import default_loss, fake_copy, fake_step
 from shardwise.runtime.module.inputs import row_count, usual_masks, with_rows
 from shardwise.runtime.module.trace import readable
@@ -79,6 +80,53 @@ def suggest(
             plan = search.suggestion(flow)
             if not search.fixed(fake_copy(module, fake), plan, example, fake):
                 return plan
+
+
+def matching(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The entries of a published plan that name a module or a parameter of this one."""
+    names = {*dict(module.named_modules()), *dict(module.named_parameters())}
+    return {p: style for p, style in plan.items() if any(path_of(p).fullmatch(name) for name in names)}
+
+
+def why_not(module: nn.Module, plan: Mapping[str, str] | None, example: Any, tp: int) -> UserError | None:
+    """Why a module does not run with a plan, by a step on fake tensors; None where it does, or cannot be traced."""
+    fake, layout = FakeTensorMode(allow_non_fake_inputs=True), Layout(tp=tp)
+    blocks = find_blocks(module, None)
+    try:
+        _fake_runs(fake_copy(module, fake), describe(module, Layout(), None, blocks), Layout(), example, fake)
+    except Exception:
+        return None
+    try:
+        _fake_runs(fake_copy(module, fake), describe(module, layout, plan, blocks), layout, example, fake)
+    except UserError as error:
+        return error
+    except Exception as error:
+        return UserError(f"{type(module).__name__} does not run with its plan: {' '.join(str(error).split())[:120]}")
+    return None
+
+
+def _fake_runs(
+    blank: nn.Module, described: DescribedModule, layout: Layout, example: Any, fake: FakeTensorMode
+) -> None:
+    with fake_ranks(layout.tp), usual_masks(example), fake:
+        fake_step(blank, described, layout, [with_rows(example, max(2, row_count(example)))], default_loss)
+
+
+def unsummed(module: nn.Module, plan: Mapping[str, str], example: Any) -> dict[str, str]:
+    """Entries that a plan lacks: modules whose parameters compute with a rank's own part of what the plan cuts beside
+    them, and whose gradients are summed therefore."""
+    try:
+        suggestion = suggest(module, example)
+    except UserError:
+        return {}
+    sums = {p: style for p, style in suggestion.items() if style == PARTIAL}
+    held = [name for name, child in module.named_modules() if child._parameters]
+    styles = matched({p: style for p, style in plan.items() if style in STYLES}, held, True)
+    cut = {name.rpartition(".")[0] for name, style in styles.items() if style.cut == "column"}
+    lacks = {
+        name for name in matched(sums, held, True) if name not in styles and name.rpartition(".")[0] in cut
+    }  # fmt: skip
+    return {p: style for p, style in sums.items() if lacks & set(matched({p: style}, held, True))}
 
 
 @dataclass(frozen=True)
@@ -137,25 +185,24 @@ class _Search:
         degree = next((n for n in range(2, plan.units + 1) if plan.units % n == 0), 2)
         if plan.units == 1 or not plan:
             return False
-        layout = Layout(tp=degree, precision="fp32")
+        narrow = next(blank.parameters()).dtype == torch.bfloat16
+        layout = Layout(tp=degree, precision="bf16" if narrow else "fp32")
         described = describe(self.module, layout, dict(plan), self.blocks)
         stack: list[str] = []
         for name, child in blank.named_modules():
             child.register_forward_pre_hook(lambda *_, name=name: stack.append(name))
             child.register_forward_hook(lambda *_: _left(stack))
-        with fake_ranks(degree), fake:
-            batches = [with_rows(example, max(2, row_count(example)))]
-            try:
-                fake_step(blank, described, layout, batches, default_loss)
-            except UserError:
+        try:
+            _fake_runs(blank, described, layout, example, fake)
+        except UserError:
+            raise
+        except Exception as error:
+            names = self._columns(plan, stack)
+            if not names:
                 raise
-            except Exception as error:
-                names = self._columns(plan, stack)
-                if not names:
-                    raise
-                why = f"its module cannot compute with a part of them ({' '.join(str(error).split())[:80]})"
-                self.gathered |= dict.fromkeys(names, why)
-                return True
+            why = f"its module cannot compute with a part of them ({' '.join(str(error).split())[:80]})"
+            self.gathered |= dict.fromkeys(names, why)
+            return True
         return False
 
     def _columns(self, plan: Suggestion, stack: Sequence[str]) -> list[str]:
@@ -214,6 +261,8 @@ class _Search:
             return "", "it is read outside of its lookup, too"
         if child.max_norm is not None or child.scale_grad_by_freq:
             return "", "max_norm and scale_grad_by_freq need the whole table"
+        if len(signature(child.forward).parameters) > 1:
+            return "", "its class looks it up in another way"
         if self.is_small(child, name):
             return "", "a small table: a sum of rows would cost more than it saves"
         return "vocab", ""
@@ -292,9 +341,9 @@ class _Flow(TorchDispatchMode):
     def _whole(self, name: str, child: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward pass of a map or table, as one operation."""
 
-        def run(x: Tensor) -> Any:
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             with self._map():
-                out = forward(x)
+                out = forward(x, *args, **kwargs)
             state = self._get(x)
             near = frozenset({name})
             if isinstance(child, nn.Embedding):

@@ -1,0 +1,138 @@
+"""Models by their classes of transformers: two steps of a split on ranks, the class alone, and the prediction.
+
+`python tests/harness/class_jobs.py` writes docs/model_classes.md.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.module_jobs import LR, SETTINGS, adamw
+from harness.pool import run_ranks
+from shardwise.errors import UserError
+from shardwise.layout import Layout, Workload
+from shardwise.layout.axes import DATA
+from shardwise.predict import estimate
+from shardwise.report.compare import compare
+from shardwise.report.step_report import StepReport
+from shardwise.runtime.module.class_model import ClassModel, ClassSplit
+from shardwise.runtime.module.class_run import token_loss
+from shardwise.runtime.module.comparison import RankDifference, compare_split, first_difference
+from shardwise.runtime.module.experts import use_exact_products
+from shardwise.runtime.module.split import split
+from shardwise.runtime.module.trace import trace
+from shardwise.runtime.module.verify import Verification, VerifyRequest
+
+ROWS, SEQ, STEPS = 4, 16, 2
+LAYOUT, PIPED = "dp=2,tp=2,zero=3", "pp=2"
+
+
+@dataclass
+class ClassOutcome:
+    losses: list[float]
+    norms: list[float]
+    difference: RankDifference | None = None
+    report: StepReport | None = None
+
+
+@dataclass
+class ClassCheck:
+    """A class under a layout beside the class alone."""
+
+    layout: str
+    published: bool
+    """Whether the plan is the class's own."""
+    tolerance: float
+    verification: Verification
+    error: float
+    """Largest relative error of losses and of gradient norms."""
+    ledger: bool | None
+    """Whether the measured ledger is the predicted one; None without a prediction."""
+
+
+def small(model_type: str, layout: str = LAYOUT) -> tuple[ClassModel, str]:
+    """(a small model, the layout, with ep=2 where there are experts)."""
+    model = ClassModel({"model_type": model_type}, model_type).small(Layout.parse(layout))
+    blank = model.blank()
+    if "tp=2" in layout and getattr(blank, "_ep_plan", None) and any(p.dim() == 3 for p in blank.parameters()):
+        layout += ",ep=2"
+    return model, layout
+
+
+def batch(model: ClassModel, step: int) -> tuple[Tensor, Tensor]:
+    """(tokens, next tokens), [ROWS, SEQ] each."""
+    vocab = model.config.get_text_config().vocab_size
+    ids = torch.randint(1, vocab, (ROWS, SEQ), generator=torch.Generator().manual_seed(step))
+    return ids, ids.roll(-1, 1)
+
+
+def plain(model: ClassModel) -> nn.Module:
+    """The class, with the same weights wherever it is built."""
+    torch.manual_seed(0)
+    module = model()
+    use_exact_products(module)
+    return module.eval()
+
+
+def one_device(model: ClassModel) -> ClassOutcome:
+    module, outcome = plain(model).double(), ClassOutcome([], [])
+    optimizer = adamw(module.parameters())
+    for step in range(STEPS):
+        loss, count = token_loss(module, batch(model, step))
+        optimizer.zero_grad()
+        (loss / count).backward()  # type: ignore[no-untyped-call]
+        used = [p for p in module.parameters() if p.grad is not None]
+        outcome.norms.append(float(torch.nn.utils.clip_grad_norm_(used, SETTINGS.clip)))
+        optimizer.step()
+        outcome.losses.append(float(loss.detach() / count))
+    return outcome
+
+
+def train_class(rank: int, payload: tuple[ClassModel, VerifyRequest]) -> ClassOutcome:
+    """Verify, then train as `one_device` does. The last step is measured."""
+    model, request = payload
+    difference = compare_split(request)
+    if not difference.result:
+        return ClassOutcome([], [], difference)
+    module = split(plain(model), request.layout, request.plan, parts=request.parts, optimizer=SETTINGS)
+    comms, outcome = module.program.comms, ClassOutcome([], [], difference)
+    for step in range(STEPS):
+        rows: Any = tuple(x.chunk(comms.size(DATA))[comms.index(DATA)] for x in batch(model, step))
+        result = module.train_step(token_loss, rows, lr=LR, measure=step == STEPS - 1)
+        outcome.losses.append(result.loss)
+        outcome.norms.append(result.grad_norm)
+    outcome.report = module.report()
+    return outcome
+
+
+def predicted(model: ClassModel, parts: ClassSplit, layout: Layout) -> StepReport | None:
+    """The prediction of a step; None where there is none."""
+    try:
+        blueprint = trace(parts.module, batch(model, 0), parts.plan, loss=token_loss, parts=parts.parts,
+                          tp=[layout.tp], precisions=["fp64"])  # fmt: skip
+        exact = Layout.parse(f"{layout},precision=fp64,micro={ROWS // layout.dp}")
+        return estimate(blueprint, exact, Workload(seq=SEQ, batch=ROWS))
+    except UserError:
+        return None
+
+
+def check(model_type: str, layout: str = LAYOUT) -> ClassCheck:
+    """Raises `UserError` for a layout that the class cannot have."""
+    model, layout = small(model_type, layout)
+    parsed = Layout.parse(layout)
+    parts, wanted = model.split(parsed, SEQ), model.verification(parsed)
+    exact = Layout.parse(f"{layout},precision=fp64")
+    request = VerifyRequest(model, exact, wanted["example"], parts.plan, None, model.tolerance, parts.parts)
+    outcomes, alone = run_ranks("harness.class_jobs:train_class", parsed.ranks, (model, request)), one_device(model)
+    verification = first_difference([outcome.difference for outcome in outcomes])
+    published = parts.plan is None
+    if not verification:
+        return ClassCheck(layout, published, model.tolerance, verification, float("nan"), None)
+    mine = outcomes[0]
+    pairs = [*zip(mine.losses, alone.losses, strict=True), *zip(mine.norms, alone.norms, strict=True)]
+    expected = predicted(model, parts, parsed) if parsed.ep == 1 else None
+    ledger = None if expected is None else compare(expected, mine.report).equal_ledger
+    error = max(abs(a - b) / abs(b) for a, b in pairs)
+    return ClassCheck(layout, published, model.tolerance, verification, error, ledger)

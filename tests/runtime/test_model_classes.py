@@ -1,0 +1,132 @@
+"""Models by their classes of transformers, without a line of Python: `verify`, `train`, checkpoints and exports."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import forked
+from harness.cases import from_table, table
+from harness.class_jobs import PIPED, check
+from harness.today import some_of
+from shardwise.api import TrainResult
+from shardwise.checkpoint import find
+from shardwise.layout import Layout
+from shardwise.report.compare import compare
+from shardwise.runtime.module.class_model import ClassModel
+
+FAMILIES, CHAINS = table(__file__, "FAMILIES"), table(__file__, "CHAINS")
+"""All that pass, and those of which pipelines are tested, too."""
+
+
+@pytest.mark.parametrize("family", some_of(FAMILIES, 4, "classes of transformers"))
+def test_a_class_trains_as_it_does_on_one_device(family: str) -> None:
+    """Outputs, gradients, two steps' losses and gradient norms, in float64; and the ledger that was predicted."""
+    result = check(family)
+    assert result.verification, str(result.verification)
+    assert result.error < result.tolerance
+    assert result.ledger is not False
+
+
+@pytest.mark.parametrize("family", some_of(CHAINS, 1, "pipelines of classes"))
+def test_a_class_trains_in_a_pipeline(family: str) -> None:
+    result = check(family, PIPED)
+    assert result.verification, str(result.verification)
+    assert result.error < result.tolerance
+
+
+def shardwise(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return forked.shardwise(*words, environment={"OMP_NUM_THREADS": "1"}, timeout=240, folder=folder)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A small OLMoE: `olmoe/config.json`."""
+    config = ClassModel({"model_type": "olmoe"}, "olmoe").small(Layout.parse("tp=2")).config.to_dict()
+    folder = tmp_path / "olmoe"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300, "eos_token_id": 2}))
+    return folder
+
+
+@pytest.mark.usefixtures("leftovers")
+def test_a_configuration_is_trained_resumed_exported_and_trained_on(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"{n} is {n * n % 97}, and so on. " for n in range(2500)))
+    words = ["--data", "text.txt", "--seq", "16", "--batch", "4", "--no-tensorboard"]
+    first = ["train", "olmoe", "--layout", "tp=2,zero=1", "--steps", "4", "--report", *words]
+    done = shardwise(*first, "--out", "one", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = TrainResult.read(tmp_path / "one")
+    assert compare(run.predicted, run.report).equal_ledger
+    done = shardwise("compare", "one", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    resumed = ["--layout", "dp=2,ep=2,zero=3,precision=fp32", "--steps", "6", "--out", "two"]
+    done = shardwise("train", "--resume", "one", *resumed, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert run.summary["validation_loss"] == pytest.approx(
+        TrainResult.read(tmp_path / "two").summary["first_validation_loss"], rel=2e-3
+    )
+    for words_ in (["reshard", "two", "--layout", "dp=2,zero=1", "--out", "moved"], ["diff", "two", "moved"]):
+        done = shardwise("checkpoint", *words_, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    done = shardwise("checkpoint", "export", "moved", "--dtype", "float32", "--out", "hub", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_equal_logits(made, tmp_path)
+
+
+def assert_equal_logits(made: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    opened = AutoModelForCausalLM.from_pretrained(folder / "hub")
+    model = ClassModel(json.loads((made / "config.json").read_text()), "olmoe")
+    trained, checkpoint = model(), find(folder / "two")
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            parameter.copy_(torch.from_numpy(checkpoint.read(f"model/{name}")).view(parameter.shape))
+        inputs = model.inputs(2, 16)
+        assert torch.equal(opened.eval()(**inputs).logits, trained.eval()(**inputs).logits)
+    done = shardwise(
+        *("train", "--weights", "hub", "--layout", "pp=2,precision=fp32", "--steps", "1", "--data", "text.txt"),
+        *("--seq", "16", "--batch", "4", "--no-tensorboard", "--out", "three"), folder=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    before, after = (TrainResult.read(folder / name).summary for name in ("two", "three"))
+    assert after["first_validation_loss"] == pytest.approx(before["validation_loss"], rel=1e-3)
+
+
+def test_a_suggested_plan_is_the_ranks_own(tmp_path: Path) -> None:
+    """OPT publishes none, and its heads, fixed in its code, would pass for other tokens."""
+    config = ClassModel({"model_type": "opt"}, "opt").small(Layout.parse("tp=2")).config.to_dict()
+    whole = {"vocab_size": 300, "dropout": 0.0, "attention_dropout": 0.0}
+    (tmp_path / "opt").mkdir()
+    (tmp_path / "opt" / "config.json").write_text(json.dumps(config | whole))
+    (tmp_path / "text.txt").write_text("".join(f"{n} is {n * n % 97}, and so on. " for n in range(2500)))
+    words = ["--data", "text.txt", "--seq", "16", "--batch", "4", "--steps", "2", "--no-tensorboard"]
+    losses = []
+    for layout in ("dp=1,precision=fp32", "tp=2,zero=1,precision=fp32"):
+        done = shardwise("train", "opt", "--layout", layout, *words, "--out", layout, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        losses.append(TrainResult.read(tmp_path / layout).losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_verify_takes_a_configuration(made: Path, tmp_path: Path) -> None:
+    done = shardwise("verify", "olmoe", "--layout", "dp=2,ep=2,zero=3", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["equal"]
+
+
+@from_table
+def test_what_a_class_cannot_do_is_one_line_and_code_2(
+    words: str, config: dict[str, object], message: str, made: Path, tmp_path: Path
+) -> None:
+    data = json.loads((made / "config.json").read_text()) | config
+    (made / "config.json").write_text(json.dumps(data))
+    (tmp_path / "text.txt").write_text("one two three " * 400)
+    more = ["--data", "text.txt", "--seq", "16", "--batch", "4", "--steps", "1"] if words.startswith("train") else []
+    done = shardwise(*words.split(), *more, folder=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.glob("runs/*/events.jsonl"))
