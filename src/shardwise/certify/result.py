@@ -1,0 +1,162 @@
+"""Certificates: a matrix of layouts and properties, as tables, Markdown and JSON. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.codec import Json
+from shardwise.report.table import FittedTable, headed
+from shardwise.report.terminal import Renderable
+
+PROPERTIES = {
+    "loss": "loss of each rank's own rows",
+    "gradients": "whole gradient of every parameter",
+    "norm": "gradient norm before clipping",
+    "clipped": "gradients after clipping",
+    "steps": "parameters after 3 steps of AdamW",
+    "resume": "parameters after 2 steps, a save, a load under another layout, and the third step",
+}
+"""What is compared with the plain model on one device, in the order in which one follows from the other."""
+VARIANTS = {
+    "plain": "",
+    "uneven": "ranks count other numbers of labels, one of them none",
+    "tied": "embedding and head are one parameter",
+    "frozen": "the embedding and the first block do not train",
+    "padded": "a vocabulary of 61 tokens, which ranks do not divide",
+    "idle": "experts without tokens",
+    "dropout": "dropout masks",
+}
+"""Kind of model and data -> what it is; all properties are compared under each."""
+COLUMNS = (*PROPERTIES, *list(VARIANTS)[1:])
+
+State = Literal["proven", "wrong", "refused", "failed", "not run"]
+MARKS: dict[State, str] = {"proven": "yes", "wrong": "WRONG", "refused": "refused", "failed": "FAILED", "not run": "-"}
+
+
+@dataclass(frozen=True)
+class Cell(Json):
+    """One property of one layout."""
+
+    state: State
+    error: float | None = None
+    """Largest error of any rank, as a share of the norm of what is compared."""
+    bound: float | None = None
+    """Largest error that counts as equal."""
+    parameter: str = ""
+    """The first wrong parameter in the order of the model."""
+    step: int = 0
+    """Step of the first difference, from 1."""
+    kind: str = ""
+    """Guess at the mistake."""
+    note: str = ""
+    """Why it was refused, failed or not run; the property in which a variant is wrong."""
+
+    @property
+    def text(self) -> str:
+        """One line about a cell that is not proven."""
+        if self.state != "wrong":
+            return self.note
+        where = f" of {self.parameter}" if self.parameter else ""
+        return f"{self.note}{where} differs by {self.error:.1e} of its norm at step {self.step}: {self.kind}"
+
+
+@dataclass(frozen=True)
+class Row(Json):
+    """A layout of a model."""
+
+    layout: str
+    model: str
+    ranks: int
+    cells: dict[str, Cell]
+    """Column -> cell."""
+
+
+@dataclass(frozen=True)
+class Finding(Json):
+    """A kind of mistake, where it is smallest."""
+
+    column: str
+    layout: str
+    """The smallest layout that has it."""
+    cell: Cell
+    layouts: tuple[str, ...]
+    """Layouts of the matrix that have it."""
+    script: str = ""
+    """Path of the reproduction, or its text in JSON."""
+
+
+@dataclass(frozen=True)
+class Certificate(Json):
+    """Everything that was compared for an engine."""
+
+    engine: str
+    dtype: str
+    versions: dict[str, str]
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...] = ()
+    seconds: float = 0.0
+    unused: tuple[str, ...] = field(default=())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """State -> number of cells."""
+        counts = Counter(cell.state for row in self.rows for cell in row.cells.values())
+        return {state: counts[state] for state in MARKS}
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a cell is wrong or failed, or none is proven."""
+        counts = self.counts
+        return int(bool(counts["wrong"] or counts["failed"]) or not counts["proven"])
+
+    json_keys = "engine dtype versions rows findings seconds counts exit_code"
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of which any row has more than "not run"."""
+        return [c for c in COLUMNS if any(row.cells[c].state != "not run" for row in self.rows)]
+
+    def lines(self) -> Iterator[Renderable]:
+        """One screen."""
+        yield f"{self.engine}, {self.dtype}: {', '.join(f'{name} {version}' for name, version in self.versions.items())}"
+        table: FittedTable = headed(("layout", "model", *self.columns))
+        for row in self.rows:
+            table.add_row(row.layout, row.model, *(MARKS[row.cells[c].state] for c in self.columns))
+        yield table
+        yield from self.notes()
+        counts = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
+        yield f"{counts} ({self.seconds:.0f} s)"
+
+    def notes(self) -> Iterator[str]:
+        """A line for each finding, then for each reason of a cell that is refused or failed."""
+        for each in self.findings:
+            yield f"wrong: {each.column} at {each.layout}: {each.cell.text}"
+            if each.script:
+                yield f"  reproduce: python {each.script}"
+        where: dict[tuple[str, str], dict[str, None]] = {}
+        for row in self.rows:
+            for column, cell in row.cells.items():
+                if cell.state in ("refused", "failed"):
+                    where.setdefault((cell.state, cell.note), {})[f"{column} at {row.layout}"] = None
+        for (state, note), at in where.items():
+            first, *more = at
+            yield f"{state}: {first}{f' and {len(more)} more' if more else ''}: {note}"
+
+    def markdown(self) -> str:
+        """The certificate as a page."""
+        text = [f"# {self.engine}", ""]
+        text += [f"Versions: {', '.join(f'{name} {version}' for name, version in self.versions.items())}. "
+                 f"Numbers in {self.dtype}.", ""]  # fmt: skip
+        text += [f"| layout | model | {' | '.join(self.columns)} |", f"|---|---|{'---|' * len(self.columns)}"]
+        for row in self.rows:
+            marks = (MARKS[row.cells[c].state] for c in self.columns)
+            text.append(f"| `{row.layout}` | {row.model} | {' | '.join(marks)} |")
+        notes = [note if note.startswith("  ") else f"- {note}" for note in self.notes()]
+        largest = max((cell.error or 0.0 for row in self.rows for cell in row.cells.values()
+                       if cell.state == "proven"), default=0.0)  # fmt: skip
+        counts = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
+        text += ["", *notes, *([""] if notes else []), f"Cells: {counts}. Largest error of a proven cell: {largest:.1e}."]
+        return "\n".join(text) + "\n"
