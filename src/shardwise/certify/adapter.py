@@ -45,6 +45,8 @@ class Run:
     data: tuple[int, int]
     """This rank's place among ranks with different rows, and their number."""
     logits: Callable[[Any, Tensor], Tensor]
+    most: float
+    """The norm to which gradients are clipped."""
     engine: Any = None
     """Result of `parallelize`."""
     optimizer: Any = None
@@ -121,6 +123,12 @@ class Adapter:
     """Whether it computes in float64; else in float32, with a bound derived from the plain model's rounding."""
     broadcasts: bool = False
     """Whether the engine gives all ranks the weights and buffers of rank 0. Other ranks then start with others."""
+    rebuilds: bool = False
+    """Whether the result of `parallelize` has the model's parameters, in place of the model that it was given."""
+    saves_frozen: bool = True
+    """Whether frozen parameters are in its checkpoints."""
+    within: Mapping[str, str] = field(default_factory=dict)
+    """Key of a layout -> the key without which it means nothing."""
     global_loss: bool = False
     """Whether `backward` returns the loss of all ranks' rows, not of this rank's."""
     decays: Callable[[str, Tensor], bool] = lambda name, parameter: True
@@ -200,7 +208,8 @@ class Adapter:
             layout = dict(zip(self.space, values, strict=True))
             if 2 <= self.ranks(layout) <= MOST_RANKS:
                 plain = {key: value for key, value in layout.items() if value != self.space[key][0]}
-                texts[text_of(plain)] = self.ranks(layout)
+                if all(self.within.get(key, key) in plain for key in plain):
+                    texts[text_of(plain)] = self.ranks(layout)
         order = list(texts)
         random.Random(seed).shuffle(order)
         return sorted(order, key=lambda text: (texts[text] > 4, texts[text] if not seed else 0))[:most]

@@ -45,6 +45,8 @@ class Observed:
     """What a rank saw."""
 
     trace: Trace = field(default_factory=Trace)
+    loaded: Tensors = field(default_factory=dict)
+    """Parameters after the load, and after the next step."""
     resumed: Tensors = field(default_factory=dict)
     data: tuple[int, int] = (0, 1)
     stopped: dict[str, Cell] = field(default_factory=dict)
@@ -121,7 +123,7 @@ def _cells(
 def _seen(observed: Observed, name: str, wrong: Wrong) -> Any:
     """What this rank has of the first wrong thing; None for nothing."""
     if name == "resume":
-        return observed.resumed
+        return observed.resumed if wrong.step == STEPS - 1 else observed.loaded
     values: Any = {
         "loss": observed.trace.losses, "norm": observed.trace.norms, "gradients": observed.trace.gradients,
         "clipped": observed.trace.clipped, "steps": observed.trace.parameters,
@@ -136,10 +138,12 @@ def _start(adapter: Adapter, reference: Reference, layout: str, seed: int) -> Ru
     model = reference.module().train()
     if seed != SEED:
         torch.manual_seed(seed)
-        for tensor in (*model.parameters(), *(b for b in model.buffers() if adapter.broadcasts)):
+        changed = [p for p in model.parameters() if adapter.saves_frozen or p.requires_grad]
+        for tensor in (*changed, *(b for b in model.buffers() if adapter.broadcasts)):
             tensor.data.add_(torch.randn_like(tensor) if tensor.is_floating_point() else 0)
-    run = Run(model, parsed, adapter.data_place(parsed, rank), adapter.logits)
+    run = Run(model, parsed, adapter.data_place(parsed, rank), adapter.logits, reference.most)
     run.engine = adapter.parallelize(model, parsed)
+    run.model = run.engine if adapter.rebuilds else model
     run.optimizer = adapter.optimizer(run, **OPTIMIZER)
     return run
 
@@ -171,7 +175,7 @@ def _observe(adapter: Adapter, reference: Reference, case: Case, folder: Path, m
     def resume() -> None:
         run = _start(adapter, reference, case.other, SEED + 100)
         adapter.load(run, str(folder))
-        again = Trace()
+        observed.loaded, again = adapter.parameters(run), Trace()
         _step(adapter, reference, run, STEPS - 1, again)
         observed.resumed = again.parameters[0]
 
@@ -200,7 +204,9 @@ def _failed(place: str, stage: Callable[[], object], meet: Meet) -> Cell | None:
         stage()
     except UserError as error:
         words = str(error)
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
         words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     told = meet(words)
     if not all(told):
@@ -238,5 +244,6 @@ def _differences(adapter: Adapter, reference: Reference, observed: Observed) -> 
             note("norm", step, "", share_of(mine.norms[step], right.norms[step]))
         note("steps", step, *reference.moved(step, held, bounds["steps"]))
     if observed.resumed:
+        note("resume", STEPS - 2, *reference.moved(STEPS - 2, observed.loaded, bounds["resume"]))
         note("resume", STEPS - 1, *reference.moved(STEPS - 1, observed.resumed, bounds["resume"]))
     return wrong, largest

@@ -22,7 +22,7 @@ NEGLIGIBLE = 1e-6
 rounding."""
 ROUNDINGS = 64
 """In float32: the largest error is so many times that of the plain model, computed in float32."""
-BINDING = 0.5
+BINDING = 0.37
 """The norm to which gradients are clipped, as a share of the first step's."""
 
 

@@ -18,16 +18,14 @@ IGNORED = -100
 class Block(nn.Module):
     """Causal attention and a feed-forward map, [batch, seq, width] to the same."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.size = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.q, self.k, self.v, self.o, self.up, self.down = (nn.Linear(width, width) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        q, k, v = (part(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (part(y).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -36,22 +34,18 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     """Decoder: token ids [batch, seq] to logits [batch, seq, vocab]."""
 
-    def __init__(self, vocab: int = 64, tied: bool = False, width: int = 16, layers: int = 4) -> None:
+    def __init__(self, vocab: int, tied: bool = False, width: int = 16, layers: int = 2) -> None:
         super().__init__()
         self.table = nn.Embedding(vocab, width)
         self.register_buffer("positions", torch.randn(SEQ, width))
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
         for parameter in self.parameters():
             nn.init.normal_(parameter, 0.3 * (parameter.dim() == 1), 0.3)
-        if tied:
-            self.head.weight = self.table.weight
+        self.head.weight = self.table.weight if tied else self.head.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(self.table(ids) + self.positions)))
 
 
 def build(variant: str) -> nn.Module:

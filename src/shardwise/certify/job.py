@@ -1,0 +1,165 @@
+"""A certificate from layouts: jobs of ranks, one for each number of them, then the smallest layouts of what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwise.certify.adapter import Adapter
+from shardwise.certify.compare import Case
+from shardwise.certify.rank import CertifyJob
+from shardwise.certify.result import COLUMNS, PROPERTIES, VARIANTS, Cell, Certificate, Finding, Row
+from shardwise.certify.script import reproduction
+from shardwise.errors import UserError
+from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, supervise
+from shardwise.runtime.job.locks import temporary_folder
+from shardwise.runtime.measure.job import PATIENCE
+
+LIMIT = 60.0
+"""Seconds that a rank waits for others."""
+LAYOUTS = 6
+"""Layouts of a certificate, where none are named."""
+Cells = dict[str, Cell]
+
+
+class Key(NamedTuple):
+    """One layout of a model under a variant."""
+
+    layout: str
+    model: str
+    variant: str
+
+
+def certify(
+    engine: str, *, layouts: Sequence[str] = (), count: int = LAYOUTS, model: str | None = None, seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Certificate:  # fmt: skip
+    """Compare an engine with its model on one device.
+
+    engine: one of `adapter.ENGINES`, or the path of an adapter. layouts: texts, or none for `count` of the adapter's.
+    model: one of the adapter's. seed: of the choice of layouts. say: gets a line before each job of ranks.
+    Raises `UserError` for an unknown engine, model or layout, and `RunFailed` when no job of ranks can start.
+    """
+    began = time.monotonic()
+    adapter = Adapter.load_from(engine)
+    if model is not None and model not in adapter.models:
+        raise UserError(f"{adapter.name} has no model {model!r}: it has {', '.join(adapter.models)}")
+    chosen = list(dict.fromkeys(layouts)) or adapter.layouts(count, seed)
+    if few := next((text for text in chosen if adapter.ranks(adapter.parse(text)) < 2), None):
+        raise UserError(f"layout {few!r} has one rank: there is nothing to compare")
+    models = [model] if model else list(adapter.models)[:1]
+    keys = [Key(text, name, variant) for name in models for text in chosen for variant in adapter.variants]
+    runs = _Runs(engine, adapter, say)
+    cells = runs.compare(keys)
+    rows = tuple(_row(adapter, text, name, cells) for name in models for text in chosen)
+    findings = _findings(runs, adapter, rows, engine)
+    return Certificate(
+        adapter.name, "float64" if adapter.exact else "float32", versions(adapter), rows, findings,
+        time.monotonic() - began,
+    )  # fmt: skip
+
+
+def versions(adapter: Adapter) -> dict[str, str]:
+    """Distribution -> version, Python's included."""
+    result = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in adapter.needs:
+        try:
+            result[name] = version(name)
+        except PackageNotFoundError:
+            raise UserError(f"{adapter.name} needs {name}: pip install {name}") from None
+    return result
+
+
+class _Runs:
+    """Jobs of ranks, and what they have found."""
+
+    def __init__(self, engine: str, adapter: Adapter, say: Callable[[str], None]) -> None:
+        self.engine = engine if not Path(engine).is_file() else str(Path(engine).resolve())
+        self.adapter, self.say = adapter, say
+        self.cells: dict[Key, Cells] = {}
+
+    def compare(self, keys: Sequence[Key]) -> dict[Key, Cells]:
+        """Run those that have not run yet."""
+        sizes: dict[int, list[Key]] = defaultdict(list)
+        for key in keys:
+            if key not in self.cells:
+                sizes[self.adapter.ranks(self.adapter.parse(key.layout))].append(key)
+        for ranks, group in sorted(sizes.items()):
+            left = group
+            while left:
+                self.say(f"{len(left)} cases on {ranks} ranks")
+                left = self._run(ranks, left)
+        return self.cells
+
+    def _run(self, ranks: int, keys: list[Key]) -> list[Key]:
+        """Run a job. Returns the keys behind one that has ended it."""
+        texts = list(dict.fromkeys(key.layout for key in keys))
+        others = dict(zip(texts, texts[1:] + texts[:1], strict=True))
+        cases = tuple(Case(*key, others[key.layout]) for key in keys)
+        with temporary_folder() as folder:
+            out, file = folder / "cells.jsonl", folder / "job.json"
+            job = CertifyJob(timeout=LIMIT, out=str(out), adapter=self.engine, cases=cases)
+            file.write_text(json.dumps(job.to_json()))
+            command = [sys.executable, "-m", "shardwise.certify.rank", str(file)]
+            ending = supervise(command, ranks, patience=PATIENCE, rank0_stdout=2)
+            lines = out.read_text().splitlines() if out.exists() else []
+        for line in lines:
+            number, cells = json.loads(line)
+            self.cells[keys[number]] = {name: Cell.from_json(cell) for name, cell in cells.items()}
+        if ending.code in (USER_MISTAKE, INTERRUPTED):
+            raise ending.error() or UserError(ending.line)
+        left = [key for key in keys if key not in self.cells]
+        if left:
+            self.cells[left[0]] = dict.fromkeys(PROPERTIES, Cell("failed", note=ending.line or "the ranks ended"))
+        return left[1:]
+
+
+def _row(adapter: Adapter, layout: str, model: str, cells: dict[Key, Cells]) -> Row:
+    """The cells of the plain variant, then one for each other variant."""
+    row = dict(cells[Key(layout, model, "plain")])
+    for variant in list(VARIANTS)[1:]:
+        key = Key(layout, model, variant)
+        row[variant] = _joined(cells[key]) if key in cells else Cell("not run", note="the adapter has none")
+    ranks = adapter.ranks(adapter.parse(layout))
+    return Row(layout, model, ranks, {column: row[column] for column in COLUMNS})
+
+
+def _joined(cells: Cells) -> Cell:
+    """One cell of all properties under a variant: the first that is wrong, failed or refused; else the largest error."""
+    for state in ("wrong", "failed", "refused"):
+        if first := next((cells[name] for name in PROPERTIES if cells[name].state == state), None):
+            return first
+    proven = [cell for cell in cells.values() if cell.state == "proven"]
+    return max(proven, key=lambda cell: cell.error or 0.0) if proven else next(iter(cells.values()))
+
+
+def _findings(runs: _Runs, adapter: Adapter, rows: Sequence[Row], engine: str) -> tuple[Finding, ...]:
+    """Wrong cells by kind, each at the smallest layout that has it."""
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        for column, cell in row.cells.items():
+            if cell.state == "wrong":
+                groups.setdefault((row.model, column, cell.note, cell.kind), []).append(row)
+    findings = []
+    for (model, column, name, _), group in groups.items():
+        first = min(group, key=lambda row: row.ranks)
+        variant = column if column in VARIANTS else "plain"
+        layout, cell = first.layout, first.cells[column]
+        smaller = adapter.smaller(adapter.parse(layout))
+        cells = runs.compare([Key(text, model, variant) for text in smaller])
+        for text in smaller:
+            found = cells[Key(text, model, variant)][name]
+            if found.state == "wrong":
+                layout, cell = text, found
+                break
+        finding = Finding(column, layout, cell, tuple(row.layout for row in group))
+        script = reproduction(engine, adapter, model, variant, finding)
+        findings.append(replace(finding, script=script))
+    return tuple(findings)
