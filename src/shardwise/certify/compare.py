@@ -46,7 +46,8 @@ class Observed:
 
     trace: Trace = field(default_factory=Trace)
     loaded: Tensors = field(default_factory=dict)
-    """Parameters after the load, and after the next step."""
+    """Parameters after the load, the gradients of the next step, and parameters after it."""
+    after: Tensors = field(default_factory=dict)
     resumed: Tensors = field(default_factory=dict)
     data: tuple[int, int] = (0, 1)
     stopped: dict[str, Cell] = field(default_factory=dict)
@@ -108,6 +109,8 @@ def _cells(
             cells[name] = Cell("not run", note=f"follows from {first}, which are wrong")
         if loss is not None and loss.step > chain.step:
             loss, cells["loss"] = None, Cell("proven", note=f"before step {chain.step + 1}")
+    if chain is None and resume is not None and not resume.name:
+        resume, cells["resume"] = None, Cell("not run", note="gradients under the layout that loads are wrong")
     for each in (loss, chain, resume if chain is None else None):
         if each is None:
             continue
@@ -177,7 +180,7 @@ def _observe(adapter: Adapter, reference: Reference, case: Case, folder: Path, m
         adapter.load(run, str(folder))
         observed.loaded, again = adapter.parameters(run), Trace()
         _step(adapter, reference, run, STEPS - 1, again)
-        observed.resumed = again.parameters[0]
+        observed.resumed, observed.after = again.parameters[0], again.gradients[0]
 
     every, train = list(PROPERTIES), [*PROPERTIES][:-1]
     stages: list[tuple[str, list[str], Callable[[], object]]] = [
@@ -207,7 +210,9 @@ def _failed(place: str, stage: Callable[[], object], meet: Meet) -> Cell | None:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        lines = str(error).strip().splitlines() or [""]
+        line = lines[-1] if "Traceback" in str(error) else " ".join(str(error).split())
+        words = f"{type(error).__name__}: {line[:300]}"
     told = meet(words)
     if not all(told):
         if words := next(filter(None, told), ""):
@@ -245,5 +250,10 @@ def _differences(adapter: Adapter, reference: Reference, observed: Observed) -> 
         note("steps", step, *reference.moved(step, held, bounds["steps"]))
     if observed.resumed:
         note("resume", STEPS - 2, *reference.moved(STEPS - 2, observed.loaded, bounds["resume"]))
+        whole = {name: tensor for name, tensor in right.gradients[-1].items() if name in observed.resumed}
+        first, error = reference.errors(observed.after, whole, bounds["gradients"])
+        if first and not any(each.property == _INDEX["resume"] for each in wrong):
+            # Not of the checkpoint: the layout that loads it has wrong gradients.
+            wrong.append(Wrong(STEPS - 1, _INDEX["resume"], -1, -error, ""))
         note("resume", STEPS - 1, *reference.moved(STEPS - 1, observed.resumed, bounds["resume"]))
     return wrong, largest

@@ -26,6 +26,8 @@ LIMIT = 60.0
 """Seconds that a rank waits for others."""
 LAYOUTS = 6
 """Layouts of a certificate, where none are named."""
+QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+"""Environment of ranks, without progress bars of libraries."""
 Cells = dict[str, Cell]
 
 
@@ -108,7 +110,7 @@ class _Runs:
             job = CertifyJob(timeout=LIMIT, out=str(out), adapter=self.engine, cases=cases)
             file.write_text(json.dumps(job.to_json()))
             command = [sys.executable, "-m", "shardwise.certify.rank", str(file)]
-            ending = supervise(command, ranks, patience=PATIENCE, rank0_stdout=2)
+            ending = supervise(command, ranks, patience=PATIENCE, rank0_stdout=2, env=QUIET)
             lines = out.read_text().splitlines() if out.exists() else []
         for line in lines:
             number, cells = json.loads(line)

@@ -17,10 +17,10 @@ Tensors = dict[str, Tensor]
 SEED = 7
 TOLERANCE = 1e-9
 """Largest error in float64, as a share of a norm."""
-NEGLIGIBLE = 1e-6
-"""An error counts as a share of a tensor's own norm, or of so much of the norm of all: some are zero but for
-rounding."""
-ROUNDINGS = 64
+NEGLIGIBLE = {True: 1e-6, False: 1e-3}
+"""By `Adapter.exact`: an error counts as a share of a tensor's own norm, or of so much of the norm of all, since some
+are zero but for rounding."""
+ROUNDINGS = 16
 """In float32: the largest error is so many times that of the plain model, computed in float32."""
 BINDING = 0.37
 """The norm to which gradients are clipped, as a share of the first step's."""
@@ -125,7 +125,7 @@ class Reference:
             assert shape is not None
             zero = torch.zeros_like(shape, dtype=torch.float64)
             a, b = (zero if t is None else t.double() for t in (a, b))
-            norm = max(float(b.norm()), NEGLIGIBLE * everything) or 1.0
+            norm = max(float(b.norm()), NEGLIGIBLE[self.adapter.exact] * everything) or 1.0
             error = float((a - b).norm()) / norm
             if not error <= bound:
                 return name, error
@@ -134,10 +134,10 @@ class Reference:
 
     def moved(self, step: int, mine: Tensors, bound: float = float("inf")) -> tuple[str, float]:
         """As `errors`, of parameters after a step: as shares of how far they have moved since the start."""
-        right = self.trace.parameters[step]
+        names, right = [name for name in mine if name in self.start], self.trace.parameters[step]
         return self.errors(
-            {name: t.double() - self.start[name].double() for name, t in mine.items()},
-            {name: right[name].double() - self.start[name].double() for name in mine},
+            {name: mine[name].double() - self.start[name].double() for name in names},
+            {name: right[name].double() - self.start[name].double() for name in names},
             bound,
         )
 
