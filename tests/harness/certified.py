@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,11 @@ class Fault:
 
     engine: str
     layout: str
-    functions: dict[str, Callable[..., Any]]
+    functions: dict[str, Any]
     property: str
     kind: str
     variant: str = "plain"
-    other: str = ""
     parameter: str = ""
-    more: dict[str, Any] = field(default_factory=dict)
 
 
 def after(function: Callable[..., Any], change: Callable[[Run], object]) -> Callable[..., Any]:
@@ -206,7 +204,9 @@ def forget_weight(run: Run) -> None:
 
 
 FAULTS = {
-    "gradients not reduced": Fault("ddp", "dp=2", {"parallelize": unsynchronized}, "loss", "rank 0"),
+    "gradients not reduced": Fault(
+        "ddp", "dp=2", {"parallelize": unsynchronized, "broadcasts": False}, "gradients", "missing mean over dp"
+    ),
     "gradients of a replica alone": Fault(
         "fsdp2", "dp_replicate=2,dp_shard=2", {"parallelize": shards_alone}, "gradients", "mean over dp_replicate"
     ),
@@ -229,7 +229,7 @@ FAULTS = {
         "fsdp2", "dp_shard=2", {"load": after(good.load, swap("blocks.0.q.weight", "blocks.1.q.weight"))},
         "resume", "weights of blocks.1.q.weight", parameter="blocks.0.q.weight",
     ),
-    "moments not restored": Fault("fsdp2", "dp_shard=2", {"load": load_weights}, "resume", "optimizer state not restored"),
+    "moments not restored": Fault("fsdp2", "dp_shard=2", {"load": load_weights}, "resume", "optimizer state not"),
     "a weight not restored": Fault(
         "ddp", "dp=2", {"load": after(good.load, forget_weight)}, "resume", "weights not restored",
         parameter="norm.weight",
@@ -241,7 +241,7 @@ FAULTS = {
     "decayed twice": Fault("ddp", "dp=2", {"step": after(good.step, decay_again)}, "steps", "decayed twice"),
     "buffers not broadcast": Fault("ddp", "dp=2", {"parallelize": own_buffers}, "loss", "buffers of rank 0"),
     "weights not broadcast": Fault("ddp", "dp=2", {"parallelize": own_weights}, "loss", "weights or buffers of rank 0"),
-    "a stale copy": Fault("ddp", "dp=2", {"step": lazy_rank}, "steps", "stale copy: the weights before the step, on 1 of 2"),
+    "a stale copy": Fault("ddp", "dp=2", {"step": lazy_rank}, "steps", "stale copy: the weights before the step, on 1"),
     "gradients not reset": Fault("ddp", "dp=2", {"step": no_zero_grad}, "gradients", "last step's gradient"),
     "part of a padded vocabulary": Fault(
         "ddp", "dp=2", {"backward": after(good.backward, drop_rows("head.weight", 60))}, "gradients",
@@ -261,7 +261,8 @@ FAULTS = {
 def compare_faults(rank: int, names: list[str]) -> dict[str, dict[str, Cell]]:
     return {
         name: _cells(
-            replace(Adapter.load_from(fault.engine), **fault.functions), Case(fault.layout, "tiny", fault.variant, fault.layout)
+            replace(Adapter.load_from(fault.engine), **fault.functions),
+            Case(fault.layout, "tiny", fault.variant, fault.layout),
         )
         for name in names
         for fault in [FAULTS[name]]

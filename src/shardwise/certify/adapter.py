@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.certify.tiny import build
 from shardwise.errors import UserError, did_you_mean
 
-ENGINES = ("ddp", "fsdp2", "tensor_parallel", "pipelining", "transformers", "accelerate", "shardwise")
+ENGINES = ("ddp", "fsdp2", "tensor_parallel", "pipelining", "transformers", "shardwise")
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 """AdamW's settings. eps is large, so that gradients that are zero but for rounding do not move weights."""
 MOST_RANKS = 8
@@ -76,6 +76,13 @@ def parameters(run: Run) -> dict[str, Tensor]:
 
 def clip(run: Run, most: float) -> float:
     return float(full(nn.utils.clip_grad_norm_(run.model.parameters(), most)))
+
+
+def clip_mixed(run: Run, most: float) -> float:
+    """`clip`, where gradients are of several meshes or of none, of which torch's function takes no mix."""
+    norm = torch.stack([full(p.grad.norm()) for p in run.model.parameters() if p.grad is not None]).norm()
+    nn.utils.clip_grads_with_norm_(run.model.parameters(), most, norm, foreach=False)
+    return float(norm)
 
 
 def optimizer(run: Run, **settings: Any) -> Any:
@@ -217,11 +224,11 @@ class Adapter:
     def smaller(self, layout: Mapping[str, Any]) -> list[str]:
         """Layouts that are `layout` with axes shortened or left out, the smallest first; on at least two ranks."""
         choices = [
-            [each for each in range(1, value + 1) if value % each == 0] if key in self.axes else [value]
+            [each for each in range(1, value + 1) if not value % each] if key in self.axes else [value]
             for key, value in layout.items()
         ]
         found = [dict(zip(layout, values, strict=True)) for values in itertools.product(*choices)]
-        found = [each for each in found if 2 <= self.ranks(each) and each != layout]
+        found = [each for each in found if self.ranks(each) >= 2 and each != layout]
         return [text_of({k: v for k, v in each.items() if k not in self.axes or v > 1})
                 for each in sorted(found, key=self.ranks)]  # fmt: skip
 

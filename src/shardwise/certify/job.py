@@ -1,4 +1,4 @@
-"""A certificate from layouts: jobs of ranks, one for each number of them, then the smallest layouts of what is wrong."""
+"""A certificate from layouts: a job for each number of ranks, then the smallest layouts of what is wrong."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def certify(
     runs = _Runs(engine, adapter, say)
     cells = runs.compare(keys)
     rows = tuple(_row(adapter, text, name, cells) for name in models for text in chosen)
-    findings = _findings(runs, adapter, rows, engine)
+    findings = _findings(runs, adapter, rows)
     return Certificate(
         adapter.name, "float64" if adapter.exact else "float32", versions(adapter), rows, findings,
         time.monotonic() - began,
@@ -134,7 +134,7 @@ def _row(adapter: Adapter, layout: str, model: str, cells: dict[Key, Cells]) -> 
 
 
 def _joined(cells: Cells) -> Cell:
-    """One cell of all properties under a variant: the first that is wrong, failed or refused; else the largest error."""
+    """One cell of all properties of a variant: the first that is wrong, failed or refused; else the largest error."""
     for state in ("wrong", "failed", "refused"):
         if first := next((cells[name] for name in PROPERTIES if cells[name].state == state), None):
             return first
@@ -142,26 +142,30 @@ def _joined(cells: Cells) -> Cell:
     return max(proven, key=lambda cell: cell.error or 0.0) if proven else next(iter(cells.values()))
 
 
-def _findings(runs: _Runs, adapter: Adapter, rows: Sequence[Row], engine: str) -> tuple[Finding, ...]:
-    """Wrong cells by kind, each at the smallest layout that has it."""
-    groups: dict[tuple[str, str, str, str], list[Row]] = {}
-    for row in rows:
-        for column, cell in row.cells.items():
+def _findings(runs: _Runs, adapter: Adapter, rows: Sequence[Row]) -> tuple[Finding, ...]:
+    """Wrong cells by kind, each at the smallest layout that has it, with the plain variant where that has it."""
+    groups: dict[tuple[str, str, str, str], list[tuple[Row, str]]] = {}
+    for column in COLUMNS:
+        for row in rows:
+            cell = row.cells[column]
             if cell.state == "wrong":
-                groups.setdefault((row.model, column, cell.note, cell.kind), []).append(row)
-    findings = []
-    for (model, column, name, _), group in groups.items():
-        first = min(group, key=lambda row: row.ranks)
+                groups.setdefault((row.model, cell.note, cell.kind, cell.parameter), []).append((row, column))
+    starts = [min(group, key=lambda at: (at[1] not in PROPERTIES, at[0].ranks)) for group in groups.values()]
+
+    def keys(row: Row, column: str) -> list[Key]:
         variant = column if column in VARIANTS else "plain"
-        layout, cell = first.layout, first.cells[column]
-        smaller = adapter.smaller(adapter.parse(layout))
-        cells = runs.compare([Key(text, model, variant) for text in smaller])
-        for text in smaller:
-            found = cells[Key(text, model, variant)][name]
-            if found.state == "wrong":
-                layout, cell = text, found
+        return [Key(text, row.model, variant) for text in adapter.smaller(adapter.parse(row.layout))]
+
+    cells = runs.compare([key for start in starts for key in keys(*start)])
+    findings = []
+    for (row, column), group in zip(starts, groups.values(), strict=True):
+        layout, cell = row.layout, row.cells[column]
+        for key in keys(row, column):
+            if cells[key][cell.note].state == "wrong":
+                layout, cell = key.layout, cells[key][cell.note]
                 break
-        finding = Finding(column, layout, cell, tuple(row.layout for row in group))
-        script = reproduction(engine, adapter, model, variant, finding)
-        findings.append(replace(finding, script=script))
+        at = tuple(dict.fromkeys(f"{row.layout} ({column})" for row, column in group))
+        finding = Finding(column, row.model, layout, cell, at)
+        variant = column if column in VARIANTS else "plain"
+        findings.append(replace(finding, script=reproduction(adapter, row.model, variant, finding)))
     return tuple(findings)

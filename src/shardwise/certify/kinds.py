@@ -27,7 +27,8 @@ class Evidence:
     adapter: Adapter
     reference: Reference
     layout: dict[str, Any]
-    property: str
+    what: str
+    """One of `PROPERTIES`."""
     step: int
     name: str
     """Of the parameter; empty for a number."""
@@ -48,7 +49,7 @@ class Evidence:
 
     @property
     def bound(self) -> float:
-        return self.reference.bounds[self.property]
+        return self.reference.bounds[self.what]
 
     def tensors(self) -> list[Tensor]:
         """The wrong parameter's tensor on each rank that has it."""
@@ -75,7 +76,7 @@ def guess(evidence: Evidence) -> str:
     kinds = {
         "loss": _loss, "gradients": _gradients, "norm": _norm, "clipped": _clipped, "steps": _steps, "resume": _resume,
     }  # fmt: skip
-    return next(kinds[evidence.property](evidence), UNKNOWN)
+    return next(kinds[evidence.what](evidence), UNKNOWN)
 
 
 def _factor(evidence: Evidence, ratio: float) -> Iterator[str]:
@@ -83,9 +84,11 @@ def _factor(evidence: Evidence, ratio: float) -> Iterator[str]:
     for axes in evidence.sets_of_axes():
         size, name = evidence.size(axes), " x ".join(axes)
         for value, words in (
-            (size, f"{size} = {name}"), (1 / size, f"1/{size} = 1/({name})"),
-            (math.sqrt(size), f"the root of {size} = {name}"), (1 / math.sqrt(size), f"1 over the root of {size} = {name}"),
-        ):  # fmt: skip
+            (size, f"{size} = {name}"),
+            (1 / size, f"1/{size} = 1/({name})"),
+            (math.sqrt(size), f"the root of {size} = {name}"),
+            (1 / math.sqrt(size), f"1 over the root of {size} = {name}"),
+        ):
             if abs(ratio - value) <= _CLOSE * evidence.bound * value:
                 yield f"factor {words}"
     if abs(ratio - round(ratio)) <= _CLOSE * evidence.bound * abs(ratio) and round(ratio) not in (0, 1):
@@ -187,11 +190,11 @@ def _one_side(evidence: Evidence) -> Iterator[str]:
     """The gradient of a tied weight from one of its uses."""
     reference, mine = evidence.reference, evidence.tensors()[0]
     model = reference.at(evidence.step)
-    tied = [name for name, p in model.named_parameters(remove_duplicate=False) if p is model.get_parameter(evidence.name)]
+    shared = model.get_parameter(evidence.name)
+    tied = [name for name, p in model.named_parameters(remove_duplicate=False) if p is shared]
     for name in tied[:2] if len(tied) > 1 else ():
         path, _, leaf = name.rpartition(".")
         apart = model.get_submodule(path)
-        shared = getattr(apart, leaf)
         setattr(apart, leaf, torch.nn.Parameter(shared.detach().clone()))
         model.zero_grad()
         reference.backward(model, evidence.step, slice(None), reference.tokens[evidence.step])
@@ -218,8 +221,6 @@ def _dropped(mine: Tensor, right: Tensor, evidence: Evidence) -> Iterator[str]:
     if 0 < len(rows) < len(mine):
         zero = not mine.reshape(len(mine), -1)[wrong].any()
         yield f"{'dropped' if zero else 'wrong'} part: {len(rows)} of {len(mine)} rows, from {rows[0]} to {rows[-1]}"
-    elif scale and len(mine) and not mine[mine.abs() > 0].numel() == mine.numel():
-        yield "dropped part"
 
 
 def _norm(evidence: Evidence) -> Iterator[str]:
@@ -230,7 +231,9 @@ def _norm(evidence: Evidence) -> Iterator[str]:
         sums = [math.sqrt(sum(numbers[rank] ** 2 for rank in ranks)) for ranks in evidence.groups(axes)]
         if all(abs(total - right) <= _CLOSE * evidence.bound * right for total in sums):
             yield f"norm of a rank's own part: missing sum over {' x '.join(axes)}"
-    squares = {n: float(g.double().square().sum()) for n, g in evidence.reference.trace.gradients[evidence.step].items()}
+    squares = {
+        n: float(g.double().square().sum()) for n, g in evidence.reference.trace.gradients[evidence.step].items()
+    }
     missing = right**2 - numbers[0] ** 2
     for size in {1, *(evidence.size(axes) - 1 for axes in evidence.sets_of_axes())}:
         for name, square in squares.items():
@@ -284,7 +287,11 @@ def _moved(evidence: Evidence, mine: Tensor, right: Tensor, before: Tensor) -> b
 
 def _other_parameter(evidence: Evidence, mine: Tensor, parameters: Tensors) -> Iterator[str]:
     for other, tensor in parameters.items():
-        if other != evidence.name and tensor.shape == mine.shape and float((mine - tensor).norm()) < 0.05 * float(tensor.norm()):
+        if (
+            other != evidence.name
+            and tensor.shape == mine.shape
+            and float((mine - tensor).norm()) < 0.05 * float(tensor.norm())
+        ):
             yield f"weights of {other} in its place"
 
 

@@ -79,11 +79,12 @@ class Finding(Json):
     """A kind of mistake, where it is smallest."""
 
     column: str
+    model: str
     layout: str
     """The smallest layout that has it."""
     cell: Cell
-    layouts: tuple[str, ...]
-    """Layouts of the matrix that have it."""
+    cells: tuple[str, ...]
+    """Cells of the matrix that have it: "layout (column)"."""
     script: str = ""
     """Path of the reproduction, or its text in JSON."""
 
@@ -119,23 +120,31 @@ class Certificate(Json):
         """Columns of which any row has more than "not run"."""
         return [c for c in COLUMNS if any(row.cells[c].state != "not run" for row in self.rows)]
 
+    @property
+    def summary(self) -> str:
+        """Versions, and how many cells there are of each state."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        counts = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
+        proven = [c.error or 0.0 for row in self.rows for c in row.cells.values() if c.state == "proven"]
+        largest = f"; largest error of a proven cell {max(proven):.1e}" if proven else ""
+        return f"{versions}; {self.dtype}. Cells: {counts}{largest}."
+
     def lines(self) -> Iterator[Renderable]:
         """One screen."""
-        yield f"{self.engine}, {self.dtype}: {', '.join(f'{name} {version}' for name, version in self.versions.items())}"
-        table: FittedTable = headed(("layout", "model", *self.columns))
+        table: FittedTable = headed(("layout", "model", *self.columns), title=self.engine)
         for row in self.rows:
             table.add_row(row.layout, row.model, *(MARKS[row.cells[c].state] for c in self.columns))
         yield table
         yield from self.notes()
-        counts = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
-        yield f"{counts} ({self.seconds:.0f} s)"
+        yield f"{self.summary} {self.seconds:.0f} s"
 
     def notes(self) -> Iterator[str]:
         """A line for each finding, then for each reason of a cell that is refused or failed."""
         for each in self.findings:
-            yield f"wrong: {each.column} at {each.layout}: {each.cell.text}"
-            if each.script:
-                yield f"  reproduce: python {each.script}"
+            more = f" (and {len(each.cells) - 1} cells more)" if len(each.cells) > 1 else ""
+            yield f"wrong: {each.column} at {each.layout}: {each.cell.text}{more}"
+            if each.script and "\n" not in each.script:
+                yield f"  reproduce: {each.script}"
         where: dict[tuple[str, str], dict[str, None]] = {}
         for row in self.rows:
             for column, cell in row.cells.items():
@@ -147,16 +156,10 @@ class Certificate(Json):
 
     def markdown(self) -> str:
         """The certificate as a page."""
-        text = [f"# {self.engine}", ""]
-        text += [f"Versions: {', '.join(f'{name} {version}' for name, version in self.versions.items())}. "
-                 f"Numbers in {self.dtype}.", ""]  # fmt: skip
-        text += [f"| layout | model | {' | '.join(self.columns)} |", f"|---|---|{'---|' * len(self.columns)}"]
+        lines = [f"# {self.engine}", "", self.summary, ""]
+        lines += [f"| layout | model | {' | '.join(self.columns)} |", f"|---|---|{'---|' * len(self.columns)}"]
         for row in self.rows:
-            marks = (MARKS[row.cells[c].state] for c in self.columns)
-            text.append(f"| `{row.layout}` | {row.model} | {' | '.join(marks)} |")
-        notes = [note if note.startswith("  ") else f"- {note}" for note in self.notes()]
-        largest = max((cell.error or 0.0 for row in self.rows for cell in row.cells.values()
-                       if cell.state == "proven"), default=0.0)  # fmt: skip
-        counts = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
-        text += ["", *notes, *([""] if notes else []), f"Cells: {counts}. Largest error of a proven cell: {largest:.1e}."]
-        return "\n".join(text) + "\n"
+            marks = [MARKS[row.cells[c].state] for c in self.columns]
+            lines.append(f"| `{row.layout}` | {row.model} | {' | '.join(marks)} |")
+        lines += ["", *(note if note.startswith("  ") else f"- {note}" for note in self.notes())]
+        return "\n".join(lines).rstrip() + "\n"

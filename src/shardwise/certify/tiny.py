@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROWS, SEQ, STEPS = 24, 8, 3
-VOCAB, PADDED_VOCAB = 64, 61
-"""Tokens of a vocabulary that ranks divide, and of one that they do not."""
-IGNORED = -100
+VOCAB, PADDED_VOCAB, IGNORED = 64, 61, -100
+"""Tokens of a vocabulary that ranks divide, and of one that they do not; the label that does not count."""
 
 
 class Block(nn.Module):
@@ -34,7 +33,7 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     """Decoder: token ids [batch, seq] to logits [batch, seq, vocab]."""
 
-    def __init__(self, vocab: int, tied: bool = False, width: int = 16, layers: int = 2) -> None:
+    def __init__(self, vocab: int, width: int = 16, layers: int = 2) -> None:
         super().__init__()
         self.table = nn.Embedding(vocab, width)
         self.register_buffer("positions", torch.randn(SEQ, width))
@@ -42,7 +41,6 @@ class Tiny(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
         for parameter in self.parameters():
             nn.init.normal_(parameter, 0.3 * (parameter.dim() == 1), 0.3)
-        self.head.weight = self.table.weight if tied else self.head.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.table(ids) + self.positions)))
@@ -50,7 +48,9 @@ class Tiny(nn.Module):
 
 def build(variant: str) -> nn.Module:
     """The tiny decoder of a variant: "tied", "frozen" (table and first block), "padded" or any other."""
-    model = Tiny(PADDED_VOCAB if variant == "padded" else VOCAB, tied=variant == "tied")
+    model = Tiny(PADDED_VOCAB if variant == "padded" else VOCAB)
+    if variant == "tied":
+        model.head.weight = model.table.weight
     for part in (model.table, model.blocks[0]) if variant == "frozen" else ():
         part.requires_grad_(False)
     return model
@@ -59,11 +59,10 @@ def build(variant: str) -> nn.Module:
 def batch(step: int, variant: str) -> tuple[Tensor, Tensor]:
     """(ids, labels) of all ranks, each [ROWS, SEQ]. "uneven": the later a row the fewer labels count, of the last
     quarter none. "idle": each row repeats one of two tokens, so that few experts are chosen."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    vocab = PADDED_VOCAB if variant == "padded" else VOCAB
-    ids, labels = torch.randint(vocab, (2, ROWS, SEQ), generator=generator)
+    random, vocab = torch.Generator().manual_seed(1000 + step), PADDED_VOCAB if variant == "padded" else VOCAB
+    ids, labels = torch.randint(vocab, (2, ROWS, SEQ), generator=random)
     if variant == "uneven":
-        labels[torch.rand(ROWS, SEQ, generator=generator) < torch.linspace(0, 1.3, ROWS)[:, None].clamp(max=1)] = IGNORED
+        labels[torch.rand(ROWS, SEQ, generator=random) < torch.linspace(0, 1.3, ROWS)[:, None]] = IGNORED
     if variant == "idle":
         ids = (torch.arange(ROWS) % 2)[:, None].expand(ROWS, SEQ).contiguous()
     return ids, labels

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_result, working
-from shardwise.errors import UserError, os_errors
+from shardwise.errors import os_errors
 from shardwise.records import dataclass
 from shardwise.runtime.installed import require
 
@@ -60,7 +60,7 @@ def _written(certificate: Certificate, folder: Path) -> Certificate:
             path = folder / f"wrong-{number}.py"
             if finding.script:
                 path.write_text(finding.script)
-            findings.append(replace(finding, script=str(path) if finding.script else ""))
+            findings.append(replace(finding, script=path.name if finding.script else ""))
         certificate = replace(certificate, findings=tuple(findings))
         (folder / "certificate.md").write_text(certificate.markdown())
         (folder / "certificate.json").write_text(json.dumps(certificate.to_json(), indent=1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -13,7 +12,7 @@ axes = data = ("dp_replicate", "dp_shard")
 space = {"dp_replicate": (1, 2), "dp_shard": (1, 2, 3, 4), "reshard": (1, 0), "units": ("block", "model")}
 
 
-def parallelize(model: nn.Module, layout: dict[str, Any]) -> Any:
+def parallelize(model: Any, layout: dict[str, Any]) -> Any:
     replicas, shards = layout.get("dp_replicate", 1), layout.get("dp_shard", 1)
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
     mesh = mesh if replicas > 1 else mesh["dp_shard"]

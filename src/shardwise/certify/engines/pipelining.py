@@ -24,19 +24,20 @@ variants = ("plain", "uneven", "frozen", "padded")
 
 
 class Embed(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.table, self.positions = model.table, model.positions
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.table(ids) + self.positions
+        table: Any = self.table
+        return table(ids) + self.positions
 
 
 def loss(logits: Tensor, labels: Tensor, tokens: int) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens
 
 
-def parallelize(model: nn.Module, layout: dict[str, Any]) -> Any:
+def parallelize(model: Any, layout: dict[str, Any]) -> Any:
     """(schedule, this rank's stages): two for each rank where the schedule needs them, in a loop or as a V."""
     kind, ranks, rank = layout.get("schedule", "1F1B"), layout["pp"], dist.get_rank()
     count = ranks if kind in SINGLE else 2 * ranks

@@ -44,7 +44,9 @@ class Engine:
         flags = {"sp"} & {key for key, value in layout.items() if value == 1}
         text = ",".join([*(f"{k}={v}" for k, v in layout.items() if k != "sp"), *flags, "precision=fp64"])
         parts = ["table", "blocks.*", "norm", "head"] if layout.get("pp", 1) > 1 else None
-        self.split = split(model, text, PLAN | (NORMS if flags else {}), blocks=["Block"], parts=parts, accumulate=MICRO)
+        self.split = split(
+            model, text, PLAN | (NORMS if flags else {}), blocks=["Block"], parts=parts, accumulate=MICRO
+        )
         self.norm, self.seen = 0.0, dict[str, Tensor]()
 
     def whole(self, held: Iterable[tuple[FlatUnit, Tensor]]) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,23 +16,16 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shardwise.certify.adapter import Run, full
+from shardwise.certify.adapter import clip_mixed
 
 name = "torch DTensor TP"
 axes, data = ("dp", "tp"), ("dp",)
 space = {"dp": (1, 2), "tp": (1, 2, 4), "sp": (0, 1)}
 within = {"sp": "tp"}
+clip = clip_mixed
 
 
-def clip(run: Run, most: float) -> float:
-    """`clip_grad_norm_` takes no mix of DTensors and tensors, which a model without sequence parallelism has."""
-    norms = [full(p.grad.norm()) for p in run.model.parameters() if p.grad is not None]
-    norm = torch.stack(norms).norm()
-    nn.utils.clip_grads_with_norm_(run.model.parameters(), most, norm, foreach=False)
-    return float(norm)
-
-
-def parallelize(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
+def parallelize(model: Any, layout: dict[str, Any]) -> nn.Module:
     mesh = init_device_mesh("cpu", (layout.get("dp", 1), layout.get("tp", 1)), mesh_dim_names=("dp", "tp"))
     stream = Shard(1) if layout.get("sp") else Replicate()
     plan: dict[str, Any] = {"table": RowwiseParallel(input_layouts=Replicate())}

@@ -20,7 +20,7 @@ from transformers.distributed.checkpoint import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from shardwise.certify.adapter import Run, full
+from shardwise.certify.adapter import Run, clip_mixed
 from shardwise.certify.tiny import PADDED_VOCAB, VOCAB
 
 name = "transformers DistributedConfig"
@@ -58,13 +58,15 @@ models = {
     "tiny-qwen3-moe": builder("qwen3_moe", **EXPERTS, norm_topk_prob=True),
 }
 variants = ("plain", "uneven", "tied", "frozen", "padded", "idle")
+clip = clip_mixed
 
 
 def logits(engine: Any, ids: Tensor) -> Tensor:
-    return engine(input_ids=ids, use_cache=False).logits
+    logits: Tensor = engine(input_ids=ids, use_cache=False).logits
+    return logits
 
 
-def parallelize(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
+def parallelize(model: Any, layout: dict[str, Any]) -> nn.Module:
     """Save the model as a user's checkpoint, and load that split."""
     folder: list[Any] = [tempfile.mkdtemp(prefix="certify-")]
     dist.broadcast_object_list(folder, 0)
@@ -82,18 +84,10 @@ def parallelize(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
 
 
 def save(run: Run, folder: str) -> None:
-    run.model.save_pretrained(folder, distributed_checkpoint=True)
+    run.engine.save_pretrained(folder, distributed_checkpoint=True)
     save_optimizer_distributed(run.model, run.optimizer, f"{folder}/optimizer")
 
 
 def load(run: Run, folder: str) -> None:
     _load_model_checkpoint_distributed(run.model, folder)
     load_optimizer_distributed(run.model, run.optimizer, f"{folder}/optimizer")
-
-
-def clip(run: Run, most: float) -> float:
-    """`clip_grad_norm_` takes no mix of meshes."""
-    norms = [full(p.grad.norm()) for p in run.model.parameters() if p.grad is not None]
-    norm = torch.stack(norms).norm()
-    nn.utils.clip_grads_with_norm_(run.model.parameters(), most, norm, foreach=False)
-    return float(norm)
