@@ -238,16 +238,21 @@ def text_of(layout: Mapping[str, Any]) -> str:
 
 
 def module_of(text: str) -> ModuleType:
-    """The module of one of `ENGINES`, or of a file, whose import may fail. Raises `UserError` where there is none."""
-    if text in ENGINES:
-        return importlib.import_module(f"shardwise.certify.engines.{text}")
-    if not text.endswith(".py"):
-        raise UserError(f"no engine {text!r}; {did_you_mean(text, ENGINES, 'one of')}, or the path of an adapter.py")
-    if not Path(text).is_file():
-        raise UserError(f"there is no file {text}")
+    """The module of one of `ENGINES`, or of a file. Raises `UserError` where there is none, or it fails."""
     name = f"_certified_{Path(text).stem}"
-    spec = importlib.util.spec_from_file_location(name, text)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if text not in ENGINES and not text.endswith(".py"):
+        raise UserError(f"no engine {text!r}; {did_you_mean(text, ENGINES, 'one of')}, or the path of an adapter.py")
+    if text not in ENGINES and not Path(text).is_file():
+        raise UserError(f"there is no file {text}")
+    try:
+        if text in ENGINES:
+            return importlib.import_module(f"shardwise.certify.engines.{text}")
+        spec = importlib.util.spec_from_file_location(name, text)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except ModuleNotFoundError as error:
+        raise UserError(f"{text} needs {error.name}: pip install {error.name}") from None
+    except Exception as error:
+        raise UserError(f"{text} cannot be imported: {type(error).__name__}: {error}") from None

@@ -40,23 +40,24 @@ class Key(NamedTuple):
 
 
 def certify(
-    engine: str, *, layouts: Sequence[str] = (), count: int = LAYOUTS, model: str | None = None, seed: int = 0,
+    engine: str, *, layouts: Sequence[str] = (), count: int = LAYOUTS, models: Sequence[str] = (), seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Certificate:  # fmt: skip
     """Compare an engine with its model on one device.
 
     engine: one of `adapter.ENGINES`, or the path of an adapter. layouts: texts, or none for `count` of the adapter's.
-    model: one of the adapter's. seed: of the choice of layouts. say: gets a line before each job of ranks.
+    models: names of the adapter's, or none for its first. seed: of the choice of layouts. say: gets a line before each
+    job of ranks.
     Raises `UserError` for an unknown engine, model or layout, and `RunFailed` when no job of ranks can start.
     """
     began = time.monotonic()
     adapter = Adapter.load_from(engine)
-    if model is not None and model not in adapter.models:
-        raise UserError(f"{adapter.name} has no model {model!r}: it has {', '.join(adapter.models)}")
+    models = list(dict.fromkeys(models)) or list(adapter.models)[:1]
+    if unknown := next((name for name in models if name not in adapter.models), None):
+        raise UserError(f"{adapter.name} has no model {unknown!r}: it has {', '.join(adapter.models)}")
     chosen = list(dict.fromkeys(layouts)) or adapter.layouts(count, seed)
     if few := next((text for text in chosen if adapter.ranks(adapter.parse(text)) < 2), None):
         raise UserError(f"layout {few!r} has one rank: there is nothing to compare")
-    models = [model] if model else list(adapter.models)[:1]
     keys = [Key(text, name, variant) for name in models for text in chosen for variant in adapter.variants]
     runs = _Runs(engine, adapter, say)
     cells = runs.compare(keys)

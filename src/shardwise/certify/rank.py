@@ -18,7 +18,7 @@ from shardwise.certify.compare import Case, Meet, compare_case
 from shardwise.certify.reference import Reference
 from shardwise.runtime.job.rank import RankJob, leave, main
 
-PATIENCE = 20.0
+PATIENCE = 10.0
 """Seconds within which other ranks must fail, too."""
 
 

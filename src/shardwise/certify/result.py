@@ -150,9 +150,9 @@ class Certificate(Json):
             for column, cell in row.cells.items():
                 if cell.state in ("refused", "failed"):
                     where.setdefault((cell.state, cell.note), {})[f"{column} at {row.layout}"] = None
-        for (state, note), at in where.items():
-            first, *more = at
-            yield f"{state}: {first}{f' and {len(more)} more' if more else ''}: {note}"
+        for (state, note), places in where.items():
+            first, *others = places
+            yield f"{state}: {first}{f' and {len(others)} more' if others else ''}: {note}"
 
     def markdown(self) -> str:
         """The certificate as a page."""
@@ -162,4 +162,7 @@ class Certificate(Json):
             marks = [MARKS[row.cells[c].state] for c in self.columns]
             lines.append(f"| `{row.layout}` | {row.model} | {' | '.join(marks)} |")
         lines += ["", *(note if note.startswith("  ") else f"- {note}" for note in self.notes())]
+        for each in self.findings:
+            if "\n" in each.script:
+                lines += ["", f"## {each.column} at {each.layout}", "", "```python", each.script.rstrip(), "```"]
         return "\n".join(lines).rstrip() + "\n"

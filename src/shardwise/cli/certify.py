@@ -6,7 +6,7 @@ code is 0 where all that ran is proven, 1 where something is wrong.
 
 shardwise certify fsdp2 dp_shard=2 dp_replicate=2,dp_shard=2,reshard=0
 
-ENGINE is one of ddp, fsdp2, tensor_parallel, pipelining, transformers, accelerate and shardwise, or the path of an
+ENGINE is one of ddp, fsdp2, tensor_parallel, pipelining, transformers and shardwise, or the path of an
 adapter of your own (docs/certify.md).
 """
 
@@ -32,7 +32,7 @@ class CertifyOptions(CommandOptions):
     engine: str = word("one of the engines, or the path of an adapter", "ENGINE|FILE.py")
     layouts: tuple[str, ...] = word("layouts of the engine, such as dp=2 (some of its own)", "LAYOUT", ())
     count: int = arg("without LAYOUT: so many layouts", "N", 6, positive=True, flag="--layouts")
-    model: str | None = arg("one of the adapter's models (its first)", "NAME")
+    model: tuple[str, ...] = arg("one of the adapter's models, may be given again (its first)", "NAME", ())
     seed: int = arg("of the choice of layouts", "N", 0, least=0)
     out: Path | None = arg("write certificate.md, certificate.json and scripts of wrong cells here", "FOLDER")
 
@@ -43,7 +43,7 @@ def run(args: CertifyOptions) -> int:
 
     with working("comparing") as say:
         certificate = certify(
-            args.engine, layouts=args.layouts, count=args.count, model=args.model, seed=args.seed, say=say
+            args.engine, layouts=args.layouts, count=args.count, models=args.model, seed=args.seed, say=say
         )
     if args.out is not None:
         certificate = _written(certificate, args.out)
