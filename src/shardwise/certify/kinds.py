@@ -143,6 +143,7 @@ def _gradients(evidence: Evidence) -> Iterator[str]:
         if other != name and evidence.close(first, gradient):
             yield f"gradient of {other}"
     yield from _dropped(first, right, evidence)
+    yield from _micro_batches(evidence, first)
 
 
 def _missing_sum(evidence: Evidence, right: Tensor) -> Iterator[str]:
@@ -184,6 +185,20 @@ def _wrong_rows(evidence: Evidence) -> Iterator[str]:
                              *([sum(others, torch.zeros_like(mine))] if others else [])):  # fmt: skip
                     if evidence.close(mine, some * factor):
                         yield f"missing sum over {' x '.join(data)}: some ranks' rows alone"
+
+
+def _micro_batches(evidence: Evidence, mine: Tensor) -> Iterator[str]:
+    """A sum over some of the micro-batches."""
+    count, micro = 1, evidence.layout.get("micro", 4)
+    for axis in (axis for axis in evidence.axes if axis in evidence.adapter.data):
+        count *= evidence.axes[axis]
+    if count > 1 or not isinstance(micro, int) or micro > 8:
+        return
+    of = [evidence.reference.of_rows(evidence.step, evidence.reference.share(i, micro))[1] for i in range(micro)]
+    for taken in range(1, micro):
+        for some in combinations([each[evidence.name] for each in of], taken):
+            if evidence.close(mine, sum(some[1:], some[0])):
+                yield f"dropped: {micro - taken} of {micro} micro-batches"
 
 
 def _one_side(evidence: Evidence) -> Iterator[str]:

@@ -45,7 +45,7 @@ sys.exit(error > LIMIT)
 """
 _BOTH = {
     "loss": "loss, losses[mine].sum()",
-    "gradients": "gradients(run)[NAME], RIGHT",
+    "gradients": "gradients(run).get(NAME, 0 * RIGHT) if NAME in parameters(run) else RIGHT, RIGHT",
     "norm": "norm, total",
     "clipped": "gradients(run)[NAME], RIGHT",
     "steps": "parameters(run)[NAME], plain.get_parameter(NAME)",
@@ -78,7 +78,7 @@ def reproduction(adapter: Adapter, model: str, variant: str, finding: Finding) -
     grad = "torch.zeros(())" if frozen else "plain.get_parameter(NAME).grad"
     both = _BOTH[name]
     if adapter.gradients is defaults.gradients:  # in one line
-        both = both.replace("gradients(run)[NAME]", _WHOLE)
+        both = f"{_WHOLE}, RIGHT" if name in ("gradients", "clipped") else both
     words = {
         "COMPARED": "\n    ".join(body), "BOTH": both, "RIGHT": grad, "MODEL": f"{built}({variant!r}).double()",
         "DATA": repr([adapter.data_place(layout, rank) for rank in range(ranks)]), "LAYOUT": repr(layout),
@@ -124,7 +124,13 @@ class _Copied:
 
     def add_names(self, node: ast.AST, modules: Sequence[ModuleType]) -> None:
         """Copy what a statement names, of the first module that defines it."""
-        for name in dict.fromkeys(each.id for each in ast.walk(node) if isinstance(each, ast.Name)):
+        names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+        local = (
+            {each.id for each in names if isinstance(each.ctx, ast.Store)}
+            if isinstance(node, ast.FunctionDef)
+            else {""}
+        )
+        for name in dict.fromkeys(each.id for each in names if each.id not in local):
             at_top = name in self.overrides and len(modules) > 1
             places = [self.overrides[name]] if at_top else [(module, name) for module in modules]
             any(name in self.defined or self._add(module, own, name) for module, own in places)
