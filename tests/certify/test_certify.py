@@ -14,7 +14,7 @@ from harness.pool import run_ranks
 from harness.today import seed
 from shardwise.certify.adapter import Adapter
 from shardwise.certify.compare import Case
-from shardwise.certify.result import COLUMNS, PROPERTIES, Cell, Certificate, Row
+from shardwise.certify.result import COLUMNS, PROPERTIES, Cell, Certificate, LayoutRow
 from shardwise.cli.main import main
 from shardwise.errors import UserError
 
@@ -169,7 +169,7 @@ def test_layouts_are_of_the_space() -> None:
 def test_what_nothing_proves_is_no_success() -> None:
     def certificate(**cells: Cell) -> Certificate:
         row = dict.fromkeys(COLUMNS, Cell("not run")) | cells
-        return Certificate("mine", "float64", {}, (Row("dp=2", "tiny", 2, row),))
+        return Certificate("mine", "float64", {}, (LayoutRow("dp=2", "tiny", 2, row),))
 
     proven = Cell("proven", 1e-12, 1e-9)
     assert certificate().exit_code == 1 and certificate(loss=proven).exit_code == 0

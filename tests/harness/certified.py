@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.certify import adapter as good
-from shardwise.certify.adapter import OPTIMIZER, Adapter, Run
+from shardwise.certify.adapter import OPTIMIZER, Adapter, EngineRun
 from shardwise.certify.compare import Case, compare_case
 from shardwise.certify.reference import Reference
 from shardwise.certify.result import Cell
@@ -36,10 +36,10 @@ class Fault:
     parameter: str = ""
 
 
-def after(function: Callable[..., Any], change: Callable[[Run], object]) -> Callable[..., Any]:
+def after(function: Callable[..., Any], change: Callable[[EngineRun], object]) -> Callable[..., Any]:
     """The function, then a change of the run."""
 
-    def changed(run: Run, *args: Any) -> Any:
+    def changed(run: EngineRun, *args: Any) -> Any:
         result = function(run, *args)
         change(run)
         return result
@@ -48,8 +48,8 @@ def after(function: Callable[..., Any], change: Callable[[Run], object]) -> Call
 
 
 @torch.no_grad()
-def times(factor: float) -> Callable[[Run], None]:
-    def change(run: Run) -> None:
+def times(factor: float) -> Callable[[EngineRun], None]:
+    def change(run: EngineRun) -> None:
         for p in run.model.parameters():
             if p.grad is not None:
                 p.grad.mul_(factor)
@@ -57,15 +57,15 @@ def times(factor: float) -> Callable[[Run], None]:
     return change
 
 
-def of(run: Run, name: str) -> Tensor:
+def of(run: EngineRun, name: str) -> Tensor:
     """A parameter's own part."""
     p = run.model.get_parameter(name)
     return p.to_local() if isinstance(p, DTensor) else p
 
 
 @torch.no_grad()
-def swap(first: str, second: str, gradients: bool = False) -> Callable[[Run], None]:
-    def change(run: Run) -> None:
+def swap(first: str, second: str, gradients: bool = False) -> Callable[[EngineRun], None]:
+    def change(run: EngineRun) -> None:
         a, b = (run.model.get_parameter(name) for name in (first, second))
         x, y = (a.grad, b.grad) if gradients else (a.data, b.data)
         kept = x.clone()
@@ -94,18 +94,18 @@ def shards_alone(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp_shard"])
 
 
-def mean_of_means(run: Run, ids: Tensor, labels: Tensor, tokens: int) -> float:
+def mean_of_means(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float:
     own = max(1, int((labels != IGNORED).sum()))
     summed = F.cross_entropy(run.logits(run.engine, ids).flatten(0, 1), labels.flatten(), reduction="sum")
     (summed / own).backward()
     return summed.item() / tokens
 
 
-def all_labels(run: Run, ids: Tensor, labels: Tensor, tokens: int) -> float:
+def all_labels(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float:
     return good.backward(run, ids, labels, 24 * 8) * 24 * 8 / tokens
 
 
-def rank0_rows(run: Run, ids: Tensor, labels: Tensor, tokens: int) -> float:
+def rank0_rows(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float:
     dist.broadcast(ids := ids.clone(), 0)
     dist.broadcast(labels := labels.clone(), 0)
     return good.backward(run, ids, labels, tokens)
@@ -123,83 +123,83 @@ def head_side(engine: Any, ids: Tensor) -> Tensor:
         model.table.forward = table
 
 
-def local_norm(run: Run, most: float, axis: str = "") -> float:
+def local_norm(run: EngineRun, most: float, axis: str = "") -> float:
     """The norm of this rank's shards."""
     grads = [p.grad.to_local() for p in run.model.parameters() if p.grad is not None]
     return _clipped(run, sum(float(g.square().sum()) for g in grads) ** 0.5, most)
 
 
-def replicas_norm(run: Run, most: float) -> float:
+def replicas_norm(run: EngineRun, most: float) -> float:
     grads = [p.grad.to_local() for p in run.model.parameters() if p.grad is not None]
     total = torch.tensor(sum(float(g.square().sum()) for g in grads), dtype=torch.float64)
     dist.all_reduce(total)
     return _clipped(run, float(total.sqrt()), most)
 
 
-def norm_without_head(run: Run, most: float) -> float:
+def norm_without_head(run: EngineRun, most: float) -> float:
     named = run.model.named_parameters()
     total = sum(float(p.grad.square().sum()) for name, p in named if name != "head.weight" and p.grad is not None)
     return _clipped(run, total**0.5, most)
 
 
-def _clipped(run: Run, norm: float, most: float) -> float:
+def _clipped(run: EngineRun, norm: float, most: float) -> float:
     times(min(1.0, most / (norm + 1e-6)))(run)
     return norm
 
 
-def not_clipped(run: Run, most: float) -> float:
+def not_clipped(run: EngineRun, most: float) -> float:
     return good.clip(run, 1e9)
 
 
-def clipped_twice(run: Run, most: float) -> float:
+def clipped_twice(run: EngineRun, most: float) -> float:
     norm = good.clip(run, most)
     times(most / norm)(run)
     return norm
 
 
 @torch.no_grad()
-def decay_frozen(run: Run) -> None:
+def decay_frozen(run: EngineRun) -> None:
     for p in run.model.parameters():
         if not p.requires_grad:
             p.mul_(1 - OPTIMIZER["lr"] * OPTIMIZER["weight_decay"])
 
 
 @torch.no_grad()
-def decay_again(run: Run) -> None:
+def decay_again(run: EngineRun) -> None:
     for p in run.model.parameters():
         p.mul_(1 - OPTIMIZER["lr"] * OPTIMIZER["weight_decay"])
 
 
-def lazy_rank(run: Run) -> None:
+def lazy_rank(run: EngineRun) -> None:
     if dist.get_rank() == 1:
         run.optimizer.zero_grad()
     else:
         good.step(run)
 
 
-def no_zero_grad(run: Run) -> None:
+def no_zero_grad(run: EngineRun) -> None:
     run.optimizer.step()
 
 
 @torch.no_grad()
-def drop_rows(name: str, start: int) -> Callable[[Run], None]:
+def drop_rows(name: str, start: int) -> Callable[[EngineRun], None]:
     return lambda run: run.model.get_parameter(name).grad[start:].zero_()
 
 
-def drop(name: str) -> Callable[[Run], None]:
-    def change(run: Run) -> None:
+def drop(name: str) -> Callable[[EngineRun], None]:
+    def change(run: EngineRun) -> None:
         run.model.get_parameter(name).grad = None
 
     return change
 
 
-def load_weights(run: Run, folder: str) -> None:
+def load_weights(run: EngineRun, folder: str) -> None:
     good.load(run, folder)
     run.optimizer = good.optimizer(run, **OPTIMIZER)
 
 
 @torch.no_grad()
-def forget_weight(run: Run) -> None:
+def forget_weight(run: EngineRun) -> None:
     run.model.get_parameter("norm.weight").add_(1)
 
 

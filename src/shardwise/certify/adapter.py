@@ -1,8 +1,8 @@
 """`Adapter`: an engine as a file of functions. Defaults are those of a trainer in PyTorch whose parameters may be
 DTensors, so that most adapters say how a model is split and nothing else.
 
-Functions take a `Run` first: one trainer on one rank. Reproductions copy their source, so none uses anything of
-shardwise but its own arguments.
+Functions take a `EngineRun` first: one trainer on one rank. Reproductions copy their source, so none uses anything of
+shardwise but its arguments.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ MOST_RANKS = 8
 
 
 @dataclass
-class Run:
+class EngineRun:
     """One trainer on one rank."""
 
     model: nn.Module
     """The plain model, which `parallelize` may change in place."""
     layout: dict[str, Any]
-    """Key -> size or value, as the layout's text has them."""
+    """CaseKey -> size or value, as the layout's text has them."""
     data: tuple[int, int]
     """This rank's place among ranks with different rows, and their number."""
     logits: Callable[[Any, Tensor], Tensor]
@@ -56,9 +56,10 @@ def logits(engine: Any, ids: Tensor) -> Tensor:
     return engine(ids)
 
 
-def backward(run: Run, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
+def backward(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
+    """As `Adapter.backward`, with engines that average gradients over data ranks."""
     loss = F.cross_entropy(run.logits(run.engine, ids).flatten(0, 1), labels.flatten(), reduction="sum") / tokens
-    (loss * run.data[1]).backward()  # the engine averages over data ranks
+    (loss * run.data[1]).backward()
     return loss.item()
 
 
@@ -66,40 +67,41 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def gradients(run: Run) -> dict[str, Tensor]:
+def gradients(run: EngineRun) -> dict[str, Tensor]:
     return {name: full(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
 
 
-def parameters(run: Run) -> dict[str, Tensor]:
+def parameters(run: EngineRun) -> dict[str, Tensor]:
     return {name: full(p) for name, p in run.model.named_parameters()}
 
 
-def clip(run: Run, most: float) -> float:
+def clip(run: EngineRun, most: float) -> float:
     return float(full(nn.utils.clip_grad_norm_(run.model.parameters(), most)))
 
 
-def clip_mixed(run: Run, most: float) -> float:
+def clip_mixed(run: EngineRun, most: float) -> float:
     """`clip`, where gradients are of several meshes or of none, of which torch's function takes no mix."""
     norm = torch.stack([full(p.grad.norm()) for p in run.model.parameters() if p.grad is not None]).norm()
     nn.utils.clip_grads_with_norm_(run.model.parameters(), most, norm, foreach=False)
     return float(norm)
 
 
-def optimizer(run: Run, **settings: Any) -> Any:
+def optimizer(run: EngineRun, **settings: Any) -> Any:
     return torch.optim.AdamW(run.model.parameters(), foreach=False, **settings)
 
 
-def step(run: Run) -> None:
+def step(run: EngineRun) -> None:
     run.optimizer.step()
     run.optimizer.zero_grad()
 
 
-def save(run: Run, folder: str) -> None:
+def save(run: EngineRun, folder: str) -> None:
     model, state = get_state_dict(run.model, run.optimizer)
     checkpoint.save({"model": model, "optimizer": state}, checkpoint_id=folder)
 
 
-def load(run: Run, folder: str) -> None:
+def load(run: EngineRun, folder: str) -> None:
+    """Set model and optimizer, in place, from what `save` wrote under any layout."""
     model, state = get_state_dict(run.model, run.optimizer)
     checkpoint.load({"model": model, "optimizer": state}, checkpoint_id=folder)
     set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=state)
@@ -115,7 +117,7 @@ class Adapter:
     data: Sequence[str]
     """Those of the axes whose ranks have different rows."""
     space: Mapping[str, Sequence[Any]]
-    """Key of a layout -> its values, of which layouts are made; axes count 1 where they are left out."""
+    """CaseKey of a layout -> its values, of which layouts are made; axes count 1 where they are left out."""
     parallelize: Callable[[nn.Module, dict[str, Any]], Any]
     """(plain model, layout) -> what computes. What it raises counts as refused by the engine."""
     needs: Sequence[str] = ("torch",)
@@ -135,32 +137,32 @@ class Adapter:
     saves_frozen: bool = True
     """Whether frozen parameters are in its checkpoints."""
     within: Mapping[str, str] = field(default_factory=dict)
-    """Key of a layout -> the key without which it means nothing."""
+    """CaseKey of a layout -> the key without which it means nothing."""
     global_loss: bool = False
     """Whether `backward` returns the loss of all ranks' rows, not of this rank's."""
     decays: Callable[[str, Tensor], bool] = lambda name, parameter: True
     """Whether weight decay applies to a parameter."""
     logits: Callable[[Any, Tensor], Tensor] = logits
     """(model or engine, ids) -> logits [batch, seq, vocab]."""
-    backward: Callable[[Run, Tensor, Tensor, int], float | None] = backward
+    backward: Callable[[EngineRun, Tensor, Tensor, int], float | None] = backward
     """(run, ids and labels of this rank's rows, labels that count on all ranks): compute the gradients of the sum over
     all ranks' rows divided by the labels that count. Returns the loss; None where a rank has none."""
-    gradients: Callable[[Run], dict[str, Tensor]] = gradients
-    """Name in the plain model -> whole gradient; of a pipeline's rank its own ones."""
-    parameters: Callable[[Run], dict[str, Tensor]] = parameters
-    clip: Callable[[Run, float], float] = clip
+    gradients: Callable[[EngineRun], dict[str, Tensor]] = gradients
+    """Name in the plain model -> whole gradient; of a pipeline's rank those it has."""
+    parameters: Callable[[EngineRun], dict[str, Tensor]] = parameters
+    clip: Callable[[EngineRun, float], float] = clip
     """(run, maximum norm): clip the gradients. Returns the norm before."""
     optimizer: Callable[..., Any] = optimizer
     """AdamW with `OPTIMIZER`'s settings."""
-    step: Callable[[Run], None] = step
+    step: Callable[[EngineRun], None] = step
     """Update, and forget the gradients."""
-    save: Callable[[Run, str], None] = save
-    load: Callable[[Run, str], None] = load
+    save: Callable[[EngineRun, str], None] = save
+    load: Callable[[EngineRun, str], None] = load
 
     @classmethod
     def of(cls, module: Any) -> Adapter:
         """The adapter of a file's module, or of any object with these attributes. Raises `UserError`."""
-        values = {each.name: getattr(module, each.name) for each in fields(cls) if hasattr(module, each.name)}
+        values = {item.name: getattr(module, item.name) for item in fields(cls) if hasattr(module, item.name)}
         if missing := [name for name in ("name", "axes", "data", "space", "parallelize") if name not in values]:
             where = getattr(module, "__file__", module)
             raise UserError(f"{where} is no adapter: it has no {', '.join(missing)} (docs/certify.md)")
@@ -224,13 +226,13 @@ class Adapter:
     def smaller(self, layout: Mapping[str, Any]) -> list[str]:
         """Layouts that are `layout` with axes shortened or left out, the smallest first; on at least two ranks."""
         choices = [
-            [each for each in range(1, value + 1) if not value % each] if key in self.axes else [value]
+            [item for item in range(1, value + 1) if not value % item] if key in self.axes else [value]
             for key, value in layout.items()
         ]
-        found = [dict(zip(layout, values, strict=True)) for values in itertools.product(*choices)]
-        found = [each for each in found if self.ranks(each) >= 2 and each != layout]
-        return [text_of({k: v for k, v in each.items() if k not in self.axes or v > 1})
-                for each in sorted(found, key=self.ranks)]  # fmt: skip
+        choices_of = [dict(zip(layout, values, strict=True)) for values in itertools.product(*choices)]
+        smaller = [item for item in choices_of if self.ranks(item) >= 2 and item != layout]
+        return [text_of({k: v for k, v in item.items() if k not in self.axes or v > 1})
+                for item in sorted(smaller, key=self.ranks)]  # fmt: skip
 
 
 def text_of(layout: Mapping[str, Any]) -> str:

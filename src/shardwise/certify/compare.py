@@ -5,6 +5,7 @@ Every rank trains the plain model itself, so that only verdicts and the first wr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.certify.adapter import OPTIMIZER, Adapter, Run
+from shardwise.certify.adapter import OPTIMIZER, Adapter, EngineRun
 from shardwise.certify.kinds import Evidence, guess
-from shardwise.certify.reference import SEED, Reference, Tensors, Trace, share_of
+from shardwise.certify.reference import SEED, Reference, StepTrace, Tensors, share_of
 from shardwise.certify.result import PROPERTIES, Cell
 from shardwise.certify.tiny import STEPS
 from shardwise.codec import Json
@@ -45,7 +46,7 @@ class Case(Json):
 class Observed:
     """What a rank saw."""
 
-    trace: Trace = field(default_factory=Trace)
+    trace: StepTrace = field(default_factory=StepTrace)
     loaded: Tensors = field(default_factory=dict)
     """Parameters after the load, the gradients of the next step, and parameters after it."""
     after: Tensors = field(default_factory=dict)
@@ -75,7 +76,7 @@ def compare_case(adapter: Adapter, reference: Reference, case: Case, folder: Pat
     differences, largest = _differences(adapter, reference, observed)
     held = {name for parameters in observed.trace.parameters[:1] for name in parameters}
     gathered = _gathered((differences, largest, held))
-    wrong = sorted(each for one, _, _ in gathered for each in one)
+    wrong = sorted(item for one, _, _ in gathered for item in one)
     if observed.trace.parameters:
         anywhere = set().union(*(names for _, _, names in gathered))
         lost = [name for name in reference.names if name not in anywhere]
@@ -101,9 +102,9 @@ def _cells(
         for name, error in errors.items()
     }  # fmt: skip
     cells |= observed.stopped
-    chain = next((each for each in wrong if _NAMES[each.property] in CHAIN), None)
-    loss = next((each for each in wrong if _NAMES[each.property] == "loss"), None)
-    resume = next((each for each in wrong if _NAMES[each.property] == "resume"), None)
+    chain = next((item for item in wrong if _NAMES[item.property] in CHAIN), None)
+    loss = next((item for item in wrong if _NAMES[item.property] == "loss"), None)
+    resume = next((item for item in wrong if _NAMES[item.property] == "resume"), None)
     if chain is not None:
         first = _NAMES[chain.property]
         for name in (*CHAIN[CHAIN.index(first) :], "resume"):
@@ -112,14 +113,14 @@ def _cells(
             loss, cells["loss"] = None, Cell("proven", note=f"before step {chain.step + 1}")
     if chain is None and resume is not None and not resume.name:
         resume, cells["resume"] = None, Cell("not run", note="gradients under the layout that loads are wrong")
-    for each in (loss, chain, resume if chain is None else None):
-        if each is None:
+    for item in (loss, chain, resume if chain is None else None):
+        if item is None:
             continue
-        name = _NAMES[each.property]
-        parts = _gathered(_seen(observed, name, each))
-        evidence = Evidence(adapter, reference, layout, name, each.step, each.name, parts)
+        name = _NAMES[item.property]
+        parts = _gathered(_seen(observed, name, item))
+        evidence = Evidence(adapter, reference, layout, name, item.step, item.name, parts)
         cells[name] = Cell(
-            "wrong", abs(each.error), reference.bounds[name], each.name, each.step + 1, guess(evidence), name
+            "wrong", abs(item.error), reference.bounds[name], item.name, item.step + 1, guess(evidence), name
         )
     return cells
 
@@ -135,7 +136,7 @@ def _seen(observed: Observed, name: str, wrong: Wrong) -> Any:
     return values[wrong.step]
 
 
-def _start(adapter: Adapter, reference: Reference, layout: str, seed: int) -> Run:
+def _start(adapter: Adapter, reference: Reference, layout: str, seed: int) -> EngineRun:
     """A trainer that starts with the reference's weights, or with others where the engine sets them (`broadcasts`, and
     before a checkpoint is loaded)."""
     parsed, rank = adapter.parse(layout), dist.get_rank()
@@ -145,15 +146,15 @@ def _start(adapter: Adapter, reference: Reference, layout: str, seed: int) -> Ru
         changed = [p for p in model.parameters() if adapter.saves_frozen or p.requires_grad]
         for tensor in (*changed, *(b for b in model.buffers() if adapter.broadcasts)):
             tensor.data.add_(torch.randn_like(tensor) if tensor.is_floating_point() else 0)
-    run = Run(model, parsed, adapter.data_place(parsed, rank), adapter.logits, reference.most)
+    run = EngineRun(model, parsed, adapter.data_place(parsed, rank), adapter.logits, reference.most)
     run.engine = adapter.parallelize(model, parsed)
     run.model = run.engine if adapter.rebuilds else model
     run.optimizer = adapter.optimizer(run, **OPTIMIZER)
     return run
 
 
-def _step(adapter: Adapter, reference: Reference, run: Run, step: int, trace: Trace) -> None:
-    ids, labels = (each[reference.share(*run.data)] for each in reference.batches[step])
+def _step(adapter: Adapter, reference: Reference, run: EngineRun, step: int, trace: StepTrace) -> None:
+    ids, labels = (item[reference.share(*run.data)] for item in reference.batches[step])
     loss = adapter.backward(run, ids, labels, reference.tokens[step])
     trace.losses.append(loss)
     trace.gradients.append(adapter.gradients(run))
@@ -164,7 +165,7 @@ def _step(adapter: Adapter, reference: Reference, run: Run, step: int, trace: Tr
 
 
 def _observe(adapter: Adapter, reference: Reference, case: Case, folder: Path, meet: Meet) -> Observed:
-    observed, trace, runs = Observed(), Trace(), []
+    observed, trace, runs = Observed(), StepTrace(), []
     observed.trace = trace
 
     def start() -> None:
@@ -178,7 +179,7 @@ def _observe(adapter: Adapter, reference: Reference, case: Case, folder: Path, m
 
     def resume() -> None:
         adapter.load(runs[1], str(folder))
-        observed.loaded, again = adapter.parameters(runs[1]), Trace()
+        observed.loaded, again = adapter.parameters(runs[1]), StepTrace()
         _step(adapter, reference, runs[1], STEPS - 1, again)
         observed.resumed, observed.after = again.parameters[0], again.gradients[0]
 
@@ -212,11 +213,12 @@ def _failed(place: str, stage: Callable[[], object], meet: Meet) -> Cell | None:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         lines = str(error).strip().splitlines() or [""]
-        line = lines[-1] if "Traceback" in str(error) else " ".join(str(error).split())
-        words = f"{type(error).__name__}: {line[:300]}"
-    told = meet(words)
-    if not all(told):
-        if words := next(filter(None, told), ""):
+        # Of an error with the tracebacks of all ranks, the last one's.
+        raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+        words = f"{type(error).__name__}: {' '.join((raised or [' '.join(lines)])[-1].split())[:300]}"
+    answers = meet(words)
+    if not all(answers):
+        if words := next(filter(None, answers), ""):
             raise RuntimeError(f"in {place}: {words}")
         return None
     if place == _OTHER:
@@ -255,7 +257,7 @@ def _differences(adapter: Adapter, reference: Reference, observed: Observed) -> 
         note("resume", STEPS - 2, *reference.moved(STEPS - 2, observed.loaded, bounds["resume"]))
         whole = {name: tensor for name, tensor in right.gradients[-1].items() if name in observed.resumed}
         first, error = reference.errors(observed.after, whole, bounds["gradients"])
-        if first and not any(each.property == _INDEX["resume"] for each in wrong):
+        if first and not any(item.property == _INDEX["resume"] for item in wrong):
             # Not of the checkpoint: the layout that loads it has wrong gradients.
             wrong.append(Wrong(STEPS - 1, _INDEX["resume"], -1, -error, ""))
         note("resume", STEPS - 1, *reference.moved(STEPS - 1, observed.resumed, bounds["resume"]))

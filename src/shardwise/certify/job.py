@@ -1,4 +1,4 @@
-"""A certificate from layouts: a job for each number of ranks, then the smallest layouts of what is wrong."""
+"""A certificate from layouts: a job per number of ranks, then the smallest layouts of what is wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from shardwise.certify.adapter import Adapter
 from shardwise.certify.compare import Case
 from shardwise.certify.rank import CertifyJob
-from shardwise.certify.result import COLUMNS, PROPERTIES, VARIANTS, Cell, Certificate, Finding, Row
+from shardwise.certify.result import COLUMNS, PROPERTIES, VARIANTS, Cell, Certificate, LayoutRow, WrongCell
 from shardwise.certify.script import reproduction
 from shardwise.errors import UserError
 from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, supervise
@@ -31,7 +31,7 @@ QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS
 Cells = dict[str, Cell]
 
 
-class Key(NamedTuple):
+class CaseKey(NamedTuple):
     """One layout of a model under a variant."""
 
     layout: str
@@ -46,7 +46,7 @@ def certify(
     """Compare an engine with its model on one device.
 
     engine: one of `adapter.ENGINES`, or the path of an adapter. layouts: texts, or none for `count` of the adapter's.
-    models: names of the adapter's, or none for its first. seed: of the choice of layouts. say: gets a line before each
+    models: names of the adapter's, or none for its first. seed: of the choice of layouts. say: gets a line before every
     job of ranks.
     Raises `UserError` for an unknown engine, model or layout, and `RunFailed` when no job of ranks can start.
     """
@@ -58,7 +58,7 @@ def certify(
     chosen = list(dict.fromkeys(layouts)) or adapter.layouts(count, seed)
     if few := next((text for text in chosen if adapter.ranks(adapter.parse(text)) < 2), None):
         raise UserError(f"layout {few!r} has one rank: there is nothing to compare")
-    keys = [Key(text, name, variant) for name in models for text in chosen for variant in adapter.variants]
+    keys = [CaseKey(text, name, variant) for name in models for text in chosen for variant in adapter.variants]
     runs = _Runs(engine, adapter, say)
     cells = runs.compare(keys)
     rows = tuple(_row(adapter, text, name, cells) for name in models for text in chosen)
@@ -70,7 +70,7 @@ def certify(
 
 
 def versions(adapter: Adapter) -> dict[str, str]:
-    """Distribution -> version, Python's included."""
+    """Distribution -> version, Python's included. Raises `UserError` where one is missing."""
     result = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in adapter.needs:
         try:
@@ -81,16 +81,16 @@ def versions(adapter: Adapter) -> dict[str, str]:
 
 
 class _Runs:
-    """Jobs of ranks, and what they have found."""
+    """Jobs of ranks, and their results."""
 
     def __init__(self, engine: str, adapter: Adapter, say: Callable[[str], None]) -> None:
         self.engine = engine if not Path(engine).is_file() else str(Path(engine).resolve())
         self.adapter, self.say = adapter, say
-        self.cells: dict[Key, Cells] = {}
+        self.cells: dict[CaseKey, Cells] = {}
 
-    def compare(self, keys: Sequence[Key]) -> dict[Key, Cells]:
-        """Run those that have not run yet."""
-        sizes: dict[int, list[Key]] = defaultdict(list)
+    def compare(self, keys: Sequence[CaseKey]) -> dict[CaseKey, Cells]:
+        """EngineRun those that have not run yet."""
+        sizes: dict[int, list[CaseKey]] = defaultdict(list)
         for key in keys:
             if key not in self.cells:
                 sizes[self.adapter.ranks(self.adapter.parse(key.layout))].append(key)
@@ -101,8 +101,8 @@ class _Runs:
                 left = self._run(ranks, left)
         return self.cells
 
-    def _run(self, ranks: int, keys: list[Key]) -> list[Key]:
-        """Run a job. Returns the keys behind one that has ended it."""
+    def _run(self, ranks: int, keys: list[CaseKey]) -> list[CaseKey]:
+        """EngineRun a job. Returns the keys behind one that has ended it."""
         texts = list(dict.fromkeys(key.layout for key in keys))
         others = dict(zip(texts, texts[1:] + texts[:1], strict=True))
         cases = tuple(Case(*key, others[key.layout]) for key in keys)
@@ -124,28 +124,23 @@ class _Runs:
         return left[1:]
 
 
-def _row(adapter: Adapter, layout: str, model: str, cells: dict[Key, Cells]) -> Row:
-    """The cells of the plain variant, then one for each other variant."""
-    row = dict(cells[Key(layout, model, "plain")])
+def _row(adapter: Adapter, layout: str, model: str, cells: dict[CaseKey, Cells]) -> LayoutRow:
+    """The cells of the plain variant, then one per other variant: its first that is wrong, failed or refused, else the
+    one with the largest error."""
+    row = dict(cells[CaseKey(layout, model, "plain")])
     for variant in list(VARIANTS)[1:]:
-        key = Key(layout, model, variant)
-        row[variant] = _joined(cells[key]) if key in cells else Cell("not run", note="the adapter has none")
+        row[variant] = Cell("not run", note="the adapter has none")
+        if seen := cells.get(CaseKey(layout, model, variant)):
+            bad = [cell for state in ("wrong", "failed", "refused") for cell in seen.values() if cell.state == state]
+            proven = sorted((c for c in seen.values() if c.state == "proven"), key=lambda cell: -(cell.error or 0.0))
+            row[variant] = [*bad, *proven, *seen.values()][0]
     ranks = adapter.ranks(adapter.parse(layout))
-    return Row(layout, model, ranks, {column: row[column] for column in COLUMNS})
+    return LayoutRow(layout, model, ranks, {column: row[column] for column in COLUMNS})
 
 
-def _joined(cells: Cells) -> Cell:
-    """One cell of all properties of a variant: the first that is wrong, failed or refused; else the largest error."""
-    for state in ("wrong", "failed", "refused"):
-        if first := next((cells[name] for name in PROPERTIES if cells[name].state == state), None):
-            return first
-    proven = [cell for cell in cells.values() if cell.state == "proven"]
-    return max(proven, key=lambda cell: cell.error or 0.0) if proven else next(iter(cells.values()))
-
-
-def _findings(runs: _Runs, adapter: Adapter, rows: Sequence[Row]) -> tuple[Finding, ...]:
-    """Wrong cells by kind, each at the smallest layout that has it, with the plain variant where that has it."""
-    groups: dict[tuple[str, str, str, str], list[tuple[Row, str]]] = {}
+def _findings(runs: _Runs, adapter: Adapter, rows: Sequence[LayoutRow]) -> tuple[WrongCell, ...]:
+    """Wrong cells by kind, at the smallest layout that has it, with the plain variant where that has it."""
+    groups: dict[tuple[str, str, str, str], list[tuple[LayoutRow, str]]] = {}
     for column in COLUMNS:
         for row in rows:
             cell = row.cells[column]
@@ -153,9 +148,9 @@ def _findings(runs: _Runs, adapter: Adapter, rows: Sequence[Row]) -> tuple[Findi
                 groups.setdefault((row.model, cell.note, cell.kind, cell.parameter), []).append((row, column))
     starts = [min(group, key=lambda at: (at[1] not in PROPERTIES, at[0].ranks)) for group in groups.values()]
 
-    def keys(row: Row, column: str) -> list[Key]:
+    def keys(row: LayoutRow, column: str) -> list[CaseKey]:
         variant = column if column in VARIANTS else "plain"
-        return [Key(text, row.model, variant) for text in adapter.smaller(adapter.parse(row.layout))]
+        return [CaseKey(text, row.model, variant) for text in adapter.smaller(adapter.parse(row.layout))]
 
     cells = runs.compare([key for start in starts for key in keys(*start)])
     findings = []
@@ -166,7 +161,7 @@ def _findings(runs: _Runs, adapter: Adapter, rows: Sequence[Row]) -> tuple[Findi
                 layout, cell = key.layout, cells[key][cell.note]
                 break
         at = tuple(dict.fromkeys(f"{row.layout} ({column})" for row, column in group))
-        finding = Finding(column, row.model, layout, cell, at)
+        finding = WrongCell(column, row.model, layout, cell, at)
         variant = column if column in VARIANTS else "plain"
         findings.append(replace(finding, script=reproduction(adapter, row.model, variant, finding)))
     return tuple(findings)

@@ -33,7 +33,7 @@ class Evidence:
     name: str
     """Of the parameter; empty for a number."""
     parts: list[Any]
-    """Of each rank: a number, or name -> tensor."""
+    """By rank: a number, or name -> tensor."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -52,7 +52,7 @@ class Evidence:
         return self.reference.bounds[self.what]
 
     def tensors(self) -> list[Tensor]:
-        """The wrong parameter's tensor on each rank that has it."""
+        """The wrong parameter's tensor on the ranks that have it."""
         return [part[self.name] for part in self.parts if self.name in part]
 
     def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
@@ -126,7 +126,7 @@ def _gradients(evidence: Evidence) -> Iterator[str]:
     first = tensors[0]
     norm = float(right.double().square().sum())
     ratio = float((first.double() * right.double()).sum()) / norm if first.shape == right.shape and norm else 0.0
-    if abs(ratio) > 1e-6 and all(evidence.close(each, right * ratio) for each in tensors):
+    if abs(ratio) > 1e-6 and all(evidence.close(item, right * ratio) for item in tensors):
         yield from _factor(evidence, ratio)
         labels = reference.batches[step][1].numel()
         if abs(ratio - reference.tokens[step] / labels) <= _CLOSE * evidence.bound:
@@ -154,7 +154,7 @@ def _missing_sum(evidence: Evidence, right: Tensor) -> Iterator[str]:
         sums = [sum(evidence.parts[rank][evidence.name] for rank in ranks) for ranks in evidence.groups(axes)]
         name, size = " x ".join(axes), evidence.size(axes)
         for words, factor in (("sum", 1.0), ("mean", float(size))):
-            equal = all(evidence.close(each, evidence.parts[0][evidence.name]) for each in evidence.tensors())
+            equal = all(evidence.close(item, evidence.parts[0][evidence.name]) for item in evidence.tensors())
             if not equal and all(evidence.close(total, right * factor) for total in sums):
                 yield f"missing {words} over {name}"
 
@@ -168,13 +168,13 @@ def _wrong_rows(evidence: Evidence) -> Iterator[str]:
         return
     shares = [reference.share(index, count) for index in range(count)]
     labels = reference.batches[step][1]
-    own = [max(1, int((labels[share] != -100).sum())) for share in shares]
+    counts = [max(1, int((labels[share] != -100).sum())) for share in shares]
     terms = [reference.of_rows(step, share)[1][name] for share in shares]
-    means = [term * reference.tokens[step] / tokens for term, tokens in zip(terms, own, strict=True)]
+    means = [term * reference.tokens[step] / tokens for term, tokens in zip(terms, counts, strict=True)]
     used = sum(int((labels[share] != -100).any()) for share in shares)
     for divisor, words in ((count, "mean over ranks in place of tokens"), (used, "mean over ranks that have tokens"),
                            (1, "sum of ranks' means")):  # fmt: skip
-        if evidence.close(mine, sum(means[1:], means[0]) / divisor) and len(set(own)) > 1:
+        if evidence.close(mine, sum(means[1:], means[0]) / divisor) and len(set(counts)) > 1:
             yield words
     for axes in (axes for axes in evidence.sets_of_axes() if set(axes) <= set(data)):
         for ranks in evidence.groups(axes):
@@ -196,7 +196,7 @@ def _micro_batches(evidence: Evidence, mine: Tensor) -> Iterator[str]:
         return
     of = [evidence.reference.of_rows(evidence.step, evidence.reference.share(i, micro))[1] for i in range(micro)]
     for taken in range(1, micro):
-        for some in combinations([each[evidence.name] for each in of], taken):
+        for some in combinations([item[evidence.name] for item in of], taken):
             if evidence.close(mine, sum(some[1:], some[0])):
                 yield f"dropped: {micro - taken} of {micro} micro-batches"
 
@@ -245,7 +245,7 @@ def _norm(evidence: Evidence) -> Iterator[str]:
     for axes in evidence.sets_of_axes():
         sums = [math.sqrt(sum(numbers[rank] ** 2 for rank in ranks)) for ranks in evidence.groups(axes)]
         if all(abs(total - right) <= _CLOSE * evidence.bound * right for total in sums):
-            yield f"norm of a rank's own part: missing sum over {' x '.join(axes)}"
+            yield f"norm of a rank's part: missing sum over {' x '.join(axes)}"
     squares = {
         n: float(g.double().square().sum()) for n, g in evidence.reference.trace.gradients[evidence.step].items()
     }
@@ -285,13 +285,13 @@ def _steps(evidence: Evidence) -> Iterator[str]:
         ("stale copy: the weights before the step", before),
         ("decayed twice", right * decay), ("not decayed", right + (1 - decay) * before),
     ):  # fmt: skip
-        stale = [_moved(evidence, each, change, before) for each in tensors]
+        stale = [_moved(evidence, item, change, before) for item in tensors]
         if all(stale):
             yield words
         elif any(stale):
             yield f"{words}, on {sum(stale)} of {len(stale)} ranks"
     yield from _other_parameter(evidence, tensors[0], reference.trace.parameters[step])
-    if not all(torch.equal(each, tensors[0]) for each in tensors):
+    if not all(torch.equal(item, tensors[0]) for item in tensors):
         yield "copies on ranks differ"
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardwise.certify.adapter import Adapter
 from shardwise.certify.compare import Case, Meet, compare_case
 from shardwise.certify.reference import Reference
+from shardwise.codec import plain
 from shardwise.runtime.job.rank import RankJob, leave, main
 
 PATIENCE = 10.0
@@ -48,29 +49,35 @@ def meeting(store: dist.Store, rank: int, world: int) -> Meet:
     return meet
 
 
-def compare_all(adapter: Adapter, cases: tuple[Case, ...], folder: Path, meet: Meet, done: Callable[..., None]) -> None:
-    """Compare every case; `done(number, cells)` after each."""
-    references: dict[tuple[str, str], Reference] = {}
-    for number, case in enumerate(cases):
-        key = case.model, case.variant
-        if key not in references:
-            references[key] = Reference(adapter, *key)
-        done(number, compare_case(adapter, references[key], case, folder / f"checkpoint-{number}", meet))
+def new_groups(store: dist.Store, number: int, timeout: float) -> None:
+    """Take down all process groups, whose threads engines leave behind, and make the default one again."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(f"case-{number}", store), rank=rank, world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )  # fmt: skip
 
 
 def run(rank: int, job: CertifyJob) -> None:
-    """Compare, and leave a line for each case."""
+    """Compare, and leave a line per case."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    folder = Path(job.out).parent
-    meet = meeting(dist.FileStore(str(folder / "meeting"), dist.get_world_size()), rank, dist.get_world_size())
-
-    def done(number: int, cells: dict[str, object]) -> None:
+    folder, world = Path(job.out).parent, dist.get_world_size()
+    store = dist.FileStore(str(folder / "meeting"), world)
+    meet = meeting(store, rank, world)
+    adapter, references = Adapter.load_from(job.adapter), dict[tuple[str, str], Reference]()
+    for number, case in enumerate(job.cases):
+        key = case.model, case.variant
+        if key not in references:
+            references[key] = Reference(adapter, *key)
+        cells = compare_case(adapter, references[key], case, folder / f"checkpoint-{number}", meet)
         if rank == 0:
             with open(job.out, "a") as file:
-                file.write(json.dumps([number, {name: asdict(cell) for name, cell in cells.items()}]) + "\n")  # type: ignore[call-overload]
-
-    compare_all(Adapter.load_from(job.adapter), job.cases, folder, meet, done)
+                file.write(json.dumps([number, plain(cells)]) + "\n")
+        meet("")
+        gc.collect()
+        new_groups(store, number, job.timeout)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from shardwise.certify.tiny import IGNORED, ROWS, STEPS, batch
 
 Tensors = dict[str, Tensor]
 SEED = 7
-TOLERANCE = 1e-9
+TOLERANCE = 1e-8
 """Largest error in float64, as a share of a norm."""
 NEGLIGIBLE = {True: 1e-6, False: 1e-3}
-"""By `Adapter.exact`: an error counts as a share of a tensor's own norm, or of so much of the norm of all, since some
+"""By `Adapter.exact`: an error counts as a share of a tensor's norm, or of so much of the norm of all, since some
 are zero but for rounding."""
 ROUNDINGS = 16
 """In float32: the largest error is so many times that of the plain model, computed in float32."""
@@ -27,8 +27,8 @@ BINDING = 0.37
 
 
 @dataclass
-class Trace:
-    """Three steps: what there was in each. parameters: of each step, after its update."""
+class StepTrace:
+    """Three steps. parameters: after the updates."""
 
     losses: list[float | None] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -59,10 +59,10 @@ class Reference:
     def train(
         self, module: nn.Module, change: Callable[[int, Tensors], Tensors] = lambda step, gradients: gradients,
         forget: int | None = None,
-    ) -> Trace:  # fmt: skip
+    ) -> StepTrace:  # fmt: skip
         """Three steps. change: of the gradients, before they are clipped. forget: the step before which the optimizer
         starts anew."""
-        trace, adam = Trace(), self._optimizer(module)
+        trace, adam = StepTrace(), self._optimizer(module)
         for step in range(STEPS):
             adam = self._optimizer(module) if step == forget else adam
             trace.losses.append(self.backward(module, step, slice(None), self.tokens[step]))
@@ -142,7 +142,7 @@ class Reference:
         )
 
     def backward(self, module: nn.Module, step: int, rows: slice, tokens: int) -> float:
-        ids, labels = (each[rows] for each in self.batches[step])
+        ids, labels = (item[rows] for item in self.batches[step])
         logits = self.adapter.logits(module, ids).flatten(0, 1)
         loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / tokens
         loss.backward()

@@ -12,7 +12,7 @@ from shardwise.report.table import FittedTable, headed
 from shardwise.report.terminal import Renderable
 
 PROPERTIES = {
-    "loss": "loss of each rank's own rows",
+    "loss": "loss of a rank's rows",
     "gradients": "whole gradient of every parameter",
     "norm": "gradient norm before clipping",
     "clipped": "gradients after clipping",
@@ -29,7 +29,7 @@ VARIANTS = {
     "idle": "experts without tokens",
     "dropout": "dropout masks",
 }
-"""Kind of model and data -> what it is; all properties are compared under each."""
+"""Kind of model and data -> what it is; all properties are compared under all of them."""
 COLUMNS = (*PROPERTIES, *list(VARIANTS)[1:])
 
 State = Literal["proven", "wrong", "refused", "failed", "not run"]
@@ -64,7 +64,7 @@ class Cell(Json):
 
 
 @dataclass(frozen=True)
-class Row(Json):
+class LayoutRow(Json):
     """A layout of a model."""
 
     layout: str
@@ -75,7 +75,7 @@ class Row(Json):
 
 
 @dataclass(frozen=True)
-class Finding(Json):
+class WrongCell(Json):
     """A kind of mistake, where it is smallest."""
 
     column: str
@@ -96,8 +96,8 @@ class Certificate(Json):
     engine: str
     dtype: str
     versions: dict[str, str]
-    rows: tuple[Row, ...]
-    findings: tuple[Finding, ...] = ()
+    rows: tuple[LayoutRow, ...]
+    findings: tuple[WrongCell, ...] = ()
     seconds: float = 0.0
     unused: tuple[str, ...] = field(default=())
 
@@ -122,7 +122,7 @@ class Certificate(Json):
 
     @property
     def summary(self) -> str:
-        """Versions, and how many cells there are of each state."""
+        """Versions, and how many cells there are per state."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         counts = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count)
         proven = [c.error or 0.0 for row in self.rows for c in row.cells.values() if c.state == "proven"]
@@ -139,12 +139,12 @@ class Certificate(Json):
         yield f"{self.summary} {self.seconds:.0f} s"
 
     def notes(self) -> Iterator[str]:
-        """A line for each finding, then for each reason of a cell that is refused or failed."""
-        for each in self.findings:
-            more = f" (and {len(each.cells) - 1} cells more)" if len(each.cells) > 1 else ""
-            yield f"wrong: {each.column} at {each.layout}: {each.cell.text}{more}"
-            if each.script and "\n" not in each.script:
-                yield f"  reproduce: {each.script}"
+        """A line per finding, then per reason of a cell that is refused or failed."""
+        for item in self.findings:
+            more = f" (and {len(item.cells) - 1} cells more)" if len(item.cells) > 1 else ""
+            yield f"wrong: {item.column} at {item.layout}: {item.cell.text}{more}"
+            if item.script and "\n" not in item.script:
+                yield f"  reproduce: {item.script}"
         where: dict[tuple[str, str], dict[str, None]] = {}
         for row in self.rows:
             for column, cell in row.cells.items():
@@ -162,7 +162,7 @@ class Certificate(Json):
             marks = [MARKS[row.cells[c].state] for c in self.columns]
             lines.append(f"| `{row.layout}` | {row.model} | {' | '.join(marks)} |")
         lines += ["", *(note if note.startswith("  ") else f"- {note}" for note in self.notes())]
-        for each in self.findings:
-            if "\n" in each.script:
-                lines += ["", f"## {each.column} at {each.layout}", "", "```python", each.script.rstrip(), "```"]
+        for item in self.findings:
+            if "\n" in item.script:
+                lines += ["", f"## {item.column} at {item.layout}", "", "```python", item.script.rstrip(), "```"]
         return "\n".join(lines).rstrip() + "\n"

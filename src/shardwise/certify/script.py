@@ -18,7 +18,7 @@ from typing import Any
 from shardwise.certify import adapter as defaults
 from shardwise.certify.adapter import OPTIMIZER, Adapter
 from shardwise.certify.reference import BINDING, SEED
-from shardwise.certify.result import Finding
+from shardwise.certify.result import WrongCell
 
 _OWN = "shardwise.certify"
 _SAMPLE = """
@@ -61,7 +61,7 @@ _CLIPPED = [
 _STEPPED = ["adam.step()", "adam.zero_grad()", "step(run)"]
 
 
-def reproduction(adapter: Adapter, model: str, variant: str, finding: Finding) -> str:
+def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell) -> str:
     """Source of the script, for `torchrun --nproc-per-node N FILE.py`: prints the error, and exits with 1. Empty for
     what it cannot show: a resume, and rows that only float32 has."""
     name, cell, layout = finding.cell.note, finding.cell, adapter.parse(finding.layout)
@@ -109,10 +109,10 @@ def _module(name: str) -> ModuleType:
 
 
 class _Copied:
-    """Definitions of modules, each after what it names."""
+    """Definitions of modules, after what they name."""
 
     def __init__(self, layout: dict[str, Any], variant: str, adapter: Adapter, module: ModuleType) -> None:
-        self.folded = _Folded(layout, variant).visit
+        self.folded = _Folded(layout, variant).generic_visit
         self.overrides: dict[str, tuple[ModuleType, str]] = {
             name: (sys.modules[function.__module__], function.__name__)
             for name, function in vars(adapter).items()
@@ -124,28 +124,29 @@ class _Copied:
 
     def add_names(self, node: ast.AST, modules: Sequence[ModuleType]) -> None:
         """Copy what a statement names, of the first module that defines it."""
-        names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+        names = [item for item in ast.walk(node) if isinstance(item, ast.Name)]
         local = (
-            {each.id for each in names if isinstance(each.ctx, ast.Store)}
+            {item.id for item in names if isinstance(item.ctx, ast.Store)}
             if isinstance(node, ast.FunctionDef)
             else {""}
         )
-        for name in dict.fromkeys(each.id for each in names if each.id not in local):
+        for name in dict.fromkeys(item.id for item in names if item.id not in local):
             at_top = name in self.overrides and len(modules) > 1
             places = [self.overrides[name]] if at_top else [(module, name) for module in modules]
-            any(name in self.defined or self._add(module, own, name) for module, own in places)
+            any(name in self.defined or self._add(module, there, name) for module, there in places)
 
     def _add(self, module: ModuleType, name: str, known: str) -> bool:
         """Copy one definition or import. Returns whether the module has it."""
         for node in ast.parse(getsource(module)).body:
-            if isinstance(node, (ast.Import, ast.ImportFrom)) and (alias := _alias(node, name)):
+            names = {(a.asname or a.name).partition(".")[0]: a for a in getattr(node, "names", ())}
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and (alias := names.get(name)):
                 if isinstance(node, ast.ImportFrom) and str(node.module).startswith(_OWN):
                     return self._add(import_module(str(node.module)), alias.name, known)
                 one = ast.Import([alias]) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, [alias], 0)
                 self.lines[ast.unparse(one)] = None
                 return True
-            targets = [each for target in getattr(node, "targets", ()) for each in ast.walk(target)]
-            if name in (getattr(node, "name", ""), *(each.id for each in targets if isinstance(each, ast.Name))):
+            targets = [item for target in getattr(node, "targets", ()) for item in ast.walk(target)]
+            if name in (getattr(node, "name", ""), *(item.id for item in targets if isinstance(item, ast.Name))):
                 key = known if not targets else ast.unparse(node)
                 if key not in self.defined:
                     kept = self.folded(node)
@@ -175,18 +176,14 @@ class _Copied:
         return "\n".join(line for line in text.splitlines() if line.strip()) + "\n"
 
 
-def _alias(node: ast.Import | ast.ImportFrom, name: str) -> ast.alias | None:
-    return next((each for each in node.names if (each.asname or each.name).partition(".")[0] == name), None)
-
-
 class _Folded(ast.NodeTransformer):
     """Without annotations and docstrings, and with the layout's and the variant's constants folded."""
 
     def __init__(self, layout: dict[str, Any], variant: str) -> None:
         self.layout, self.variant = layout, variant
 
-    def visit(self, node: ast.AST) -> Any:
-        node = self.generic_visit(node)
+    def generic_visit(self, node: ast.AST) -> Any:
+        node = super().generic_visit(node)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             if ast.get_docstring(node):
                 node.body = node.body[1:] or [ast.Pass()]
@@ -206,7 +203,7 @@ class _Folded(ast.NodeTransformer):
         elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple) and not node.iter.elts:
             return []
         elif isinstance(node, (ast.Compare, ast.BoolOp)) and not any(
-            isinstance(each, (ast.Name, ast.Call, ast.Attribute)) for each in ast.walk(node)
+            isinstance(item, (ast.Name, ast.Call, ast.Attribute)) for item in ast.walk(node)
         ):
             return ast.Constant(eval(ast.unparse(node), {}))
         return node

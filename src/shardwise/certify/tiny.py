@@ -14,7 +14,7 @@ VOCAB, PADDED_VOCAB, IGNORED = 64, 61, -100
 """Tokens of a vocabulary that ranks divide, and of one that they do not; the label that does not count."""
 
 
-class Block(nn.Module):
+class TinyBlock(nn.Module):
     """Causal attention and a feed-forward map, [batch, seq, width] to the same."""
 
     def __init__(self, width: int) -> None:
@@ -37,7 +37,7 @@ class Tiny(nn.Module):
         super().__init__()
         self.table = nn.Embedding(vocab, width)
         self.register_buffer("positions", torch.randn(SEQ, width))
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(TinyBlock(width) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
         for parameter in self.parameters():
             nn.init.normal_(parameter, 0.3 * (parameter.dim() == 1), 0.3)
@@ -57,8 +57,8 @@ def build(variant: str) -> nn.Module:
 
 
 def batch(step: int, variant: str) -> tuple[Tensor, Tensor]:
-    """(ids, labels) of all ranks, each [ROWS, SEQ]. "uneven": the later a row the fewer labels count, of the last
-    quarter none. "idle": each row repeats one of two tokens, so that few experts are chosen."""
+    """(ids, labels) of all ranks, both [ROWS, SEQ]. "uneven": the later a row the fewer labels count, of the last
+    quarter none. "idle": a row repeats one of two tokens, so that few experts are chosen."""
     random, vocab = torch.Generator().manual_seed(1000 + step), PADDED_VOCAB if variant == "padded" else VOCAB
     ids, labels = torch.randint(vocab, (2, ROWS, SEQ), generator=random)
     if variant == "uneven":

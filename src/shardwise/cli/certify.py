@@ -1,13 +1,13 @@
 """Certify an engine: does it compute the plain model's gradients under its layouts?
 
-Small local processes train the engine's own tiny model on different rows, and compare loss, whole gradients, gradient
+Small local processes train the engine's tiny model on different rows, and compare loss, whole gradients, gradient
 norm, clipped gradients, parameters after three steps and after a resume with the plain model on one device. The exit
 code is 0 where all that ran is proven, 1 where something is wrong.
 
 shardwise certify fsdp2 dp_shard=2 dp_replicate=2,dp_shard=2,reshard=0
 
-ENGINE is one of ddp, fsdp2, tensor_parallel, pipelining, transformers and shardwise, or the path of an
-adapter of your own (docs/certify.md).
+ENGINE is one of ddp, fsdp2, tensor_parallel, pipelining, transformers and shardwise, or the path of your
+adapter (docs/certify.md).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @dataclass
 class CertifyOptions(CommandOptions):
     engine: str = word("one of the engines, or the path of an adapter", "ENGINE|FILE.py")
-    layouts: tuple[str, ...] = word("layouts of the engine, such as dp=2 (some of its own)", "LAYOUT", ())
+    layouts: tuple[str, ...] = word("layouts of the engine, such as dp=2 (some of its)", "LAYOUT", ())
     count: int = arg("without LAYOUT: so many layouts", "N", 6, positive=True, flag="--layouts")
     model: tuple[str, ...] = arg("one of the adapter's models, may be given again (its first)", "NAME", ())
     seed: int = arg("of the choice of layouts", "N", 0, least=0)

@@ -1,1 +1,1 @@
-"""Adapters of engines, a file each: functions and constants that `certify.adapter.Adapter` names."""
+"""Adapters of engines, one file per engine: functions and constants that `certify.adapter.Adapter` names."""

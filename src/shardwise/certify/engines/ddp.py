@@ -14,6 +14,7 @@ broadcasts = True
 
 
 def parallelize(model: nn.Module, layout: dict[str, Any]) -> Any:
+    """Buckets of 25 MB, or small ones."""
     size = 0.002 if layout.get("bucket") == "small" else 25  # megabytes
     views = bool(layout.get("views", 0))
     return DistributedDataParallel(model, bucket_cap_mb=size, gradient_as_bucket_view=views)

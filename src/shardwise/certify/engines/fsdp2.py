@@ -13,6 +13,7 @@ space = {"dp_replicate": (1, 2), "dp_shard": (1, 2, 3, 4), "reshard": (1, 0), "u
 
 
 def parallelize(model: Any, layout: dict[str, Any]) -> Any:
+    """A unit per block, or one for the model."""
     replicas, shards = layout.get("dp_replicate", 1), layout.get("dp_shard", 1)
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
     mesh = mesh if replicas > 1 else mesh["dp_shard"]

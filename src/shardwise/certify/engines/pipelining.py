@@ -13,7 +13,7 @@ from torch.distributed import checkpoint
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from shardwise.certify.adapter import Run
+from shardwise.certify.adapter import EngineRun
 
 name = "torch pipelining"
 axes, data = ("pp",), ()
@@ -24,6 +24,8 @@ variants = ("plain", "uneven", "frozen", "padded")
 
 
 class Embed(nn.Module):
+    """The first part: token ids to hidden states."""
+
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.table, self.positions = model.table, model.positions
@@ -38,7 +40,7 @@ def loss(logits: Tensor, labels: Tensor, tokens: int) -> Tensor:
 
 
 def parallelize(model: Any, layout: dict[str, Any]) -> Any:
-    """(schedule, this rank's stages): two for each rank where the schedule needs them, in a loop or as a V."""
+    """(schedule, this rank's stages): two per rank where the schedule needs them, in a loop or as a V."""
     kind, ranks, rank = layout.get("schedule", "1F1B"), layout["pp"], dist.get_rank()
     count = ranks if kind in SINGLE else 2 * ranks
     parts = [Embed(model), *model.blocks, nn.Sequential(model.norm, model.head)]
@@ -55,47 +57,49 @@ def parallelize(model: Any, layout: dict[str, Any]) -> Any:
     return schedule, stages
 
 
-def backward(run: Run, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
+def backward(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
+    """One step of the schedule. Returns the loss on the last stage."""
     schedule, stages = run.engine
     losses: list[Tensor] = []
     first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     schedule.step(
         *([ids] if first else []), target=labels if last else None, losses=losses, loss_kwargs={"tokens": tokens}
     )
-    return float(sum(each.item() for each in losses)) if last else None
+    return float(sum(item.item() for item in losses)) if last else None
 
 
-def own(run: Run) -> dict[str, nn.Parameter]:
+def stage_parameters(run: EngineRun) -> dict[str, nn.Parameter]:
     """This rank's parameters by their names in the plain model."""
     mine = {id(p) for stage in run.engine[1] for p in stage.submod.parameters()}
     return {name: p for name, p in run.model.named_parameters() if id(p) in mine}
 
 
-def gradients(run: Run) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in own(run).items() if p.grad is not None}
+def gradients(run: EngineRun) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in stage_parameters(run).items() if p.grad is not None}
 
 
-def parameters(run: Run) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in own(run).items()}
+def parameters(run: EngineRun) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in stage_parameters(run).items()}
 
 
-def clip(run: Run, most: float) -> float:
+def clip(run: EngineRun, most: float) -> float:
+    """The norm over all stages."""
     square = torch.zeros((), dtype=torch.float64)
     for gradient in gradients(run).values():
         square += gradient.square().sum()
     dist.all_reduce(square)
-    nn.utils.clip_grads_with_norm_(own(run).values(), most, square.sqrt(), foreach=False)
+    nn.utils.clip_grads_with_norm_(stage_parameters(run).values(), most, square.sqrt(), foreach=False)
     return float(square.sqrt())
 
 
-def optimizer(run: Run, **settings: Any) -> Any:
-    return torch.optim.AdamW(own(run).values(), foreach=False, **settings)
+def optimizer(run: EngineRun, **settings: Any) -> Any:
+    return torch.optim.AdamW(stage_parameters(run).values(), foreach=False, **settings)
 
 
-def state(run: Run) -> dict[str, Any]:
+def state(run: EngineRun) -> dict[str, Any]:
     """Name -> parameters and moments, which are made where there are none."""
     tensors: dict[str, Any] = {}
-    for name, p in own(run).items():
+    for name, p in stage_parameters(run).items():
         if p.requires_grad:
             kept = run.optimizer.state[p]
             kept.setdefault("step", torch.tensor(0.0))
@@ -106,9 +110,9 @@ def state(run: Run) -> dict[str, Any]:
     return tensors
 
 
-def save(run: Run, folder: str) -> None:
+def save(run: EngineRun, folder: str) -> None:
     checkpoint.save(state(run), checkpoint_id=folder)
 
 
-def load(run: Run, folder: str) -> None:
+def load(run: EngineRun, folder: str) -> None:
     checkpoint.load(state(run), checkpoint_id=folder)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.certify.adapter import Run
+from shardwise.certify.adapter import EngineRun
 from shardwise.runtime.job.config import OptimizerConfig
 from shardwise.runtime.module.split import split
 from shardwise.runtime.zero.flat_unit import FlatUnit, local_values
@@ -36,7 +36,7 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.dim() > 1
 
 
-class Engine:
+class SplitEngine:
     """A split module; what a step has seen."""
 
     def __init__(self, model: nn.Module, layout: dict[str, Any]) -> None:
@@ -45,12 +45,12 @@ class Engine:
         text = ",".join([*(f"{k}={v}" for k, v in layout.items() if k != "sp"), *flags, "precision=fp64"])
         parts = ["table", "blocks.*", "norm", "head"] if layout.get("pp", 1) > 1 else None
         self.split = split(
-            model, text, PLAN | (NORMS if flags else {}), blocks=["Block"], parts=parts, accumulate=MICRO
+            model, text, PLAN | (NORMS if flags else {}), blocks=["TinyBlock"], parts=parts, accumulate=MICRO
         )
         self.norm, self.seen = 0.0, dict[str, Tensor]()
 
     def whole(self, held: Iterable[tuple[FlatUnit, Tensor]]) -> dict[str, Tensor]:
-        """Whole tensors of intervals, which ranks tell each other."""
+        """Whole tensors of intervals, which ranks exchange."""
         pieces = []
         for flat, tensor in held:
             for start, placed in zip(flat.unit.offsets, flat.unit.placed, strict=True):
@@ -67,15 +67,15 @@ class Engine:
         return {name: tensor[1:].view(self.shapes[name]) for name, tensor in tensors.items()}
 
 
-def parallelize(model: nn.Module, layout: dict[str, Any]) -> Engine:
-    return Engine(model, layout)
+def parallelize(model: nn.Module, layout: dict[str, Any]) -> SplitEngine:
+    return SplitEngine(model, layout)
 
 
-def optimizer(run: Run, **settings: Any) -> None:
+def optimizer(run: EngineRun, **settings: Any) -> None:
     run.engine.split.program.optimizer.config = OptimizerConfig(**settings, clip=run.most)
 
 
-def backward(run: Run, ids: Tensor, labels: Tensor, tokens: int) -> float:
+def backward(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float:
     """The whole step, whose gradients are kept before they are clipped."""
     engine, program = run.engine, run.engine.split.program
     update = program.optimizer.step
@@ -95,28 +95,29 @@ def backward(run: Run, ids: Tensor, labels: Tensor, tokens: int) -> float:
     return float(outcome.loss)
 
 
-def gradients(run: Run) -> dict[str, Tensor]:
+def gradients(run: EngineRun) -> dict[str, Tensor]:
     return run.engine.seen
 
 
-def clip(run: Run, most: float) -> float:
+def clip(run: EngineRun, most: float) -> float:
     return float(run.engine.norm)
 
 
-def step(run: Run) -> None:
+def step(run: EngineRun) -> None:
     """`backward` has made it."""
 
 
-def parameters(run: Run) -> dict[str, Tensor]:
+def parameters(run: EngineRun) -> dict[str, Tensor]:
+    """Masters of what trains, weights of what is frozen."""
     program = run.engine.split.program
     held = [(state.flat, state.master) for state in program.optimizer.states]
     held += [(flat, flat.interval) for flat in program.engine.units.values() if flat.unit.frozen]
     return run.engine.whole(held)
 
 
-def save(run: Run, folder: str) -> None:
+def save(run: EngineRun, folder: str) -> None:
     run.engine.split.save(folder)
 
 
-def load(run: Run, folder: str) -> None:
+def load(run: EngineRun, folder: str) -> None:
     run.engine.split.load(folder)

@@ -20,7 +20,7 @@ from transformers.distributed.checkpoint import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from shardwise.certify.adapter import Run, clip_mixed
+from shardwise.certify.adapter import EngineRun, clip_mixed
 from shardwise.certify.tiny import PADDED_VOCAB, VOCAB
 
 name = "transformers DistributedConfig"
@@ -83,11 +83,11 @@ def parallelize(model: Any, layout: dict[str, Any]) -> nn.Module:
     return split
 
 
-def save(run: Run, folder: str) -> None:
+def save(run: EngineRun, folder: str) -> None:
     run.engine.save_pretrained(folder, distributed_checkpoint=True)
     save_optimizer_distributed(run.model, run.optimizer, f"{folder}/optimizer")
 
 
-def load(run: Run, folder: str) -> None:
+def load(run: EngineRun, folder: str) -> None:
     _load_model_checkpoint_distributed(run.model, folder)
     load_optimizer_distributed(run.model, run.optimizer, f"{folder}/optimizer")
