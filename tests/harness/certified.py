@@ -199,6 +199,11 @@ def load_weights(run: EngineRun, folder: str) -> None:
 
 
 @torch.no_grad()
+def forget_buffer(run: EngineRun) -> None:
+    run.model.get_buffer("positions").mul_(2)
+
+
+@torch.no_grad()
 def forget_weight(run: EngineRun) -> None:
     run.model.get_parameter("norm.weight").add_(1)
 
@@ -233,6 +238,9 @@ FAULTS = {
     "a weight not restored": Fault(
         "ddp", "dp=2", {"load": after(good.load, forget_weight)}, "resume", "weights not restored",
         parameter="norm.weight",
+    ),
+    "a buffer not restored": Fault(
+        "ddp", "dp=2", {"load": after(good.load, forget_buffer)}, "resume", "gradients after the load"
     ),
     "tied from one side": Fault("ddp", "dp=2", {"logits": head_side}, "gradients", "tied weight", "tied"),
     "frozen decayed": Fault(

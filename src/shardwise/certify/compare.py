@@ -26,6 +26,7 @@ Meet = Callable[[str], list[str]]
 """Tell all ranks a text; theirs, in order."""
 _NAMES = [*PROPERTIES]
 _INDEX = {name: place for place, name in enumerate(_NAMES)}
+AFTER_LOAD = "gradients after the load"
 _OTHER = "the start of the layout that loads"
 CHAIN = ("gradients", "norm", "clipped", "steps")
 """Each follows from the one before: what is wrong in one is wrong in the others."""
@@ -112,7 +113,8 @@ def _cells(
         if loss is not None and loss.step > chain.step:
             loss, cells["loss"] = None, Cell("proven", note=f"before step {chain.step + 1}")
     if chain is None and resume is not None and not resume.name:
-        resume, cells["resume"] = None, Cell("not run", note="gradients under the layout that loads are wrong")
+        cells["resume"] = Cell("wrong", -resume.error, reference.bounds["gradients"], "", STEPS, AFTER_LOAD, "resume")
+        resume = None
     for item in (loss, chain, resume if chain is None else None):
         if item is None:
             continue
@@ -258,7 +260,7 @@ def _differences(adapter: Adapter, reference: Reference, observed: Observed) -> 
         whole = {name: tensor for name, tensor in right.gradients[-1].items() if name in observed.resumed}
         first, error = reference.errors(observed.after, whole, bounds["gradients"])
         if first and not any(item.property == _INDEX["resume"] for item in wrong):
-            # Not of the checkpoint: the layout that loads it has wrong gradients.
+            # Of what is no parameter, or of the layout that loads.
             wrong.append(Wrong(STEPS - 1, _INDEX["resume"], -1, -error, ""))
         note("resume", STEPS - 1, *reference.moved(STEPS - 1, observed.resumed, bounds["resume"]))
     return wrong, largest

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.certify.adapter import Adapter
-from shardwise.certify.compare import Case
+from shardwise.certify.compare import AFTER_LOAD, Case
 from shardwise.certify.rank import CertifyJob
 from shardwise.certify.result import COLUMNS, PROPERTIES, VARIANTS, Cell, Certificate, LayoutRow, WrongCell
 from shardwise.certify.script import reproduction
@@ -89,7 +89,7 @@ class _Runs:
         self.cells: dict[CaseKey, Cells] = {}
 
     def compare(self, keys: Sequence[CaseKey]) -> dict[CaseKey, Cells]:
-        """EngineRun those that have not run yet."""
+        """Run those that have not run yet."""
         sizes: dict[int, list[CaseKey]] = defaultdict(list)
         for key in keys:
             if key not in self.cells:
@@ -102,7 +102,7 @@ class _Runs:
         return self.cells
 
     def _run(self, ranks: int, keys: list[CaseKey]) -> list[CaseKey]:
-        """EngineRun a job. Returns the keys behind one that has ended it."""
+        """Run a job. Returns the keys behind one that has ended it."""
         texts = list(dict.fromkeys(key.layout for key in keys))
         others = dict(zip(texts, texts[1:] + texts[:1], strict=True))
         cases = tuple(Case(*key, others[key.layout]) for key in keys)
@@ -116,6 +116,12 @@ class _Runs:
         for line in lines:
             number, cells = json.loads(line)
             self.cells[keys[number]] = {name: Cell.from_json(cell) for name, cell in cells.items()}
+        for key in keys:
+            other = self.cells.get(key._replace(layout=others[key.layout]))
+            wrong = other is not None and other["gradients"].state == "wrong"
+            if wrong and key in self.cells and self.cells[key]["resume"].kind == AFTER_LOAD:
+                note = "gradients of the layout that loads are wrong"
+                self.cells[key]["resume"] = Cell("not run", note=note)
         if ending.code in (USER_MISTAKE, INTERRUPTED):
             raise ending.error() or UserError(ending.line)
         left = [key for key in keys if key not in self.cells]
