@@ -216,8 +216,8 @@ def _failed(place: str, stage: Callable[[], object], meet: Meet) -> Cell | None:
     except BaseException as error:  # torch's CheckpointException is no Exception
         lines = str(error).strip().splitlines() or [""]
         # Of an error with the tracebacks of all ranks, the last one's.
-        raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-        words = f"{type(error).__name__}: {' '.join((raised or [' '.join(lines)])[-1].split())[:300]}"
+        last = max((i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception):", line)), default=0)
+        words = f"{type(error).__name__}: {' '.join(' '.join(lines[last:]).split())[:300]}"
     answers = meet(words)
     if not all(answers):
         if words := next(filter(None, answers), ""):

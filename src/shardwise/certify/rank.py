@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import sys
@@ -49,16 +48,6 @@ def meeting(store: dist.Store, rank: int, world: int) -> Meet:
     return meet
 
 
-def new_groups(store: dist.Store, number: int, timeout: float) -> None:
-    """Take down all process groups, whose threads engines leave behind, and make the default one again."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore(f"case-{number}", store), rank=rank, world_size=world,
-        timeout=timedelta(seconds=timeout),
-    )  # fmt: skip
-
-
 def run(rank: int, job: CertifyJob) -> None:
     """Compare, and leave a line per case."""
     warnings.simplefilter("ignore")
@@ -75,9 +64,6 @@ def run(rank: int, job: CertifyJob) -> None:
         if rank == 0:
             with open(job.out, "a") as file:
                 file.write(json.dumps([number, plain(cells)]) + "\n")
-        meet("")
-        gc.collect()
-        new_groups(store, number, job.timeout)
 
 
 if __name__ == "__main__":
