@@ -38,6 +38,7 @@ FLOORS = {
     "validation": 7,
     "emulate": 8,
     "audit": 8,
+    "certify": 8,
     "lab": 8,
     "studio": 8,
     "api": 9,
@@ -56,7 +57,7 @@ NEVER |= {(core, other) for core in ("api", "__init__", "demo") for other in ("v
 layouts and the page need no torch; a decoder is its model in plain PyTorch; the core never imports validation/,
 emulate/ or lab/."""
 
-TORCH_ROOMS = {"decoder", "ops", "runtime", "serving", "emulate"}
+TORCH_ROOMS = {"decoder", "ops", "runtime", "serving", "emulate", "certify"}
 HEAVY = {"numpy", "torch", "rich", "tokenizers", "pyarrow", "datasets"}
 
 

@@ -20,6 +20,7 @@ PAGES = (
     "launch",
     "lab",
     "emit",
+    "certify",
 )
 pytestmark = pytest.mark.usefixtures("leftovers")
 

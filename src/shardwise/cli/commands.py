@@ -28,6 +28,7 @@ GROUPS = {
         "trace": "describe your module in a file for estimate and plan",
     },
     "Other engines": {
+        "certify": "compare an engine's gradients under its layouts with one device",
         "audit": "what a job of any engine sends and holds, and which rank differs",
         "explain": "read a vLLM, DeepSpeed, Megatron-LM or torchtitan configuration",
         "emit": "write a layout as the configuration of another engine",

@@ -62,6 +62,10 @@ EXAMPLES = {
         "shardwise trace model.py:build --out model.json",
         "shardwise trace model.py:build --out small.json --tp 1",
     ),
+    "certify": (
+        "shardwise certify ddp dp=2",
+        "shardwise certify fsdp2 --layouts 12 --json",
+    ),
     "audit": (
         "shardwise audit -- torchrun --nproc-per-node 4 train.py",
         "shardwise audit trace_rank_0.json.gz trace_rank_1.json.gz",

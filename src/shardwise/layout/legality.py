@@ -85,9 +85,11 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
 
 def suited(layout: Layout, model: object) -> tuple[Layout, tuple[str, ...]]:
     """The layout with the attention that the model needs, and a sentence where that is another one than it has."""
-    if not getattr(model, "attention_dropout", 0.0) or layout.attention != "sdpa":
+    if not isinstance(model, ModelConfig) or model.counted or not model.attention_dropout:
         return layout, ()
-    why = f"attention=math: {model.name} drops attention probabilities, which fused kernels do not"  # type: ignore[attr-defined]
+    if layout.attention != "sdpa":
+        return layout, ()
+    why = f"attention=math: {model.name} drops attention probabilities, which fused kernels do not"
     return replace(layout, attention="math"), (why,)
 
 

@@ -1,0 +1,46 @@
+"""Write docs/certificates/: `python docs/certificates.py [ENGINE ...]` certifies each engine that is installed."""
+
+import sys
+from pathlib import Path
+
+from shardwise.certify.job import certify
+
+FOLDER = Path(__file__).parent / "certificates"
+RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "ddp": (("dp=2", "dp=2,views=1", "dp=3,bucket=small", "dp=4,bucket=small,views=1"), ()),
+    "fsdp2": (
+        ("dp_shard=2", "dp_shard=2,reshard=0", "dp_shard=3", "dp_shard=4,units=model",
+         "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2,reshard=0"),
+        (),
+    ),
+    "tensor_parallel": (("tp=2", "tp=2,sp=1", "tp=4", "dp=2,tp=2", "dp=2,tp=2,sp=1"), ()),
+    "pipelining": (
+        ("pp=2", "pp=2,schedule=GPipe,micro=6", "pp=2,schedule=Interleaved1F1B", "pp=2,schedule=LoopedBFS",
+         "pp=2,schedule=InterleavedZeroBubble", "pp=2,schedule=ZBVZeroBubble", "pp=2,schedule=DualPipeV",
+         "pp=4", "pp=4,schedule=GPipe", "pp=4,schedule=ZBVZeroBubble"),
+        (),
+    ),
+    "shardwise": (
+        ("dp=2", "dp=2,zero=3", "dp=3,zero=2", "tp=2,sp=1", "pp=2", "pp=2,schedule=gpipe",
+         "dp=4,zero=3,shard=2", "dp=2,tp=2,zero=1", "pp=2,dp=2,zero=1", "pp=2,tp=2"),
+        (),
+    ),
+    "transformers": (
+        ("tp=2", "fsdp=2", "tp=2,ep=2", "fsdp=2,ep=2", "fsdp=2,tp=2", "fsdp=2,tp=2,ep=4", "dp_replicate=2,fsdp=2"),
+        ("tiny-llama", "tiny-mixtral", "tiny-qwen3-moe"),
+    ),
+}  # fmt: skip
+"""Engine -> layouts and models."""
+
+
+def main(engines: list[str]) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for engine in engines or RUNS:
+        layouts, models = RUNS[engine]
+        certificate = certify(engine, layouts=layouts, models=models, say=lambda line: print(line, flush=True))
+        print(certificate.summary, f"{certificate.seconds:.0f} s", flush=True)
+        (FOLDER / f"{engine}.md").write_text(certificate.markdown())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Certificates: whether an engine computes the gradients of the plain model under its layouts, by numbers."""

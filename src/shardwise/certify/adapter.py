@@ -1,0 +1,260 @@
+"""`Adapter`: an engine as a file of functions. Defaults are those of a trainer in PyTorch whose parameters may be
+DTensors, so that most adapters say how a model is split and nothing else.
+
+Functions take a `EngineRun` first: one trainer on one rank. Reproductions copy their source, so none uses anything of
+shardwise but its arguments.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from shardwise.certify.tiny import build
+from shardwise.errors import UserError, did_you_mean
+
+ENGINES = ("ddp", "fsdp2", "tensor_parallel", "pipelining", "transformers", "shardwise")
+OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
+"""AdamW's settings. eps is large, so that gradients that are zero but for rounding do not move weights."""
+MOST_RANKS = 8
+
+
+@dataclass
+class EngineRun:
+    """One trainer on one rank."""
+
+    model: nn.Module
+    """The plain model, which `parallelize` may change in place."""
+    layout: dict[str, Any]
+    """CaseKey -> size or value, as the layout's text has them."""
+    data: tuple[int, int]
+    """This rank's place among ranks with different rows, and their number."""
+    logits: Callable[[Any, Tensor], Tensor]
+    most: float
+    """The norm to which gradients are clipped."""
+    engine: Any = None
+    """Result of `parallelize`."""
+    optimizer: Any = None
+
+
+def logits(engine: Any, ids: Tensor) -> Tensor:
+    return engine(ids)
+
+
+def backward(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float | None:
+    """As `Adapter.backward`, with engines that average gradients over data ranks."""
+    loss = F.cross_entropy(run.logits(run.engine, ids).flatten(0, 1), labels.flatten(), reduction="sum") / tokens
+    (loss * run.data[1]).backward()
+    return loss.item()
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def gradients(run: EngineRun) -> dict[str, Tensor]:
+    return {name: full(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
+
+
+def parameters(run: EngineRun) -> dict[str, Tensor]:
+    return {name: full(p) for name, p in run.model.named_parameters()}
+
+
+def clip(run: EngineRun, most: float) -> float:
+    return float(full(nn.utils.clip_grad_norm_(run.model.parameters(), most)))
+
+
+def clip_mixed(run: EngineRun, most: float) -> float:
+    """`clip`, where gradients are of several meshes or of none, of which torch's function takes no mix."""
+    norm = torch.stack([full(p.grad.norm()) for p in run.model.parameters() if p.grad is not None]).norm()
+    nn.utils.clip_grads_with_norm_(run.model.parameters(), most, norm, foreach=False)
+    return float(norm)
+
+
+def optimizer(run: EngineRun, **settings: Any) -> Any:
+    return torch.optim.AdamW(run.model.parameters(), foreach=False, **settings)
+
+
+def step(run: EngineRun) -> None:
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def save(run: EngineRun, folder: str) -> None:
+    model, state = get_state_dict(run.model, run.optimizer)
+    checkpoint.save({"model": model, "optimizer": state}, checkpoint_id=folder)
+
+
+def load(run: EngineRun, folder: str) -> None:
+    """Set model and optimizer, in place, from what `save` wrote under any layout."""
+    model, state = get_state_dict(run.model, run.optimizer)
+    checkpoint.load({"model": model, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=state)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An engine: constants and functions of a file, by these names."""
+
+    name: str
+    axes: Sequence[str]
+    """Keys of a layout whose product is the number of ranks, outermost first, as ranks are numbered."""
+    data: Sequence[str]
+    """Those of the axes whose ranks have different rows."""
+    space: Mapping[str, Sequence[Any]]
+    """CaseKey of a layout -> its values, of which layouts are made; axes count 1 where they are left out."""
+    parallelize: Callable[[nn.Module, dict[str, Any]], Any]
+    """(plain model, layout) -> what computes. What it raises counts as refused by the engine."""
+    needs: Sequence[str] = ("torch",)
+    """Distributions whose versions the result has."""
+    models: Mapping[str, Callable[[str], nn.Module]] = field(default_factory=lambda: {"tiny": build})
+    """Name -> function of a variant that builds the plain model, with the same weights for the same seed."""
+    variants: Sequence[str] = ("plain", "uneven", "tied", "frozen", "padded")
+    """Those of `result.VARIANTS` that its models and its engine have."""
+    skips: Sequence[str] = ()
+    """Properties that the engine cannot show."""
+    exact: bool = True
+    """Whether it computes in float64; else in float32, with a bound derived from the plain model's rounding."""
+    broadcasts: bool = False
+    """Whether the engine gives all ranks the weights and buffers of rank 0. Other ranks then start with others."""
+    rebuilds: bool = False
+    """Whether the result of `parallelize` has the model's parameters, in place of the model that it was given."""
+    saves_frozen: bool = True
+    """Whether frozen parameters are in its checkpoints."""
+    within: Mapping[str, str] = field(default_factory=dict)
+    """CaseKey of a layout -> the key without which it means nothing."""
+    global_loss: bool = False
+    """Whether `backward` returns the loss of all ranks' rows, not of this rank's."""
+    decays: Callable[[str, Tensor], bool] = lambda name, parameter: True
+    """Whether weight decay applies to a parameter."""
+    logits: Callable[[Any, Tensor], Tensor] = logits
+    """(model or engine, ids) -> logits [batch, seq, vocab]."""
+    backward: Callable[[EngineRun, Tensor, Tensor, int], float | None] = backward
+    """(run, ids and labels of this rank's rows, labels that count on all ranks): compute the gradients of the sum over
+    all ranks' rows divided by the labels that count. Returns the loss; None where a rank has none."""
+    gradients: Callable[[EngineRun], dict[str, Tensor]] = gradients
+    """Name in the plain model -> whole gradient; of a pipeline's rank those it has."""
+    parameters: Callable[[EngineRun], dict[str, Tensor]] = parameters
+    clip: Callable[[EngineRun, float], float] = clip
+    """(run, maximum norm): clip the gradients. Returns the norm before."""
+    optimizer: Callable[..., Any] = optimizer
+    """AdamW with `OPTIMIZER`'s settings."""
+    step: Callable[[EngineRun], None] = step
+    """Update, and forget the gradients."""
+    save: Callable[[EngineRun, str], None] = save
+    load: Callable[[EngineRun, str], None] = load
+
+    @classmethod
+    def of(cls, module: Any) -> Adapter:
+        """The adapter of a file's module, or of any object with these attributes. Raises `UserError`."""
+        values = {item.name: getattr(module, item.name) for item in fields(cls) if hasattr(module, item.name)}
+        if missing := [name for name in ("name", "axes", "data", "space", "parallelize") if name not in values]:
+            where = getattr(module, "__file__", module)
+            raise UserError(f"{where} is no adapter: it has no {', '.join(missing)} (docs/certify.md)")
+        return cls(**values)
+
+    @classmethod
+    def load_from(cls, text: str) -> Adapter:
+        """The adapter of one of `ENGINES`, or of a file. Raises `UserError`."""
+        return cls.of(module_of(text))
+
+    def parse(self, text: str) -> dict[str, Any]:
+        """A layout of KEY=VALUE,... Raises `UserError` for keys and sizes that the engine does not have."""
+        layout: dict[str, Any] = {}
+        for item in text.split(","):
+            key, equals, value = item.strip().partition("=")
+            if key not in self.space or not equals:
+                hint = did_you_mean(key, list(self.space), "one of")
+                raise UserError(f"layout {text!r}: {self.name} has no {item!r}; {hint}, as KEY=VALUE")
+            layout[key] = int(value) if value.isdecimal() else value
+        sizes = [layout.get(axis, 1) for axis in self.axes]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise UserError(f"layout {text!r}: sizes of {', '.join(self.axes)} are positive integers")
+        if math.prod(sizes) > 64:
+            raise UserError(f"layout {text!r} has {math.prod(sizes)} ranks: give one with at most 64")
+        return layout
+
+    def sizes(self, layout: Mapping[str, Any]) -> dict[str, int]:
+        """Axis -> its size."""
+        return {axis: layout.get(axis, 1) for axis in self.axes}
+
+    def ranks(self, layout: Mapping[str, Any]) -> int:
+        return math.prod(self.sizes(layout).values())
+
+    def place(self, layout: Mapping[str, Any], rank: int) -> dict[str, int]:
+        """Axis -> index of a rank along it."""
+        at = {}
+        for axis, size in reversed(self.sizes(layout).items()):
+            rank, at[axis] = divmod(rank, size)
+        return at
+
+    def data_place(self, layout: Mapping[str, Any], rank: int) -> tuple[int, int]:
+        """(place of a rank among those with different rows, their number)."""
+        sizes, at, index, count = self.sizes(layout), self.place(layout, rank), 0, 1
+        for axis in (axis for axis in self.axes if axis in self.data):
+            index, count = index * sizes[axis] + at[axis], count * sizes[axis]
+        return index, count
+
+    def layouts(self, most: int, seed: int = 0) -> list[str]:
+        """Layouts of the space on 2 to `MOST_RANKS` ranks: the small ones first, equally small ones in random order."""
+        texts = {}
+        for values in itertools.product(*self.space.values()):
+            layout = dict(zip(self.space, values, strict=True))
+            if 2 <= self.ranks(layout) <= MOST_RANKS:
+                plain = {key: value for key, value in layout.items() if value != self.space[key][0]}
+                if all(self.within.get(key, key) in plain for key in plain):
+                    texts[text_of(plain)] = self.ranks(layout)
+        order = list(texts)
+        random.Random(seed).shuffle(order)
+        return sorted(order, key=lambda text: (texts[text] > 4, texts[text] if not seed else 0))[:most]
+
+    def smaller(self, layout: Mapping[str, Any]) -> list[str]:
+        """Layouts that are `layout` with axes shortened or left out, the smallest first; on at least two ranks."""
+        choices = [
+            [item for item in range(1, value + 1) if not value % item] if key in self.axes else [value]
+            for key, value in layout.items()
+        ]
+        choices_of = [dict(zip(layout, values, strict=True)) for values in itertools.product(*choices)]
+        smaller = [item for item in choices_of if self.ranks(item) >= 2 and item != layout]
+        return [text_of({k: v for k, v in item.items() if k not in self.axes or v > 1})
+                for item in sorted(smaller, key=self.ranks)]  # fmt: skip
+
+
+def text_of(layout: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in layout.items())
+
+
+def module_of(text: str) -> ModuleType:
+    """The module of one of `ENGINES`, or of a file. Raises `UserError` where there is none, or it fails."""
+    name = f"_certified_{Path(text).stem}"
+    if text not in ENGINES and not text.endswith(".py"):
+        raise UserError(f"no engine {text!r}; {did_you_mean(text, ENGINES, 'one of')}, or the path of an adapter.py")
+    if text not in ENGINES and not Path(text).is_file():
+        raise UserError(f"there is no file {text}")
+    try:
+        if text in ENGINES:
+            return importlib.import_module(f"shardwise.certify.engines.{text}")
+        spec = importlib.util.spec_from_file_location(name, text)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except ModuleNotFoundError as error:
+        raise UserError(f"{text} needs {error.name}: pip install {error.name}") from None
+    except Exception as error:
+        raise UserError(f"{text} cannot be imported: {type(error).__name__}: {error}") from None

@@ -1,0 +1,49 @@
+"""torch's DTensor styles: tensor parallelism, sequence parallelism between blocks' maps, and FSDP2 around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from shardwise.certify.adapter import clip_mixed
+
+name = "torch DTensor TP"
+axes, data = ("dp", "tp"), ("dp",)
+space = {"dp": (1, 2), "tp": (1, 2, 4), "sp": (0, 1)}
+within = {"sp": "tp"}
+clip = clip_mixed
+
+
+def parallelize(model: Any, layout: dict[str, Any]) -> nn.Module:
+    """Megatron-LM's cut: columns then rows, the vocabulary of table and head."""
+    mesh = init_device_mesh("cpu", (layout.get("dp", 1), layout.get("tp", 1)), mesh_dim_names=("dp", "tp"))
+    stream = Shard(1) if layout.get("sp") else Replicate()
+    plan: dict[str, Any] = {"table": RowwiseParallel(input_layouts=Replicate())}
+    plan |= {"head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate())}
+    for item in ("q", "k", "v", "up"):
+        plan[f"blocks.*.{item}"] = ColwiseParallel(input_layouts=stream)
+    for item in ("o", "down"):
+        plan[f"blocks.*.{item}"] = RowwiseParallel(output_layouts=stream)
+    if layout.get("sp"):
+        plan |= {"blocks.*.norm1": SequenceParallel(), "blocks.*.norm2": SequenceParallel(), "norm": SequenceParallel()}
+        plan["blocks"] = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=stream, use_local_output=True
+        )
+    if layout.get("tp", 1) > 1:
+        parallelize_module(model, mesh["tp"], plan)
+    if layout.get("dp", 1) > 1:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    return model

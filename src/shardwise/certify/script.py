@@ -1,0 +1,209 @@
+"""A script that shows a wrong cell without shardwise: the adapter's functions, the plain model, and a comparison.
+
+Definitions are copied with what they name, from the adapter's file and from this package. Annotations, docstrings, and
+branches of other layouts and variants are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from inspect import getsource
+from types import ModuleType
+from typing import Any
+
+from shardwise.certify import adapter as defaults
+from shardwise.certify.adapter import OPTIMIZER, Adapter
+from shardwise.certify.reference import BINDING, SEED
+from shardwise.certify.result import WrongCell
+
+_OWN = "shardwise.certify"
+_SAMPLE = """
+dist.init_process_group("gloo")
+torch.manual_seed(SEED)
+plain = MODEL
+model, rank = copy.deepcopy(plain), dist.get_rank()
+for tensor in (*model.parameters(), *model.buffers()):
+    tensor.data += rank
+run = SimpleNamespace(model=model, engine=parallelize(model, LAYOUT), layout=LAYOUT, data=DATA[rank], logits=logits)
+run.model = run.engine
+adam, run.optimizer = torch.optim.AdamW(plain.parameters(), **ADAM), optimizer(run, **ADAM)
+for number in range(NUMBER):
+    ids, labels = batch(number, VARIANT)
+    tokens, mine = int((labels != -100).sum()), slice(*(24 * (run.data[0] + i) // run.data[1] for i in (0, 1)))
+    losses = F.cross_entropy(logits(plain, ids).flatten(0, 1), labels.flatten(), reduction="none").view(24, -1) / tokens
+    losses.sum().backward()
+    loss = backward(run, ids[mine], labels[mine], tokens)
+    COMPARED
+wrong, right = BOTH
+error = float((torch.as_tensor(wrong) - right).norm() / (right.norm() or 1))
+print(f"rank {rank}: WHAT differs by {error:.1e} of its norm")
+sys.exit(error > LIMIT)
+"""
+_BOTH = {
+    "loss": "loss, losses[mine].sum()",
+    "gradients": "gradients(run).get(NAME, 0 * RIGHT) if NAME in parameters(run) else RIGHT, RIGHT",
+    "norm": "norm, total",
+    "clipped": "gradients(run)[NAME], RIGHT",
+    "steps": "parameters(run)[NAME], plain.get_parameter(NAME)",
+}
+"""Property -> what an engine has, and what is right."""
+_WHOLE = "getattr(g := run.model.get_parameter(NAME).grad, 'full_tensor', lambda: g)()"
+_CLIPPED = [
+    "square = sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None)",
+    "most = most if number else BINDING * square**0.5",
+    "total = nn.utils.clip_grad_norm_(plain.parameters(), most)",
+    "norm = clip(run, most)",
+]
+_STEPPED = ["adam.step()", "adam.zero_grad()", "step(run)"]
+
+
+def reproduction(adapter: Adapter, model: str, variant: str, finding: WrongCell) -> str:
+    """Source of the script, for `torchrun --nproc-per-node N FILE.py`: prints the error, and exits with 1. Empty for
+    what it cannot show: a resume, and rows that only float32 has."""
+    name, cell, layout = finding.cell.note, finding.cell, adapter.parse(finding.layout)
+    if name not in _BOTH:
+        return ""
+    steps = cell.step
+    body = [*_CLIPPED, *_STEPPED] if name == "steps" else list(_CLIPPED) if name in ("norm", "clipped") else []
+    if steps > 1 and name != "steps":
+        body += [f"if number < {steps - 1}:", *(f"    {line}" for line in [*(_CLIPPED if not body else []), *_STEPPED])]
+    module = sys.modules[adapter.parallelize.__module__]
+    built = f"models[{model!r}]" if hasattr(module, "models") else "build"
+    ranks = adapter.ranks(layout)
+    frozen = cell.parameter in {n for n, p in adapter.models[model](variant).named_parameters() if not p.requires_grad}
+    grad = "torch.zeros(())" if frozen else "plain.get_parameter(NAME).grad"
+    both = _BOTH[name]
+    if adapter.gradients is defaults.gradients:  # in one line
+        both = f"{_WHOLE}, RIGHT" if name in ("gradients", "clipped") else both
+    words = {
+        "COMPARED": "\n    ".join(body), "BOTH": both, "RIGHT": grad, "MODEL": f"{built}({variant!r}).double()",
+        "DATA": repr([adapter.data_place(layout, rank) for rank in range(ranks)]), "LAYOUT": repr(layout),
+        "SEED": str(SEED),
+        "ADAM": repr(OPTIMIZER), "NUMBER": str(steps), "VARIANT": repr(variant), "BINDING": str(BINDING),
+        "NAME": repr(cell.parameter), "WHAT": f"{name} {cell.parameter}".strip(), "LIMIT": repr(cell.bound),
+    }  # fmt: skip
+    text = _SAMPLE
+    for word, value in words.items():
+        text = text.replace(word, value)
+    if adapter.logits is defaults.logits:
+        text = text.replace("logits(plain, ids)", "plain(ids)").replace("=logits", "=lambda model, ids: model(ids)")
+    apart = adapter.broadcasts and name == "loss"
+    left_out = (
+        *(() if body and body != _CLIPPED else ("adam,",)), *(() if adapter.rebuilds else ("run.model =",)),
+        *(() if apart else ("for tensor", "tensor.data +=")),
+    )  # fmt: skip
+    text = "\n".join(line for line in text.splitlines() if not left_out or not line.strip().startswith(left_out))
+    copied = _Copied(layout, variant, adapter, module)
+    main = copied.folded(ast.parse(text))
+    copied.add_names(main, [module, _module("adapter"), _module("tiny")])
+    how = f"torchrun --nproc-per-node {ranks} FILE.py"
+    return copied.source(main, f"{adapter.name}, {finding.column} at {finding.layout}. {how}")
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(f"{_OWN}.{name}")
+
+
+class _Copied:
+    """Definitions of modules, after what they name."""
+
+    def __init__(self, layout: dict[str, Any], variant: str, adapter: Adapter, module: ModuleType) -> None:
+        self.folded = _Folded(layout, variant).generic_visit
+        self.overrides: dict[str, tuple[ModuleType, str]] = {
+            name: (sys.modules[function.__module__], function.__name__)
+            for name, function in vars(adapter).items()
+            if inspect.isfunction(function) and function.__name__ != "<lambda>"
+        }
+        self.defined: dict[str, ast.AST] = {}
+        self.lines: dict[str, None] = {}
+        """Imports."""
+
+    def add_names(self, node: ast.AST, modules: Sequence[ModuleType]) -> None:
+        """Copy what a statement names, of the first module that defines it."""
+        names = [item for item in ast.walk(node) if isinstance(item, ast.Name)]
+        local = (
+            {item.id for item in names if isinstance(item.ctx, ast.Store)}
+            if isinstance(node, ast.FunctionDef)
+            else {""}
+        )
+        for name in dict.fromkeys(item.id for item in names if item.id not in local):
+            at_top = name in self.overrides and len(modules) > 1
+            places = [self.overrides[name]] if at_top else [(module, name) for module in modules]
+            any(name in self.defined or self._add(module, there, name) for module, there in places)
+
+    def _add(self, module: ModuleType, name: str, known: str) -> bool:
+        """Copy one definition or import. Returns whether the module has it."""
+        for node in ast.parse(getsource(module)).body:
+            names = {(a.asname or a.name).partition(".")[0]: a for a in getattr(node, "names", ())}
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and (alias := names.get(name)):
+                if isinstance(node, ast.ImportFrom) and str(node.module).startswith(_OWN):
+                    return self._add(import_module(str(node.module)), alias.name, known)
+                one = ast.Import([alias]) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, [alias], 0)
+                self.lines[ast.unparse(one)] = None
+                return True
+            targets = [item for target in getattr(node, "targets", ()) for item in ast.walk(target)]
+            if name in (getattr(node, "name", ""), *(item.id for item in targets if isinstance(item, ast.Name))):
+                key = known if not targets else ast.unparse(node)
+                if key not in self.defined:
+                    kept = self.folded(node)
+                    if not targets:
+                        kept.name = known
+                    self.defined[key] = ast.Pass()  # while what it names is copied
+                    self.add_names(kept, [module])
+                    del self.defined[key]
+                    self.defined[key] = kept
+                return True
+        return False
+
+    def source(self, main: ast.AST, title: str) -> str:
+        """The whole script, with imports of a module in one line."""
+        froms: dict[str, list[str]] = {"types": ["SimpleNamespace"], "torch": ["nn"]}
+        whole = {"copy", "sys", "torch", "torch.distributed as dist", "torch.nn.functional as F"}
+        for line in self.lines:
+            kind, rest = line.split(" ", 1)
+            if kind == "import":
+                whole.add(rest)
+            else:
+                module, names = rest.split(" import ")
+                froms[module] = list(dict.fromkeys([*froms.get(module, []), names]))
+        lines = [f"import {', '.join(sorted(whole))}"]
+        lines += [f"from {module} import {', '.join(names)}" for module, names in sorted(froms.items())]
+        text = "\n".join([f'"""{title}"""', *lines, *map(ast.unparse, self.defined.values()), ast.unparse(main)])
+        return "\n".join(line for line in text.splitlines() if line.strip()) + "\n"
+
+
+class _Folded(ast.NodeTransformer):
+    """Without annotations and docstrings, and with the layout's and the variant's constants folded."""
+
+    def __init__(self, layout: dict[str, Any], variant: str) -> None:
+        self.layout, self.variant = layout, variant
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        node = super().generic_visit(node)
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            if ast.get_docstring(node):
+                node.body = node.body[1:] or [ast.Pass()]
+            if isinstance(node, ast.FunctionDef):
+                node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            return ast.copy_location(ast.Assign([node.target], node.value), node)
+        elif isinstance(node, ast.Name) and node.id == "variant" and isinstance(node.ctx, ast.Load):
+            return ast.Constant(self.variant)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "layout.get":
+            key, *default = node.args
+            return ast.Constant(self.layout.get(key.value, default[0].value if default else None))  # type: ignore[attr-defined]
+        elif isinstance(node, (ast.If, ast.IfExp)) and isinstance(node.test, ast.Constant):
+            return node.body if node.test.value else node.orelse
+        elif isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple) and not node.iter.elts:
+            return []
+        elif isinstance(node, (ast.Compare, ast.BoolOp)) and not any(
+            isinstance(item, (ast.Name, ast.Call, ast.Attribute)) for item in ast.walk(node)
+        ):
+            return ast.Constant(eval(ast.unparse(node), {}))
+        return node

@@ -1,0 +1,180 @@
+"""Certificates: clean layouts without a finding, what a command says of a user's adapter, and torch's own mistakes."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import forked
+from harness.pool import run_ranks
+from harness.today import seed
+from shardwise.certify.adapter import Adapter
+from shardwise.certify.compare import Case
+from shardwise.certify.result import COLUMNS, PROPERTIES, Cell, Certificate, LayoutRow
+from shardwise.cli.main import main
+from shardwise.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("leftovers")
+SOURCE = str(Path(__file__).parents[2] / "src")
+ADAPTER = '''
+"""A trainer whose gradients are doubled: DDP and a sum, too."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+name, axes, data, space = "mine", ("dp",), ("dp",), {"dp": (1, 2, 4)}
+variants = ("plain", "uneven")
+
+
+def parallelize(model, layout):
+    return DistributedDataParallel(model)
+
+
+def backward(run, ids, labels, tokens):
+    logits = run.logits(run.engine, ids).flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / tokens
+    (loss * run.data[1] * FACTOR).backward()
+    return loss.item()
+'''
+
+
+def shardwise(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "COLUMNS": "200"}
+    return forked.shardwise(*words, environment=environment, timeout=170)
+
+
+def known(engine: str, layout: str, variant: str) -> bool:
+    """torch's own mistakes, of which there is a test below."""
+    parts = ("tensor_parallel", "tied"), ("pipelining", "frozen")
+    return (engine, variant) in parts or (engine == "tensor_parallel" and variant == "frozen" and "sp" in layout)
+
+
+def test_generated_layouts_of_sound_engines_have_no_finding() -> None:
+    generator, cases = random.Random(seed()), []
+    for engine in ("ddp", "fsdp2", "tensor_parallel", "pipelining", "shardwise"):
+        adapter = Adapter.load_from(engine)
+        texts = [text for text in adapter.layouts(1000, seed()) if adapter.ranks(adapter.parse(text)) == 2]
+        layout, other = (generator.choice(texts) for _ in range(2))
+        variants = [v for v in adapter.variants if not (known(engine, layout, v) or known(engine, other, v))]
+        cases.append((engine, Case(layout, "tiny", generator.choice(variants), other)))
+    for case, cells in zip(cases, run_ranks("harness.certified:compare_clean", 2, cases)[0], strict=True):
+        assert {cell.state for cell in cells.values()} <= {"proven", "not run"}, (case, cells)
+        assert cells["gradients"].state == cells["resume"].state == "proven", (case, cells)
+
+
+TORCH = {
+    "sequence parallelism trains a frozen norm": (
+        "tensor_parallel", Case("tp=2,sp=1", "tiny", "frozen", "tp=2,sp=1"), "frozen parameter has a gradient",
+    ),
+    "parallelize_module unties": ("tensor_parallel", Case("tp=2", "tiny", "tied", "tp=2"), "tied weight: from"),
+    "zero-bubble schedules drop what follows a frozen stage": (
+        "pipelining", Case("pp=2,schedule=ZBVZeroBubble", "tiny", "frozen", "pp=2"), "dropped: no rank has a gradient",
+    ),
+}  # fmt: skip
+"""Mistakes of torch 2.13 without a word."""
+
+
+def test_mistakes_of_torch_are_found() -> None:
+    cases = [(engine, case) for engine, case, _ in TORCH.values()]
+    for (name, (_, _, kind)), cells in zip(
+        TORCH.items(), run_ranks("harness.certified:compare_clean", 2, cases)[0], strict=True
+    ):
+        assert cells["gradients"].state == "wrong" and kind in cells["gradients"].kind, (name, cells)
+
+
+def test_a_wrong_adapter_is_found_at_its_smallest_layout_with_a_script(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(ADAPTER.replace("FACTOR", "2"))
+    done = shardwise("certify", str(file), "dp=4", "--json", "--out", str(tmp_path / "out"))
+    assert done.returncode == 1, done.stderr
+    result = json.loads(done.stdout)
+    (finding,) = result["findings"]
+    assert finding["layout"] == "dp=2" and finding["cell"]["kind"] == "factor 2 = dp"
+    assert finding["cells"] == ["dp=4 (gradients)", "dp=4 (uneven)"]
+    assert "WRONG" in (tmp_path / "out" / "certificate.md").read_text()
+    script = tmp_path / "out" / "wrong-1.py"
+    text = script.read_text()
+    assert text.count("\n") < 60 and "shardwise" not in text
+    assert_script(script, fails=True)
+    script.write_text(text.replace("run.data[1] * 2", "run.data[1]"))
+    assert_script(script, fails=False)
+
+
+def assert_script(script: Path, *, fails: bool) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert "rank 0: gradients table.weight differs by" in done.stdout and bool(done.returncode) is fails, done.stderr
+
+
+def test_a_right_adapter_is_proven(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(ADAPTER.replace("FACTOR", "1"))
+    done = shardwise("certify", str(file), "dp=2")
+    assert done.returncode == 0 and "7 proven" in done.stdout, done.stdout + done.stderr
+
+
+def test_errors_of_an_engine_are_refused_or_failed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    text = ADAPTER.replace("FACTOR", "1").replace('("plain", "uneven")', '("plain",)')
+    file.write_text(text.replace("return Dist", 'raise ValueError("not on Sundays")\n    return Dist'))
+    done = shardwise("certify", str(file), "dp=2")
+    assert done.returncode == 1 and "refused: loss at dp=2 and 5 more: ValueError: not on Sundays" in done.stdout
+    file.write_text(text.replace("    logits = ", '    assert run.data[0], "rank 0 gave up"\n    logits = '))
+    done = shardwise("certify", str(file), "dp=2", "--json")
+    cells = json.loads(done.stdout)["rows"][0]["cells"]
+    assert done.returncode == 1 and cells["loss"]["state"] == "failed" and "rank 0 gave up" in cells["loss"]["note"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ddpp dp=2", "no engine 'ddpp'; did you mean ddp?, or the path of an adapter.py"),
+        ("none.py dp=2", "there is no file none.py"),
+        ("ddp dq=2", "torch DDP has no 'dq=2'; one of dp, bucket, views"),
+        ("ddp dp", "torch DDP has no 'dp'"),
+        ("ddp dp=1", "has one rank"),
+        ("ddp dp=0", "sizes of dp are positive integers"),
+        ("ddp dp=x", "sizes of dp are positive integers"),
+        ("ddp dp=2 --model huge", "torch DDP has no model 'huge': it has tiny"),
+        ("{file} dp=2", "is no adapter: it has no axes, data, space, parallelize"),
+        ("{broken} dp=2", "cannot be imported: NameError"),
+        ("{needy} dp=2", "needs no_such_package: pip install no_such_package"),
+    ],
+)
+def test_mistakes_are_one_line(words: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, text in (("file", 'name = "mine"'), ("broken", "nothing"), ("needy", "import no_such_package")):
+        (tmp_path / f"{name}.py").write_text(text)
+    words = words.format(**{name: tmp_path / f"{name}.py" for name in ("file", "broken", "needy")})
+    code = main(["certify", *words.split()])
+    out, err = capfd.readouterr()
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1, err
+
+
+def test_layouts_are_of_the_space() -> None:
+    adapter = Adapter.load_from("shardwise")
+    texts = adapter.layouts(1000)
+    assert len(set(texts)) == len(texts) and all(2 <= adapter.ranks(adapter.parse(text)) <= 8 for text in texts)
+    assert not any("schedule" in text and "pp" not in text for text in texts)
+    assert adapter.smaller(adapter.parse("pp=2,tp=2")) == ["tp=2", "pp=2"]
+    with pytest.raises(UserError, match="did you mean zero"):
+        adapter.parse("zer=1")
+
+
+def test_what_nothing_proves_is_no_success() -> None:
+    def certificate(**cells: Cell) -> Certificate:
+        row = dict.fromkeys(COLUMNS, Cell("not run")) | cells
+        return Certificate("mine", "float64", {}, (LayoutRow("dp=2", "tiny", 2, row),))
+
+    proven = Cell("proven", 1e-12, 1e-9)
+    assert certificate().exit_code == 1 and certificate(loss=proven).exit_code == 0
+    assert certificate(loss=proven, norm=Cell("refused")).exit_code == 0
+    assert certificate(loss=proven, norm=Cell("wrong", 1.0, note="norm")).exit_code == 1
+    assert certificate(loss=proven, norm=Cell("failed")).exit_code == 1
+    assert certificate(loss=proven).columns == ["loss"] and set(PROPERTIES) < set(COLUMNS)
+    assert Certificate.from_json(json.loads(json.dumps(certificate(loss=proven).to_json()))) == certificate(loss=proven)

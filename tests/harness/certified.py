@@ -1,0 +1,293 @@
+"""Mistakes put into engines' adapters, and ranks that compare such an adapter with the plain model."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.certify import adapter as good
+from shardwise.certify.adapter import OPTIMIZER, Adapter, EngineRun
+from shardwise.certify.compare import Case, compare_case
+from shardwise.certify.reference import Reference
+from shardwise.certify.result import Cell
+from shardwise.certify.tiny import IGNORED
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake: functions in place of an adapter's, where it shows, and words of the guess."""
+
+    engine: str
+    layout: str
+    functions: dict[str, Any]
+    property: str
+    kind: str
+    variant: str = "plain"
+    parameter: str = ""
+
+
+def after(function: Callable[..., Any], change: Callable[[EngineRun], object]) -> Callable[..., Any]:
+    """The function, then a change of the run."""
+
+    def changed(run: EngineRun, *args: Any) -> Any:
+        result = function(run, *args)
+        change(run)
+        return result
+
+    return changed
+
+
+@torch.no_grad()
+def times(factor: float) -> Callable[[EngineRun], None]:
+    def change(run: EngineRun) -> None:
+        for p in run.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(factor)
+
+    return change
+
+
+def of(run: EngineRun, name: str) -> Tensor:
+    """A parameter's own part."""
+    p = run.model.get_parameter(name)
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+@torch.no_grad()
+def swap(first: str, second: str, gradients: bool = False) -> Callable[[EngineRun], None]:
+    def change(run: EngineRun) -> None:
+        a, b = (run.model.get_parameter(name) for name in (first, second))
+        x, y = (a.grad, b.grad) if gradients else (a.data, b.data)
+        kept = x.clone()
+        x.copy_(y)
+        y.copy_(kept)
+
+    return change
+
+
+def unsynchronized(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
+    return model
+
+
+def own_buffers(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    return DistributedDataParallel(model, init_sync=False, broadcast_buffers=False)
+
+
+def own_weights(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
+    return DistributedDataParallel(model, init_sync=False)
+
+
+def shards_alone(model: nn.Module, layout: dict[str, Any]) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return fully_shard(model, mesh=mesh["dp_shard"])
+
+
+def mean_of_means(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float:
+    own = max(1, int((labels != IGNORED).sum()))
+    summed = F.cross_entropy(run.logits(run.engine, ids).flatten(0, 1), labels.flatten(), reduction="sum")
+    (summed / own).backward()
+    return summed.item() / tokens
+
+
+def all_labels(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float:
+    return good.backward(run, ids, labels, 24 * 8) * 24 * 8 / tokens
+
+
+def rank0_rows(run: EngineRun, ids: Tensor, labels: Tensor, tokens: int) -> float:
+    dist.broadcast(ids := ids.clone(), 0)
+    dist.broadcast(labels := labels.clone(), 0)
+    return good.backward(run, ids, labels, tokens)
+
+
+def head_side(engine: Any, ids: Tensor) -> Tensor:
+    model = engine.module if isinstance(engine, DistributedDataParallel) else engine
+    if not isinstance(engine, DistributedDataParallel):
+        return engine(ids)
+    table = model.table.forward
+    model.table.forward = lambda ids: F.embedding(ids, model.table.weight.detach())
+    try:
+        return engine(ids)
+    finally:
+        model.table.forward = table
+
+
+def local_norm(run: EngineRun, most: float, axis: str = "") -> float:
+    """The norm of this rank's shards."""
+    grads = [p.grad.to_local() for p in run.model.parameters() if p.grad is not None]
+    return _clipped(run, sum(float(g.square().sum()) for g in grads) ** 0.5, most)
+
+
+def replicas_norm(run: EngineRun, most: float) -> float:
+    grads = [p.grad.to_local() for p in run.model.parameters() if p.grad is not None]
+    total = torch.tensor(sum(float(g.square().sum()) for g in grads), dtype=torch.float64)
+    dist.all_reduce(total)
+    return _clipped(run, float(total.sqrt()), most)
+
+
+def norm_without_head(run: EngineRun, most: float) -> float:
+    named = run.model.named_parameters()
+    total = sum(float(p.grad.square().sum()) for name, p in named if name != "head.weight" and p.grad is not None)
+    return _clipped(run, total**0.5, most)
+
+
+def _clipped(run: EngineRun, norm: float, most: float) -> float:
+    times(min(1.0, most / (norm + 1e-6)))(run)
+    return norm
+
+
+def not_clipped(run: EngineRun, most: float) -> float:
+    return good.clip(run, 1e9)
+
+
+def clipped_twice(run: EngineRun, most: float) -> float:
+    norm = good.clip(run, most)
+    times(most / norm)(run)
+    return norm
+
+
+@torch.no_grad()
+def decay_frozen(run: EngineRun) -> None:
+    for p in run.model.parameters():
+        if not p.requires_grad:
+            p.mul_(1 - OPTIMIZER["lr"] * OPTIMIZER["weight_decay"])
+
+
+@torch.no_grad()
+def decay_again(run: EngineRun) -> None:
+    for p in run.model.parameters():
+        p.mul_(1 - OPTIMIZER["lr"] * OPTIMIZER["weight_decay"])
+
+
+def lazy_rank(run: EngineRun) -> None:
+    if dist.get_rank() == 1:
+        run.optimizer.zero_grad()
+    else:
+        good.step(run)
+
+
+def no_zero_grad(run: EngineRun) -> None:
+    run.optimizer.step()
+
+
+@torch.no_grad()
+def drop_rows(name: str, start: int) -> Callable[[EngineRun], None]:
+    return lambda run: run.model.get_parameter(name).grad[start:].zero_()
+
+
+def drop(name: str) -> Callable[[EngineRun], None]:
+    def change(run: EngineRun) -> None:
+        run.model.get_parameter(name).grad = None
+
+    return change
+
+
+def load_weights(run: EngineRun, folder: str) -> None:
+    good.load(run, folder)
+    run.optimizer = good.optimizer(run, **OPTIMIZER)
+
+
+@torch.no_grad()
+def forget_buffer(run: EngineRun) -> None:
+    run.model.get_buffer("positions").mul_(2)
+
+
+@torch.no_grad()
+def forget_weight(run: EngineRun) -> None:
+    run.model.get_parameter("norm.weight").add_(1)
+
+
+FAULTS = {
+    "gradients not reduced": Fault(
+        "ddp", "dp=2", {"parallelize": unsynchronized, "broadcasts": False}, "gradients", "missing mean over dp"
+    ),
+    "gradients of a replica alone": Fault(
+        "fsdp2", "dp_replicate=2,dp_shard=2", {"parallelize": shards_alone}, "gradients", "mean over dp_replicate"
+    ),
+    "doubled": Fault("ddp", "dp=2", {"backward": after(good.backward, times(2))}, "gradients", "factor 2"),
+    "divided twice": Fault("fsdp2", "dp_shard=4", {"backward": after(good.backward, times(0.25))}, "gradients", "1/4"),
+    "tripled": Fault("ddp", "dp=2", {"backward": after(good.backward, times(3))}, "gradients", "factor 3"),
+    "mean of ranks' means": Fault(
+        "ddp", "dp=2", {"backward": mean_of_means}, "gradients", "mean over ranks in place of tokens", "uneven"
+    ),
+    "ignored labels count": Fault("ddp", "dp=2", {"backward": all_labels}, "gradients", "factor 0.", "uneven"),
+    "all ranks have rank 0's rows": Fault("ddp", "dp=2", {"backward": rank0_rows}, "gradients", "rows alone"),
+    "norm of a shard": Fault("fsdp2", "dp_shard=2", {"clip": local_norm}, "norm", "missing sum over dp_shard"),
+    "norm over replicas, too": Fault(
+        "fsdp2", "dp_replicate=2,dp_shard=2", {"clip": replicas_norm}, "norm", "root of 2 = dp_replicate"
+    ),
+    "norm without the head": Fault("ddp", "dp=2", {"clip": norm_without_head}, "norm", "head.weight is not in it"),
+    "not clipped": Fault("ddp", "dp=2", {"clip": not_clipped}, "clipped", "not clipped"),
+    "clipped twice": Fault("ddp", "dp=2", {"clip": clipped_twice}, "clipped", "clipped by another norm"),
+    "layers swapped in a load": Fault(
+        "fsdp2", "dp_shard=2", {"load": after(good.load, swap("blocks.0.q.weight", "blocks.1.q.weight"))},
+        "resume", "weights of blocks.1.q.weight", parameter="blocks.0.q.weight",
+    ),
+    "moments not restored": Fault("fsdp2", "dp_shard=2", {"load": load_weights}, "resume", "optimizer state not"),
+    "a weight not restored": Fault(
+        "ddp", "dp=2", {"load": after(good.load, forget_weight)}, "resume", "weights not restored",
+        parameter="norm.weight",
+    ),
+    "a buffer not restored": Fault(
+        "ddp", "dp=2", {"load": after(good.load, forget_buffer)}, "resume", "gradients after the load"
+    ),
+    "tied from one side": Fault("ddp", "dp=2", {"logits": head_side}, "gradients", "tied weight", "tied"),
+    "frozen decayed": Fault(
+        "ddp", "dp=2", {"step": after(good.step, decay_frozen)}, "steps", "frozen parameter decayed", "frozen"
+    ),
+    "decayed twice": Fault("ddp", "dp=2", {"step": after(good.step, decay_again)}, "steps", "decayed twice"),
+    "buffers not broadcast": Fault("ddp", "dp=2", {"parallelize": own_buffers}, "loss", "buffers of rank 0"),
+    "weights not broadcast": Fault("ddp", "dp=2", {"parallelize": own_weights}, "loss", "weights or buffers of rank 0"),
+    "a stale copy": Fault("ddp", "dp=2", {"step": lazy_rank}, "steps", "stale copy: the weights before the step, on 1"),
+    "gradients not reset": Fault("ddp", "dp=2", {"step": no_zero_grad}, "gradients", "last step's gradient"),
+    "part of a padded vocabulary": Fault(
+        "ddp", "dp=2", {"backward": after(good.backward, drop_rows("head.weight", 60))}, "gradients",
+        "dropped part: 1 of 61 rows", "padded", parameter="head.weight",
+    ),
+    "a gradient left out": Fault(
+        "ddp", "dp=2", {"backward": after(good.backward, drop("blocks.1.up.weight"))}, "gradients", "dropped",
+        parameter="blocks.1.up.weight",
+    ),
+    "two gradients swapped": Fault(
+        "ddp", "dp=2", {"backward": after(good.backward, swap("blocks.0.q.weight", "blocks.0.k.weight", True))},
+        "gradients", "gradient of blocks.0.k.weight", parameter="blocks.0.q.weight",
+    ),
+}  # fmt: skip
+
+
+def compare_faults(rank: int, names: list[str]) -> dict[str, dict[str, Cell]]:
+    return {
+        name: _cells(
+            replace(Adapter.load_from(fault.engine), **fault.functions),
+            Case(fault.layout, "tiny", fault.variant, fault.layout),
+        )
+        for name in names
+        for fault in [FAULTS[name]]
+    }
+
+
+def compare_clean(rank: int, cases: list[tuple[str, Case]]) -> list[dict[str, Cell]]:
+    return [_cells(Adapter.load_from(engine), case) for engine, case in cases]
+
+
+def _cells(adapter: Adapter, case: Case) -> dict[str, Cell]:
+    folder: list[Any] = [tempfile.mkdtemp(prefix="certified-")]
+    dist.broadcast_object_list(folder, 0)
+    return compare_case(adapter, Reference(adapter, case.model, case.variant), case, Path(folder[0]), _meet)
+
+
+def _meet(words: str) -> list[str]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, words)
+    return told
