@@ -44,11 +44,12 @@ WORDS = {
 }  # fmt: skip
 """Keys that are words for other things as well, which nothing tells apart."""
 LATER = {
-    "dp": 72, "tp": 114, "pp": 90, "cp": 52, "ep": 46, "etp": 12, "zero": 66, "shard": 38, "sp": 40, "cpkind": 13,
-    "tpkind": 8, "sync": 22, "virtual": 37, "micro": 84, "recompute": 66, "offload": 22, "offload_params": 16,
-    "offload_activations": 7, "precision": 43, "grads": 41,
+    "dp": 82, "tp": 120, "pp": 93, "cp": 52, "ep": 47, "etp": 13, "zero": 69, "shard": 38, "sp": 43, "cpkind": 13,
+    "tpkind": 8, "sync": 22, "virtual": 37, "micro": 91, "recompute": 68, "offload": 22, "offload_params": 16,
+    "offload_activations": 7, "precision": 45, "grads": 41,
 }  # fmt: skip
-"""Keys that more files spell as yet -> how many. The numbers only fall, but for `audit`, which derives layouts."""
+"""Keys that more files spell as yet -> how many. The numbers only fall, but for `audit`, which derives
+layouts, and `certify`, whose adapters run them."""
 
 
 def test_a_key_is_spelled_in_few_files() -> None:

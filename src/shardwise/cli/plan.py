@@ -8,7 +8,7 @@ change.
 sequence, the largest batch and micro-batch, or the speedup of more nodes.
 
 --serve finds the best layouts to serve the model, for prompts of --prompt tokens, answers of --output tokens and
---concurrency clients, or --rate requests per second; with --ttft and --tpot, those that keep these times; and how many
+--concurrency clients, or --rate requests per second; with --ttft and --tpot, the best within these times; and how many
 devices to read prompts with and to decode with, where these are apart (--disaggregated writes them).
 
 Without --cluster, plan prints the smallest number of each device of the catalog that fits, with speed and price. With

@@ -214,36 +214,34 @@ def plan(
     have; None is the usual, with a margin (`room_of`) that the best layouts keep, unless none does. explain: with
     alternatives and what memory costs, or, where nothing fits, with what would have to change. price: US dollars per
     device-hour; None is the lowest list price. refuses: why a layout is not to be ranked, "" where it is, if memory
-    keeps its margin (True) or need not. settings: of the engine, beside its layouts. assumed: notes on numbers of the
-    workload that were not given.
-    Raises `UserError` in one line where there is no legal layout or none fits, with what would have to change; for
-    unknown names; and for what cannot be planned: devices without constants, decoders of other kinds, engines that do
-    not train.
+    keeps its margin (True) or need not. settings: of the engine. assumed: notes on numbers that were not given.
+    Raises `UserError` in one line where no layout is legal or fits, with what would have to change; for unknown names;
+    and for what cannot be planned: devices without constants, decoders of other kinds, engines that do not train.
     """
     model, cluster = as_model(model), as_cluster(cluster)
     workload, usual = as_workload(model, workload, seq, batch, odd_part(cluster.devices))
     shown, top = numbers_of(top, by)
-    fix = fixed_of(fix) if isinstance(fix, str) else fix
-    space, none_runs = space_for(model, cluster, workload, engine, fix or {}, settings)
+    fixed = fixed_of(fix) if isinstance(fix, str) else fix or {}
+    space, none_runs = space_for(model, cluster, workload, engine, fixed, settings)
     room = room_of(cluster, space.engine.name, bool(model.experts), reserve)
-    constants(cluster.device)  # raises where the search would, for a device without any
+    constants(cluster.device)  # raises for a device without any
     if explain and (rejected := shortfall.why_no_state_fits(space, room.usable, reserve)):
         raise rejected
     result = winners(space, by, top, usable := room.safe, explain, refuses and partial(refuses, True))
     if not result.best and room.margin:
         result = winners(space, by, top, usable := room.usable, explain, refuses and partial(refuses, False))
-    if not result.best and refuses and (others := winners(space, by, 1, usable, explain).best):
-        best = others[0].layout
-        raise UserError(f"no layout that fits will do; the best, {best}: {refuses(False, best)}")
     if not result.best:
+        if refuses and (others := winners(space, by, 1, usable, explain).best):
+            best = others[0].layout
+            raise UserError(f"no layout that fits will do; the best, {best}: {refuses(False, best)}")
         raise _nothing(space, usable, reserve) if explain else _nothing_at_all(space, usable)
     explained_too = explain and by in ("throughput", "fastest", "cost")
-    fastest = result.fastest if by == "throughput" and result.fastest != result.best[0] else None
+    other = by == "throughput" and result.fastest != result.best[0]
     return Plan(
         model, cluster, workload, space.engine.name, by, room.usable, result.best, result.considered, result.fitting,
         tuple(result.alternatives(usable)) if explained_too else (), result.unlimited() if explained_too else None,
-        none_runs, explained(cluster, reserve), price_of(cluster.device, price), fastest, result.same, room, settings,
-        shown, assumed or usual,
+        none_runs, explained(cluster, reserve), price_of(cluster.device, price), result.fastest if other else None,
+        result.same, room, settings, shown, assumed or usual,
     )  # fmt: skip
 
 
