@@ -256,7 +256,8 @@ class EngineSpec:
         words = SPLITS if key in self.known().keys or key in self.options else LAYOUT_WORDS
         if words.search(inner):
             return flag.replace("-", "_")
-        return next((one for short, one in self.short.items() if short.lstrip("-").replace("-", "_") == key), key)
+        # Names with one dash, as vLLM's -tp, are no others with two.
+        return next((one for short, one in self.short.items() if short.replace("-", "_") == f"__{key}"), key)
 
     def known(self, table: str = "top") -> Known:
         """Keys of a table that change nothing."""

@@ -14,7 +14,7 @@ from shardwise.layout import Layout
 
 NOTHING = ("", "auto")
 """Words that say nothing: Hugging Face's trainer fills in what is "auto"."""
-LAYOUT_WORDS = re.compile("parallel|degree|size|shard|stage|fsdp|zero", re.IGNORECASE)
+LAYOUT_WORDS = re.compile("parallel|degree|size|shard|stage|fsdp|zero|^[tpdce]p$", re.IGNORECASE)
 """Parts of names that say how a model is split, or how large something is."""
 SPLITS = re.compile("parallel|degree", re.IGNORECASE)
 """Those that say how it is split wherever they are."""
