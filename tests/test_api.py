@@ -18,6 +18,7 @@ from shardwise import ModelConfig, UserError, Workload, api
 from shardwise.checkpoint import Manifest, PartEntry, Piece, TensorSpec, commit, keep_last, write_part
 from shardwise.checkpoint.geometry import full
 from shardwise.data import Corpus
+from shardwise.errors import in_python
 from shardwise.report import StepReport
 from shardwise.report.run_directory import RunDirectory
 from shardwise.runtime import installed
@@ -652,3 +653,8 @@ def test_the_cluster_of_several_hosts_is_the_one_of_their_file(tmp_path, monkeyp
     (tmp_path / "hosts.json").write_text("{}")
     with pytest.raises(UserError, match="shardwise lab"):
         HostFile.from_environment()
+
+
+def test_flags_of_commands_stay_as_they_are_typed():
+    line = in_python("--host-memory SIZE is too little; torchrun --nproc-per-node 2 starts it; add --vocab 501")
+    assert line == "host_memory=SIZE is too little; torchrun --nproc-per-node 2 starts it; add vocab=501"

@@ -26,12 +26,19 @@ class NotFiniteError(UserError):
     """Weights or optimizer state that are not finite, and so were not saved."""
 
 
-_FLAG = re.compile(r"--([a-z][a-z-]*)(?: (?=[\d.]+(?:\b|$))| (?=[A-Z]+\b))?")
+_FLAG = re.compile(
+    r"\b(?:torchrun|shardwise|pip|python) [^;,()]*|--([a-z][a-z-]*)(?: (?=[\d.]+(?:\b|$))| (?=[A-Z]+\b))?"
+)
 
 
 def in_python(text: str) -> str:
-    """A message in Python's words: `--host-memory SIZE` is `host_memory=SIZE`."""
-    return _FLAG.sub(lambda flag: flag[1].replace("-", "_") + "=" * flag[0].endswith(" "), text)
+    """A message in Python's words: `--host-memory SIZE` is `host_memory=SIZE`. A command to be typed stays as it
+    is."""
+
+    def named(flag: re.Match[str]) -> str:
+        return flag[0] if flag[1] is None else flag[1].replace("-", "_") + "=" * flag[0].endswith(" ")
+
+    return _FLAG.sub(named, text)
 
 
 def speaks_python(function: Callable[P, T]) -> Callable[P, T]:
