@@ -94,7 +94,7 @@ def test_a_resumed_run_has_its_own_options_alone(
 def test_every_option_of_a_run_is_a_key() -> None:
     flags = declare.declared(train.TrainOptions).keys()
     own = {"model", "workload", "optimizer", "corpus", "corpus_fingerprint", "former_corpus", "restart", "adapters"}
-    own.add("schedule_steps")
+    own |= {"schedule_steps", "class_plan", "class_parts"}
     assert {field.name for field in fields(TrainConfig)} - own <= flags
 
 

@@ -69,6 +69,8 @@ def test_weights_of_files_are_named_by_their_own_format(capsys):
     assert main(words.split()) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "dp=1 in mxfp4 on 1 device" in text and "int4" not in text and "int8" not in text
+    assert main([*words.split(), "--why"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
     assert "its files are in mxfp4-g32, 4.25 bits per weight with scales" in text
     assert main([*words.split(), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranked"][0]["weights"] == "mxfp4"

@@ -162,7 +162,7 @@ def test_names_stand_for_models_layouts_and_clusters():
     named = estimate("llama-3-8b", str(layout), workload, "8xH100")
     assert named == estimate(get("llama-3-8b"), layout, workload, Cluster.parse("8xH100"))
     for given, words in (
-        (("llama-3-8b", "8xH100"), "workload must be a Workload, made by"),
+        (("llama-3-8b", "8xH100", 8), "workload must be a Workload, made by"),
         ((8, "8xH100", workload), "model must be a ModelConfig, a name such as llama-3-8b; not 8"),
         (("llama-3-8b", 8, workload), "cluster must be a Cluster, a text such as 8xH100; not 8"),
         (("llama-9", "8xH100", workload), "no model 'llama-9'"),

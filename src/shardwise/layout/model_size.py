@@ -13,6 +13,12 @@ def size_words(model: Model) -> str:
     return f"{format_count(total)} parameters{used}{more}"
 
 
+def named_size(model: Model) -> str:
+    """The model's name, and where it has experts its size, too."""
+    total, _, active = count_parts(model)
+    return model.name if active == total else f"{model.name}, {size_words(model)},"
+
+
 def size_json(model: Model) -> dict[str, int]:
     """Numbers of all parameters, and of those that one token uses."""
     total, _, active = count_parts(model)

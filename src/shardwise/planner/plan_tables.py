@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from shardwise.layout import Mesh
-from shardwise.layout.model_size import size_words
+from shardwise.layout.model_size import named_size, size_words
 from shardwise.model.flops import MFU
 from shardwise.model.parameters import count
 from shardwise.planner.common import SAME, Alternative, resembling
@@ -95,7 +95,7 @@ def plan_conclusion(plan: Plan) -> str:
     risk = "at risk, " if plan.room.state(one.held.total) == "at risk" else ""
     memory = f"{risk}{format_bytes(one.held.total)} of {format_bytes(plan.usable)} per device"
     return (
-        f"best of {plan.considered:,} layouts of {plan.model.name} on {plan.cluster}: {one.layout}, "
+        f"best of {plan.considered:,} layouts of {named_size(plan.model)} on {plan.cluster}: {one.layout}, "
         f"{format_time(one.seconds)} per step, {format_count(plan.tokens_per_second(one))} tokens/s "
         f"({format_share(plan.utilisation(one))} MFU), {memory}"
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from shardwise.layout.experts import experts_across
-from shardwise.layout.model_size import size_words
+from shardwise.layout.model_size import named_size, size_words
 from shardwise.model.formats import weight_format
 from shardwise.planner.price_words import money, price_line, priced
 from shardwise.planner.serving import Deployment, ServingPlan, type_name
@@ -18,7 +18,7 @@ def serving_conclusion(plan: ServingPlan) -> str:
     one = plan.winner
     weights = type_name(one.weights, plan.model)
     return (
-        f"best of {plan.considered:,} deployments of {plan.model.name} on {plan.cluster}: {one.layout} in "
+        f"best of {plan.considered:,} deployments of {named_size(plan.model)} on {plan.cluster}: {one.layout} in "
         f"{weights}{' (lossy)' * one.lossy} on {one.devices} device{'s' * (one.devices > 1)}, "
         f"{format_count(one.tokens_per_second)} tokens/s, {format_time(one.first_token)} to the mean first token, "
         f"{format_time(one.token)} for each after it, "
