@@ -141,7 +141,7 @@ def test_what_was_not_traced_has_no_numbers(skips, layout):
 def test_other_degrees_and_sequences_are_named(skips):
     with pytest.raises(LayoutError, match=r"tp=4,precision=bf16,recompute=none was not traced; the trace has tp=1\|2"):
         estimate(skips, "tp=4", Workload(seq=1, batch=8))
-    with pytest.raises(UserError, match=r"traced with rows of 1 elements, not 7: choose --seq 1"):
+    with pytest.raises(UserError, match=r"traced with rows of 1 elements, not 7: choose seq=1"):
         estimate(skips, "dp=2", Workload(seq=7, batch=8))
 
 
@@ -439,7 +439,7 @@ def plain(build=OWN["plain"], parts=None, **options) -> Blueprint:
 @pytest.mark.parametrize(
     ("build", "parts", "message"),
     [
-        (OWN["plain"], None, r"PlainMLP publishes no order of its parts: trace it with parts= \(--parts\)"),
+        (OWN["plain"], None, r"PlainMLP publishes no order of its parts: trace it with parts"),
         (HeadLeftOut, None, "parts: head.weight is in none of them"),
         (Pairs, None, "blocks.0 returns a tuple; under a pipeline each block returns one tensor"),
         (Frozen, ["inner.enter", "inner.blocks.*", "inner.head"], "some of its parameters are frozen: leave pp out"),

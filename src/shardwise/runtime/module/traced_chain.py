@@ -24,7 +24,7 @@ def traced_chain(
     """(the order of a module's parts, "") or (None, why there are no predictions for its pipelines). Raises `UserError`
     for a list of parts that is none."""
     if parts is None and not getattr(module, "_pp_plan", None):
-        return None, f"{type(module).__name__} publishes no order of its parts: trace it with parts= (--parts)"
+        return None, f"{type(module).__name__} publishes no order of its parts: trace it with --parts"
     try:
         chain = find_chain(module, parts, blocks)
     except UserError as error:
