@@ -12,11 +12,13 @@ import pytest
 from harness import forked
 from harness.pool import run_ranks
 from harness.today import seed
+from shardwise.certify import job
 from shardwise.certify.adapter import Adapter
 from shardwise.certify.compare import Case
 from shardwise.certify.result import COLUMNS, PROPERTIES, Cell, Certificate, LayoutRow
 from shardwise.cli.main import main
 from shardwise.errors import UserError
+from shardwise.runtime.job.launch import Ending, RunFailed
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -154,6 +156,13 @@ def test_mistakes_are_one_line(words: str, message: str, tmp_path: Path, capfd: 
     code = main(["certify", *words.split()])
     out, err = capfd.readouterr()
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1, err
+
+
+def test_a_signal_from_outside_is_no_failure_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = Ending(143, "stopped by SIGTERM: all 2 ranks have ended")
+    monkeypatch.setattr(job, "supervise", lambda *words, **options: stopped)
+    with pytest.raises(RunFailed, match="stopped by SIGTERM"):
+        job.certify("ddp", layouts=["dp=2"])
 
 
 def test_layouts_are_of_the_space() -> None:

@@ -18,7 +18,7 @@ from shardwise.certify.rank import CertifyJob
 from shardwise.certify.result import COLUMNS, PROPERTIES, VARIANTS, Cell, Certificate, LayoutRow, WrongCell
 from shardwise.certify.script import reproduction
 from shardwise.errors import UserError
-from shardwise.runtime.job.launch import INTERRUPTED, USER_MISTAKE, supervise
+from shardwise.runtime.job.launch import USER_MISTAKE, supervise
 from shardwise.runtime.job.locks import temporary_folder
 from shardwise.runtime.measure.job import PATIENCE
 
@@ -128,7 +128,7 @@ class _Runs:
         for line in lines:
             number, cells = json.loads(line)
             self.cells[keys[number]] = {name: Cell.from_json(cell) for name, cell in cells.items()}
-        if ending.code in (USER_MISTAKE, INTERRUPTED):
+        if ending.code == USER_MISTAKE or ending.code > 128:  # a signal from outside is not the engine's doing
             raise ending.error() or UserError(ending.line)
         left = [key for key in keys if key not in self.cells]
         if left:
