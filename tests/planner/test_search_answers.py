@@ -347,7 +347,7 @@ def test_every_layout_that_a_plan_names_has_the_bytes_of_estimate(seed):
     cluster = Cluster.parse(draw.choice(["4xH100", "8xH100", "2x4xA100"]))
     workload = Workload(draw.choice([256, 1024]), draw.choice([4, 8, 24]))
     fixed = draw.choice([{"schedule": "zb-h1"}, {"schedule": "interleaved"}, {}]) | draw.choice([{"pp": 2}, {"pp": 4}])
-    asked = {"by": draw.choice(["throughput", "throughput", "memory", "cost", "pareto"]), "fixed": fixed, "top": 6}
+    asked = {"by": draw.choice(["throughput", "throughput", "memory", "cost", "pareto"]), "fix": fixed, "top": 6}
     try:
         least = plan(model, cluster, workload, by="memory", top=1, fix=fixed, explain=False).winner.held.total
     except UserError as error:
