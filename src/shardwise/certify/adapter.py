@@ -25,10 +25,10 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+from shardwise.certify.engines import ENGINES, check_engine
 from shardwise.certify.tiny import build
 from shardwise.errors import UserError, did_you_mean
 
-ENGINES = ("ddp", "fsdp2", "tensor_parallel", "pipelining", "transformers", "shardwise")
 OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 """AdamW's settings. eps is large, so that gradients that are zero but for rounding do not move weights."""
 MOST_RANKS = 8
@@ -242,10 +242,7 @@ def text_of(layout: Mapping[str, Any]) -> str:
 def module_of(text: str) -> ModuleType:
     """The module of one of `ENGINES`, or of a file. Raises `UserError` where there is none, or it fails."""
     name = f"_certified_{Path(text).stem}"
-    if text not in ENGINES and not text.endswith(".py"):
-        raise UserError(f"no engine {text!r}; {did_you_mean(text, ENGINES, 'one of')}, or the path of an adapter.py")
-    if text not in ENGINES and not Path(text).is_file():
-        raise UserError(f"there is no file {text}")
+    check_engine(text)
     try:
         if text in ENGINES:
             return importlib.import_module(f"shardwise.certify.engines.{text}")

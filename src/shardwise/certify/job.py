@@ -48,7 +48,7 @@ def certify(
 ) -> Certificate:  # fmt: skip
     """Compare an engine with its model on one device.
 
-    engine: one of `adapter.ENGINES`, or the path of an adapter. layouts: texts, or none for `count` of the adapter's.
+    engine: one of `engines.ENGINES`, or the path of an adapter. layouts: texts, or none for `count` of the adapter's.
     models: names of the adapter's, or none for its first. seed: of the choice of layouts. say: gets a line before every
     job of ranks.
     Raises `UserError` for an unknown engine, model or layout, and `RunFailed` when no job of ranks can start.

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.certify.engines import check_engine
 from shardwise.cli.declare import CommandOptions, arg, word
 from shardwise.cli.output import print_result, working
 from shardwise.errors import os_errors
@@ -38,6 +39,7 @@ class CertifyOptions(CommandOptions):
 
 
 def run(args: CertifyOptions) -> int:
+    check_engine(args.engine)
     require("certify", "torch")
     from shardwise.certify.job import certify
 
