@@ -34,7 +34,7 @@ class AdviceRequest:
     seq: int
     batch: int
     model: ModelConfig | None = None
-    """None: the program's, of which the recording may have the configuration."""
+    """None: the program's, whose configuration the recording may have."""
 
 
 def advice(request: AdviceRequest, recordings: Sequence[RankRecording], layout: Layout | None) -> Iterator[str]:

@@ -140,7 +140,7 @@ class _Judge:
         stored = {row[2] for row in one.model[3]}
         self.stored = next(iter(stored)) if len(stored) == 1 else ""
         whole = sum(planned.trained.values())
-        # Micro-batches whose gradients are reduced, and those that pass forward and backward.
+        # Micro-batches whose gradients are reduced, and micro-batches that pass forward and backward.
         self.reduced = self._times("gradients", "", whole)
         gathers = [self._times("parameters", phase, planned.elements) for phase in ("forward", "backward")]
         self.passes = max(self.reduced, min(gathers))

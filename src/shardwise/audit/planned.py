@@ -1,4 +1,4 @@
-"""What this project's runtime would send and hold of a layout, of a model of which a recording has the parameters."""
+"""What this project's runtime would send and hold of a layout, of a model whose parameters a recording has."""
 
 from __future__ import annotations
 

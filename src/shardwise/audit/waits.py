@@ -47,7 +47,7 @@ def call_spans(calls: Iterable[Call]) -> tuple[TimeSpan, ...]:
 
 
 def matched(timelines: Mapping[int, Sequence[TimeSpan]]) -> list[step_parts.Call]:
-    """Collectives that all recorded ranks of a group made, by time; of calls with numbers, those that all have."""
+    """Collectives that all recorded ranks of a group made, by time; of calls with numbers, only what all have."""
     starts: dict[Any, dict[int, int]] = defaultdict(dict)
     for rank, spans in timelines.items():
         for span in spans:

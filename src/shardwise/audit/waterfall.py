@@ -62,7 +62,7 @@ def waterfall(
     """The parts of a window.
 
     spans: nanoseconds of "compute", "copies", "loading" and "host". timeline: the rank's collectives and messages on
-    one clock with `calls` (those that all of their ranks made), which is `offset` nanoseconds ahead of the spans'.
+    one clock with `calls` (made by all of their ranks), which is `offset` nanoseconds ahead of the spans'.
     device: whether computing is a device's.
     """
     left: Intervals = [window]

@@ -147,7 +147,7 @@ def _gradients(evidence: Evidence) -> Iterator[str]:
 
 
 def _missing_sum(evidence: Evidence, right: Tensor) -> Iterator[str]:
-    """Ranks have terms of a sum, or of a mean, that nobody has made."""
+    """Ranks have terms of a sum, or of a mean, that was not made."""
     if any(evidence.name not in part for part in evidence.parts):
         return
     for axes in evidence.sets_of_axes():

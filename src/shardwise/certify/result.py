@@ -117,7 +117,7 @@ class Certificate(Json):
 
     @property
     def columns(self) -> list[str]:
-        """Columns of which any row has more than "not run"."""
+        """Columns where any row has more than "not run"."""
         return [c for c in COLUMNS if any(row.cells[c].state != "not run" for row in self.rows)]
 
     @property
@@ -139,7 +139,7 @@ class Certificate(Json):
         yield f"{self.summary} {self.seconds:.0f} s"
 
     def notes(self) -> Iterator[str]:
-        """A line per finding, then per reason of a cell that is refused or failed."""
+        """A line per finding, then per reason of a refused or failed cell."""
         for item in self.findings:
             more = f" (and {len(item.cells) - 1} cells more)" if len(item.cells) > 1 else ""
             yield f"wrong: {item.column} at {item.layout}: {item.cell.text}{more}"

@@ -201,7 +201,7 @@ def plan(
     settings: EngineSettings = USUAL,
     assumed: tuple[str, ...] = (),
 ) -> Plan:
-    """The best `top` layouts (10, of which 3 are printed) for training `model` on `cluster`, exactly: every layout that
+    """The best `top` layouts (10; 3 are printed) for training `model` on `cluster`, exactly: every layout that
     the engine can run is compared with a device's memory, and priced if it fits.
 
     model, cluster: objects, or their names: "llama-3-8b", "8xH100". workload: a `Workload`; in its place `seq` tokens

@@ -306,7 +306,7 @@ def plan_serving(
     by: By = "throughput", top: int | None = None, price: float | None = None, weights: Sequence[str] = (),
     kv_cache: str = "auto", rate: float | None = None, ttft: float | None = None, tpot: float | None = None,
 ) -> ServingPlan:  # fmt: skip
-    """The best `top` deployments (10, of which 3 are printed) for `workload.concurrency` clients of `prompt` and
+    """The best `top` deployments (10; 3 are printed) for `workload.concurrency` clients of `prompt` and
     `output` tokens: every legal degree of tp, pp and replicas, cp and ep by doubling, each type of weights that the
     device computes with, 1, 2, 4, ... sequences at a time.
 

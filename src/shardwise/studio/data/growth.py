@@ -18,7 +18,7 @@ Growth = list[tuple[Layout, StepTiming]]
 
 
 def grown(best: Plan) -> Growth:
-    """The first layout with 1, 2, 4, ... replicas and the same batch, with its step; those that exist."""
+    """The first layout with 1, 2, 4, ... replicas and the same batch, with its step; only layouts that exist."""
     found: Growth = []
     replicas = 1
     while replicas <= best.workload.batch:
@@ -66,7 +66,7 @@ def how_grown(growth: Growth, command: str) -> How:
         "The best layout with more or fewer replicas and the same batch: arithmetic is shared by more devices, the "
         "bytes of gradients and weights on a device's links are not.",
         "Computing: matrix products, attention, kernels bound by memory, the optimizer. Communication: all collectives "
-        "and messages one after another, those that computing hides, too.",
+        "and messages one after another, hidden ones, too.",
     ]
     steps += [
         f"{layout}: computing {format_time(_computing(timing))}, communication "
