@@ -11,6 +11,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
 
 import shardwise
 
@@ -95,3 +96,15 @@ def test_every_extra_that_is_named_exists() -> None:
         name for text in texts for group in re.findall(r"shardwise\[([\w,]+)\]", text) for name in group.split(",")
     }
     assert {"serve", "test"} <= named <= EXTRAS.keys()
+
+
+def test_uvs_lock_is_of_these_requirements() -> None:
+    """`uv lock` after a change of pyproject.toml or constraints.txt writes it anew."""
+    packages = {row["name"]: row for row in tomllib.loads((ROOT / "uv.lock").read_text())["package"]}
+    rows = packages["shardwise"]["metadata"]["requires-dist"]
+    locked = {(row["name"], frozenset(row.get("extras", ())), row.get("specifier", "")) for row in rows}
+    lines = [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
+    stated = {Requirement(line) for line in lines}
+    assert locked == {(line.name, frozenset(line.extras), str(line.specifier)) for line in stated}
+    torch = Requirement((ROOT / "constraints.txt").read_text().splitlines()[-1])
+    assert torch.specifier.contains(packages["torch"]["version"])
