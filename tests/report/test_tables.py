@@ -74,6 +74,13 @@ def test_memory_shows_every_class_and_the_peak():
     assert bars["saved"] > bars["optimizer"] > bars["parameters"] > 0
 
 
+def test_a_long_name_of_ranks_costs_no_number_its_place():
+    of_many = report(held=HELD)
+    stages = f"stages {', '.join(map(str, range(0, 94, 2)))}"
+    text = shown(memory_table(replace(of_many, roles=(replace(of_many.roles[0], role=stages),))))
+    assert line_with(text, "peak", "100 MB") and "41.0%" in text and "not shown" not in text
+
+
 def test_memory_says_whether_it_fits():
     assert "✓ fits" in shown(memory_table(report(), DeviceRoom(100_000_000)))
     assert "! at risk" in shown(memory_table(report(), DeviceRoom(100_000_000, margin=0.02)))

@@ -303,8 +303,10 @@ class UnitPlan:
     @property
     def role(self) -> str:
         """Name, in reports, of the ranks at its place in the pipeline."""
-        stages = list(self.stages)
-        return "all" if self.layout.pp == 1 else f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        stages = list(map(str, self.stages))
+        if len(stages) > 4:  # a table of 80 columns has room for the numbers beside them
+            stages = [*stages[:2], f"... {stages[-1]}"]
+        return "all" if self.layout.pp == 1 else f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:

@@ -100,18 +100,20 @@ class FittedTable:
         from rich.text import Text
 
         cells = [[column.text(cell) for column, cell in zip(self.columns, row, strict=True)] for row in self.rows]
-        shown, widths = self._fit(cells, options.max_width)
+        wraps = self._wraps(cells)
+        shown, widths = self._fit(cells, wraps, options.max_width)
         table = self._empty()
         for i in shown:
             column = self.columns[i]
             table.add_column(
                 wrap(column.name, widths[i]),
                 justify="left" if column.left else "right",
-                no_wrap=not column.wraps,
+                no_wrap=not wraps[i],
                 overflow="fold",
             )
         for number, row in enumerate(cells):
-            table.add_row(*(self._cell(row[i], i, widths[i]) for i in shown), end_section=number in self.ends)
+            broken = (wrap(row[i], widths[i]) if wraps[i] and isinstance(row[i], str) else row[i] for i in shown)
+            table.add_row(*broken, end_section=number in self.ends)
         if self.title:
             yield Text(wrap(self.title, options.max_width), "bold")
         yield table
@@ -126,18 +128,22 @@ class FittedTable:
         frame = None if self.plain else box.SIMPLE_HEAD
         return Table(box=frame, padding=(0, _GAP - 1 + self.plain, 0, 0), pad_edge=False, show_edge=False)
 
-    def _cell(self, cell: str | Text, i: int, width: int) -> str | Text:
-        return wrap(cell, width) if self.columns[i].wraps and isinstance(cell, str) else cell
+    def _wraps(self, cells: Sequence[Sequence[str | Text]]) -> list[bool]:
+        """A text longer than `_LAYOUT` takes several lines in any column, before it costs a number its place."""
+        longest = [max((_length(row[i]) for row in cells), default=0) for i in range(len(self.columns))]
+        return [column.wraps or (column.left and longest[i] > _LAYOUT) for i, column in enumerate(self.columns)]
 
-    def _fit(self, cells: Sequence[Sequence[str | Text]], width: int) -> tuple[list[int], dict[int, int]]:
+    def _fit(
+        self, cells: Sequence[Sequence[str | Text]], wraps: Sequence[bool], width: int
+    ) -> tuple[list[int], dict[int, int]]:
         natural, least = {}, {}
         for i, column in enumerate(self.columns):
             lines = [column.name, *(row[i] for row in cells)]
             natural[i] = max(map(_length, lines))
-            broken = lines if column.wraps else lines[:1]
+            broken = lines if wraps[i] else lines[:1]
             words = max(len(piece) for line in broken for piece in BREAKS.split(str(line)))
             whole = max(map(_length, lines[1:]), default=0)
-            least[i] = min(natural[i], max(column.least, words)) if column.wraps else max(words, whole)
+            least[i] = min(natural[i], max(column.least, words)) if wraps[i] else max(words, whole)
         shown = list(natural)
         while len(shown) > 1 and sum(least[i] + _GAP for i in shown) - _GAP > width:
             shown.remove(max(shown[1:], key=lambda i: (self.columns[i].drop, i)))
