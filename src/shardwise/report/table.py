@@ -112,7 +112,8 @@ class FittedTable:
                 overflow="fold",
             )
         for number, row in enumerate(cells):
-            broken = (wrap(row[i], widths[i]) if wraps[i] and isinstance(row[i], str) else row[i] for i in shown)
+            shape = [(row[i], widths[i] if wraps[i] else 0) for i in shown]
+            broken = (wrap(cell, width) if width and isinstance(cell, str) else cell for cell, width in shape)
             table.add_row(*broken, end_section=number in self.ends)
         if self.title:
             yield Text(wrap(self.title, options.max_width), "bold")
