@@ -389,6 +389,20 @@ def test_weights_that_are_asked_for_and_lossy_ones_named():
         plan_serving("llama-3-8b", "4xH100", work, weights=["fp7"])
 
 
+def test_the_precision_of_a_models_own_files_is_not_lossy():
+    """DeepSeek-V3 was published in fp8; what is said of the catalog's name holds for the hub's."""
+    found = plan_serving(
+        "deepseek-v3",
+        "16xH200",
+        Workload(prompt=1000, output=100, concurrency=16),
+        weights=["bf16", "fp8", "int4"],
+        top=500,
+    )
+    assert {(one.weights, one.lossy) for one in found.ranked} >= {("float8_e4m3fn", False), ("int4", True)}
+    own = plan_serving("deepseek-ai/DeepSeek-V3", "8xH200", Workload(prompt=1000, output=100, concurrency=16), top=500)
+    assert {(one.weights, one.lossy) for one in own.ranked} == {("float8_e4m3fn", False)}
+
+
 # -- Predictions of parameter servers without running them
 
 

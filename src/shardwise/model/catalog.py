@@ -90,6 +90,20 @@ def hub_name(name: str) -> str:
     return next((text for text in hub_models() if (model := _of_hub(text)) and model.name == name), name)
 
 
+@cache
+def stored_as(name: str) -> str:
+    """The format of the published files of a model of the catalog (`formats`), by the list of the hub; empty for 16
+    bits, and where the list has no such model."""
+    from shardwise.model.hub import listed
+    from shardwise.model.huggingface import read_fields
+
+    entry = listed(hub_name(name))
+    if entry is None or "quantization_config" not in entry[1]:
+        return ""
+    counted = read_fields(entry[1], entry[0]).counted
+    return counted.stored if counted else ""
+
+
 def _nearest(name: str) -> str:
     # A name from a model hub, owner/name, is most often meant by its second half.
     import difflib

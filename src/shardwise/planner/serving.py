@@ -34,6 +34,7 @@ from shardwise.layout.experts import ExpertSpread, expert_spread, experts_across
 from shardwise.layout.legality import valid_tp
 from shardwise.layout.usual_workload import usual_serving
 from shardwise.model import ModelConfig
+from shardwise.model.catalog import stored_as
 from shardwise.model.formats import computing_type, weight_format
 from shardwise.planner.answer import SHOWN, Answer, numbers_of
 from shardwise.planner.disaggregated import Disaggregated, best_apart, fewest_apart, instances
@@ -321,7 +322,7 @@ def plan_serving(
     Raises `UserError` where nothing fits, with what is missing; for devices without constants or memory, for workloads
     without requests or longer than the model's positions, and for models that do not run.
     """
-    model, cluster = as_config(model), as_cluster(cluster)
+    model, cluster = as_config(model, stored=True), as_cluster(cluster)
     first = () if ttft is None else (Bound("ttft", ttft).checked(),)
     bounds = first if tpot is None else (*first, Bound("tpot", tpot).checked())
     counted = rate is None and (workload is not None or concurrency is not None or not bounds)
@@ -617,7 +618,9 @@ class _Space:
         return "float8_e4m3fn" if narrow else "bfloat16"
 
     def lossy(self, weights: str) -> bool:
-        return weight_format(weights).lossy and not (self.model.counted and self.model.counted.stored)
+        stored = self.model.counted.stored if self.model.counted else stored_as(self.model.name)
+        form = weight_format(weights)
+        return form.lossy and not (stored and computing_type(stored) == form.dtype)
 
     def setup(self, weights: str, batch: int) -> ServingSetup:
         return ServingSetup(

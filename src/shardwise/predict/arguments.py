@@ -19,10 +19,11 @@ Length: TypeAlias = int | str | None
 """A number of tokens, sequences or clients: 8192 or "8k"; None for the usual one."""
 
 
-def as_config(model: ModelConfig | str) -> ModelConfig:
-    """A model that has a configuration, or the one of this name or path. Raises `UserError`."""
+def as_config(model: ModelConfig | str, stored: bool = False) -> ModelConfig:
+    """A model that has a configuration, or the one of this name or path. stored: in the precision of its files, as
+    `resolve`. Raises `UserError`."""
     if isinstance(model, str):
-        return resolve(model)
+        return resolve(model, stored=stored)
     return _checked(model, ModelConfig, "model", "a name such as llama-3-8b")
 
 
