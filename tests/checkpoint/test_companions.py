@@ -8,8 +8,8 @@ import tokenizers
 import torch
 from safetensors.torch import load_file
 
-from harness import forked
 from harness.huggingface import pretrained
+from harness.training_process import shardwise
 from shardwise.data import Corpus
 from shardwise.data.tokenizer import end_of_text, load
 from shardwise.serving.http.chat import Chat
@@ -38,12 +38,6 @@ def write_base(folder: Path, text: Path) -> None:
     for name, content in FILES.items():
         (folder / name).write_text(json.dumps(content))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-
-
-def shardwise(*words: object) -> str:
-    done = forked.shardwise(*map(str, words), environment={"OMP_NUM_THREADS": "1"}, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

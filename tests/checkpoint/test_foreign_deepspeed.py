@@ -1,7 +1,6 @@
 """DeepSpeed's checkpoints, as DeepSpeed wrote them (`make_deepspeed_fixture.py` says how), go on here bit by bit."""
 
 import json
-import os
 import random
 import shutil
 import sys
@@ -15,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.foreign_jobs import Going, rows_of
+from harness.foreign_jobs import Going, Trap, refused, rows_of
 from harness.pool import run_ranks
 from harness.reference import Case
 from shardwise.checkpoint import Checkpoint
@@ -120,12 +119,7 @@ def copied(root, tmp_path):
 
 
 def _refused(folder: Path, model: ModelConfig = MODEL) -> str:
-    out = folder.parent / "out"
-    with pytest.raises(UserError) as error:
-        import_checkpoint(folder, out, model)
-    assert not out.exists()
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refused(folder, folder.parent / "out", model)
 
 
 def _optimizer(folder: Path, rank: int) -> Path:
@@ -155,17 +149,9 @@ def changed(monkeypatch):
     return write
 
 
-class _Trap:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 def test_a_file_that_names_anything_else_is_refused_and_does_nothing(copied, tmp_path):
     folder = copied("zero3")
-    torch.save({"module": _Trap(tmp_path / "made")}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    torch.save({"module": Trap(tmp_path / "made")}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     assert "posix.mkdir" in _refused(folder)
     assert not (tmp_path / "made").exists()
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from harness.foreign_jobs import SAVED, STEPS, Going, adamw, random_state, save_dcp
+from harness.foreign_jobs import GPT, LLAMA, SAVED, STEPS, Going, adamw, random_state, save_dcp
 from harness.huggingface import pretrained, tokens
 from harness.pool import run_ranks
 from harness.reference import Case, global_batch
@@ -22,13 +22,6 @@ from shardwise.model.huggingface import from_huggingface
 from shardwise.model.parameters import foreign_slices, parameters
 from shardwise.runtime.zero.optimizer import learning_rate
 
-LLAMA = ModelConfig(
-    "small-llama", vocab=37, hidden=20, layers=2, heads=4, kv_heads=2, head_dim=6, ffn=29, max_positions=16
-)
-GPT = ModelConfig(
-    "small-gpt", vocab=37, hidden=20, layers=2, heads=4, ffn=31, max_positions=16, norm="layernorm",
-    positions="learned", activation="gelu_tanh", gated=False, bias="all", tied=True,
-)  # fmt: skip
 FEW = ModelConfig("few", vocab=11, hidden=8, layers=1, heads=2, ffn=12, max_positions=8)
 OURS = {name: name for name in (p.name for p in parameters(LLAMA))}
 THEIRS = {name: place.tensor for name, place in foreign_slices(LLAMA).items()}

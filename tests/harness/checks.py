@@ -224,6 +224,21 @@ def assert_memory(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
         assert abs(peak_error(predicted, observed)) <= PEAK_TOLERANCE, (index, predicted, observed)
 
 
+def assert_exact(case: Case, layout: Layout, ranks: list[RankOutcome]) -> None:
+    """Rules 1 and 3, and replicas of the same bits."""
+    assert_replicas_equal(ranks)
+    assert_ledger(case, layout, ranks)
+    assert_memory(case, layout, ranks)
+
+
+def assert_rules(
+    case: Case, layout: Layout, ranks: list[RankOutcome], again: Callable[[Case], list[RankOutcome]] | None = None
+) -> None:
+    """The design's rules 1 to 3. again: as of `assert_parity`."""
+    assert_parity(case, layout, ranks, again=again)
+    assert_exact(case, layout, ranks)
+
+
 def peak_error(predicted: Bytes, observed: Bytes) -> float:
     return predicted.total / observed.total - 1
 

@@ -1,10 +1,12 @@
 """Jobs of the tests of other trainers' checkpoints: FSDP2 that saves or resumes, and our own training that resumes."""
 
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,6 +20,8 @@ from harness.jobs import _errors, build
 from harness.oracles import _decoder, _whole
 from harness.reference import Case, global_batch, make_batch
 from shardwise.checkpoint import Checkpoint
+from shardwise.checkpoint.foreign import import_checkpoint
+from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import DP
 from shardwise.layout.optimizers import states_of
@@ -175,6 +179,34 @@ def go_on(rank: int, payload: tuple[Case, Layout, list[Going]]) -> list[tuple[fl
             losses.append(program.step(batches, lr)[0])
         found.append((apart, losses))
     return found
+
+
+LLAMA = ModelConfig(
+    "small-llama", vocab=37, hidden=20, layers=2, heads=4, kv_heads=2, head_dim=6, ffn=29, max_positions=16
+)
+GPT = ModelConfig(
+    "small-gpt", vocab=37, hidden=20, layers=2, heads=4, ffn=31, max_positions=16, norm="layernorm",
+    positions="learned", activation="gelu_tanh", gated=False, bias="all", tied=True,
+)  # fmt: skip
+
+
+class Trap:
+    """What makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def refused(folder: Path, out: Path, model: ModelConfig, **options: Any) -> str:
+    """The one line by which an import is refused, which leaves nothing."""
+    with pytest.raises(UserError) as error:
+        import_checkpoint(folder, out, model, **options)
+    assert not out.exists()
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def rows_of(tokens: Tensor) -> dict[str, Tensor]:

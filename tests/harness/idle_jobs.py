@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.jobs import _errors
-from harness.module_jobs import LR, SETTINGS, adamw
+from harness.module_jobs import LR, SETTINGS, adamw, distances, end
 from shardwise.layout.axes import DATA
 from shardwise.runtime.module.split import SplitModule, split
 
@@ -94,9 +92,6 @@ def train_idle(rank: int, payload: tuple[IdleTraining, dict[str, Tensor]]) -> tu
             module.load(Path(job.folder))
         freeze(module.module, step)
         module.train_step(loss, (step, rows_of(step).chunk(count)[place]), lr=LR)
-    errors: dict[str, float] = {}
-    for state in module.program.optimizer.states:
-        errors |= _errors(state.flat, state.master, expected)
-    dist.barrier()
-    comms.close()
+    errors = distances(module, expected)
+    end(module)
     return errors, module.program.optimizer.missed["never.weight"]

@@ -31,7 +31,7 @@ from harness.own_modules import (
 from harness.pool import run_ranks
 from shardwise.errors import UserError
 from shardwise.layout import Layout
-from shardwise.layout.axes import DATA, REPLICA
+from shardwise.layout.axes import DATA, REPLICA, Axes
 from shardwise.layout.units import UnitPlan
 from shardwise.report.step_report import Bytes, LedgerRow, StepReport
 from shardwise.runtime.job.config import OptimizerConfig
@@ -39,6 +39,7 @@ from shardwise.runtime.module.comparison import RankDifference, compare_split, f
 from shardwise.runtime.module.initial import MetaValues
 from shardwise.runtime.module.split import SplitModule, split
 from shardwise.runtime.module.verify import TOLERANCE, Verification, VerifyRequest
+from shardwise.runtime.transport.comms import Comms
 
 ROWS, STEPS, LR = 8, 3, 1e-2
 MODULES = OWN | ATTENDING | COMPILED
@@ -70,6 +71,8 @@ class OwnOutcome:
     report: StepReport | None = None
     evaluation: float = 0.0
     """Largest error of the trained module's outputs for rows of the rank's own."""
+    optimizer: int = 0
+    """Elements of master weights on the rank."""
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
@@ -80,21 +83,50 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW([group for group in groups if group["params"]], LR, SETTINGS.betas, SETTINGS.eps)
 
 
-def one_device(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    module = MODULES[name]().double()
-    optimizer = adamw(module.parameters())
-    outcome = OwnOutcome()
+def plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, outcome: OwnOutcome) -> None:
+    """A step of plain PyTorch, which is added to the outcome."""
+    loss, count = summed_loss(module, batch)
+    optimizer.zero_grad()
+    (loss / count).backward()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    outcome.norms.append(float(torch.nn.utils.clip_grad_norm_(trained, SETTINGS.clip)))
+    optimizer.step()
+    outcome.losses.append(float(loss.detach() / count))
+    outcome.tokens.append(int(count))
+
+
+def one_device(module: nn.Module, name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
+    """(the steps of a module in float64, final parameters)."""
+    optimizer, outcome = adamw(p for p in module.parameters() if p.requires_grad), OwnOutcome()
     for step in range(STEPS):
-        loss, count = summed_loss(module, own_batch(name, ROWS, step))
-        optimizer.zero_grad()
-        (loss / count).backward()
-        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), SETTINGS.clip)
-        optimizer.step()
-        outcome.losses.append(float(loss.detach() / count))
-        outcome.norms.append(float(norm))
-        outcome.tokens.append(int(count))
+        plain_step(module, optimizer, own_batch(name, ROWS, step), outcome)
     return outcome, {name: p.detach() for name, p in module.named_parameters()}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODULES[name]().double()
+
+
+def rows_of(comms: Comms, name: str, step: int, accumulate: int = 1, axes: Axes = DATA) -> list[tuple[Tensor, ...]]:
+    """This rank's micro-batches of a step. axes: over which the rows are cut."""
+    rows = [part.chunk(comms.size(axes))[comms.index(axes)] for part in own_batch(name, ROWS, step)]
+    return list(zip(*(part.chunk(accumulate) for part in rows), strict=True))
+
+
+def distances(module: SplitModule, reference: dict[str, Tensor]) -> dict[str, float]:
+    """Parameter -> squared distance of its master weights to a reference, over this rank's interval."""
+    errors: dict[str, float] = {}
+    for state in module.program.optimizer.states:
+        errors |= _errors(state.flat, state.master, reference)
+    return errors
+
+
+def end(module: SplitModule) -> None:
+    """Close a module's program, when all ranks are done with it."""
+    dist.barrier()
+    module.close()
+    module.program.comms.close()
 
 
 def own_split(job: OwnTraining) -> SplitModule:
@@ -114,9 +146,7 @@ def train_own(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) -> OwnO
     first = module.load(Path(job.load)) if job.load else 0
     outcome, comms = OwnOutcome(), module.program.comms
     for step in range(first, STEPS):
-        rows = [part.chunk(comms.size(DATA))[comms.index(DATA)] for part in own_batch(job.name, ROWS, step)]
-        micro = list(zip(*(part.chunk(job.accumulate) for part in rows), strict=True))
-        last = step == STEPS - 1
+        micro, last = rows_of(comms, job.name, step, job.accumulate), step == STEPS - 1
         loss, norm, tokens = module.train_step(summed_loss, micro, lr=LR, measure=last)
         outcome.losses.append(loss)
         outcome.norms.append(norm)
@@ -124,8 +154,7 @@ def train_own(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) -> OwnO
         if job.save and step == 0:
             module.save(Path(job.save))
             return outcome
-    for state in module.program.optimizer.states:
-        outcome.errors |= _errors(state.flat, state.master, reference)
+    outcome.errors = distances(module, reference)
     outcome.ledger, outcome.report = comms.ledger(), module.report()
     plain = MODULES[job.name]().double()
     plain.load_state_dict(reference, strict=False)
@@ -134,8 +163,7 @@ def train_own(rank: int, payload: tuple[OwnTraining, dict[str, Tensor]]) -> OwnO
         logits, expected = logits_of(module(inputs)), logits_of(plain(inputs))
     # Only the last stage of a pipeline has them.
     outcome.evaluation = float((logits - expected).abs().max()) if logits is not None else 0.0
-    dist.barrier()
-    comms.close()
+    end(module)
     return outcome
 
 
@@ -169,27 +197,20 @@ class LocalOutcome:
 
 def replicas_alone(name: str, replicas: int, steps: int) -> tuple[list[list[float]], dict[str, Tensor]]:
     """(losses of each replica, weights after the last round), of replicas that agree on the mean of their weights."""
-    modules = []
-    for _ in range(replicas):
-        torch.manual_seed(0)
-        modules.append(MODULES[name]().double())
+    modules = [made(name) for _ in range(replicas)]
     optimizers = [adamw(module.parameters()) for module in modules]
-    losses: list[list[float]] = [[] for _ in modules]
+    outcomes = [OwnOutcome() for _ in modules]
     for step in range(steps):
-        for number, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
-            loss, count = summed_loss(module, tuple(x.chunk(replicas)[number] for x in own_batch(name, ROWS, step)))
-            optimizer.zero_grad()
-            (loss / count).backward()
-            torch.nn.utils.clip_grad_norm_(module.parameters(), SETTINGS.clip)
-            optimizer.step()
-            losses[number].append(float(loss.detach() / count))
+        for number, own in enumerate(zip(modules, optimizers, strict=True)):
+            rows = tuple(x.chunk(replicas)[number] for x in own_batch(name, ROWS, step))
+            plain_step(*own, rows, outcomes[number])
         if (step + 1) % EVERY == 0:
             with torch.no_grad():
                 for parts in zip(*(module.parameters() for module in modules), strict=True):
                     mean = torch.stack([p.detach() for p in parts]).mean(0)
                     for p in parts:
                         p.copy_(mean)
-    return losses, {name: p.detach() for name, p in modules[0].named_parameters()}
+    return [each.losses for each in outcomes], {name: p.detach() for name, p in modules[0].named_parameters()}
 
 
 def train_local(rank: int, payload: tuple[OwnTraining, dict[str, Tensor], int]) -> LocalOutcome:
@@ -198,9 +219,7 @@ def train_local(rank: int, payload: tuple[OwnTraining, dict[str, Tensor], int]) 
     module = own_split(job)
     comms, losses, saved = module.program.comms, [], []
     for step in range(module.load(Path(job.load)) if job.load else 0, steps):
-        ranks = comms.size(REPLICA + DATA)
-        rows = [part.chunk(ranks)[comms.index(REPLICA + DATA)] for part in own_batch(job.name, ROWS, step)]
-        micro = list(zip(*(part.chunk(job.accumulate) for part in rows), strict=True))
+        micro = rows_of(comms, job.name, step, job.accumulate, REPLICA + DATA)
         losses.append(module.train_step(summed_loss, micro, lr=LR).loss)
         if job.save:
             try:
@@ -208,11 +227,8 @@ def train_local(rank: int, payload: tuple[OwnTraining, dict[str, Tensor], int]) 
                 saved.append("")
             except UserError as error:
                 saved.append(str(error))
-    errors: dict[str, float] = {}
-    for state in module.program.optimizer.states:
-        errors |= _errors(state.flat, state.master, reference)
-    dist.barrier()
-    comms.close()
+    errors = distances(module, reference)
+    end(module)
     return LocalOutcome(comms.index(REPLICA), losses, errors, saved)
 
 
@@ -243,8 +259,7 @@ def train_offloaded(rank: int, payload: tuple[OwnTraining, str, str]) -> Offload
     )  # fmt: skip
     program, steps = module.program, []
     for step in range(STEPS):
-        rows = [p.chunk(program.comms.size(DATA))[program.comms.index(DATA)] for p in own_batch(job.name, ROWS, step)]
-        micro = list(zip(*(part.chunk(job.accumulate) for part in rows), strict=True))
+        micro = rows_of(program.comms, job.name, step, job.accumulate)
         steps.append(module.train_step(summed_loss, micro, lr=LR, measure=step == STEPS - 1))
     state = {}
     for unit in program.optimizer.states:
@@ -256,9 +271,7 @@ def train_offloaded(rank: int, payload: tuple[OwnTraining, str, str]) -> Offload
         for r in program.comms.ledger()
         if r.axes in ("host", "disk")
     }
-    dist.barrier()
-    module.close()
-    program.comms.close()
+    end(module)
     return OffloadOutcome(
         [s.loss for s in steps], [s.grad_norm for s in steps], state, copies, role.bytes, role.host, role.disk,
         program.plan,
@@ -295,8 +308,7 @@ def mixed(rank: int, payload: tuple[str, str]) -> tuple[list[float], set[str], s
     module = split(OWN[name](), layout, plan, parts=PARTS.get(name), optimizer=SETTINGS)
     comms, losses = module.program.comms, []
     for step in range(STEPS):
-        rows = tuple(part.chunk(comms.size(DATA))[comms.index(DATA)] for part in own_batch(name, ROWS, step))
-        losses.append(module.train_step(summed_loss, rows, lr=LR).loss)
+        losses.append(module.train_step(summed_loss, rows_of(comms, name, step), lr=LR).loss)
     dtypes = {str(p.dtype) for p in module.parameters() if not p.is_meta}
     return losses, dtypes, {str(state.master.dtype) for state in module.program.optimizer.states}
 
@@ -361,7 +373,7 @@ def verdict(
 
 @cache
 def reference(name: str) -> tuple[OwnOutcome, dict[str, Tensor]]:
-    return one_device(name)
+    return one_device(made(name), name)
 
 
 def trained(job: OwnTraining) -> list[OwnOutcome]:

@@ -5,12 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.jobs import _errors
-from harness.module_jobs import LR, SETTINGS, adamw
+from harness.module_jobs import LR, SETTINGS, adamw, distances, end
 from shardwise.errors import UserError
 from shardwise.layout.axes import DATA
 from shardwise.runtime.module.split import SplitModule, split
@@ -149,12 +147,8 @@ def train_passes(rank: int, payload: tuple[str, str, int, dict[str, Tensor]]) ->
     for step in range(STEPS):
         rows = rows_of(step).chunk(2)[comms.index(DATA)]
         module.train_step(loss, [(step, part) for part in rows.chunk(accumulate)], lr=LR)
-    errors: dict[str, float] = {}
-    for state in module.program.optimizer.states:
-        errors |= _errors(state.flat, state.master, expected)
-    dist.barrier()
-    module.close()
-    comms.close()
+    errors = distances(module, expected)
+    end(module)
     return errors
 
 

@@ -40,6 +40,17 @@ def environment() -> dict[str, str]:
     return {**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": SOURCES}
 
 
+def shardwise(*words: object) -> subprocess.CompletedProcess[str]:
+    """A command that ends well."""
+    done = forked.shardwise(*map(str, words), environment=environment(), timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def events(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+
+
 class Process:
     """A training that runs on its own; killed at the end of its `with` block at the latest."""
 
@@ -118,9 +129,8 @@ def manifests(out: Path) -> dict[int, bool]:
     return {int(path.name.removeprefix("step-")): (path / "manifest.json").exists() for path in found}
 
 
-def losses(out: Path) -> dict[int, float]:
-    events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
-    return {event["step"]: event["loss"] for event in events if "loss" in event}
+def losses(out: Path, name: str = "loss") -> dict[int, float]:
+    return {event["step"]: event[name] for event in events(out) if name in event}
 
 
 def restarted(out: Path) -> int:

@@ -1,8 +1,19 @@
-"""What tests of `split` in this process share."""
+"""What tests of whole runs, and of `split` in this process, share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from harness.training_process import write_text
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text for training."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_text(folder)
+    return folder
 
 
 @pytest.fixture

@@ -10,17 +10,11 @@ from pathlib import Path
 import pytest
 
 from harness import forked
-from harness.training_process import LIMIT, Process, command, environment, losses, manifests, write_text
+from harness.training_process import LIMIT, Process, command, environment, losses, manifests, shardwise, write_text
 
 pytestmark = [pytest.mark.usefixtures("leftovers"), pytest.mark.every_day]
 STEPS = 12
 PROMPT, TOKENS = "one two", 6
-
-
-def shardwise(*words: str) -> str:
-    done = forked.shardwise(*words, environment=environment(), timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_train_kill_resume_serve(tmp_path: Path) -> None:
@@ -38,18 +32,8 @@ def test_train_kill_resume_serve(tmp_path: Path) -> None:
     after = losses(resumed)
     assert set(after) == set(range(min(after), STEPS + 1)) and min(after) >= 3
     assert {**losses(killed), **after} == pytest.approx(losses(whole), rel=1e-4)
-    words = [
-        "generate",
-        str(resumed),
-        "--prompt",
-        PROMPT,
-        "--max-new-tokens",
-        str(TOKENS),
-        "--precision",
-        "fp32",
-        "--json",
-    ]
-    (answer,) = json.loads(shardwise(*words))["answers"]
+    asked = ("--prompt", PROMPT, "--max-new-tokens", TOKENS, "--precision", "fp32", "--json")
+    (answer,) = json.loads(shardwise("generate", resumed, *asked).stdout)["answers"]
     assert served(resumed) == answer["text"] != ""
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from harness import forked
 from harness.cases import from_table, table
-from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
+from harness.checks import assert_ledger, assert_replicas_equal, assert_rules, train
 from harness.comms_jobs import Exchanges
 from harness.jobs import RankOutcome
 from harness.pool import Pool, RankFailed, run_ranks
@@ -185,10 +185,7 @@ def test_training(text: str, transport: str) -> None:
     case = case_of(layout)
     trained = partial(train, layout=layout, transport=transport)
     ranks = trained(case)
-    assert_parity(case, layout, ranks, again=trained)
-    assert_replicas_equal(ranks)
-    assert_ledger(case, layout, ranks)
-    assert_memory(case, layout, ranks)
+    assert_rules(case, layout, ranks, again=trained)
     assert assert_transport(case, layout, ranks) > 0
 
 

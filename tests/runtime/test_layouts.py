@@ -9,7 +9,7 @@ from zlib import crc32
 
 import pytest
 
-from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
+from harness.checks import assert_rules, train
 from harness.reference import Case
 from harness.space import MODELS, SEQ, SPACES, WORLDS, Point, cases, sample, selected
 from shardwise.layout import Layout, Workload
@@ -28,10 +28,7 @@ def transport_of(point: Point) -> str:
 def test_layout(point: Point) -> None:
     trained = partial(train, layout=point.layout, transport=transport_of(point))
     ranks = trained(point.case)
-    assert_parity(point.case, point.layout, ranks, again=trained)
-    assert_replicas_equal(ranks)
-    assert_ledger(point.case, point.layout, ranks)
-    assert_memory(point.case, point.layout, ranks)
+    assert_rules(point.case, point.layout, ranks, again=trained)
 
 
 def test_messages_that_wait_for_other_stages_of_their_rank() -> None:
@@ -39,9 +36,7 @@ def test_messages_that_wait_for_other_stages_of_their_rank() -> None:
     layout = Layout.parse("pp=2,virtual=2,schedule=breadth-first,precision=fp64")
     case = Case(MODELS["llama"].replace(layers=4), Workload(SEQ, 7), layout.precision, layout.attention, steps=2)
     ranks = train(case, layout, transport="gloo")
-    assert_parity(case, layout, ranks)
-    assert_ledger(case, layout, ranks)
-    assert_memory(case, layout, ranks)
+    assert_rules(case, layout, ranks)
 
 
 def test_the_space_is_covered() -> None:

@@ -11,7 +11,7 @@ from zlib import crc32
 import pytest
 
 from harness.cases import from_table, table
-from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
+from harness.checks import assert_rules, train
 from harness.reference import Case, reference
 from harness.space import MODELS, Point, cases
 from harness.today import some_of
@@ -55,10 +55,7 @@ def test_layout(point: Point) -> None:
     if point.case.precision == "fp64" or (point.layout.pp == 1 and not (lora.base and point.case.precision == "bf16")):
         # Pipelines have up to sixteen blocks: random weights magnify rounding so much that one device in bf16 gets
         # gradients wrong by their own norm. Bases in 8 bits have other scales in bf16 than in fp32.
-        assert_parity(point.case, point.layout, ranks, again=trained)
-    assert_replicas_equal(ranks)
-    assert_ledger(point.case, point.layout, ranks)
-    assert_memory(point.case, point.layout, ranks)
+        assert_rules(point.case, point.layout, ranks, again=trained)
 
 
 OTHERS = table(__file__, "OTHERS")
@@ -71,9 +68,7 @@ def test_other_layouts(text: str) -> None:
     model = MODELS["llama"].replace(lora=Lora(3, targets=("q", "down")))
     case = Case(model, Workload(12, 4 * layout.dp), "fp64")
     ranks = train(case, layout)
-    assert_parity(case, layout, ranks)
-    assert_ledger(case, layout, ranks)
-    assert_memory(case, layout, ranks)
+    assert_rules(case, layout, ranks)
 
 
 def test_the_space_is_covered() -> None:

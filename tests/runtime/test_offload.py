@@ -4,7 +4,7 @@ from zlib import crc32
 
 import pytest
 
-from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
+from harness.checks import assert_exact, assert_rules, train
 from harness.jobs import RankOutcome
 from harness.offloads import Offloaded, clear, offload_cases
 from harness.space import point
@@ -23,9 +23,7 @@ def test_a_home_changes_no_bit(offloaded: Offloaded) -> None:
     over = {"transport": "gloo" if crc32(offloaded.id.encode()) % 3 == 0 else "shared"}
     in_memory, ranks = (train(case, each, **over) for each in (offloaded.plain, layout))
     assert _bits(ranks) == _bits(in_memory)
-    assert_replicas_equal(ranks)
-    assert_ledger(case, layout, ranks)
-    assert_memory(case, layout, ranks)
+    assert_exact(case, layout, ranks)
 
 
 def test_there_are_enough_of_them() -> None:
@@ -38,6 +36,4 @@ def test_one_device_keeps_state_elsewhere(way: str) -> None:
     case = point(model="qwen3", accumulate=2).case
     layout = Layout.parse(f"{way},precision=fp64")
     ranks = train(case, layout)
-    assert_parity(case, layout, ranks)
-    assert_ledger(case, layout, ranks)
-    assert_memory(case, layout, ranks)
+    assert_rules(case, layout, ranks)

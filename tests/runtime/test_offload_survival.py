@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from test_survival import STEPS, Attempt, run, runs, undisturbed  # noqa: F401 (a fixture)
+from test_survival import STEPS, Attempt, run, undisturbed
 
 from harness.today import some_of
 
@@ -29,12 +29,7 @@ def kills() -> list[tuple[str, int, int, str, int]]:
 
 @pytest.mark.parametrize(("layout", "rank", "step", "where", "call"), some_of(kills(), 2, "kills on disk"))
 def test_a_kill_during_an_update_loses_no_step(
-    runs: Path,  # noqa: F811
-    layout: str,
-    rank: int,
-    step: int,
-    where: str,
-    call: int,
+    runs: Path, layout: str, rank: int, step: int, where: str, call: int
 ) -> None:
     fault = {"what": "kill", "rank": rank, "where": where, "step": step, "calls": call}
     done = run(runs, f"{layout},{LAYOUTS[layout]}", fault, restarts=1, save_every=0)
@@ -45,7 +40,7 @@ def test_a_kill_during_an_update_loses_no_step(
     assert not (done.out / "offload").exists()
 
 
-def test_a_step_whose_loss_was_not_written_is_run_again(runs: Path) -> None:  # noqa: F811
+def test_a_step_whose_loss_was_not_written_is_run_again(runs: Path) -> None:
     """Its state is on disk, as after a disk that was full for the log alone."""
     fault = {"what": "kill", "rank": 0, "where": "event", "step": 5}
     done = run(runs, "dp=2,zero=3,precision=fp32,offload=nvme", fault, restarts=1, save_every=0)
@@ -53,7 +48,7 @@ def test_a_step_whose_loss_was_not_written_is_run_again(runs: Path) -> None:  # 
     assert done.result.losses == undisturbed(runs, "dp=2,zero=3,precision=fp32") and resumed(done) == 4
 
 
-def test_a_save_that_a_kill_cut_off_leaves_nothing(runs: Path) -> None:  # noqa: F811
+def test_a_save_that_a_kill_cut_off_leaves_nothing(runs: Path) -> None:
     """The state on disk is newer than the last checkpoint: the step of that save does not come again."""
     fault = {"what": "kill", "rank": 1, "where": "save", "step": 4}
     done = run(runs, "dp=2,zero=3,precision=fp32,offload=nvme", fault, restarts=1, keep_last=0)

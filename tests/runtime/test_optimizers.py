@@ -7,7 +7,7 @@ from zlib import crc32
 import pytest
 import torch
 
-from harness.checks import assert_ledger, assert_memory, assert_parity, assert_replicas_equal, train
+from harness.checks import assert_parity, assert_rules, train
 from harness.offloads import Offloaded, clear
 from harness.optimizers import KINDS, optimizer_cases, small
 from harness.pool import run_ranks
@@ -29,10 +29,7 @@ def test_every_layout_trains_as_one_device(optimized: Offloaded) -> None:
     case, layout = clear(optimized), optimized.layout
     over = {"transport": "gloo" if crc32(optimized.id.encode()) % 4 == 0 else "shared"}
     ranks = train(case, layout, **over)
-    assert_parity(case, layout, ranks)
-    assert_replicas_equal(ranks)
-    assert_ledger(case, layout, ranks)
-    assert_memory(case, layout, ranks)
+    assert_rules(case, layout, ranks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,9 +50,7 @@ def test_every_way_to_offload_is_tried_with_both() -> None:
 def test_bf16_weights_keep_fp32_masters(kind: str, text: str) -> None:
     case, layout = small(f"{text},precision=bf16", kind)
     ranks = train(case, layout)
-    assert_parity(case, layout, ranks)
-    assert_ledger(case, layout, ranks)
-    assert_memory(case, layout, ranks)
+    assert_rules(case, layout, ranks)
     adam = unit_plan(case.model, layout, small(f"{text},precision=bf16", "adamw")[0].workload)
     mine = unit_plan(case.model, layout, case.workload)
     updated = sum(unit.shard_numel - mine.offloaded(unit) for unit in mine.units)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cases import table
-from harness.checks import assert_ledger, assert_memory, assert_replicas_equal, judge
+from harness.checks import assert_exact, judge
 from harness.jobs import RankOutcome, Training
 from harness.pool import run_ranks
 from harness.quantized import GRADIENT_POINTS, rounded
@@ -95,9 +95,7 @@ def test_trap_26_gathers_have_the_bits_of_rounded_weights(point: Point) -> None:
     ranks = train(point, "harness.jobs:train", True)
     for one, other in zip(ranks, train(point, "harness.quantized_jobs:rounded", False), strict=True):
         assert (one.losses, one.norms, one.pieces) == (other.losses, other.norms, other.pieces)
-    assert_replicas_equal(ranks)
-    assert_ledger(point.case, replace(point.layout, qwz=True), ranks)
-    assert_memory(point.case, replace(point.layout, qwz=True), ranks)
+    assert_exact(point.case, replace(point.layout, qwz=True), ranks)
 
 
 # -- Sums of gradients in 4 bits (qgz): each rank's part is rounded once a hop and added up in fp32, and no more
@@ -152,9 +150,7 @@ def train_gradients(point: Point, layout: Layout) -> list[RankOutcome]:
 def test_ledger_and_bytes_are_exact(point: Point) -> None:
     layout = replace(point.layout, qgz=True, feedback=feeds(point))
     ranks = train_gradients(point, layout)
-    assert_replicas_equal(ranks)
-    assert_ledger(point.case, layout, ranks)
-    assert_memory(point.case, layout, ranks)
+    assert_exact(point.case, layout, ranks)
 
 
 def test_errors_of_hops_grow_as_they_are_said_to() -> None:

@@ -1,30 +1,18 @@
 """What a resumed run says and does: unfinished checkpoints, the learning rate's schedule; losses of replicas."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from harness import forked
-from harness.training_process import LIMIT, write_text
+from harness.training_process import LIMIT, losses, shardwise, write_text
 from shardwise import api
 from shardwise.checkpoint import Checkpoint
 from shardwise.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("leftovers")
 MODEL = ("tiny-llama", "--vocab", 300, "--set", "layers=1,hidden=32,ffn=64", "--seq", 32, "--batch", 4)
-
-
-def shardwise(*words: object) -> str:
-    done = forked.shardwise(*map(str, words), environment={"OMP_NUM_THREADS": "1"}, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-def losses(out: Path, name: str = "loss") -> dict[int, float]:
-    events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
-    return {event["step"]: event[name] for event in events if name in event}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +39,7 @@ def test_the_schedule_is_extended_or_kept_and_that_is_said(root: Path, tmp_path:
     assert "step 11 is 0.000628, that of step 10 was 0.000134: its schedule is of 20 steps now, not 10" in line
     assert not [*api._of_resume(kept)] and kept.learning_rate(10) == kept.learning_rate(19) == pytest.approx(1e-4)
     said = shardwise("train", "--resume", out, "--steps", 12, "--schedule", "keep")
-    assert "learning rate" not in said
+    assert "learning rate" not in said.stderr
     assert [losses(out, "lr")[step] for step in (11, 12)] == [pytest.approx(1e-4)] * 2
     # A run that keeps its schedule goes on keeping it, until it is told otherwise.
     assert api.configure_resumed(out, steps=14).schedule_steps == 10

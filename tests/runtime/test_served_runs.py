@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import forked
 from harness.cases import table
 from harness.today import some_of
+from harness.training_process import command, shardwise
 from shardwise.cli.main import main
 from shardwise.layout.recorded_run import RecordedRun, recorded_run
 from shardwise.layout.sync import policy_of
@@ -19,21 +19,8 @@ STEPS = 6
 LAYOUTS = table(__file__, "LAYOUTS")
 
 
-def train(text: Path, out: Path, layout: str, *more: str) -> None:
-    done = forked.shardwise(
-        *("train", "tiny-llama", "--vocab", "300", "--layout", f"{layout},precision=fp32", "--data", str(text)),
-        *("--seq", "32", "--batch", "12", "--steps", str(STEPS), "--out", str(out), "--no-tensorboard"),
-        *("--set", "layers=2,hidden=64,ffn=96", "--validate-batches", "1", *more),
-        environment={"OMP_NUM_THREADS": "1"}, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "squares.txt").write_text("\n".join(f"{n} times {n} is {n * n}" for n in range(6000)))
-    return folder
+def train(runs: Path, out: Path, layout: str, *more: str) -> None:
+    shardwise(*command(runs, out, f"{layout},precision=fp32", STEPS, "--batch", "12", *more))
 
 
 def proved(out: Path, first: int = 0) -> RecordedRun:
@@ -51,11 +38,11 @@ def proved(out: Path, first: int = 0) -> RecordedRun:
 
 @pytest.mark.parametrize("layout", some_of(LAYOUTS, 2, "served runs"))
 def test_a_run_keeps_the_record_of_its_updates(
-    text: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+    runs: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Over several boundaries; `compare` has the counts of the whole run, which the ledger of a step multiplies."""
     out = tmp_path / "run"
-    train(text, out, layout, "--report", "--validate-every", "2", "--save-every", "3")
+    train(runs, out, layout, "--report", "--validate-every", "2", "--save-every", "3")
     run = proved(out)
     lines = [json.loads(line) for line in (out / "updates.jsonl").read_text().splitlines()]
     assert [line["begins"] for line in lines if line["server"] == 0] == [
@@ -74,13 +61,9 @@ def test_a_run_keeps_the_record_of_its_updates(
     assert f"{run.records[0].updates} updates by {run.records[0].pushed} gradients" in capsys.readouterr().out
 
 
-def test_a_resumed_run_records_its_own_start(text: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_records_its_own_start(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    train(text, out, "dp=2,sync=ssp,staleness=1", "--save-every", "4")
+    train(runs, out, "dp=2,sync=ssp,staleness=1", "--save-every", "4")
     proved(out)
-    done = forked.shardwise(
-        "train", "--resume", str(out / "checkpoints/step-4"), "--out", str(tmp_path / "again"),
-        environment={"OMP_NUM_THREADS": "1"}, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    shardwise("train", "--resume", out / "checkpoints/step-4", "--out", tmp_path / "again")
     proved(tmp_path / "again", first=4)

@@ -5,7 +5,6 @@ The limits of patience are the trainer's (`--hang`). Whatever is killed ends the
 beyond the last checkpoint; whatever only takes longer changes no number where the workers wait for each other.
 """
 
-import json
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ import pytest
 
 from harness.hosts import hosts
 from harness.today import EVERYTHING, SERVERS, of_some, some_of
-from harness.training_process import Process, command, losses, restarted, write_text
+from harness.training_process import Process, command, events, losses, restarted
 from shardwise.checkpoint import latest
 
 pytestmark = pytest.mark.usefixtures("leftovers")
@@ -26,13 +25,6 @@ PAUSE = 10.0 if EVERYTHING else 2.0
 """Seconds that a rank stands still, or a link is cut."""
 SETTINGS = ("--batch", "6", "--save-every", str(EVERY), "--keep-last", "0")
 OWN, COLOCATED = "dp=3,servers=1:own,precision=fp64,sync=", "dp=3,servers=2,precision=fp64,sync="
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    write_text(folder)
-    return folder
 
 
 def train(runs: Path, name: str, layout: str, *more: str, steps: int = STEPS, **options: object) -> Process:
@@ -164,7 +156,3 @@ def test_a_cut_link_delays_the_run_or_ends_it_when_patience_does(
 
 def _link(host: str, state: str) -> None:
     subprocess.run(["ip", "-n", host, "link", "set", "dev", "eth0", state], check=True)
-
-
-def events(out: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from harness import forked
 from harness.cases import from_table
+from harness.training_process import command, events, shardwise
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Workload
 from shardwise.model import catalog
@@ -205,30 +205,16 @@ def test_a_configuration_is_written_and_read() -> None:
     assert again == config and again.emulated == 0.25 and again.stragglers.factor(1, 0) == 3
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "squares.txt").write_text("\n".join(f"{n} times {n} is {n * n}" for n in range(4000)))
-    return folder
-
-
-def train(text: Path, out: Path, layout: str, *more: str) -> tuple[dict, list[dict], str]:
+def train(runs: Path, out: Path, layout: str, *more: str) -> tuple[dict, list[dict], str]:
     """(result, events, standard output) of a run of six steps."""
-    words = [
-        *("train", "tiny-llama", "--vocab", "300", "--layout", f"{layout},precision=fp32", "--data", str(text)),
-        *("--seq", "16", "--batch", "4", "--steps", "6", "--out", str(out), "--no-tensorboard"),
-        *("--set", "layers=2,hidden=64,ffn=96", "--validate-batches", "1", *more),
-    ]
-    done = forked.shardwise(*words, environment={"OMP_NUM_THREADS": "1"}, timeout=120)
-    assert done.returncode == 0, done.stderr
-    logged = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    return json.loads((out / "result.json").read_text()), logged, done.stdout
+    done = shardwise(*command(runs, out, f"{layout},precision=fp32", 6, "--seq", "16", *more))
+    return json.loads((out / "result.json").read_text()), events(out), done.stdout
 
 
-def test_slow_ranks_change_no_number_of_lockstep(text: Path, tmp_path: Path) -> None:
-    plain, logged, _ = train(text, tmp_path / "plain", "dp=2")
+def test_slow_ranks_change_no_number_of_lockstep(runs: Path, tmp_path: Path) -> None:
+    plain, logged, _ = train(runs, tmp_path / "plain", "dp=2")
     slowed, later, said = train(
-        text, tmp_path / "slow", "dp=2", "--slow", "rank=1,factor=2", "--slow", "rank=all,factor=2,probability=0.5",
+        runs, tmp_path / "slow", "dp=2", "--slow", "rank=1,factor=2", "--slow", "rank=all,factor=2,probability=0.5",
         "--emulate", "40ms",
     )  # fmt: skip
     numbers = [[(e["loss"], e["grad_norm"]) for e in events if "loss" in e] for events in (logged, later)]
@@ -245,16 +231,15 @@ def test_slow_ranks_change_no_number_of_lockstep(text: Path, tmp_path: Path) -> 
     assert config["slow"] == ["rank=1,factor=2", "rank=all,factor=2,probability=0.5"] and config["emulate"] == "40ms"
 
 
-def test_a_run_names_its_slow_rank_from_what_it_recorded(text: Path, tmp_path: Path) -> None:
+def test_a_run_names_its_slow_rank_from_what_it_recorded(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     slow = ("--slow", "rank=1,factor=3", "--emulate", "400ms", "--report", "--hang", "60")
-    result, _, said = train(text, out, "dp=2,recompute=full", *slow)
+    result, _, said = train(runs, out, "dp=2,recompute=full", *slow)
     found, run = result["verdict"], RunDirectory.open(out)
     assert found["cause"] == "slow rank" and found["findings"][0]["ranks"] == [1]
     assert "rank 1 computed" in found["line"] and "(injected)" in found["line"] and "rank 0 lost" in found["line"]
     assert f"step {found['step']}: {found['line']}" in " ".join(said.split())
-    done = forked.shardwise("compare", str(out), "--json", environment={}, timeout=60)
-    (again,) = json.loads(done.stdout)["verdicts"]
+    (again,) = json.loads(shardwise("compare", out, "--json").stdout)["verdicts"]
     assert {name: again[name] for name in found} == found
     recorded = run.timelines()
     assert list(recorded) == [4, 6]
@@ -268,10 +253,10 @@ def test_a_run_names_its_slow_rank_from_what_it_recorded(text: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("layout", ["dp=2,sync=async,servers=1:own", "dp=2,sync=local,every=3"])
-def test_trap_32_factors_of_a_run_without_lockstep(text: Path, tmp_path: Path, layout: str) -> None:
+def test_trap_32_factors_of_a_run_without_lockstep(runs: Path, tmp_path: Path, layout: str) -> None:
     """Asynchronous workers draw by the number of their share of the text; a step has two."""
     slow = "rank=all,spread=0.1"
-    _, logged, _ = train(text, tmp_path / "run", layout, "--slow", slow, "--emulate", "20ms", "--seed", "5")
+    _, logged, _ = train(runs, tmp_path / "run", layout, "--slow", slow, "--emulate", "20ms", "--seed", "5")
     drawn, steps = Stragglers.parse([slow], 5), [event for event in logged if "loss" in event]
     for number, event in enumerate(steps):
         at = event["step"] - 1
@@ -280,8 +265,8 @@ def test_trap_32_factors_of_a_run_without_lockstep(text: Path, tmp_path: Path, l
 
 
 @pytest.mark.parametrize("layout", ["dp=2,sync=async", "dp=2,sync=local,every=3"])
-def test_slow_ranks_without_lockstep(text: Path, tmp_path: Path, layout: str) -> None:
-    result, logged, _ = train(text, tmp_path / "run", layout, "--slow", "rank=1,factor=3")
+def test_slow_ranks_without_lockstep(runs: Path, tmp_path: Path, layout: str) -> None:
+    result, logged, _ = train(runs, tmp_path / "run", layout, "--slow", "rank=1,factor=3")
     assert math.isfinite(result["loss"]) and len(result["waiting"]) == 2
     assert result["waiting"][1]["injected_s"] > 0 == result["waiting"][0]["injected_s"]
     assert sum("loss" in event for event in logged) == 6 or "async" in layout

@@ -24,7 +24,7 @@ import pytest
 from harness import forked
 from harness.cases import table
 from harness.today import EVERYTHING, STORAGE, TORCHRUN, of_some, seed, some_of
-from harness.training_process import LIMIT, Process, command, environment, losses, manifests, restarted, write_text
+from harness.training_process import LIMIT, Process, command, environment, events, losses, manifests, restarted
 from shardwise import api
 from shardwise.checkpoint import Checkpoint, diff, latest
 from shardwise.errors import UserError
@@ -45,13 +45,6 @@ MODEL = {"vocab": 300, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ff
 WORKER = str(Path(__file__).parents[1] / "harness" / "faulty_worker.py")
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    write_text(folder)
-    return folder
-
-
 @dataclass
 class Attempt:
     """A run that has ended. result: None when it failed with `error`. lines: what it said on the way."""
@@ -64,11 +57,25 @@ class Attempt:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.out / "events.jsonl").read_text().splitlines()]
+        return events(self.out)
 
     @property
     def restarts(self) -> list[dict[str, Any]]:
         return [event for event in self.events if "restart" in event]
+
+    @property
+    def steps(self) -> list[int]:
+        """Of its checkpoints."""
+        return sorted(int(path.name.partition("-")[2]) for path in (self.out / "checkpoints").iterdir())
+
+    @property
+    def newest(self) -> Checkpoint:
+        return Checkpoint.open(self.out / "checkpoints" / f"step-{self.steps[-1]}")
+
+    @property
+    def status(self) -> str:
+        status: str = json.loads((self.out / "run.json").read_text())["status"]
+        return status
 
 
 def run(runs: Path, layout: str, fault: dict[str, Any] | None = None, **options: Any) -> Attempt:
@@ -136,7 +143,7 @@ def test_without_restarts_a_hang_is_one_line(runs: Path) -> None:
     assert str(done.error).startswith("rank 0 made no progress for 3 s at step 2 in forward of blocks.0")
     assert "rank 1 waited for it in" in str(done.error) and "\n" not in str(done.error)
     assert "no checkpoint yet: start it again with another --out, and with --save-every N" in str(done.error)
-    assert json.loads((done.out / "run.json").read_text())["status"] == "failed"
+    assert done.status == "failed"
 
 
 def test_output_that_nobody_reads_ends_no_run(runs: Path) -> None:
@@ -273,8 +280,7 @@ def test_kills_at_random_moments_lose_no_more_than_the_steps_since_the_last_save
                 found.verify()
         code, output = training.end()
     assert code == 0, output
-    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    restarts = [event for event in events if "restart" in event]
+    restarts = [event for event in events(out) if "restart" in event]
     assert len(restarts) == kills
     for event, good, reached in zip(restarts, whole, last, strict=True):
         resumed = int(event["from"].rpartition("-")[2]) if event["from"] else 0
@@ -338,6 +344,15 @@ def test_a_second_sigterm_lets_a_rank_save_and_a_second_ctrl_c_does_not(monkeypa
             signal.signal(number, handler)
 
 
+def unstopped(runs: Path) -> dict[int, float]:
+    """Losses of a long run on two ranks."""
+    plain = runs / "unstopped"
+    if not plain.exists():
+        with Process(command(runs, plain, TWO, LONG), plain) as training:
+            assert training.end()[0] == 0
+    return losses(plain)
+
+
 @pytest.mark.parametrize("number", some_of([signal.SIGINT, signal.SIGTERM], 1, "signals"))
 def test_a_signal_saves_and_says_how_to_go_on(runs: Path, number: signal.Signals) -> None:
     out = runs / f"stopped by {number.name}"
@@ -363,11 +378,7 @@ def test_a_signal_saves_and_says_how_to_go_on(runs: Path, number: signal.Signals
     with Process(shlex.split(words[1]), out) as training:
         code, output = training.end()
     assert code == 0, output
-    plain = runs / "unstopped"
-    if not plain.exists():
-        with Process(command(runs, plain, TWO, LONG), plain) as training:
-            assert training.end()[0] == 0
-    assert losses(out) == losses(plain)
+    assert losses(out) == unstopped(runs)
 
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
@@ -383,14 +394,9 @@ def test_torchrun_starts_again_from_the_last_checkpoint(runs: Path) -> None:
         os.kill(victims[1], signal.SIGKILL)
         code, output = training.end()
     assert code == 0, output
-    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    (resumed,) = [event["resumed"] for event in events if "resumed" in event]
+    (resumed,) = [event["resumed"] for event in events(out) if "resumed" in event]
     assert resumed >= 10 and resumed % 10 == 0
-    plain = runs / "unstopped"
-    if not plain.exists():
-        with Process(command(runs, plain, TWO, LONG), plain) as training:
-            assert training.end()[0] == 0
-    assert losses(out) == losses(plain)
+    assert losses(out) == unstopped(runs)
 
 
 @of_some("foreign", TORCHRUN, 2)

@@ -2,13 +2,10 @@
 
 import io
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ import pytest
 from harness import forked
 from harness.texts import write
 from harness.today import EVERYTHING, TORCHRUN, of_some
+from harness.training_process import LIMIT, command, environment, events, shardwise
 from shardwise.layout import Layout, Workload
 from shardwise.model import catalog
 from shardwise.model.flops import MFU
@@ -26,46 +24,15 @@ from shardwise.runtime.job.config import TrainConfig
 from shardwise.runtime.job.record import RunRecorder
 
 pytestmark = pytest.mark.usefixtures("leftovers")
-LIMIT = 120
 LAYOUT = "dp=2,tp=2,zero=3,sp,precision=fp32"
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text with some structure: numbers counted out in words."""
-    folder = tmp_path_factory.mktemp("text")
-    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    for part in range(20):
-        lines = (" ".join(words[int(d)] for d in str(n)) for n in range(part * 400, part * 400 + 400))
-        (folder / f"{part}.txt").write_text("\n".join(lines))
-    return folder
+def numbers(out: Path) -> list[tuple]:
+    return [(e.get("loss"), e.get("grad_norm"), e.get("validation_loss")) for e in events(out)]
 
 
-def command(text: Path, out: Path, *more: str, layout: str = LAYOUT, steps: int = 6) -> list[str]:
-    return [
-        *("train", "tiny-llama", "--vocab", "300", "--layout", layout, "--data", str(text)),
-        *("--seq", "32", "--batch", "4", "--steps", str(steps), "--out", str(out), "--no-tensorboard"),
-        *("--set", "layers=2,hidden=64,ffn=96", "--validate-batches", "1", *more),
-    ]
-
-
-def environment(**more: str) -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**clean, "OMP_NUM_THREADS": "1", **more}
-
-
-def shardwise(*args: str) -> subprocess.CompletedProcess[str]:
-    return forked.shardwise(*args, environment=environment(), timeout=LIMIT)
-
-
-def losses(out: Path) -> list[tuple]:
-    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    return [(e.get("loss"), e.get("grad_norm"), e.get("validation_loss")) for e in events]
-
-
-def test_four_ranks_learn_and_hold_the_prediction(text: Path, tmp_path: Path) -> None:
-    done = shardwise(*command(text, tmp_path / "run", "--report", "--json", steps=12))
-    assert done.returncode == 0, done.stderr
+def test_four_ranks_learn_and_hold_the_prediction(runs: Path, tmp_path: Path) -> None:
+    done = shardwise(*command(runs, tmp_path / "run", LAYOUT, 12, "--report", "--json"))
     result = json.loads(done.stdout)
     assert result["validation_loss"] < result["first_validation_loss"] - 0.3
     predicted, measured = (StepReport.read(tmp_path / f"run/reports/{n}.json") for n in ("predicted", "measured"))
@@ -80,49 +47,41 @@ def test_four_ranks_learn_and_hold_the_prediction(text: Path, tmp_path: Path) ->
     trace = json.loads((tmp_path / "run/reports/trace.json").read_text())
     drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(drawn) == sum(len(role.timeline) for role in measured.roles)
-    compared = shardwise("compare", str(tmp_path / "run"))
-    assert compared.returncode == 0 and "exposed" in compared.stdout
+    assert "exposed" in shardwise("compare", tmp_path / "run").stdout
 
 
-def test_three_dimensions_train_as_one_device_does(text: Path, tmp_path: Path) -> None:
+def test_three_dimensions_train_as_one_device_does(runs: Path, tmp_path: Path) -> None:
     """50 steps (12 in a day's tests) on eight processes; then its checkpoint under tp=4 and back again."""
     steps = 50 if EVERYTHING else 12
     piped = "dp=2,tp=2,pp=2,zero=1,sp,precision=fp32"
     found = {}
     for name, layout in (("one", "dp=1,precision=fp32"), ("eight", piped)):
-        done = shardwise(*command(text, tmp_path / name, layout=layout, steps=steps))
-        assert done.returncode == 0, done.stderr
-        found[name] = losses(tmp_path / name)
+        shardwise(*command(runs, tmp_path / name, layout, steps))
+        found[name] = numbers(tmp_path / name)
     assert len(found["one"]) == len(found["eight"]) >= steps
     for one, eight in zip(found["one"], found["eight"], strict=True):
         for a, b in zip(one, eight, strict=True):
             assert (a is None) == (b is None) and (a is None or b == pytest.approx(a, rel=1e-4)), (one, eight)
     first = tmp_path / "eight"
     for step, layout in enumerate(("tp=4,precision=fp32", piped)):
-        moved = shardwise(
-            "checkpoint", "reshard", str(first), "--layout", layout, "--out", str(tmp_path / f"moved-{step}")
-        )
-        assert moved.returncode == 0, moved.stderr
+        shardwise("checkpoint", "reshard", first, "--layout", layout, "--out", tmp_path / f"moved-{step}")
         first = tmp_path / f"moved-{step}"
-    same = shardwise("checkpoint", "diff", str(tmp_path / "eight"), str(first), "--json")
-    assert same.returncode == 0, same.stdout
+    shardwise("checkpoint", "diff", tmp_path / "eight", first, "--json")
 
 
-def test_text_in_any_format_gives_the_same_losses(text: Path, tmp_path: Path) -> None:
-    documents = [path.read_text() for path in sorted(text.iterdir())]
+def test_text_in_any_format_gives_the_same_losses(runs: Path, tmp_path: Path) -> None:
+    documents = [path.read_text() for path in sorted((runs / "text").iterdir())]
     found = []
     for form in ("folder", "jsonl.gz", "csv", "parquet"):
         out = tmp_path / f"run-{form}"
         data = write(tmp_path, form, documents)
-        done = shardwise(*command(data, out, layout="dp=1,precision=fp32", steps=2))
-        assert done.returncode == 0, done.stderr
-        found.append(losses(out))
+        shardwise(*command(runs, out, "dp=1,precision=fp32", 2, "--data", str(data)))
+        found.append(numbers(out))
     assert len(found[0]) == 4 and found == [found[0]] * 4
 
 
-def test_a_run_too_short_for_a_timeline_has_a_report_without(text: Path, tmp_path: Path) -> None:
-    done = shardwise(*command(text, tmp_path / "run", "--report", layout="dp=2,precision=fp32", steps=1))
-    assert done.returncode == 0, done.stderr
+def test_a_run_too_short_for_a_timeline_has_a_report_without(runs: Path, tmp_path: Path) -> None:
+    done = shardwise(*command(runs, tmp_path / "run", "dp=2,precision=fp32", 1, "--report"))
     measured = StepReport.read(tmp_path / "run/reports/measured.json")
     assert measured.roles[0].ledger and not measured.roles[0].timeline
     assert re.search(r"step    1/1  loss \S+  recorded for the report in .*s: slower than other steps\n", done.stdout)
@@ -188,21 +147,19 @@ def test_the_load_of_experts_is_in_the_events_and_on_tensorboard(tmp_path: Path)
     assert [s.step for s in board.Scalars("train/loss")] == [1, 2]
 
 
-def test_a_run_that_diverges_says_so_in_json_too(text: Path, tmp_path: Path) -> None:
-    far = ("--lr", "1e30", "--clip", "0", "--json")
-    done = shardwise(*command(text, tmp_path / "run", *far, layout="dp=1,precision=fp32", steps=4))
-    assert done.returncode == 3 and done.stderr.count("training diverged at step 2: the gradient norm is nan") == 1, (
-        done.stderr
-    )
+def test_a_run_that_diverges_says_so_in_json_too(runs: Path, tmp_path: Path) -> None:
+    words = command(runs, tmp_path / "run", "dp=1,precision=fp32", 4, "--lr", "1e30", "--clip", "0", "--json")
+    done = forked.shardwise(*words, environment=environment(), timeout=LIMIT)
+    said = "training diverged at step 2: the gradient norm is nan"
+    assert done.returncode == 3 and done.stderr.count(said) == 1, done.stderr
     assert json.loads(done.stdout, parse_constant=pytest.fail)["exit_code"] == 3
     events = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "run/events.jsonl").open()]
     assert events[-1]["grad_norm"] == "NaN" and events[-1]["skipped"]
 
 
 @of_some("two agents", TORCHRUN, 2)
-def test_two_torchrun_agents_train_the_run_of_four_local_ranks_bitwise(text: Path, tmp_path: Path) -> None:
-    local = shardwise(*command(text, tmp_path / "local"))
-    assert local.returncode == 0, local.stderr
+def test_two_torchrun_agents_train_the_run_of_four_local_ranks_bitwise(runs: Path, tmp_path: Path) -> None:
+    shardwise(*command(runs, tmp_path / "local", LAYOUT, 6))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -211,9 +168,9 @@ def test_two_torchrun_agents_train_the_run_of_four_local_ranks_bitwise(text: Pat
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
                 *("--node-rank", str(node), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-                *("--rdzv-id", "two-agents", "-m", "shardwise", *command(text, tmp_path / "agents")),
+                *("--rdzv-id", "two-agents", "-m", "shardwise", *command(runs, tmp_path / "agents", LAYOUT, 6)),
             ],
-            env=environment(GLOO_SOCKET_IFNAME="lo"),
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -227,68 +184,41 @@ def test_two_torchrun_agents_train_the_run_of_four_local_ranks_bitwise(text: Pat
             agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert [output.count(f"the run is in {tmp_path / 'agents'}\n") for output in outputs] in ([1, 0], [0, 1])
-    assert losses(tmp_path / "local") == losses(tmp_path / "agents")
+    assert numbers(tmp_path / "local") == numbers(tmp_path / "agents")
 
 
-def test_communication_without_overlap_gives_the_same_bits(text: Path, tmp_path: Path) -> None:
+def test_communication_without_overlap_gives_the_same_bits(runs: Path, tmp_path: Path) -> None:
     for name, more in (("on", []), ("off", ["--no-overlap"])):
-        words = command(text, tmp_path / name, "--report", "--transport", "gloo", *more)
-        assert shardwise(*words).returncode == 0
-    assert losses(tmp_path / "on") == losses(tmp_path / "off")
+        shardwise(*command(runs, tmp_path / name, LAYOUT, 6, "--report", "--transport", "gloo", *more))
+    assert numbers(tmp_path / "on") == numbers(tmp_path / "off")
     on, off = (json.loads((tmp_path / name / "result.json").read_text())["communication"] for name in ("on", "off"))
     assert on["hidden_s"] > 0 == off["hidden_s"]
     said = [" ".join(StepReport.read(tmp_path / f"{name}/reports/measured.json").notes) for name in ("on", "off")]
     assert ["--no-overlap" in notes for notes in said] == [False, True]
 
 
-def test_through_shared_memory_nothing_is_hidden(text: Path, tmp_path: Path) -> None:
-    assert shardwise(*command(text, tmp_path / "run", "--report", "--transport", "shared")).returncode == 0
+def test_through_shared_memory_nothing_is_hidden(runs: Path, tmp_path: Path) -> None:
+    shardwise(*command(runs, tmp_path / "run", LAYOUT, 6, "--report", "--transport", "shared"))
     communication = json.loads((tmp_path / "run/result.json").read_text())["communication"]
     assert communication["hidden_s"] == 0 < communication["exposed_s"]
 
 
-def workers_of(launcher: int) -> list[int]:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children]
-
-
-def test_a_killed_rank_ends_the_run_with_one_line(text: Path, tmp_path: Path) -> None:
-    run = forked.Started(command(text, tmp_path / "run", steps=100_000), environment())
-    try:
-        events = tmp_path / "run" / "events.jsonl"
-        deadline = time.monotonic() + LIMIT
-        while not (events.exists() and events.read_text().count('"grad_norm"') >= 2):
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        ranks = workers_of(run.pid)
-        assert len(ranks) == 4
-        os.kill(ranks[2], signal.SIGKILL)
-        started = time.monotonic()
-        _, errors = run.communicate(timeout=LIMIT)
-    finally:
-        run.kill()
-    assert time.monotonic() - started < 20
-    assert run.returncode == 1
-    lines = [line for line in errors.splitlines() if "error" in line]
-    assert len(lines) == 1 and "rank 2" in lines[0] and "SIGKILL" in lines[0], errors
-    assert "Traceback" not in errors
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-
-
-def test_a_port_in_use_is_said_in_one_line(text: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_said_in_one_line(runs: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = shardwise(*command(text, tmp_path / "run", "--port", port))
+        words = command(runs, tmp_path / "run", LAYOUT, 6, "--port", port)
+        done = forked.shardwise(*words, environment=environment(), timeout=LIMIT)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1 and port in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_second_run_overwrites_nothing(text: Path, tmp_path: Path) -> None:
-    assert shardwise(*command(text, tmp_path / "run", layout="precision=fp32")).returncode == 0
+def test_a_second_run_overwrites_nothing(runs: Path, tmp_path: Path) -> None:
+    words = command(runs, tmp_path / "run", "precision=fp32", 6)
+    shardwise(*words)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    again = shardwise(*command(text, tmp_path / "run", layout="precision=fp32"))
+    again = forked.shardwise(*words, environment=environment(), timeout=LIMIT)
     assert again.returncode == 2 and "overwritten" in again.stderr
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before

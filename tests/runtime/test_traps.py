@@ -21,7 +21,6 @@ from harness.apart_checks import assert_as_alone, assert_predicted, blank, train
 from harness.apart_jobs import Account
 from harness.cases import from_table, table
 from harness.checks import (
-    assert_covered,
     assert_ledger,
     assert_memory,
     assert_parity,
@@ -66,25 +65,19 @@ def resumable(text: str, job: Callable[[Layout], tuple[str, object]]) -> list:
     return run_ranks(f"harness.resume_jobs:{function}", layout.ranks, payload)
 
 
-def points(*changes: dict) -> list[Point]:
-    return [point(**change) for change in changes]
-
-
-def today(count: int, *changes: dict) -> list[Point]:
-    """`count` of these points, which rotate with the date: where many take their time."""
-    return some_of(points(*changes), count, str(changes))
+def at(*changes: dict, count: int = 0) -> pytest.MarkDecorator:
+    """A test of these points, or of `count` of them, which rotate with the date: where many take their time."""
+    points = [point(**change) for change in changes]
+    chosen = some_of(points, count, str(changes)) if count else points
+    return pytest.mark.parametrize("point", chosen, ids=lambda p: p.id)
 
 
 # -- 2: a tied embedding under ZeRO-3, with a vocabulary that the ranks do not divide
 
 
-@pytest.mark.parametrize(
-    "point",
-    points(
-        {"model": "gpt2", "dp": 3, "zero": 3},
-        {"model": "qwen3", "dp": 2, "tp": 2, "zero": 3, "sp": True, "accumulate": 2},
-    ),
-    ids=lambda p: p.id,
+@at(
+    {"model": "gpt2", "dp": 3, "zero": 3},
+    {"model": "qwen3", "dp": 2, "tp": 2, "zero": 3, "sp": True, "accumulate": 2},
 )
 def test_trap_02_every_row_of_a_tied_embedding_changes(point: Point) -> None:
     table = next(p for p in parameters(point.case.model) if p.name == "embedding.tokens.weight")
@@ -97,16 +90,12 @@ def test_trap_02_every_row_of_a_tied_embedding_changes(point: Point) -> None:
 # -- 3: the gradient norm counts every parameter once, and clipping binds
 
 
-@pytest.mark.parametrize(
-    "point",
-    points(
-        {"model": "mqa", "tp": 3},
-        {"model": "llama", "tp": 4, "sp": True},
-        {"model": "qwen3", "dp": 2, "tp": 2, "zero": 3},
-        {"model": "gpt2", "dp": 2, "tp": 2, "zero": 2, "sp": True},
-        {"model": "neox", "dp": 4, "zero": 1, "shard": 2},
-    ),
-    ids=lambda p: p.id,
+@at(
+    {"model": "mqa", "tp": 3},
+    {"model": "llama", "tp": 4, "sp": True},
+    {"model": "qwen3", "dp": 2, "tp": 2, "zero": 3},
+    {"model": "gpt2", "dp": 2, "tp": 2, "zero": 2, "sp": True},
+    {"model": "neox", "dp": 4, "zero": 1, "shard": 2},
 )
 def test_trap_03_the_gradient_norm_counts_each_value_once_and_binds(point: Point) -> None:
     case = replace(point.case, optimizer=replace(point.case.optimizer, clip=0.05), steps=5)
@@ -119,14 +108,10 @@ def test_trap_03_the_gradient_norm_counts_each_value_once_and_binds(point: Point
 # -- 4: unequal numbers of valid tokens, down to none on a rank
 
 
-@pytest.mark.parametrize(
-    "point",
-    points(
-        {"model": "llama", "dp": 4, "ignore": "most"},
-        {"model": "neox", "dp": 3, "zero": 2, "ignore": "most", "accumulate": 2},
-        {"model": "llama", "dp": 2, "tp": 2, "sp": True, "zero": 3, "ignore": "some"},
-    ),
-    ids=lambda p: p.id,
+@at(
+    {"model": "llama", "dp": 4, "ignore": "most"},
+    {"model": "neox", "dp": 3, "zero": 2, "ignore": "most", "accumulate": 2},
+    {"model": "llama", "dp": 2, "tp": 2, "sp": True, "zero": 3, "ignore": "some"},
 )
 def test_trap_04_the_loss_is_divided_by_all_valid_tokens(point: Point) -> None:
     ranks = holds(point.case, point.layout)
@@ -181,17 +166,6 @@ def test_trap_09_vocabulary_parallel_cross_entropy(tp: int, kind: str, device: s
 # -- 10: replicated, sharded or partial: the label of every boundary, checked against one device
 
 
-BOUNDARIES = points(
-    {"model": "llama", "tp": 2, "micro": 2},
-    {"model": "llama", "tp": 2, "sp": True, "micro": 2},
-    {"model": "llama", "tp": 2, "micro": 2, "attention": "math"},
-    {"model": "mqa", "tp": 3, "sp": True, "attention": "math"},
-    {"model": "gpt2", "tp": 2},
-    {"model": "neox", "tp": 3, "sp": True},
-    {"model": "qwen3", "tp": 4},
-)
-
-
 def _sharded(key: str, point: Point) -> tuple[int, int] | None:
     """(dim, width) along which the boundary `key` is cut over tp; None where every rank has all of it."""
     model, tp = point.case.model, point.layout.tp
@@ -234,7 +208,15 @@ def _compared(point: Point) -> list[str]:
     return [key for key in keys if chosen(key)]
 
 
-@pytest.mark.parametrize("point", BOUNDARIES, ids=lambda p: p.id)
+@at(
+    {"model": "llama", "tp": 2, "micro": 2},
+    {"model": "llama", "tp": 2, "sp": True, "micro": 2},
+    {"model": "llama", "tp": 2, "micro": 2, "attention": "math"},
+    {"model": "mqa", "tp": 3, "sp": True, "attention": "math"},
+    {"model": "gpt2", "tp": 2},
+    {"model": "neox", "tp": 3, "sp": True},
+    {"model": "qwen3", "tp": 4},
+)
 def test_trap_10_no_boundary_is_a_partial_sum_in_disguise(point: Point) -> None:
     whole = plain_boundaries(point.case)
     ranks = run_ranks("harness.trap_jobs:boundaries", point.layout.ranks, (point.case, point.layout))
@@ -259,15 +241,11 @@ def test_trap_10_no_boundary_is_a_partial_sum_in_disguise(point: Point) -> None:
 # -- 11: replicated weights that each rank uses for its own share
 
 
-@pytest.mark.parametrize(
-    "point",
-    points(
-        {"model": "qwen3", "tp": 2},
-        {"model": "qwen3", "tp": 4, "sp": True},
-        {"model": "gpt2", "tp": 2, "sp": True, "zero": 1, "dp": 2},
-        {"model": "neox", "tp": 3, "sp": True},
-    ),
-    ids=lambda p: p.id,
+@at(
+    {"model": "qwen3", "tp": 2},
+    {"model": "qwen3", "tp": 4, "sp": True},
+    {"model": "gpt2", "tp": 2, "sp": True, "zero": 1, "dp": 2},
+    {"model": "neox", "tp": 3, "sp": True},
 )
 def test_trap_11_norm_weights_are_summed_over_tensor_ranks(point: Point) -> None:
     ranks = holds(point.case, point.layout)
@@ -300,16 +278,12 @@ def test_trap_12_where_outputs_are_gathered_every_rank_has_all_of_them_and_each_
 # -- 13: dropout depends on the global index, not on who draws it
 
 
-@pytest.mark.parametrize(
-    "point",
-    points(
-        {"model": "gpt2-drop", "attention": "math", "dp": 2, "recompute": "full"},
-        {"model": "gpt2-drop", "attention": "math", "tp": 2, "recompute": "selective"},
-        {"model": "gpt2-drop", "attention": "math", "tp": 3, "sp": True, "recompute": "input"},
-        {"model": "gpt2-drop", "attention": "math", "dp": 2, "tp": 2, "sp": True, "zero": 3, "accumulate": 2},
-        {"model": "gpt2", "dp": 2, "tp": 2, "sp": True, "recompute": "full"},
-    ),
-    ids=lambda p: p.id,
+@at(
+    {"model": "gpt2-drop", "attention": "math", "dp": 2, "recompute": "full"},
+    {"model": "gpt2-drop", "attention": "math", "tp": 2, "recompute": "selective"},
+    {"model": "gpt2-drop", "attention": "math", "tp": 3, "sp": True, "recompute": "input"},
+    {"model": "gpt2-drop", "attention": "math", "dp": 2, "tp": 2, "sp": True, "zero": 3, "accumulate": 2},
+    {"model": "gpt2", "dp": 2, "tp": 2, "sp": True, "recompute": "full"},
 )
 def test_trap_13_dropout_is_the_same_under_every_layout(point: Point) -> None:
     off = replace(point.case, model=point.case.model.replace(dropout=0.0, attention_dropout=0.0))
@@ -320,11 +294,7 @@ def test_trap_13_dropout_is_the_same_under_every_layout(point: Point) -> None:
 # -- 14: initial weights depend on the global index
 
 
-@pytest.mark.parametrize(
-    "point",
-    points({"model": "qwen2", "tp": 3}, {"model": "gpt2", "dp": 2, "tp": 2, "zero": 2}, {"model": "mqa", "tp": 6}),
-    ids=lambda p: p.id,
-)
+@at({"model": "qwen2", "tp": 3}, {"model": "gpt2", "dp": 2, "tp": 2, "zero": 2}, {"model": "mqa", "tp": 6})
 def test_trap_14_every_layout_starts_from_the_same_weights(point: Point) -> None:
     table = {p.name: p for p in parameters(point.case.model)}
     seen: dict[str, Tensor] = {name: torch.zeros(p.shape, dtype=torch.bool) for name, p in table.items()}
@@ -400,21 +370,17 @@ def test_trap_16_ranks_are_summed_in_fp32(transport: str) -> None:
 # -- 19: races between communication and computation
 
 
-@pytest.mark.parametrize(
-    "point",
-    today(
-        4,
-        {"model": "qwen3", "dp": 2, "zero": 3, "accumulate": 2},
-        {"model": "llama", "dp": 2, "zero": 3, "accumulate": 3},
-        {"model": "llama", "dp": 2, "zero": 2, "accumulate": 3},
-        {"model": "gpt2", "dp": 2, "tp": 2, "zero": 3, "sp": True, "recompute": "input", "accumulate": 2},
-        {"model": "llama", "dp": 3, "zero": 1, "accumulate": 2},
-        {"model": "mqa", "dp": 4, "zero": 3, "shard": 2, "recompute": "full"},
-        {"model": "llama", "dp": 4, "zero": 3, "hpz": 2, "accumulate": 2},
-        {"model": "neox", "dp": 2, "tp": 2, "accumulate": 2},
-        {"model": "llama", "dp": 2, "zero": 0, "precision": "bf16", "accumulate": 2},
-    ),
-    ids=lambda p: p.id,
+@at(
+    {"model": "qwen3", "dp": 2, "zero": 3, "accumulate": 2},
+    {"model": "llama", "dp": 2, "zero": 3, "accumulate": 3},
+    {"model": "llama", "dp": 2, "zero": 2, "accumulate": 3},
+    {"model": "gpt2", "dp": 2, "tp": 2, "zero": 3, "sp": True, "recompute": "input", "accumulate": 2},
+    {"model": "llama", "dp": 3, "zero": 1, "accumulate": 2},
+    {"model": "mqa", "dp": 4, "zero": 3, "shard": 2, "recompute": "full"},
+    {"model": "llama", "dp": 4, "zero": 3, "hpz": 2, "accumulate": 2},
+    {"model": "neox", "dp": 2, "tp": 2, "accumulate": 2},
+    {"model": "llama", "dp": 2, "zero": 0, "precision": "bf16", "accumulate": 2},
+    count=4,
 )
 def test_trap_19_overlap_changes_no_bit(point: Point) -> None:
     # Embedding and head share a slot, and meet where one micro-batch follows another.
@@ -513,18 +479,14 @@ def test_trap_22_eight_steps_equal_four_and_four_on_other_ranks(before: str, aft
 # -- 23: replicated key/value heads
 
 
-@pytest.mark.parametrize(
-    "point",
-    today(
-        3,
-        {"model": "mqa", "tp": 2},
-        {"model": "mqa", "tp": 6, "sp": True},
-        {"model": "llama", "tp": 4, "accumulate": 2},
-        {"model": "qwen2", "tp": 6, "attention": "math"},
-        {"model": "mqa", "dp": 2, "tp": 3, "zero": 2, "accumulate": 2},
-        {"model": "qwen3", "dp": 2, "tp": 4, "zero": 3},
-    ),
-    ids=lambda p: p.id,
+@at(
+    {"model": "mqa", "tp": 2},
+    {"model": "mqa", "tp": 6, "sp": True},
+    {"model": "llama", "tp": 4, "accumulate": 2},
+    {"model": "qwen2", "tp": 6, "attention": "math"},
+    {"model": "mqa", "dp": 2, "tp": 3, "zero": 2, "accumulate": 2},
+    {"model": "qwen3", "dp": 2, "tp": 4, "zero": 3},
+    count=3,
 )
 def test_trap_23_replicated_heads_are_summed_once(point: Point) -> None:
     model, layout = point.case.model, point.layout
@@ -557,15 +519,6 @@ def case_of(layout: Layout, model: str, micro_batches: int = 4) -> Case:
     return Case(MODELS[model].replace(layers=4), Workload(SEQ, batch), layout.precision)
 
 
-def holds_piped(text: str, model: str) -> None:
-    layout = Layout.parse(f"{text},precision=fp64")
-    case = case_of(layout, model)
-    ranks = train(case, layout, memory=False)
-    assert_parity(case, layout, ranks)
-    assert_replicas_equal(ranks)
-    assert_ledger(case, layout, ranks)
-
-
 # -- 1: both ends of a pipeline that hold the tied table add up its gradients, and one of them counts in the norm
 
 
@@ -575,7 +528,7 @@ def test_trap_01_tied_embedding_at_both_ends(text: str, model: str) -> None:
     case = case_of(parsed, model)
     assert case.model.tied
     assert min(reference(case).norms) > case.optimizer.clip, "clipping must bind, or a wrong norm goes unnoticed"
-    holds_piped(text, model)
+    holds(case, parsed)
 
 
 # -- 5, 18: every rank logs the loss of the whole batch, wherever the last stage is
@@ -632,10 +585,7 @@ LAYOUTS = table(__file__, "LAYOUTS")
 def test_trap_25_sequences_cut_over_ranks(model: str, text: str, seq: int, documents: bool) -> None:
     layout = Layout.parse(text)
     workload = Workload(seq, 2 * layout.dp, isolate_documents=documents)
-    case = Case(MODELS[model], workload, layout.precision, layout.attention)
-    ranks = train(case, layout, memory=False)
-    assert_parity(case, layout, ranks)
-    assert_ledger(case, layout, ranks)
+    holds(Case(MODELS[model], workload, layout.precision, layout.attention), layout)
 
 
 # -- Mistakes of expert parallelism that others shipped, each a small layout in which it shows (`tests/mutation/`)
@@ -661,10 +611,7 @@ def test_trap_17_experts_over_ranks(model: str, text: str, seq: int, accumulate:
     layout = Layout.parse(f"{text},precision=fp64")
     case = case_of_routed(model, layout, seq, accumulate, **changes)
     assert min(reference(case).norms) > case.optimizer.clip, "clipping binds"
-    ranks = train(case, layout, memory=False)
-    assert_parity(case, layout, ranks)
-    assert_replicas_equal(ranks)
-    assert_ledger(case, layout, ranks)
+    holds(case, layout)
 
 
 @pytest.mark.parametrize("text", ["dp=2,ep=2", "dp=2,ep=2,zero=2", "tp=2,ep=2,etp=1", "dp=2,tp=2,ep=2,etp=2,zero=3"])
@@ -674,9 +621,7 @@ def test_trap_17_an_expert_without_tokens_has_a_gradient_of_zero(text: str) -> N
     case = replace(case_of_routed("mixtral", layout, 3), steps=6)
     plain = plain_routing(case)
     assert any(len(set(routing.chosen.tolist())) < 8 for routing in plain.values())
-    ranks = train(case, layout, memory=False)
-    assert_parity(case, layout, ranks)
-    assert_replicas_equal(ranks)
+    holds(case, layout)
 
 
 @pytest.mark.parametrize("text", ["dp=2,ep=2", "tp=2", "dp=2,cp=2,ep=4"])
@@ -739,11 +684,7 @@ def case_of_adapted(name: str, *targets: str, alpha: float = 7.0) -> Case:
 
 
 def holds_adapted(case: Case, text: str) -> None:
-    layout = Layout.parse(f"{text},precision=fp64")
-    ranks = train(case, layout, memory=False)
-    assert_parity(case, layout, ranks)
-    assert_replicas_equal(ranks)
-    assert_covered(case, layout, ranks)
+    holds(case, Layout.parse(f"{text},precision=fp64"))
 
 
 @pytest.mark.parametrize("targets", [("q", "up"), ("out", "down")])

@@ -17,8 +17,8 @@ import torch
 
 from harness.answers import CLOSE, check, requests
 from harness.cases import from_table, table
-from harness.generation import Script, some_cases
-from harness.huggingface import FAMILIES, STEPS, pretrained
+from harness.generation import Script, Seen, some_cases
+from harness.huggingface import STEPS, pretrained
 from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise.checkpoint import Checkpoint
@@ -34,9 +34,17 @@ from shardwise.serving.job import ServingJob, weights_in
 from shardwise.serving.messages import Command, Finished, Request, Sampling, Token
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = table(__file__, "MODELS")
+MODELS_ROUTED: dict[str, tuple[str, dict[str, Any]]] = table(__file__, "MODELS_ROUTED")
+"""Name -> family, changes of its configuration; with experts."""
 LAYOUTS = [
     "dp=1", "tp=2", "tp=4", "pp=2", "pp=3", "tp=2,pp=2", "dp=2,zero=3", "dp=4,zero=3", "dp=2", "dp=2,tp=2,zero=3",
     "dp=2,pp=2", "pp=3,stages=0/3/0", "cp=2", "cp=4", "tp=2,cp=2", "cp=2,pp=2", "dp=2,cp=2",
+]  # fmt: skip
+
+LAYOUTS_ROUTED = [
+    "dp=1", "tp=2", "pp=2", "tp=2,ep=2", "tp=4,ep=2", "tp=2,etp=1", "dp=2,ep=2", "dp=4,ep=4", "dp=4,ep=2",
+    "dp=2,tp=2,ep=4", "dp=2,tp=2,ep=2,etp=2", "dp=2,pp=2,ep=2", "dp=2,zero=3", "dp=2,tp=2,zero=3,etp=1",
+    "cp=2", "cp=2,ep=2", "tp=2,cp=2,ep=2",
 ]  # fmt: skip
 
 STAGED = ["tp=2", "pp=2", "tp=2,pp=2", "dp=2,zero=3", "cp=2"]
@@ -44,76 +52,74 @@ STAGED = ["tp=2", "pp=2", "tp=2,pp=2", "dp=2,zero=3", "cp=2"]
 
 @cache
 def model_of(name: str) -> Any:
-    family, changes = MODELS[name]
-    assert family in FAMILIES
+    family, changes = (MODELS | MODELS_ROUTED)[name]
     return pretrained(family, **changes)
 
 
-def saved(model: Callable[[str], Any], root: Path) -> Callable[[str], Path]:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Name -> folder with the weights of its model."""
+    root = tmp_path_factory.mktemp("models")
 
     @cache
     def folder(name: str) -> Path:
-        model(name).save_pretrained(root / name)
+        model_of(name).save_pretrained(root / name)
         return root / name
 
     return folder
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return saved(model_of, tmp_path_factory.mktemp("models"))
+def job_of(folder: Path, layout: str, precision: str = "fp32", **options: Any) -> ServingJob:
+    at = Layout.parse(f"{layout},precision={precision}")
+    return ServingJob(weights_in(folder)[0], at, str(folder), **{"page": 4} | options)
 
 
-@pytest.mark.parametrize(("name", "layout", "index"), some_cases(MODELS, LAYOUTS, 10), ids=lambda value: str(value))
+def generated(job: ServingJob, asked: dict[int, dict[int, list[Command]]], **options: Any) -> list[Seen]:
+    """What each rank saw."""
+    ranks: list[Seen] = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked, **options))
+    return ranks
+
+
+DRAWN = [*some_cases(MODELS, LAYOUTS, 10), *some_cases(MODELS_ROUTED, LAYOUTS_ROUTED, 7)]
+
+
+@pytest.mark.parametrize(("name", "layout", "index"), DRAWN, ids=str)
 def test_logits_and_answers(folders: Any, name: str, layout: str, index: int) -> None:
-    draw, reuse = random.Random(index), index % 3 != 0
-    folder = folders(name)
-    model, _ = weights_in(folder)
-    job = ServingJob(
-        model, Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4, pages=[16, 64][index % 2],
-        chunk=[5, 16][index // 2 % 2], batch=[8, 16][index // 3 % 2], reuse=reuse,
-        transport=["shared", "gloo"][index % 5 == 1],
+    job = job_of(
+        folders(name), layout, context=40, pages=[16, 64][index % 2], chunk=[5, 16][index // 2 % 2],
+        batch=[8, 16][index // 3 % 2], reuse=index % 3 != 0, transport=["shared", "gloo"][index % 5 == 1],
     )  # fmt: skip
-    asked = requests(16, draw, job.replicas)
-    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
-    check(model_of(name), asked, ranks, reuse)
+    asked = requests(16, random.Random(index), job.replicas)
+    ranks = generated(job, asked)
+    check(model_of(name), asked, ranks, job.reuse)
+    if name in MODELS_ROUTED:
+        assert all(rank.read < 1.3 * rank.share for rank in ranks), "a rank has read the weights of others"
 
 
 @pytest.mark.parametrize("layout", some_of(STAGED, 1, "staged generation"))
 def test_ranks_that_share_a_gpu(folders: Any, layout: str) -> None:
     """Tensors go through the host's memory, which is forced on CPU tensors here."""
-    folder = folders("llama")
-    model, _ = weights_in(folder)
-    job = ServingJob(model, Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4, pages=64)
+    job = job_of(folders("llama"), layout, context=40, pages=64)
     asked = requests(8, random.Random(layout), job.replicas)
-    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked, staged=True))
-    check(model_of("llama"), asked, ranks, job.reuse)
+    check(model_of("llama"), asked, generated(job, asked, staged=True), job.reuse)
 
 
 @pytest.mark.parametrize(("name", "layout", "page", "chunk"), [("gemma2", "cp=2", 8, 16), ("llama", "cp=4", 4, 5)])
 def test_a_cache_cut_over_context_parallel_ranks(folders: Any, name: str, layout: str, page: int, chunk: int) -> None:
     """Several slots of a page per rank and one; prompts shorter and longer than a page; chunks of a single token beside
     sequences that continue; windows shorter than a page."""
-    folder = folders(name)
-    job = ServingJob(
-        weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=page, chunk=chunk
-    )
+    job = job_of(folders(name), layout, context=40, page=page, chunk=chunk)
     asked = requests(16, random.Random(2), 1)
-    check(model_of(name), asked, run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked)), True)
+    check(model_of(name), asked, generated(job, asked), True)
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "pp=2"])
 def test_sequences_that_gave_their_pages_back_are_computed_again(folders: Any, layout: str) -> None:
-    folder = folders("llama")
-    job = ServingJob(
-        weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4, pages=12,
-        chunk=16, batch=6, reuse=False,
-    )  # fmt: skip
+    job = job_of(folders("llama"), layout, context=40, pages=12, chunk=16, batch=6, reuse=False)
     asked: dict[int, dict[int, list[Command]]] = {
         0: {0: [Request(n, (n, 2, 3), Sampling(max_tokens=20)) for n in range(11, 16)]}
     }
-    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
+    ranks = generated(job, asked)
     assert ranks[0].preempted
     check(model_of("llama"), asked, ranks, reuse=False)
 
@@ -121,17 +127,13 @@ def test_sequences_that_gave_their_pages_back_are_computed_again(folders: Any, l
 @pytest.mark.parametrize("layout", some_of(["dp=1", "tp=2", "pp=2", "cp=2", "dp=2,zero=3"], 2, "scored prompts"))
 def test_prompts_are_scored(folders: Any, layout: str) -> None:
     """Prompts that begin alike, in chunks, beside others that are not scored and sequences that are computed again."""
-    folder = folders("llama")
-    job = ServingJob(
-        weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4, pages=12,
-        chunk=5, batch=4,
-    )  # fmt: skip
+    job = job_of(folders("llama"), layout, context=40, pages=12, chunk=5, batch=4)
     scored = {n: Sampling(max_tokens=n % 3, prompt_logprobs=True, top_logprobs=n % 4) for n in range(1, 6)}
     others = {n: Sampling(max_tokens=9) for n in range(6, 9)}
     prompts = {n: (*range(2, 12), n, *range(n)) for n in (*scored, *others)}
     listed = [Request(n, prompts[n], sampling) for n, sampling in (scored | others).items()]
     asked: dict[int, dict[int, list[Command]]] = {0: {0: [*listed[:2], *listed[5:]], 2: [*listed[2:5]]}}
-    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked, score=False))
+    ranks = generated(job, asked, score=False)
     told = [answer for answer in ranks[0].answers if isinstance(answer, Token) and answer.prompt]
     for number, sampling in scored.items():
         answers = [answer for answer in told if answer.id == number]
@@ -150,56 +152,44 @@ def test_prompts_are_scored(folders: Any, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=3", "pp=2", "cp=2"])
 def test_one_request_alone(folders: Any, layout: str) -> None:
-    folder = folders("llama")
-    job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), page=4, chunk=3)
+    job = job_of(folders("llama"), layout, chunk=3)
     asked = requests(1, random.Random(3), job.replicas)
-    ranks = run_ranks("harness.generation:generate", 2, Script(job, asked))
-    check(model_of("llama"), asked, ranks, reuse=True)
+    check(model_of("llama"), asked, generated(job, asked), reuse=True)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 def test_what_was_sent_is_not_kept_for_ever(folders: Any, transport: str) -> None:
-    folder = folders("llama")
-    job = ServingJob(
-        weights_in(folder)[0], Layout.parse("pp=3,precision=fp32"), str(folder), page=4, context=40, transport=transport
-    )
+    job = job_of(folders("llama"), "pp=3", context=40, transport=transport)
     asked: dict[int, dict[int, list[Command]]] = {0: {0: [Request(1, (1, 2, 3), Sampling(max_tokens=36))], 150: []}}
-    ranks = run_ranks("harness.generation:generate", 3, Script(job, asked))
+    ranks = generated(job, asked)
     check(model_of("llama"), asked, ranks, reuse=False)
     # More than a hundred turns, most with a header and an activation, or with tokens for two stages.
     assert all(rank.leaving <= 18 for rank in ranks), [rank.leaving for rank in ranks]
 
 
 def test_all_data_ranks_with_the_same_prompts(folders: Any) -> None:
-    folder = folders("qwen3")
-    job = ServingJob(
-        weights_in(folder)[0], Layout.parse("dp=2,zero=3,precision=fp32"), str(folder), page=4, prompts="same"
-    )
+    job = job_of(folders("qwen3"), "dp=2,zero=3", prompts="same")
     assert job.replicas == 1
     asked = requests(4, random.Random(4), 1)
-    ranks = run_ranks("harness.generation:generate", 2, Script(job, asked))
+    ranks = generated(job, asked)
     assert ranks[0].answers == ranks[1].answers
     check(model_of("qwen3"), asked, ranks, reuse=True)
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "dp=2,zero=3", "pp=2"])
 def test_a_rank_reads_its_own_share_and_no_gradients_exist(folders: Any, layout: str) -> None:
-    folder = folders("llama")
-    job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder))
-    for rank in run_ranks("harness.generation:generate", 2, Script(job, {0: {}, 1: {}})):
+    for rank in generated(job_of(folders("llama"), layout), {0: {}, 1: {}}):
         assert rank.read < 1.3 * rank.share
 
 
 def test_seeds_decide_what_is_drawn_whatever_the_layout_and_whatever_else_is_served(folders: Any) -> None:
-    folder = folders("llama")
     answers: list[dict[int, list[int]]] = []
     for layout, seeds in (("dp=1", (1, 2, 1, 3)), ("tp=2", (1, 2)), ("pp=2", (1, 2, 3)), ("cp=2", (1, 2))):
-        job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), page=4)
         first: list[Command] = [
             Request(number, (3, 1, 2), Sampling(max_tokens=20, temperature=1.0, top_p=0.95, seed=chosen))
             for number, chosen in enumerate(seeds)
         ]
-        ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, {0: {0: first}}))
+        ranks = generated(job_of(folders("llama"), layout), {0: {0: first}})
         found: dict[int, list[int]] = {number: [] for number in range(len(seeds))}
         for answer in ranks[0].answers:
             if isinstance(answer, Token):
@@ -222,20 +212,16 @@ def test_a_checkpoint_serves_under_other_layouts_than_it_was_trained_under(folde
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     asked = requests(3, random.Random(5), 1)
     for layout in ("tp=4", "pp=2", "dp=1"):
-        job = ServingJob(
-            weights_in(tmp_path)[0], Layout.parse(f"{layout},precision=fp32"), str(tmp_path), page=4, reuse=False
-        )
-        ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
+        ranks = generated(job_of(tmp_path, layout, reuse=False), asked)
         check(theirs, asked, ranks, reuse=False)
         assert all(rank.read < 1.3 * rank.share for rank in ranks)
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "tp=2", "pp=2", "dp=2,zero=3", "cp=2"])
 def test_in_bf16_the_error_is_at_most_twice_that_of_transformers(folders: Any, layout: str) -> None:
-    folder = folders("qwen3")
-    job = ServingJob(weights_in(folder)[0], Layout.parse(layout), str(folder), page=4, chunk=16)
+    job = job_of(folders("qwen3"), layout, "bf16", chunk=16)
     asked = requests(4, random.Random(6), job.replicas)
-    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
+    ranks = generated(job, asked)
     exact, rounded = model_of("qwen3"), copy.deepcopy(model_of("qwen3")).bfloat16()
     ours, theirs = [], []
     for request in (each for turns in asked.values() for turn in turns.values() for each in turn):
@@ -255,32 +241,10 @@ def test_in_bf16_the_error_is_at_most_twice_that_of_transformers(folders: Any, l
 # -- Generation with experts under every way to split them
 
 
-MODELS_ROUTED: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_hidden_layers": 3, "num_local_experts": 4},
-    "qwen3_moe": {"num_hidden_layers": 3, "num_experts": 8},
-    "deepseek_v2": {},
-    "deepseek_v3": {},
-}
-"""Family -> changes of its configuration."""
 MIXED = ModelConfig(
     "mixed", vocab=53, hidden=24, layers=3, heads=4, kv_heads=2, ffn=42, max_positions=64,
     experts=Experts(8, 3, 14, dense_layers=1),
 )  # fmt: skip
-LAYOUTS_ROUTED = [
-    "dp=1", "tp=2", "pp=2", "tp=2,ep=2", "tp=4,ep=2", "tp=2,etp=1", "dp=2,ep=2", "dp=4,ep=4", "dp=4,ep=2",
-    "dp=2,tp=2,ep=4", "dp=2,tp=2,ep=2,etp=2", "dp=2,pp=2,ep=2", "dp=2,zero=3", "dp=2,tp=2,zero=3,etp=1",
-    "cp=2", "cp=2,ep=2", "tp=2,cp=2,ep=2",
-]  # fmt: skip
-
-
-@cache
-def model_of_routed(name: str) -> Any:
-    return pretrained(name, **MODELS_ROUTED[name])
-
-
-@pytest.fixture(scope="module")
-def routed_folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return saved(model_of_routed, tmp_path_factory.mktemp("routed"))
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS_ROUTED if "ep" in layout or "etp" in layout])
@@ -314,43 +278,22 @@ def test_every_pair_goes_once_to_a_rank_that_has_its_expert(layout: str) -> None
             assert done == dict.fromkeys(range(chosen.numel()), split.expert_tp)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "index"), some_cases(MODELS_ROUTED, LAYOUTS_ROUTED, 7), ids=lambda value: str(value)
-)
-def test_logits_and_answers_routed(routed_folders: Any, name: str, layout: str, index: int) -> None:
-    folder = routed_folders(name)
-    job = ServingJob(
-        weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), context=40, page=4,
-        pages=[16, 64][index % 2], chunk=[5, 16][index // 2 % 2], batch=[8, 16][index // 3 % 2], reuse=index % 3 != 0,
-        transport=["shared", "gloo"][index % 5 == 1],
-    )  # fmt: skip
-    asked = requests(16, random.Random(index), job.replicas)
-    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
-    check(model_of_routed(name), asked, ranks, job.reuse)
-    assert all(rank.read < 1.3 * rank.share for rank in ranks), "a rank has read the weights of others"
-
-
 @pytest.mark.parametrize("layout", some_of(["dp=2,ep=2", "dp=2,pp=2,ep=2", "dp=2,tp=2,ep=4"], 1, "an idle replica"))
-def test_a_replica_without_requests_serves_the_experts_of_others(routed_folders: Any, layout: str) -> None:
-    folder = routed_folders("deepseek_v3")
-    job = ServingJob(weights_in(folder)[0], Layout.parse(f"{layout},precision=fp32"), str(folder), page=4, chunk=3)
+def test_a_replica_without_requests_serves_the_experts_of_others(folders: Any, layout: str) -> None:
+    job = job_of(folders("deepseek_v3"), layout, chunk=3)
     asked: dict[int, dict[int, list[Command]]] = {0: {}, 1: {2: [Request(7, (1, 2, 3, 4), Sampling(max_tokens=6))]}}
-    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
-    check(model_of_routed("deepseek_v3"), asked, ranks, reuse=True)
+    check(model_of("deepseek_v3"), asked, generated(job, asked), reuse=True)
 
 
 @pytest.mark.parametrize(("precision", "quantize"), [("bf16", "none"), ("bf16", "int8"), ("fp32", "int8")])
-def test_narrow_weights(routed_folders: Any, precision: str, quantize: str) -> None:
+def test_narrow_weights(folders: Any, precision: str, quantize: str) -> None:
     """Expected are errors of a rounding: of each weight by at most 1/254 of its row's largest, or of bf16's."""
-    folder = routed_folders("qwen3_moe")
-    job = ServingJob(
-        weights_in(folder)[0], Layout.parse(f"tp=2,ep=2,precision={precision}"), str(folder), page=4, quantize=quantize
-    )
+    job = job_of(folders("qwen3_moe"), "tp=2,ep=2", precision, quantize=quantize)
     prompt = tuple(range(1, 13))
     asked: dict[int, dict[int, list[Command]]] = {0: {0: [Request(1, prompt, Sampling(max_tokens=1))]}}
-    ranks = run_ranks("harness.generation:generate", 2, Script(job, asked))
+    ranks = generated(job, asked)
     with torch.no_grad():
-        expected = model_of_routed("qwen3_moe")(torch.tensor([prompt])).logits[0]
+        expected = model_of("qwen3_moe")(torch.tensor([prompt])).logits[0]
     found = torch.stack([ranks[0].logits[1][place].float() for place in range(len(prompt))])
     # A router's close choice may fall differently: so does a token's whole feed-forward part then.
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1)

@@ -19,7 +19,6 @@ from serving_double import MODEL, EngineDouble, Running, front_of, serving
 
 from shardwise import __version__
 from shardwise.errors import UserError
-from shardwise.runtime.job.launch import RunFailed
 from shardwise.serving.http import server
 from shardwise.serving.http.bodies import description
 from shardwise.serving.http.connections import MOST, RESERVED, ConnectionLimits, connection_limit
@@ -190,23 +189,6 @@ def test_a_second_signal_ends_the_patience(tmp_path):
 
     clients, _ = run(tmp_path, story, grace=1000)
     assert clients.answers["whole"][0] == 503
-
-
-def test_an_engine_that_fails_ends_the_server_with_its_reason(tmp_path):
-    heard = []
-
-    def story(clients: Clients, engine: EngineDouble) -> None:
-        clients.ask("stream", prompt="ab", max_tokens=190, stream=True)
-        clients.ask("whole", prompt="ab", max_tokens=190)
-        clients.running(2)
-        engine.fail("rank 1 was killed by SIGKILL")
-        clients.join()
-        heard.append(clients.answers)
-
-    with pytest.raises(RunFailed, match="rank 1 was killed by SIGKILL"):
-        run(tmp_path, story)
-    (answers,) = heard
-    assert answers["whole"][0] == 500 and "SIGKILL" in answers["whole"][1] and "SIGKILL" in answers["stream"][1]
 
 
 def test_addresses_that_cannot_be_had():
@@ -444,33 +426,6 @@ def client(server_client) -> Iterator[openai.OpenAI]:
         yield one
 
 
-def test_it_chats(client):
-    answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_completion_tokens=8, user="somebody")
-    assert answer.choices[0].message.content == "[-user-]" and answer.choices[0].finish_reason == "length"
-    assert answer.usage.completion_tokens == 8 and answer.usage.total_tokens == answer.usage.prompt_tokens + 8
-    talk = [*HELLO, answer.choices[0].message, {"role": "user", "content": "go on"}]
-    assert client.chat.completions.create(model=MODEL, messages=talk, max_tokens=1).choices[0].message.content == "["
-
-
-def test_it_completes(client):
-    answer = client.completions.create(model=MODEL, prompt=["ab", "c"], max_tokens=3, logprobs=0, temperature=0)
-    assert [choice.text for choice in answer.choices] == ["aba", "ccc"]
-    assert answer.choices[0].logprobs.token_logprobs == [-0.5] * 3
-
-
-def test_it_streams_with_counts(client):
-    options = {"include_usage": True}
-    chunks = list(
-        client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=8, stream=True, stream_options=options)
-    )
-    *chunks, last = chunks
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "[-user-]"
-    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason == "length"
-    assert last.usage.completion_tokens == 8 and not last.choices
-    texts = [chunk.choices[0].text for chunk in client.completions.create(model=MODEL, prompt="ab", stream=True)]
-    assert "".join(texts) == "ab" * 8
-
-
 def test_the_stream_helper_of_the_client_gathers_a_whole_answer(client):
     with client.chat.completions.stream(model=MODEL, messages=HELLO, stop="er-", logprobs=True) as stream:
         final = stream.get_final_completion()
@@ -478,26 +433,7 @@ def test_the_stream_helper_of_the_client_gathers_a_whole_answer(client):
     assert [entry.token for entry in final.choices[0].logprobs.content] == list("[-us")
 
 
-def test_a_closed_stream_cancels_the_request(client, server_client):
-    before = len(server_client.engine.cancels)
-    with client.completions.create(model=MODEL, prompt="ab", max_tokens=190, stream=True) as stream:
-        next(iter(stream))
-    number = server_client.engine.submitted[-1].id
-    deadline = 1000
-    while server_client.front.open and deadline:
-        deadline -= 1
-        client.models.list()
-    assert number in server_client.engine.cancels[before:] and server_client.front.open == 0
-
-
-def test_it_lists_the_models(client):
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).owned_by == "shardwise"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
-
-
-def test_its_exceptions_are_the_ones_it_has_for_each_mistake(client, server_client):
+def test_its_exceptions_are_the_ones_it_has_for_each_mistake(client):
     with pytest.raises(openai.BadRequestError, match="at most 2") as caught:
         client.completions.create(model=MODEL, prompt="a", temperature=3)
     assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"
@@ -508,29 +444,3 @@ def test_its_exceptions_are_the_ones_it_has_for_each_mistake(client, server_clie
         client.with_options(api_key="wrong").models.list()
     with pytest.raises(openai.BadRequestError, match="tools are not supported"):
         client.chat.completions.create(model=MODEL, messages=HELLO, tools=[{"type": "function"}])
-
-
-def test_a_full_queue_is_its_rate_limit_and_it_comes_back(client, server_client):
-    server_client.engine.hold = True
-    try:
-        streams = [client.completions.create(model=MODEL, prompt="ab", max_tokens=2, stream=True) for _ in range(4)]
-        with pytest.raises(openai.RateLimitError) as caught:
-            client.completions.create(model=MODEL, prompt="ab", max_tokens=2)
-        assert int(caught.value.response.headers["retry-after"]) >= 1
-    finally:
-        server_client.engine.hold = False
-    assert ["".join(chunk.choices[0].text for chunk in stream) for stream in streams] == ["ab"] * 4
-
-
-def test_an_engine_that_fails_in_a_stream_raises(tmp_path):
-    with (
-        serving(tmp_path, pause=0.01) as server_client,
-        openai.OpenAI(base_url=f"{server_client.url}/v1", api_key="any", max_retries=0) as client,
-    ):
-        stream = iter(client.chat.completions.create(model=MODEL, messages=HELLO, stream=True))
-        next(stream)
-        server_client.engine.fail("rank 0 was killed by SIGKILL")
-        with pytest.raises(openai.APIError, match="SIGKILL"):
-            list(stream)
-        with pytest.raises(openai.InternalServerError, match="SIGKILL"):
-            client.chat.completions.create(model=MODEL, messages=HELLO)

@@ -153,7 +153,6 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all part files."""
         return sum(part.nbytes for part in self.parts)
 
     def check(self) -> None:

@@ -211,7 +211,6 @@ def _file(path: Path, text_field: str, most: int | None) -> Iterator[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """A file to read, decompressed."""
     if path.suffix.lower() != GZIP_SUFFIX:
         with path.open("rb") as file:
             yield file
@@ -239,7 +238,6 @@ def _text(path: Path, most: int | None) -> str:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a file of records."""
     number = 0
     try:
         with _opened(path) as lines:

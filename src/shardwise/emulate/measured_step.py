@@ -268,7 +268,6 @@ def places(model: ModelConfig, layout: Layout, workload: Workload, backend: Back
 
 
 def cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

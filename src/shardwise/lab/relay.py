@@ -26,7 +26,6 @@ _HEADER = 10
 _LARGEST = _HEADER + (1 << 16) + 256
 _BATCH = 64
 """Frames of a port that are read before others have their turn."""
-BROADCAST = b"\xff" * 6
 
 
 @dataclass

@@ -235,7 +235,6 @@ def linear(module: Linear, at: OpContext, transposed: bool = False) -> Callable[
 
 
 def tied_linear(module: TiedLinear, at: OpContext) -> Callable[[Tensor], Tensor]:
-    """The map whose weight is the table of tokens."""
     run = _Maps([module], [at.arounds.get("vocab", Around())], at)
     return lambda x: run(x)[0]
 
@@ -247,7 +246,6 @@ def shared_key(module: SharedKey, at: OpContext) -> Callable[[Tensor], Tensor]:
 
 
 def lookup(module: Lookup, at: OpContext) -> Callable[[Tensor], Tensor]:
-    """A lookup in the table of tokens."""
     around = at.arounds.get("lookup", Around())
     return lambda ids: _Lookup.apply(around, at, module, ids, module.weight)  # type: ignore[no-untyped-call]
 

@@ -159,7 +159,6 @@ class TokenGenerator:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of weights on this rank."""
         return sum(tensor.nbytes for tensor in self.engine.storages()["parameters"]) - self._saved
 
     def load(self, weights: Weights, progress: Progress = lambda done, of: None) -> None:

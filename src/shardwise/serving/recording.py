@@ -118,7 +118,6 @@ def _sum(a: float | None, b: float | None) -> float | None:
 
 
 def read_notes(folder: Path, rank: int) -> list[StepRecord]:
-    """Records of a rank, step by step."""
     file = notes_file(folder, rank)
     return [StepRecord.from_json(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 

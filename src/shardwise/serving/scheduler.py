@@ -82,7 +82,6 @@ class Chunk:
 
     @property
     def rows(self) -> list[int]:
-        """Rows whose logits are wanted."""
         return [*self.scored, self.stop - 1] if self.wanted else [*self.scored]
 
 

@@ -63,7 +63,6 @@ class TokenBytes:
         return added.content if added is not None and added.special else None
 
     def of(self, token: int) -> bytes:
-        """The bytes of a token's spelling."""
         if token in self._added:
             content: str = self._added[token].content
             return content.encode()

@@ -41,7 +41,6 @@ _FILES = {"fp32": "model", **_MOMENTS}
 
 
 def is_one(folder: Path) -> bool:
-    """Whether a folder looks like one of DeepSpeed's."""
     found = _tagged(folder)
     return (found / "zero").is_dir() or any(found.glob("*_optim_states.pt")) or any(found.glob("*_model_states.pt"))
 

@@ -136,7 +136,6 @@ class _Vocabulary:
         self.names = {number: piece for piece, number in self._ids.items()}
 
     def token_to_id(self, token: str) -> int | None:
-        """As of `tokenizers.Tokenizer`."""
         return self._ids.get(token)
 
 

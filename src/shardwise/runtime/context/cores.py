@@ -105,7 +105,6 @@ class GatherSource:
         return ((other, whole[other]) for other in self._order())
 
     def gradients(self, parts: Iterator[Tensor]) -> Tensor:
-        """As `RingSource.gradients`."""
         by_rank = dict(zip(self._order(), parts, strict=True))
         whole = torch.stack([by_rank.pop(rank) for rank in sorted(by_rank)])
         mine = torch.empty_like(whole[0])

@@ -74,7 +74,6 @@ class Failure:
 
     @classmethod
     def read(cls, path: Path) -> "Failure | None":
-        """The rank's failure report, None if it left none."""
         try:
             return cls(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):

@@ -61,8 +61,6 @@ class OffloadedActivations:
 
 
 class _Place:
-    """A saved tensor, as a view of a storage."""
-
     __slots__ = ("device", "dtype", "key", "offset", "shape", "stride")
 
     def __init__(self, key: int, tensor: Tensor) -> None:

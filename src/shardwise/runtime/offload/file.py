@@ -271,7 +271,6 @@ def pages(nbytes: int) -> Tensor:
 
 
 def _view(buffer: Tensor) -> memoryview:
-    """The memory of a CPU tensor of bytes."""
     return memoryview(buffer.numpy())  # type: ignore[arg-type]
 
 
@@ -292,7 +291,6 @@ def offload_file(plan: UnitPlan, folder: Path | None, rank: int, slot: int | Non
 
 
 def file_bytes(file: OffloadFile | None) -> Bytes:
-    """Bytes of a rank's file, by class."""
     if file is None:
         return Bytes()
     return Bytes(parameters=file.layout.parameter_bytes, optimizer=file.layout.state_bytes)

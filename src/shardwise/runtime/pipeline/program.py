@@ -123,7 +123,6 @@ class StepWorker:
         self._kept: dict[tuple[int, int], list[WeightGradient]] = {}
 
     def buffer(self, way: str, stage: int, micro: int) -> Tensor:
-        """As of `Worker`."""
         raise NotImplementedError
 
     def compute(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
@@ -139,7 +138,6 @@ class StepWorker:
         raise NotImplementedError
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
-        """As of `Worker`."""
         if x is not None:
             x = x.detach().requires_grad_()
         y, out = self.compute(stage, micro, x), None
@@ -156,7 +154,6 @@ class StepWorker:
         return out
 
     def backward(self, stage: int, micro: int, grad: Tensor | None, weights: bool) -> Tensor | None:
-        """As of `Worker`."""
         x, start, loss = self.begun.pop((stage, micro))
         self.runner.begin_backward(stage)
         with self.runner.backward_errors():
@@ -177,7 +174,6 @@ class StepWorker:
 
     @torch.no_grad()
     def backward_of_weights(self, stage: int, micro: int) -> None:
-        """As of `Worker`."""
         products = self._kept.pop((stage, micro))
         assert {product.part for product in products} <= set(self.runner.plan.stages[stage])
         for part in reversed(self.runner.plan.stages[stage]):
@@ -284,7 +280,6 @@ class StepProgram(Runner):
 
     @property
     def bytes_on_disk(self) -> Bytes:
-        """Bytes of the rank's file, by class."""
         return file_bytes(self.engine.file)
 
     def close(self, remove: bool = False) -> None:

@@ -102,25 +102,21 @@ class DecoderWorker(StepWorker):
         and go with the last stage with blocks."""
 
     def buffer(self, way: str, stage: int, micro: int) -> Tensor:
-        """As of `Worker`."""
         plan = self.runner.plan
         shape = plan.layout.micro, plan.stream_tokens // plan.layout.micro, plan.model.hidden
         return torch.empty(shape, dtype=getattr(torch, plan.layout.dtype), device=self.runner.device)
 
     def compute(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
-        """As of `StepWorker`."""
         batch, targets = self.batches[micro]
         shared = self._shared.setdefault(micro, batch.fresh()) if self._attends(stage) else batch
         y = self.runner.forward(stage, x, shared)
         return self.runner.loss(y, targets) if stage == self.last else y
 
     def release(self, stage: int, micro: int) -> None:
-        """As of `StepWorker`."""
         if not any(waiting == micro and self._attends(other) for other, waiting in self.begun):
             self._shared.pop(micro, None)
 
     def count_tokens(self) -> float:
-        """As of `StepWorker`."""
         return self.valid
 
     def _attends(self, stage: int) -> bool:

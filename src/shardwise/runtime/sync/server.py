@@ -158,7 +158,6 @@ class Server:
         return there()
 
     def _now(self) -> float:
-        """Seconds since the run began."""
         return time.monotonic() - self._began
 
     # -- what comes in

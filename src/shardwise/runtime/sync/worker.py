@@ -207,7 +207,6 @@ class RemoteOptimizer:
         return found
 
     def read(self, unit: str, kind: int, start: int, stop: int) -> Tensor:
-        """Elements of a unit's state, from the servers."""
         out = torch.empty(stop - start, dtype=self._wide)
         for server, first, last, at in self._pieces(unit, start, stop):
             into = out[at - start : at - start + last - first]

@@ -406,7 +406,6 @@ class Comms:
         return self.mesh.size(axes)
 
     def index(self, axes: Axes) -> int:
-        """This rank's place in its group over `axes`."""
         return self.mesh.index(axes, self.rank)
 
     def all_reduce(self, tensor: Tensor, axes: Axes, unit: str, *, maximum: bool = False, later: bool = False) -> Work:

@@ -302,7 +302,6 @@ def word_of(serial: int, offset: int) -> int:
 
 
 def location(word: int) -> tuple[int, int]:
-    """(segment, byte) that `word_of` was made of."""
     return word >> 44, (word & ((1 << 44) - 1)) - _BIAS
 
 

@@ -403,7 +403,6 @@ class Engine:
         return any((use.kind, use.part) == ("backward", part) for use in self._uses[self._at :])
 
     def _finished(self, part: str) -> list[FlatUnit]:
-        """The units whose gradients are complete after `part`'s backward."""
         flats = [self.units[unit.name] for unit in self.plan.finished_after(part)]
         if self._splits:
             for flat in flats:

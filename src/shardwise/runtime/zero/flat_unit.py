@@ -199,7 +199,6 @@ class FlatUnit:
 
     @property
     def full_grads(self) -> Buffer:
-        """The whole unit's gradients, where backward adds them up."""
         return self.grads if self.staging is None else self.staging
 
     def make_grad_slots(self, overwrites: Callable[[Placed], bool]) -> list[GradSlot]:

@@ -48,7 +48,6 @@ class Simulated:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds in which each rank computes."""
         return tuple(sum(end - start for start, end in spans) for spans in self.computing)
 
     @cached_property

@@ -146,8 +146,6 @@ class LimitedConnection(H11Protocol):
 
 
 class _Timer:
-    """A call to come, or none."""
-
     def __init__(self) -> None:
         self._handle: asyncio.TimerHandle | None = None
 

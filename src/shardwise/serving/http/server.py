@@ -62,7 +62,6 @@ def is_public(sock: socket.socket) -> bool:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Address of a bound socket for clients."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
