@@ -77,12 +77,13 @@ def test_commands_reach_other_ranks_as_they_are() -> None:
     [
         pickle.dumps([Cancel(1)]),
         b'[["exec", "import os"]]',
-        b'[["cancel", 1, 2]]',
-        b'[["request", 1, [1], {"max_tokens": "5", "stop_tokens": []}]]',
-        b'[["request", 1, [1], {"stop_tokens": [], "code": 1}]]',
+        b'[["Cancel", {"id": 1, "of": 2}]]',
+        b'[["Request", {"id": 1, "prompt": [1], "sampling": {"max_tokens": "5", "stop_tokens": []}}]]',
+        b'[["Request", {"id": 1, "prompt": [1], "sampling": {"stop_tokens": [], "code": 1}}]]',
+        b'[["Token", {"id": 1, "token": 1, "logprob": 0}]]',
         b"5",
     ],
 )
 def test_anything_else_is_no_command(data: bytes) -> None:
-    with pytest.raises((ValueError, TypeError, UserError)):
+    with pytest.raises((ValueError, TypeError, KeyError, UserError)):
         decode(data)

@@ -1,10 +1,9 @@
 """Requests to a generation engine and its answers: the messages between a front end and the ranks.
 
-Between ranks, which may talk over a network, commands are JSON of a fixed form: reading one runs no code. Imports no
-torch."""
+Between ranks, and between hosts, they are JSON of a fixed form: reading one runs no code. Imports no torch."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -107,28 +106,14 @@ Command = Request | Cancel | Drain
 Answer = Token | Finished | ReplicaLoad
 
 
-def encode(commands: Sequence[Command]) -> bytes:
-    """Commands as ranks send them to each other: a JSON list of [kind, values...]."""
-    return json.dumps([_words(command) for command in commands], separators=(",", ":")).encode()
+COMMANDS: Mapping[str, type] = {kind.__name__: kind for kind in (Request, Cancel, Drain)}
 
 
-def _words(command: Command) -> list[Any]:
-    if isinstance(command, Request):
-        return ["request", command.id, command.prompt, plain(command.sampling)]
-    return ["cancel", command.id] if isinstance(command, Cancel) else ["drain"]
+def encode(messages: Sequence[object]) -> bytes:
+    """Messages as ranks send them to each other: a JSON list of [kind, fields]."""
+    return json.dumps([(type(item).__name__, plain(item)) for item in messages], separators=(",", ":")).encode()
 
 
-def decode(data: bytes) -> list[Command]:
-    """The commands of `encode`. Raises `ValueError`, `TypeError` or `UserError` for anything else."""
-    commands: list[Command] = []
-    for kind, *values in json.loads(data):
-        if kind == "request":
-            number, prompt, sampling = values
-            commands.append(Request(int(number), tuple(map(int, prompt)), read(Sampling, sampling)))
-        elif kind == "cancel":
-            commands.append(Cancel(*map(int, values)))
-        elif kind == "drain":
-            commands.append(Drain(*values))
-        else:
-            raise ValueError(f"no command of ranks: {kind!r}")
-    return commands
+def decode(data: bytes, kinds: Mapping[str, type] = COMMANDS) -> list[Any]:
+    """The messages of `encode`. Raises `ValueError`, `TypeError`, `KeyError` or `UserError` for anything else."""
+    return [read(kinds[name], fields) for name, fields in json.loads(data)]

@@ -17,14 +17,14 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from shardwise.codec import Json, plain, read
+from shardwise.codec import Json
 from shardwise.errors import UserError
 from shardwise.serving.job import Loading, Ready, ServingJob
-from shardwise.serving.messages import Cancel, Drain, Finished, ReplicaLoad, Request, Token
+from shardwise.serving.messages import COMMANDS, Finished, ReplicaLoad, Token, decode, encode
 
 MEETING = "meeting.json"
 """File of the front end's folder: what rank 0 has to say to all ranks."""
-_KINDS = {kind.__name__: kind for kind in (Request, Cancel, Drain, Token, Finished, ReplicaLoad, Loading, Ready)}
+_KINDS = COMMANDS | {kind.__name__: kind for kind in (Token, Finished, ReplicaLoad, Loading, Ready)}
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,13 @@ class MessageChannel:
         self._connection = connection
 
     def send(self, messages: int | Sequence[object]) -> None:
-        data = messages if isinstance(messages, int) else [_to_list(message) for message in messages]
-        self._connection.send_bytes(json.dumps(data).encode())
+        self._connection.send_bytes(b"%d" % messages if isinstance(messages, int) else encode(messages))
 
     def recv(self) -> Any:
         """What the other end has sent. Raises `EOFError` once it has gone, and for anything that is no message."""
         try:
-            data = json.loads(self._connection.recv_bytes())
-            return data if isinstance(data, int) else [_from_list(item) for item in data]
+            data = self._connection.recv_bytes()
+            return int(data) if data.isdigit() else decode(data, _KINDS)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise EOFError(f"no message: {error}") from None
 
@@ -90,15 +89,6 @@ class MessageListener:
 
     def close(self) -> None:
         self._listener.close()
-
-
-def _to_list(message: object) -> list[Any]:
-    return [type(message).__name__, plain(message)]
-
-
-def _from_list(item: list[Any]) -> object:
-    name, fields = item
-    return read(_KINDS[name], fields)
 
 
 def launched_ranks() -> int | None:
