@@ -13,18 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from harness.blocks import MODEL, MODELS, assert_same_steps, batch_of, flat_block, random
 from shardwise.decoder.attention import MultiHeadLatentAttention, Rope, rotate
 from shardwise.decoder.blocks import LlamaBlock
 from shardwise.decoder.modules import Batch, RMSNorm, rms_norm_backward
 from shardwise.model import ModelConfig
 from shardwise.ops import limits
-from shardwise.ops.context import OpContext, Options, Redistribute
+from shardwise.ops.context import OpContext, Options
 from shardwise.ops.cuda import cross_entropy, halves, norm
 from shardwise.ops.cuda.launch import FusedOps, Stored
 from shardwise.ops.cuda.products import Chooser, Matrix
 from shardwise.ops.cuda.rotary import rotate_into
 from shardwise.ops.fusion import LLAMA_HALVES
-from shardwise.ops.gradients import GradSlot, WeightGradients, bind_grad_slot
+from shardwise.ops.gradients import WeightGradients
 from shardwise.ops.recompute import recompute
 from shardwise.ops.table import TABLE, lower
 from shardwise.runtime.job.config import OptimizerConfig
@@ -33,7 +34,6 @@ from shardwise.runtime.zero import optimizer
 from shardwise.runtime.zero.optimizer import Optimizer
 from shardwise.runtime.zero.update import update
 
-MODEL = ModelConfig("cuda", vocab=17, hidden=24, layers=1, heads=4, kv_heads=2, ffn=20, max_positions=64)
 CUDA = Options("train", "cuda")
 
 
@@ -47,37 +47,8 @@ def plain_norm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def batch_of(count: int, seq: int) -> Batch:
-    index = torch.arange(seq).expand(count, seq).contiguous()
-    return Batch(index, index, index, None, index, index)
-
-
-def block_of(model: ModelConfig) -> LlamaBlock:
-    block = LlamaBlock(model, "blocks.0", 0).double()
-    for seed, parameter in enumerate(block.parameters()):
-        parameter.data = random(*parameter.shape, seed=seed) / 3
-    return block
-
-
-def lowered(model: ModelConfig, leave: Redistribute | None = None) -> tuple[LlamaBlock, WeightGradients]:
-    """A block with weights and gradients end to end as in a flat buffer, and the forms of the table for CUDA."""
-    block = block_of(model)
-    named = sorted(block.named_parameters(), key=lambda pair: pair[1].dim(), reverse=True)
-    flat, at = torch.zeros(2, sum(p.numel() for _, p in named), dtype=torch.float64), 0
-    for _, parameter in named:
-        held, gradient = (row[at : at + parameter.numel()].view(parameter.shape) for row in flat)
-        held.copy_(parameter.data)
-        parameter.data = held
-        bind_grad_slot(parameter, GradSlot(gradient))
-        at += parameter.numel()
-    weights = WeightGradients()
-    context = OpContext("blocks.0", Options("train", "cuda", fused=LLAMA_HALVES), "blocks.0", weights=weights)
-    lower(block, context)
-    return block, weights
+def lowered(model: ModelConfig) -> tuple[LlamaBlock, WeightGradients]:
+    return flat_block(model, Options("train", "cuda", fused=LLAMA_HALVES), lower)
 
 
 def test_the_table_has_the_forms_for_cuda_alone() -> None:
@@ -130,40 +101,14 @@ def test_norm_module(zero_centered: bool) -> None:
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.integers(1, 3),
-    st.integers(1, 12),
-    st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
-    st.sampled_from([2, 6]),
-    st.sampled_from(["none", "qkv"]),
-    st.booleans(),
-    st.booleans(),
-)
-def test_blocks(
-    count: int, seq: int, heads: tuple[int, int], width: int, bias: str, later: bool, recomputed: bool
-) -> None:
-    model = MODEL.replace(heads=heads[0], kv_heads=heads[1], head_dim=width, bias=bias)
-    plain, (form, weights) = block_of(model), lowered(model)
-    for step in range(2):  # the second adds to the first
-        x, grad = random(count, seq, model.hidden, seed=step), random(count, seq, model.hidden, seed=step + 9)
-        mine, right = x.clone().requires_grad_(), x.clone().requires_grad_()
-        batch = batch_of(count, seq)
-        expected = plain(right, batch_of(count, seq))
-        expected.backward(grad)
-        out = recompute(lambda x, batch=batch: form(x, batch), mine) if recomputed else form(mine, batch)
-        torch.testing.assert_close(out, expected)
-        if later:
-            with weights.split_weight_grad() as products:
-                out.backward(grad)
-            assert len(products) == 4
-            with torch.no_grad():
-                for product in products:
-                    product.add()
-        else:
-            out.backward(grad)
-        torch.testing.assert_close(mine.grad, right.grad)
-    for (name, parameter), own in zip(plain.named_parameters(), form.parameters(), strict=True):
-        torch.testing.assert_close(own.place.view, parameter.grad, msg=name)
+@given(st.integers(1, 3), st.integers(1, 12), MODELS, st.booleans(), st.booleans())
+def test_blocks(count: int, seq: int, model: ModelConfig, later: bool, recomputed: bool) -> None:
+    form, weights = lowered(model)
+
+    def run(x: Tensor, batch: Batch) -> Tensor:
+        return recompute(lambda x: form(x, batch), x) if recomputed else form(x, batch)
+
+    assert_same_steps(form, weights, model, (count, seq), later, run)
 
 
 def test_a_block_computed_again_leaves_out_its_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
