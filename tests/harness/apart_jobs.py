@@ -9,6 +9,7 @@ from torch import Tensor
 
 from harness.apart import Apart
 from harness.jobs import build, micro_batches
+from harness.quantized_jobs import Account, numbers
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.axes import REPLICA
 from shardwise.layout.outer import outer_pieces, outer_residuals
@@ -22,13 +23,6 @@ class Exchanged:
     model: ModelConfig
     layout: Layout
     unit: str
-
-
-def numbers(rank: int, elements: int) -> Tensor:
-    """One rank's outer gradient: of magnitudes from block to block."""
-    generator = torch.Generator().manual_seed(rank)
-    magnitudes = torch.rand(elements // 300 + 1, generator=generator).repeat_interleave(300)[:elements]
-    return torch.randn(elements, generator=generator) * 10 ** (6 * magnitudes - 3)
 
 
 def exchanged(rank: int, asked: Exchanged) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,18 +41,8 @@ def exchanged(rank: int, asked: Exchanged) -> tuple[Tensor, Tensor, Tensor]:
     return summed, exchange.first, error
 
 
-@dataclass
-class Account:
-    """Of each unit, this rank's interval: |true sums - sent sums - errors left| over all outer steps, the largest
-    element; and the largest error, and the largest element of the true sums."""
-
-    unit: str
-    apart: float
-    residual: float
-    true: float
-
-
 def accounted(rank: int, asked: Apart) -> list[Account]:
+    """As `quantized_jobs.accounted`, over all outer steps."""
     case, layout = asked.case, asked.layout
     program = build(case, layout, rank, transport=asked.transport)
     true: dict[PackedExchange, Tensor] = {}

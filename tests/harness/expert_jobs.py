@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from harness.jobs import RankOutcome, Training, train
-from harness.reference import Case, dtype_of, global_batch, make_batch, values
-from shardwise.decoder import Decoder
+from harness.reference import Case, global_batch, make_batch, plain_decoder
 from shardwise.decoder.experts import Mixture, Routing, auxiliary_loss, taken
 from shardwise.layout.axes import DP, EP, ETP
-from shardwise.model.parameters import parameters
 from shardwise.ops.experts import Assignment, RoutedForm
 from shardwise.runtime.expert.exchange import ExpertLoad, ExpertLoads
 from shardwise.runtime.zero.optimizer import Optimizer
@@ -116,10 +114,7 @@ class Plain:
 
 def plain_routing(case: Case) -> dict[str, Plain]:
     """Mixture -> its routing of all pairs of the first step on one device."""
-    decoder = Decoder(case.model)
-    for spec in parameters(case.model):
-        tensor = decoder.get_parameter(spec.name)
-        tensor.data = values(spec, torch.arange(spec.numel)).view(spec.shape).to(dtype_of(case.precision))
+    decoder = plain_decoder(case)
     found: dict[str, Plain] = {}
     losses: list[Tensor] = []
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from harness.jobs import _errors, build
-from harness.oracles import _decoder, _whole
-from harness.reference import Case, global_batch, make_batch
+from harness.oracles import _whole, adamw
+from harness.reference import Case, global_batch, make_batch, plain_decoder
 from shardwise.checkpoint import Checkpoint
 from shardwise.checkpoint.foreign import import_checkpoint
 from shardwise.errors import UserError
@@ -82,7 +82,7 @@ def fsdp_resume(rank: int, payload: tuple[Case, str, dict[str, str]]) -> Saved:
 
 
 def _sharded(case: Case) -> Any:
-    decoder = _decoder(case)
+    decoder = plain_decoder(case)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in decoder.blocks:
         fully_shard(block, mesh=mesh)
@@ -111,17 +111,6 @@ def _fsdp_step(case: Case, decoder: Any, adam: torch.optim.AdamW, step: int) -> 
     loss = loss.detach().clone()
     dist.all_reduce(loss)
     return loss.item()
-
-
-def adamw(case: Case, named: dict[str, Any], decays: dict[str, bool] | None = None) -> torch.optim.AdamW:
-    """torch's AdamW as a case describes it. decays: parameter -> whether it decays, by default as ours do."""
-    config = case.optimizer
-    decays = decays or {p.name: p.decay for p in parameters(case.model)}
-    groups = [
-        {"params": [p for n, p in named.items() if decays[n] is decay], "weight_decay": config.weight_decay * decay}
-        for decay in (True, False)
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
 
 
 def held(named: dict[str, Any], adam: torch.optim.AdamW) -> dict[str, Tensor]:

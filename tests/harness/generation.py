@@ -4,15 +4,17 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.pool import run_ranks
 from harness.staged import StagesAll
 from harness.today import EVERYTHING, seed, some_of
-from shardwise.layout import Mesh
+from shardwise.layout import Layout, Mesh
 from shardwise.layout.axes import CP, DP, PP, TP
 from shardwise.ops.paged import Rows
 from shardwise.report.step_report import LedgerRow
@@ -145,3 +147,14 @@ def run(lockstep: Lockstep, seen: Seen) -> None:
         more = done.more
     lockstep.finish()
     seen.used = lockstep.scheduler.pages.used
+
+
+def job_of(folder: Path, layout: str, precision: str = "fp32", **options: Any) -> ServingJob:
+    at = Layout.parse(f"{layout},precision={precision}")
+    return ServingJob(weights_in(folder)[0], at, str(folder), **{"page": 4} | options)
+
+
+def generated(job: ServingJob, asked: dict[int, dict[int, list[Command]]], **options: Any) -> list[Seen]:
+    """What each rank saw."""
+    ranks: list[Seen] = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked, **options))
+    return ranks

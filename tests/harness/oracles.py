@@ -17,8 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from harness.reference import Case, Outcome, dtype_of, global_batch, make_batch, values
-from shardwise.decoder import Decoder
+from harness.reference import Case, Outcome, dtype_of, global_batch, make_batch, plain_decoder
 from shardwise.decoder.modules import Linear, Lookup
 from shardwise.layout import Layout
 from shardwise.layout.pipeline import placement, stages
@@ -26,21 +25,10 @@ from shardwise.model.parameters import blueprint, parameters
 from shardwise.runtime.zero.optimizer import learning_rate
 
 
-def _decoder(case: Case) -> Decoder:
-    decoder = Decoder(case.model)
-    table = {p.name: p for p in parameters(case.model)}
-    for name, tensor in decoder.named_parameters():
-        spec = table[name]
-        tensor.data = values(spec, torch.arange(spec.numel)).view(spec.shape).to(dtype_of(case.precision))
-    for block in decoder.blocks:
-        block.attention.core.kind = case.attention
-    return decoder
-
-
 def fsdp(rank: int, case: Case) -> Outcome:
     """FSDP2, one unit a block, over all ranks; each takes its share of the sequences."""
     world = dist.get_world_size()
-    decoder = _decoder(case)
+    decoder = plain_decoder(case)
     mesh = init_device_mesh("cpu", (world,))
     for block in decoder.blocks:
         fully_shard(block, mesh=mesh)
@@ -54,7 +42,7 @@ def fsdp(rank: int, case: Case) -> Outcome:
 def tensor_parallel(rank: int, case: Case) -> Outcome:
     """DTensor's Megatron-style plan over all ranks; every rank sees every sequence."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    decoder = _decoder(case)
+    decoder = plain_decoder(case)
     _use_torch_modules(decoder)
     plan: dict[str, Any] = {
         "blocks.*.attention.out": RowwiseParallel(),
@@ -106,7 +94,7 @@ def pipeline(rank: int, payload: tuple[Case, Layout]) -> Outcome:
     but one have none, and those of a tied table torch leaves to its user.
     """
     case, layout = payload
-    decoder = _decoder(case)
+    decoder = plain_decoder(case)
     parts, where = dict(decoder.parts()), placement(layout)
     cut = blueprint(case.model).stages(stages(case.model, layout).layers)
     shape = layout.micro, case.workload.seq
@@ -181,16 +169,22 @@ def _at_once(case: Case, decoder: nn.Module, rows: slice, scale: int) -> Callabl
     return backward
 
 
-def _train(case: Case, decoder: nn.Module, backward: Callable[[int], Tensor]) -> Outcome:
-    """backward: makes the gradients of a step, and gives the loss of the global batch."""
+def adamw(case: Case, named: dict[str, Any], decays: dict[str, bool] | None = None) -> torch.optim.AdamW:
+    """torch's AdamW as a case describes it. decays: parameter -> whether it decays, by default as ours do."""
     config = case.optimizer
-    named = dict(decoder.named_parameters())
-    decays = {p.name: p.decay for p in parameters(case.model)}
+    decays = decays or {p.name: p.decay for p in parameters(case.model)}
     groups = [
         {"params": [p for n, p in named.items() if decays[n] is decay], "weight_decay": config.weight_decay * decay}
         for decay in (True, False)
     ]
-    adam = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
+
+
+def _train(case: Case, decoder: nn.Module, backward: Callable[[int], Tensor]) -> Outcome:
+    """backward: makes the gradients of a step, and gives the loss of the global batch."""
+    config = case.optimizer
+    named = dict(decoder.named_parameters())
+    adam = adamw(case, named)
     outcome = Outcome([], [], {}, {})
     for step in range(case.steps):
         adam.zero_grad()

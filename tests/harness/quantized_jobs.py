@@ -2,7 +2,7 @@
 packed gradients."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.jobs import RankOutcome, Training, build, micro_batches, train
 from shardwise.layout import Layout, Workload, unit_plan
-from shardwise.layout.units import WEIGHT_BITS, Gather, Unit
+from shardwise.layout.units import WEIGHT_BITS, Gather, Unit, UnitPlan
 from shardwise.layout.wire import packed_bytes
 from shardwise.model import ModelConfig
 from shardwise.report.step_report import LedgerRow
@@ -69,22 +69,26 @@ class Summed:
     steps: int = 1
 
 
-def numbers(asked: Summed, rank: int, elements: int) -> Tensor:
+def numbers(seed: int, elements: int) -> Tensor:
     """What one rank adds: of magnitudes from block to block."""
-    generator = torch.Generator().manual_seed(asked.seed * 100 + rank)
+    generator = torch.Generator().manual_seed(seed)
     magnitudes = torch.rand(elements // 300 + 1, generator=generator).repeat_interleave(300)[:elements]
     return torch.randn(elements, generator=generator) * 10 ** (6 * magnitudes - 3)
 
 
-def packed_sum(rank: int, asked: Summed) -> tuple[Tensor, tuple[LedgerRow, ...]]:
+def _unit(rank: int, asked: Summed) -> tuple[Comms, UnitPlan, Unit, Tensor]:
     plan = unit_plan(asked.model, asked.layout, Workload(8, asked.layout.dp), rank=rank)
-    comms = make_comms(asked.layout, asked.model, rank, timeout=60.0)
     unit = plan.by_name[asked.unit]
     room = torch.empty(plan.transport_buffers.room(plan, unit), dtype=torch.uint8)
+    return make_comms(asked.layout, asked.model, rank, timeout=60.0), plan, unit, room
+
+
+def packed_sum(rank: int, asked: Summed) -> tuple[Tensor, tuple[LedgerRow, ...]]:
+    comms, _, unit, room = _unit(rank, asked)
     into = torch.full((unit.shard_numel,), 7.0)
     comms.start_recording()
     target = Target(into, asked.adds)
-    PackedSum(comms, unit, numbers(asked, rank, unit.padded), room, lambda: target, lambda: None).wait()
+    PackedSum(comms, unit, numbers(asked.seed * 100 + rank, unit.padded), room, lambda: target, lambda: None).wait()
     comms.stop_recording()
     dist.barrier()
     comms.close()
@@ -104,15 +108,12 @@ class FedBack:
 
 def fed_back(rank: int, asked: Summed) -> FedBack:
     """Several sums of one unit, each with the errors of the one before."""
-    plan = unit_plan(asked.model, asked.layout, Workload(8, asked.layout.dp), rank=rank)
-    comms = make_comms(asked.layout, asked.model, rank, timeout=60.0)
-    unit = plan.by_name[asked.unit]
-    room = torch.empty(plan.transport_buffers.room(plan, unit), dtype=torch.uint8)
+    comms, plan, unit, room = _unit(rank, asked)
     residuals = Residuals(unit, plan.residuals(unit), torch.device("cpu"), ByteCounter())
     sums = []
     for step in range(asked.steps):
         target = Target(torch.zeros(unit.shard_numel))
-        full = numbers(replace(asked, seed=asked.seed + step), rank, unit.padded)
+        full = numbers((asked.seed + step) * 100 + rank, unit.padded)
         PackedSum(comms, unit, full, room, lambda target=target: target, lambda: None, residuals).wait()
         sums.append(target.tensor)
     folded = residuals.folded(comms)

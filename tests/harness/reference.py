@@ -1,5 +1,6 @@
 """The judge: the same decoder on one device, in a plain training loop with torch's own optimizer and loss."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -124,24 +125,30 @@ def _decay(decayed: list[Tensor], by: float) -> None:
         tensor.data.mul_(by)
 
 
+def plain_decoder(case: Case, given: Callable[[Parameter, Tensor], Tensor] = values) -> Decoder:
+    """A case's whole decoder with its first weights."""
+    decoder = Decoder(case.model)
+    for spec in parameters(case.model):
+        tensor = decoder.get_parameter(spec.name)
+        tensor.data = given(spec, torch.arange(spec.numel)).view(spec.shape).to(dtype_of(case.precision))
+    for block in decoder.blocks:
+        block.attention.core.kind = case.attention
+    return decoder
+
+
 class OneDevice:
     """A case's decoder on one device with torch's optimizer. share: of the global batch that it trains on."""
 
     def __init__(self, case: Case, share: float = 1.0) -> None:
         self.case, self.dtype = case, dtype_of(case.precision)
         self.auxiliary = 1 / (case.workload.batch * share)
-        self.decoder = Decoder(case.model)
         table = {p.name: p for p in parameters(case.model)}
+        plan = unit_plan(case.model, Layout(precision=case.precision), case.workload)
+        self.decoder = plain_decoder(case, Int8Values(plan, values))
         self.named = dict(self.decoder.named_parameters())
         assert {n: tuple(p.shape) for n, p in self.named.items()} == {n: p.shape for n, p in table.items()}
-        plan = unit_plan(case.model, Layout(precision=case.precision), case.workload)
-        given = Int8Values(plan, values)
         for name, tensor in self.named.items():
-            spec = table[name]
-            tensor.data = given(spec, torch.arange(spec.numel)).view(spec.shape).to(self.dtype)
-            tensor.requires_grad_(not spec.frozen)
-        for block in self.decoder.blocks:
-            block.attention.core.kind = case.attention
+            tensor.requires_grad_(not table[name].frozen)
         self.trained = trained = {name: p for name, p in self.named.items() if not table[name].frozen}
         narrow = case.precision == "bf16"
         self.master = {n: p.detach().float().clone() for n, p in self.named.items()} if narrow else self.named

@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from harness.jobs import _pieces, build, micro_batches
 from harness.reference import STEPS, Case
+from harness.trap_jobs import collectives_by
 from shardwise.layout import Layout
 from shardwise.report import LedgerRow, TransportRow
 from shardwise.report.exposure import TimeSpan, spans
@@ -42,7 +43,7 @@ def record(rank: int, payload: tuple[Case, Layout, bool]) -> Recorded:
     case, layout, overlap = payload
     program = build(case, layout, rank, overlap, "gloo")
     out = Recorded([], {}, (), (), (), [])
-    with _slow_collectives():
+    with collectives_by(_slow):
         for step in range(case.steps):
             batches, lr = micro_batches(case, layout, rank, step), learning_rate(case.optimizer, step, case.steps)
             if step == RECORDED:
@@ -101,22 +102,6 @@ class _Slow:
         return self.future
 
 
-@contextmanager
-def _slow_collectives() -> Iterator[None]:
-    names = ("all_reduce", "all_gather_single", "all_to_all_single")
-    originals = {name: getattr(dist, name) for name in names}
-
-    def slow(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            work = original(*args, **kwargs)
-            return _Slow(work) if kwargs.get("async_op") else work
-
-        return call
-
-    for name, original in originals.items():
-        setattr(dist, name, slow(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+def _slow(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    work = original(*args, **kwargs)
+    return _Slow(work) if kwargs.get("async_op") else work

@@ -2,8 +2,8 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,13 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.jobs import RankOutcome, Training, build, micro_batches, train
-from harness.reference import Case, Outcome, dtype_of, global_batch, make_batch, values
-from shardwise.decoder import Decoder
+from harness.reference import Case, Outcome, global_batch, make_batch, plain_decoder
 from shardwise.layout import Layout
 from shardwise.layout.axes import DATA
 from shardwise.layout.placement import width_held
 from shardwise.model import ModelConfig
-from shardwise.model.parameters import parameters
 from shardwise.ops.cuda.cross_entropy import LossForm
 from shardwise.runtime.job.setup import make_comms
 from shardwise.runtime.tensor.loss import loss_form, summed_cross_entropy
@@ -67,12 +65,7 @@ def boundaries(rank: int, payload: tuple[Case, Layout]) -> Boundary:
 
 def plain_boundaries(case: Case) -> Boundary:
     """The same of the whole decoder on one device (no rank)."""
-    decoder = Decoder(case.model)
-    for spec in parameters(case.model):
-        tensor = decoder.get_parameter(spec.name)
-        tensor.data = values(spec, torch.arange(spec.numel)).view(spec.shape).to(dtype_of(case.precision))
-    for block in decoder.blocks:
-        block.attention.core.kind = case.attention
+    decoder = plain_decoder(case)
     found = _watch(decoder)
     rows = global_batch(case, 0)
     logits = decoder(make_batch(case, rows, 0))
@@ -170,28 +163,20 @@ class _Late:
         self.start().wait()
 
 
-@contextmanager
-def _late_collectives(seed: int, rank: int) -> Iterator[None]:
+def _late_collectives(seed: int, rank: int) -> Any:
     # All ranks must agree which collectives are late: they draw from equal generators, one draw a call.
     shared, own = random.Random(seed), random.Random(seed * 100 + rank)
+
+    def late(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        time.sleep(own.random() * 2e-3)
+        if kwargs.get("async_op") and shared.random() < 0.5:
+            return _Late(lambda: original(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    return collectives_by(late)
+
+
+def collectives_by(change: Callable[..., Any]) -> Any:
+    """A context in which torch's collectives are `change` of the original and its arguments."""
     names = ("all_reduce", "all_gather_single", "all_to_all_single")
-    originals = {name: getattr(dist, name) for name in names}
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(own.random() * 2e-3)
-            if not kwargs.get("async_op"):
-                return original(*args, **kwargs)
-            if shared.random() < 0.5:
-                return _Late(lambda: original(*args, **kwargs))
-            return original(*args, **kwargs)
-
-        return call
-
-    for name, original in originals.items():
-        setattr(dist, name, wrap(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+    return patch.multiple(dist, **{name: partial(change, getattr(dist, name)) for name in names})

@@ -190,12 +190,6 @@ def test_children_of_a_rank_do_not_survive_it(tmp_path):
     assert Launched(tmp_path, body, 2).code == 1
 
 
-def test_a_port_in_use_is_refused_before_anything_starts(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=r"port \d+ cannot be used"):
-        Launched(tmp_path, "", 2, port=taken.getsockname()[1])
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_port_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(UserError, match="port 70000 does not exist"):
         Launched(tmp_path, "", 2, port=70000)

@@ -6,9 +6,10 @@ import torch
 
 from harness.apart import PACKED, Apart, selected_apart
 from harness.apart_checks import assert_as_alone, assert_predicted, blank, trained
-from harness.apart_jobs import Account, Exchanged, numbers
+from harness.apart_jobs import Exchanged
 from harness.checks import assert_replicas_equal, train
 from harness.pool import run_ranks
+from harness.quantized_jobs import Account, numbers
 from harness.reference import Case, reference
 from harness.space import MODELS
 from harness.today import by_turns

@@ -185,14 +185,6 @@ def test_every_rank_trains_the_configuration_that_was_written(tmp_path, config):
     assert [(tmp_path / f"seen-{rank}").read_text() for rank in range(2)] == [repr(config)] * 2
 
 
-def test_a_user_mistake(tmp_path, config):
-    assert launched_worker(tmp_path, "raise UserError('too little text; give more')") == (
-        2,
-        ["too little text; give more"],
-    )
-    assert not Path(config.out).exists()
-
-
 def test_an_exception_is_one_line_and_its_traceback_is_kept(tmp_path, config):
     body = """
     if rank == 1:
@@ -208,11 +200,6 @@ def test_an_exception_is_one_line_and_its_traceback_is_kept(tmp_path, config):
     assert "in train" in kept[0].read_text() and "second" in kept[0].read_text()
 
 
-def test_an_exception_without_words(tmp_path, config):
-    code, lines = launched_worker(tmp_path, "raise MemoryError")
-    assert code == 1 and "failed: MemoryError" in lines[0]
-
-
 def test_an_exit_with_a_thread_that_never_ends(tmp_path, config):
     body = """
     import threading
@@ -220,6 +207,7 @@ def test_an_exit_with_a_thread_that_never_ends(tmp_path, config):
     raise UserError("no")
     """
     assert launched_worker(tmp_path, body) == (2, ["no"])
+    assert not Path(config.out).exists()
 
 
 @from_table

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from harness.apart import Apart, listed
 from harness.apart_checks import assert_as_alone, assert_predicted, blank, trained
-from harness.apart_jobs import Account
 from harness.cases import from_table, table
 from harness.checks import (
     assert_ledger,
@@ -32,6 +31,7 @@ from harness.expert_jobs import plain_routing
 from harness.experts import settled
 from harness.jobs import RankOutcome, Training
 from harness.pool import run_ranks
+from harness.quantized_jobs import Account
 from harness.reference import Case, OneDevice, global_batch, make_batch, reference, values
 from harness.resume_jobs import STEPS
 from harness.space import EXPERT_MODELS, MODELS, SEQ, Point, cases, point

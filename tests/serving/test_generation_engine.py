@@ -17,7 +17,7 @@ import torch
 
 from harness.answers import CLOSE, check, requests
 from harness.cases import from_table, table
-from harness.generation import Script, Seen, some_cases
+from harness.generation import generated, job_of, some_cases
 from harness.huggingface import STEPS, pretrained
 from harness.pool import run_ranks
 from harness.today import some_of
@@ -67,17 +67,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return root / name
 
     return folder
-
-
-def job_of(folder: Path, layout: str, precision: str = "fp32", **options: Any) -> ServingJob:
-    at = Layout.parse(f"{layout},precision={precision}")
-    return ServingJob(weights_in(folder)[0], at, str(folder), **{"page": 4} | options)
-
-
-def generated(job: ServingJob, asked: dict[int, dict[int, list[Command]]], **options: Any) -> list[Seen]:
-    """What each rank saw."""
-    ranks: list[Seen] = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked, **options))
-    return ranks
 
 
 DRAWN = [*some_cases(MODELS, LAYOUTS, 10), *some_cases(MODELS_ROUTED, LAYOUTS_ROUTED, 7)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.decode_steps import Twice, with_kernels
-from harness.generation import Script
+from harness.generation import Script, generated, job_of
 from harness.huggingface import pretrained
 from harness.pool import run_ranks
 from harness.triton import needs_interpreter
@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def twice(folder: Path, asked: dict[int, list[Command]], **options: Any) -> Twice:
-    job = ServingJob(weights_in(folder)[0], Layout.parse("precision=fp64"), str(folder), context=40, **options)
+    job = job_of(folder, "dp=1", "fp64", context=40, **options)
     result: Twice = run_ranks("harness.decode_steps:compare", 1, Script(job, {0: asked}))[0]
     return result
 
@@ -85,9 +85,8 @@ def test_sampled_tokens_and_probabilities_are_those_of_eager_steps(folders: Any)
     sampled = Sampling(max_tokens=12, temperature=1.0, top_p=0.9, seed=3, logprobs=True)
     asked: dict[int, list[Command]] = {0: [Request(1, (5, 6), sampled), Request(2, (7,), Sampling(max_tokens=12))]}
     folder = folders("llama")
-    job = ServingJob(weights_in(folder)[0], Layout.parse("precision=fp64"), str(folder), context=40, page=4)
-    static = run_ranks("harness.decode_steps:compare", 1, Script(job, {0: asked}))[0].seen
-    eager = run_ranks("harness.generation:generate", 1, Script(job, {0: asked}, score=False))[0]
+    static = twice(folder, asked, page=4).seen
+    (eager,) = generated(job_of(folder, "dp=1", "fp64", context=40), {0: asked}, score=False)
     for one, other in zip(static.answers, eager.answers, strict=True):
         assert type(one) is type(other)
         if isinstance(one, Token):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.answers import check, requests
-from harness.generation import Script
+from harness.generation import generated, job_of
 from harness.pool import run_ranks
 from harness.reference import Case
 from harness.space import MODELS
@@ -21,7 +21,7 @@ from shardwise.decoder import Batch, Decoder
 from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.model import ModelConfig
 from shardwise.predict.memory.serving import page_bytes
-from shardwise.serving.job import ServingJob, weights_in
+from shardwise.serving.job import weights_in
 
 NAMES = ["latent", "latent-direct"]
 LAYOUTS = ["dp=1", "tp=2", "pp=2", "tp=2,pp=2", "dp=2,zero=3", "cp=2", "tp=2,cp=2"]
@@ -55,12 +55,9 @@ def plain(folder: Path, model: ModelConfig) -> Callable[[Tensor], SimpleNamespac
 def test_logits_and_answers_are_the_decoders(folders: dict[str, Path], name: str, layout: str) -> None:
     model, _ = weights_in(folders[name])
     reuse = LAYOUTS.index(layout) % 2 == 0
-    job = ServingJob(
-        model, Layout.parse(f"{layout},precision=fp64"), str(folders[name]), context=40, page=4, pages=24, chunk=7,
-        reuse=reuse,
-    )  # fmt: skip
+    job = job_of(folders[name], layout, "fp64", context=40, pages=24, chunk=7, reuse=reuse)
     asked = requests(8, random.Random(layout), job.replicas)
-    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, asked))
+    ranks = generated(job, asked)
     check(plain(folders[name], model), asked, ranks, reuse, close=1e-9)
     for rank, seen in enumerate(ranks):
         plan = unit_plan(model, job.layout, Workload(), rank=rank)

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from harness.generation import Script
+from harness.generation import generated, job_of
 from harness.huggingface import pretrained
 from harness.pool import run_ranks
 from shardwise.layout import Layout
 from shardwise.ops import products
 from shardwise.ops.cpu.products import FbgemmInt8, Packed, _laid_out
 from shardwise.ops.products import Int8, Plain, quantise
-from shardwise.serving.job import ServingJob, weights_in
+from shardwise.serving.job import weights_in
 from shardwise.serving.messages import Command, Request, Sampling, Token
 
 CPU = torch.device("cpu")
@@ -146,10 +146,7 @@ def test_the_matrices_of_an_engine_are_kept_in_eight_bits(tmp_path: Path, layout
     draw = random.Random(1)
     prompts = {n: tuple(draw.randrange(53) for _ in range(5 + 9 * n)) for n in range(1, 5)}
     asked: list[Command] = [Request(n, prompt, Sampling(max_tokens=4)) for n, prompt in prompts.items()]
-    job = ServingJob(
-        weights_in(tmp_path)[0], Layout.parse(f"{layout},precision=fp32"), str(tmp_path), quantize="int8", page=4
-    )
-    ranks = run_ranks("harness.generation:generate", job.layout.ranks, Script(job, {0: {0: asked}}))
+    ranks = generated(job_of(tmp_path, layout, quantize="int8"), {0: {0: asked}})
     answers: dict[int, list[int]] = {n: [] for n in prompts}
     for answer in ranks[0].answers:
         if isinstance(answer, Token):
@@ -188,8 +185,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["tp=4", "pp=2", "dp=1", "dp=2,zero=3"])
 def test_tensors_take_less_than_one_and_a_third_of_the_share(trained: Path, layout: str, precision: str) -> None:
-    model, _ = weights_in(trained)
-    job = ServingJob(model, Layout.parse(f"{layout},precision={precision}"), str(trained), context=16, batch=1)
+    job = job_of(trained, layout, precision, context=16, batch=1)
     for rank in run_ranks("harness.loading:load", job.layout.ranks, job):
         assert rank.share <= rank.left
         if job.layout.stage < 3:
