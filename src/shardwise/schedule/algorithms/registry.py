@@ -8,11 +8,11 @@ package are in modules that the environment names, and every process imports: SH
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterable
-from functools import cache, cached_property
+from collections.abc import Callable
+from functools import cache, cached_property, partial
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import UserError, did_you_mean
 from shardwise.records import dataclass
 from shardwise.schedule.comm import COLLECTIVES, ROOTED, CommSchedule, Draft
 
@@ -43,6 +43,7 @@ class Algorithm:
 
 PAIRS = 1024
 """Ranks of which all pairs can be listed: a million rows."""
+nearest = partial(did_you_mean, otherwise="there are", most=2, cutoff=0.5)
 
 _KNOWN: dict[str, dict[str, Algorithm]] = {collective: {} for collective in COLLECTIVES}
 _ALIASES = {"butterfly": "recursive-doubling", "double-binary-tree": "double-tree", "binomial-tree": "tree"}
@@ -142,11 +143,3 @@ def build(collective: str, algorithm: str, ranks: int, **options: int) -> CommSc
         root=root if found.collective in ROOTED else 0,
         options={name: value for name, value in chosen.items() if name != "root"},
     )
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Names near a misspelt one, in words that follow on an error."""
-    import difflib
-
-    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
