@@ -111,10 +111,9 @@ def test_output_of_rank_0_alone_passes(tmp_path, capfd):
     assert capfd.readouterr().out == "hello from 0\n"
 
 
-def test_a_killed_rank_is_named_although_others_report_broken_connections(tmp_path):
-    done = Launched(
-        tmp_path,
-        """
+ENDS: dict[str, tuple[int, int, str, str]] = {
+    "a killed rank is named, though others report broken connections": (
+        4, 1, "rank 2 was killed by SIGKILL; the other 3 were stopped", """
         all_started()
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -122,46 +121,23 @@ def test_a_killed_rank_is_named_although_others_report_broken_connections(tmp_pa
         while "Z" not in Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0]:
             time.sleep(0.005)
         fail("error", "RuntimeError: connection closed by peer", step=7)
-        """,
-        4,
-    )
-    assert (done.code, done.lines) == (1, ["rank 2 was killed by SIGKILL; the other 3 were stopped"])
-
-
-def test_an_exception_on_one_rank_stops_a_rank_that_hangs(tmp_path):
-    done = Launched(
-        tmp_path,
-        """
+        """),
+    "an exception on one rank stops a rank that hangs": (
+        2, 1, "rank 1 failed at step 3: ZeroDivisionError: division by zero; the other rank was stopped", """
         all_started()
         if rank == 1:
             fail("error", "ZeroDivisionError: division by zero", step=3)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
-        """,
-        2,
-    )
-    expected = "rank 1 failed at step 3: ZeroDivisionError: division by zero; the other rank was stopped"
-    assert (done.code, done.lines) == (1, [expected])
-
-
-def test_a_rank_that_dies_speechless_is_quoted_from_its_log(tmp_path):
-    done = Launched(tmp_path, "all_started(); sys.exit('no such thing') if rank else time.sleep(600)", 2)
-    assert (done.code, done.lines) == (1, ["rank 1 exited with code 1: no such thing; the other rank was stopped"])
-
-
-def test_a_single_rank_has_no_others(tmp_path):
-    assert Launched(tmp_path, "sys.exit(7)", 1).lines == ["rank 0 exited with code 7"]
-
-
-def test_a_mistake_that_every_rank_reports_is_told_once(tmp_path):
-    done = Launched(tmp_path, "fail('user', 'the data is empty; give more', code=2)", 3)
-    assert (done.code, done.lines) == (2, ["the data is empty; give more"])
-
-
-def test_the_rank_that_reported_first_is_the_cause(tmp_path):
-    done = Launched(
-        tmp_path,
-        """
+        """),
+    "who dies speechless is quoted from its log": (
+        2, 1, "rank 1 exited with code 1: no such thing; the other rank was stopped",
+        "all_started(); sys.exit('no such thing') if rank else time.sleep(600)"),
+    "a single rank has no others": (1, 1, "rank 0 exited with code 7", "sys.exit(7)"),
+    "a mistake that every rank reports is told once": (
+        3, 2, "the data is empty; give more", "fail('user', 'the data is empty; give more', code=2)"),
+    "the rank that reported first is the cause": (
+        2, 2, "the cause", """
         all_started()
         if rank == 1:
             Failure("user", 1, None, "the cause").write(here / "told")
@@ -172,10 +148,16 @@ def test_the_rank_that_reported_first_is_the_cause(tmp_path):
             time.sleep(0.005)
         time.sleep(0.05)
         fail("error", "a consequence")
-        """,
-        2,
-    )
-    assert (done.code, done.lines) == (2, ["the cause"])
+        """),
+}  # fmt: skip
+"""What happens -> (ranks, exit code, the line, what each rank does)."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_how_ranks_end_is_one_line(tmp_path, end):
+    ranks, code, line, body = ENDS[end]
+    done = Launched(tmp_path, body, ranks)
+    assert (done.code, done.lines) == (code, [line])
 
 
 def test_children_of_a_rank_do_not_survive_it(tmp_path):
