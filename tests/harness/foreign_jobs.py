@@ -1,6 +1,8 @@
 """Jobs of the tests of other trainers' checkpoints: FSDP2 that saves or resumes, and our own training that resumes."""
 
 import os
+import random
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,6 +198,36 @@ def refused(folder: Path, out: Path, model: ModelConfig, **options: Any) -> str:
     assert not out.exists()
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def refusals_of_mutants(folder: Path, files: list[Path], out: Path, model: ModelConfig, rounds: int) -> int:
+    """How often an import refuses a folder with one file changed, in one line; it may read it, and raises nothing
+    else."""
+    chance, refusals = random.Random(5), 0
+    for attempt in range(rounds):
+        path = chance.choice(files)
+        data = path.read_bytes()
+        changed = bytearray(data)
+        for _ in range(chance.choice((1, 1, 3, 30))):
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+        path.unlink()  # it may still be mapped
+        path.write_bytes(changed[: chance.randrange(len(changed))] if attempt % 10 == 0 else changed)
+        try:
+            import_checkpoint(folder, out, model)
+        except UserError as error:
+            refusals += 1
+            assert "\n" not in str(error)
+        shutil.rmtree(out, ignore_errors=True)
+        path.unlink()
+        path.write_bytes(data)
+    return refusals
+
+
+def inside(content: Any, path: str) -> Any:
+    """What lies in dictionaries and lists at keys with slashes between them."""
+    for key in path.split("/") if path else ():
+        content = content[int(key) if key.isdecimal() else key]
+    return content
 
 
 def rows_of(tokens: Tensor) -> dict[str, Tensor]:
