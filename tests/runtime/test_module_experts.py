@@ -52,19 +52,8 @@ def test_the_ledger_has_the_way_of_tokens():
             assert {row.axes for row in rows} == {"ep"}
 
 
-def test_gloo_gives_the_same_as_shared_memory():
-    trained(OwnTraining("routed", "dp=2,tp=2,ep=2,zero=3", transport="gloo"))
-
-
 def test_micro_batches_are_one_batch():
     trained(OwnTraining("routed", "dp=2,ep=2,zero=2", accumulate=2))
-
-
-@pytest.mark.parametrize("after", ["dp=2,tp=2,etp=2,zero=3", "tp=2,ep=2", "dp=2,zero=1"])
-def test_a_checkpoint_of_experts_is_continued_under_any_layout(after, tmp_path):
-    saved = OwnTraining("routed", "dp=2,ep=2,zero=3", save=str(tmp_path))
-    run_ranks("harness.module_jobs:train_own", 2, (saved, {}))
-    trained(OwnTraining("routed", after, load=str(tmp_path)))
 
 
 @from_table

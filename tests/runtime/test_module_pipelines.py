@@ -8,7 +8,6 @@ from torch import nn
 from harness.cases import from_table, table
 from harness.module_jobs import OwnTraining, trained, verdict
 from harness.own_modules import GPT2_PARTS, GPT2_PLAN, OWN, PARTS, PIPED, PastStages, own_batch, token_example
-from harness.pool import run_ranks
 from harness.today import some_of
 from shardwise import Layout, UserError
 from shardwise.runtime.module.chain import Chain, find_chain
@@ -59,17 +58,6 @@ def test_the_ledger_has_a_message_per_micro_batch_and_way():
     for outcome in outcomes:
         messages = {op: sum(row.count for row in outcome.ledger if row.op == op) for op in ("send", "recv")}
         assert messages == {"send": 4, "recv": 4}
-
-
-def test_gloo_gives_the_same_as_shared_memory():
-    trained(OwnTraining("plain", "pp=2,dp=2,zero=3", 2, transport="gloo"))
-
-
-@pytest.mark.parametrize("after", ["pp=2,virtual=2,schedule=interleaved", "dp=2,zero=3", "tp=2"])
-def test_a_checkpoint_of_stages_is_continued_under_any_layout(after, tmp_path):
-    saved = OwnTraining("plain", "pp=2,dp=2,zero=1", 2, save=str(tmp_path))
-    run_ranks("harness.module_jobs:train_own", 4, (saved, {}))
-    trained(OwnTraining("plain", after, 2, load=str(tmp_path)))
 
 
 @from_table

@@ -43,9 +43,13 @@ def test_trap_33_a_padding_token_of_a_cut_table_is_not_trained():
     trained(OwnTraining("states", "tp=2"))
 
 
-def test_gloo_gives_the_same_as_shared_memory():
-    trained(OwnTraining("shared", "dp=2,zero=3", transport="gloo"))
-    trained(OwnTraining("shared", "dp=2,tp=2,zero=2", transport="gloo"))
+@pytest.mark.parametrize(
+    ("name", "layout", "accumulate"),
+    [("shared", "dp=2,zero=3", 1), ("shared", "dp=2,tp=2,zero=2", 1), ("routed", "dp=2,tp=2,ep=2,zero=3", 1),
+     ("plain", "pp=2,dp=2,zero=3", 2)],
+)  # fmt: skip
+def test_gloo_gives_the_same_as_shared_memory(name, layout, accumulate):
+    trained(OwnTraining(name, layout, accumulate, transport="gloo"))
 
 
 def test_the_ledger_has_the_gathers_and_sums_of_the_plan():
@@ -78,13 +82,20 @@ def test_bytes_by_class_are_those_of_the_units():
     assert role.bytes.saved > 0 and role.bytes.total > role.bytes.parameters + role.bytes.optimizer
 
 
-@pytest.mark.parametrize("after", ["dp=2,tp=2,zero=3", "tp=2", "dp=2,zero=1"])
-@pytest.mark.parametrize("name", ["shared", "states"])
-def test_a_checkpoint_is_continued_under_any_layout(name, after, tmp_path):
-    """The second one has parameters of three dims."""
-    saved = OwnTraining(name, "dp=2,zero=3", save=str(tmp_path))
-    run_ranks("harness.module_jobs:train_own", 2, (saved, {}))
-    trained(OwnTraining(name, after, load=str(tmp_path)))
+CONTINUED = [
+    *product(("shared", "states"), ["dp=2,zero=3"], ("dp=2,tp=2,zero=3", "tp=2", "dp=2,zero=1")),
+    *product(["routed"], ["dp=2,ep=2,zero=3"], ("dp=2,tp=2,etp=2,zero=3", "tp=2,ep=2", "dp=2,zero=1")),
+    *product(["plain"], ["pp=2,dp=2,zero=1"], ("pp=2,virtual=2,schedule=interleaved", "dp=2,zero=3", "tp=2")),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "after"), CONTINUED)
+def test_a_checkpoint_is_continued_under_any_layout(name, before, after, tmp_path):
+    """The second module has parameters of three dims."""
+    accumulate = 2 if name == "plain" else 1
+    saved = OwnTraining(name, before, accumulate, save=str(tmp_path))
+    run_ranks("harness.module_jobs:train_own", Layout.parse(before).ranks, (saved, {}))
+    trained(OwnTraining(name, after, accumulate, load=str(tmp_path)))
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2", "dp=2,tp=2,zero=1", "pp=2"])
