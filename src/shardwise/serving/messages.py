@@ -106,7 +106,7 @@ Command = Request | Cancel | Drain
 Answer = Token | Finished | ReplicaLoad
 
 
-COMMANDS: Mapping[str, type] = {kind.__name__: kind for kind in (Request, Cancel, Drain)}
+COMMANDS: dict[str, type] = {kind.__name__: kind for kind in (Request, Cancel, Drain)}
 
 
 def encode(messages: Sequence[object]) -> bytes:
