@@ -54,7 +54,9 @@ class DeviceOptions(CommandOptions):
 
 def run(args: DeviceOptions) -> int:
     """Measure, write the file, print it. Raises `UserError`, and `RunFailed` when a rank dies."""
-    _check(args)
+    require("measuring", "torch")
+    if not 1 <= args.ranks <= collective_bench.MOST_RANKS:
+        raise UserError(f"--ranks {args.ranks}: between 1 and {collective_bench.MOST_RANKS} can measure on one host")
     before = known_cluster(args.out)
     kind = _kind(args)
     disk, why = _disk(args)
@@ -79,12 +81,6 @@ def cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _check(args: DeviceOptions) -> None:
-    require("measuring", "torch")
-    if not 1 <= args.ranks <= collective_bench.MOST_RANKS:
-        raise UserError(f"--ranks {args.ranks}: between 1 and {collective_bench.MOST_RANKS} can measure on one host")
 
 
 def _kind(args: DeviceOptions) -> Literal["cpu", "cuda"]:

@@ -21,7 +21,7 @@ from shardwise.runtime import TRANSPORTS
 from shardwise.runtime.installed import require
 
 if TYPE_CHECKING:
-    from shardwise.emulate.job import EmulationCase, MeasuredCase
+    from shardwise.emulate.job import EmulationCase
     from shardwise.schedule.pipeline import PipelineSchedule
 
 MOST_RANKS = 64
@@ -72,7 +72,10 @@ def run(args: RunScheduleOptions) -> int:
     result = pipeline_table.summed_up(measured, measured.hop if hop is None else hop)
     about = {"message_bytes": _nbytes(args), "hop": "measured" if hop is None else "given", "left_out": left_out}
     if args.trace:
-        _write_trace(measured.cases[0], args.trace)
+        from shardwise.schedule.pipeline.timeline import report
+
+        notes = ("a measured schedule, its arithmetic emulated: timelines only, no bytes and no ledger",)
+        write_trace(replace(report(measured.cases[0].median), source="measured", notes=notes), args.trace)
     if args.json:
         print_json(about | result)
     elif args.all:
@@ -142,10 +145,3 @@ def _feasible(args: RunScheduleOptions, cases: list[EmulationCase]) -> None:
     if seconds > _LONG:
         what = f"{count(len(cases), 'schedule')}, {count(args.steps, 'step')} each"
         print(f"{what}: about {format_time(seconds)}", file=sys.stderr, flush=True)
-
-
-def _write_trace(measured: MeasuredCase, path: Path) -> None:
-    from shardwise.schedule.pipeline.timeline import report
-
-    notes = ("a measured schedule, its arithmetic emulated: timelines only, no bytes and no ledger",)
-    write_trace(replace(report(measured.median), source="measured", notes=notes), path)

@@ -35,7 +35,10 @@ def read_as(spec: EngineSpec, data: Mapping[str, Any], ranks: int | None, **cont
         return fields.around(inner, title, **said | {"batch": inner.batch})
     layout = Layout(**{key: value for key, value in names.items() if key in DEFAULTS})
     if spec.serves and ranks is not None:
-        _check_count(fields, layout.ranks, ranks)
+        if layout.ranks > ranks:
+            raise UserError(f"tensor x pipeline x data parallel = {layout.ranks} GPUs, but there are {ranks}")
+        if layout.ranks < ranks:
+            fields.say("notes", f"{layout.ranks} of the {ranks} GPUs are used")
     served = ServerSettings(**{key: names[key] for key in SERVED if names.get(key)}) if spec.serves else None
     return fields.reading(title, layout, served=served, **said)
 
@@ -93,11 +96,3 @@ def _meaning(fields: ConfigFields, row: EngineOption, value: Any) -> Any:
     if not row.words:
         return value
     return row.words.get(value, row.otherwise)
-
-
-def _check_count(fields: ConfigFields, used: int, ranks: int) -> None:
-    """Note that GPUs are left over. Raises `UserError` where there are fewer than the degrees need."""
-    if used > ranks:
-        raise UserError(f"tensor x pipeline x data parallel = {used} GPUs, but there are {ranks}")
-    if used < ranks:
-        fields.say("notes", f"{used} of the {ranks} GPUs are used")

@@ -58,7 +58,10 @@ class EngineSettings:
         if memory is None:
             who = engine if engine not in ("", "shardwise", "shardwise-cpu") else "this runtime"
             raise UserError(f"{self._first()}: {who} has no such setting; give --engine NAME, such as megatron-core")
-        self._check_precision(memory)
+        if self.precision and self.precision not in NARROW:
+            raise UserError(f"precision={self.precision} is no setting of engines; choose one of {', '.join(NARROW)}")
+        if self.precision and self.precision not in memory.precisions:
+            raise UserError(f"{memory.name} does not train in {self.precision}: leave it out")
         for module in self.modules:
             if module not in memory.modules:
                 known = did_you_mean(module, memory.modules, "modules:") if memory.modules else "it has no modules"
@@ -71,12 +74,6 @@ class EngineSettings:
             raise UserError(f"recompute={layout.recompute} and recomputed layers are two ways to recompute: give one")
         if self.layers and self.modules:
             raise UserError("recomputed layers and recomputed modules are two ways to recompute: give one of them")
-
-    def _check_precision(self, memory: EngineMemory) -> None:
-        if self.precision and self.precision not in NARROW:
-            raise UserError(f"precision={self.precision} is no setting of engines; choose one of {', '.join(NARROW)}")
-        if self.precision and self.precision not in memory.precisions:
-            raise UserError(f"{memory.name} does not train in {self.precision}: leave it out")
 
     def _first(self) -> str:
         if self.precision:

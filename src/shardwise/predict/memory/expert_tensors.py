@@ -83,7 +83,8 @@ class MixtureTensors:
         hidden, ffn = s.hidden * s.element, self.received * self.ffn * s.element
         own, sent = self.received * hidden, self.pairs * hidden
         whole = self._enter(live)
-        self._route(live)
+        scores = self.rows * self.e.count * self.s.statistic
+        live.transient(self._converted() + 3 * scores)
         live.allocate(sum(list(self.saved().values())[:2]))
         live.allocate(sent)
         self._to_experts(live, sent, own)
@@ -114,7 +115,9 @@ class MixtureTensors:
         if s.element == 2:
             live.transient(self._wide(self.rows * (1 + self.e.active)))
         whole = self._enter(live)
-        self._router_backward(live)
+        scores = self.rows * self.e.count * self.s.statistic
+        gradient = self._converted() or (self.rows + self.e.count) * self.s.hidden * self.s.element
+        live.transient(self._converted() + 5 * scores + gradient)
         live.free(whole)
         live.allocate(self.rows * hidden)
         live.allocate(sent)
@@ -135,7 +138,7 @@ class MixtureTensors:
         live.free(came)
         live.transient(self.rows * hidden)
         live.free(self.rows * self.e.active * hidden + own)
-        self._given_back(live)
+        self._leave(live)
         kept = sum(self.kept().values()) if apart else 0
         live.free(live.now - start - s.stream * hidden - kept)
         live.free(sum(self.saved().values()))
@@ -149,18 +152,9 @@ class MixtureTensors:
         live.allocate(whole)
         return whole
 
-    def _route(self, live: LiveBytes) -> None:
-        scores = self.rows * self.e.count * self.s.statistic
-        live.transient(self._converted() + 3 * scores)
-
     def _converted(self) -> int:
         """Rows and the router's weight in fp32, where they are bf16."""
         return (self.rows + self.e.count) * self.s.hidden * 4 if self.s.element == 2 else 0
-
-    def _router_backward(self, live: LiveBytes) -> None:
-        scores = self.rows * self.e.count * self.s.statistic
-        gradient = self._converted() or (self.rows + self.e.count) * self.s.hidden * self.s.element
-        live.transient(self._converted() + 5 * scores + gradient)
 
     def _to_experts(self, live: LiveBytes, sent: int, own: int) -> None:
         """Rows of pairs, which are there, become those of the experts here."""
@@ -191,7 +185,3 @@ class MixtureTensors:
             live.transient(2 * self.s.tokens * hidden)
         elif gathers_sequences(layout) and layout.sp:
             live.transient(scatter(self.plan, self.s))
-
-    def _given_back(self, live: LiveBytes) -> None:
-        """The gradient of the rows as one of the stream."""
-        self._leave(live)

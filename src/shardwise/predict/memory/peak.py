@@ -64,7 +64,9 @@ def forward(plan: UnitPlan, s: Sizes, parts: list[str]) -> int:
         if plan.kind(part) == "embedding":
             then = embedding_forward(plan, s)
         elif plan.kind(part) == "head":
-            then = _head_forward(plan, s)
+            items, norm = saved_items(plan, s, "head"), s.stream * s.hidden * s.element
+            gathered = (gather(plan, s), s.tokens * s.hidden * s.element) if plan.layout.sp else (0, 0)
+            then = norm + max(norm_forward(plan, s, s.stream * s.hidden), gathered[0], gathered[1] + items["logits"])
         else:
             then = block[plan.alike(part)]
         worst = max(worst, before + then)
@@ -183,13 +185,6 @@ def loss(plan: UnitPlan, s: Sizes) -> int:
     rows = max(1, min(s.tokens, loss_chunk(s.tokens * s.vocab) // s.vocab))
     capped = 2 if plan.model.logit_softcap else 1
     return rows * s.vocab * (2 * 4 if s.element == 2 else capped * s.element)
-
-
-def _head_forward(plan: UnitPlan, s: Sizes) -> int:
-    """The final norm, and the logits, for which its output is gathered."""
-    items, norm = saved_items(plan, s, "head"), s.stream * s.hidden * s.element
-    gathered = (gather(plan, s), s.tokens * s.hidden * s.element) if plan.layout.sp else (0, 0)
-    return norm + max(norm_forward(plan, s, s.stream * s.hidden), gathered[0], gathered[1] + items["logits"])
 
 
 def _projection_backward(plan: UnitPlan, s: Sizes, adds: bool) -> int:

@@ -168,21 +168,19 @@ def tally_part(part: Part, model: ModelConfig, shape: Shape, engine: EngineProfi
         elif operation.kind == "linear":
             _linear(tally, operation, shape, engine)
         elif operation.kind == "router":
-            _router(tally, operation, shape)
+            tokens, (experts,) = shape.routed, operation.outputs
+            router = tally.kernels.matmul(tokens, experts.size, operation.inputs.size, shape.wide)
+            tally.add("matmul", router, 2 * router, (1, 2))
+            tally.memory(tokens * experts.size * 4.0 * 6, tokens * experts.size * 4.0 * 6, (8, 8))
         else:
             _ELEMENTWISE[operation.kind](tally, operation, shape, engine)
         if model.experts and scope in engine.captured:
             tally.launches.update(called)
     if engine.selective == "operations":
-        _repeat_operations(tally)
+        shares = {"matmul": 0.5, "attention": 0.0, "memory": 1.0}
+        tally.selective.update({kind: share * tally.forward[kind] for kind, share in shares.items()})
+        tally.launches["selective"] = tally.launches["forward"]
     return tally
-
-
-def _repeat_operations(tally: PartSeconds) -> None:
-    """Selective recompute of all operations but attention and every other product."""
-    shares = {"matmul": 0.5, "attention": 0.0, "memory": 1.0}
-    tally.selective.update({kind: share * tally.forward[kind] for kind, share in shares.items()})
-    tally.launches["selective"] = tally.launches["forward"]
 
 
 def _scopes(part: Part) -> Iterator[tuple[str, Operation]]:
@@ -459,14 +457,6 @@ def _activation(tally: PartSeconds, operation: Elementwise, shape: Shape, engine
     passes = 1 if engine.fused_activation else 1 + gated
     ahead, back = (3.0, 5.0) if gated else (2.0, 3.0)
     tally.memory((ahead + 2 * (passes - 1)) * inner, (back + 3 * (passes - 1)) * inner, (passes, passes), "activation")
-
-
-def _router(tally: PartSeconds, operation: LinearOp, shape: Shape) -> None:
-    """Logits of all experts, and the choice among them in fp32."""
-    tokens, (experts,) = shape.routed, operation.outputs
-    router = tally.kernels.matmul(tokens, experts.size, operation.inputs.size, shape.wide)
-    tally.add("matmul", router, 2 * router, (1, 2))
-    tally.memory(tokens * experts.size * 4.0 * 6, tokens * experts.size * 4.0 * 6, (8, 8))
 
 
 def _dispatch(tally: PartSeconds, operation: Elementwise, shape: Shape, engine: EngineProfile) -> None:

@@ -15,15 +15,11 @@ def core_wait(split: StepShape, pricing: Pricing) -> Num:
     now and then ("taken"), and with it all that meet it in the step.
     """
     values = pricing.constants.values
-    return values.get("shared", 0.0) + values.get("taken", 0.0) * _in_step(split)
+    return values.get("shared", 0.0) + values.get("taken", 0.0) * (
+        split.tp * split.cp * np.where(np.asarray(split.zero) >= 2, split.shard, 1)
+    )
 
 
 def leaves_node(split: StepShape, pricing: Pricing) -> Num:
     """Whether ZeRO's shard groups span nodes: transfers over a network need no core."""
     return (np.asarray(split.shard) - 1) * split.tp >= pricing.collectives.per_node
-
-
-def _in_step(split: StepShape) -> Num:
-    """Ranks that meet in every block, so that what holds up one of them holds up all: those of tensor and context
-    parallelism, and those that shard gradients or parameters. Others meet once a step, and each lost as much."""
-    return split.tp * split.cp * np.where(np.asarray(split.zero) >= 2, split.shard, 1)

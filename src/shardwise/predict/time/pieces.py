@@ -194,7 +194,8 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
             pricing: Pricing) -> tuple[Num, Num]:  # fmt: skip
     """Exposed collectives of a block over tp and cp, forward and backward: sums (Shoeybi et al. 2019), under
     sp scatters, with gathers that come again in backward (Korthikanti et al. 2022)."""
-    hidden = _hidden(engine, pricing)
+    name = "tensor_piped" if engine.tensor_pipelined else "tensor_hidden" if engine.tensor_overlap else ""
+    hidden = pricing.constants.value(name) if name else 0.0
     whole = _recomputed(split)[0]
     if split.tpkind == "gathered":
         forward, backward = _gathered(part, shape, split, pricing)
@@ -213,12 +214,6 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
     exposed_back = again + exposed_back
     joined = _slices(part, model, shape, split, pricing)
     return forward + joined, (forward + joined) * whole + exposed_back + joined
-
-
-def _hidden(engine: EngineProfile, pricing: Pricing) -> float:
-    """Share of a tensor-parallel collective that what runs beside it hides."""
-    name = "tensor_piped" if engine.tensor_pipelined else "tensor_hidden" if engine.tensor_overlap else ""
-    return pricing.constants.value(name) if name else 0.0
 
 
 def _slices(part: Part, model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing) -> Num:

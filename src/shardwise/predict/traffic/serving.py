@@ -73,7 +73,11 @@ def turn_ledger(
     if plan.layout.cp > 1 and turn.tokens:
         _context_parallel(rows, plan, here)
     for part, pairs in (routed or {}).items():
-        _exchanges(rows, plan, turn, part, pairs)
+        axes, width = across_axes(plan.layout), plan.model.hidden
+        share = expert_share(plan.layout, plan.model.experts.count, plan.tp_rank)  # type: ignore[union-attr]
+        rows[(turn.phase, "all_to_all", axes, part, "int64", share.across * share.count)] += 1
+        for count in pairs:
+            rows[(turn.phase, "all_to_all", axes, part, plan.layout.dtype, round(count * width))] += 1
     for gather in gathered:
         padded = plan.by_name[gather.unit].padded
         rows[(turn.phase, "all_gather_into", gather.axes, gather.unit, gather.dtype, padded)] += 1
@@ -131,14 +135,6 @@ def _context_parallel(rows: Rows, plan: UnitPlan, turn: ForwardPass) -> None:
         rows[(turn.phase, "all_to_all", CP, part, wide, tokens * heads * (shape.values + 1))] += 1
     for part in plan.of_kind("head") if turn.rows else ():
         rows[(turn.phase, "all_reduce", CP, part, dtype, turn.rows * model.hidden)] += 1
-
-
-def _exchanges(rows: Rows, plan: UnitPlan, turn: ForwardPass, part: str, pairs: Routed) -> None:
-    axes, width = across_axes(plan.layout), plan.model.hidden
-    share = expert_share(plan.layout, plan.model.experts.count, plan.tp_rank)  # type: ignore[union-attr]
-    rows[(turn.phase, "all_to_all", axes, part, "int64", share.across * share.count)] += 1
-    for count in pairs:
-        rows[(turn.phase, "all_to_all", axes, part, plan.layout.dtype, round(count * width))] += 1
 
 
 def mixtures_of(plan: UnitPlan) -> list[str]:
