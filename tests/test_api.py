@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import shardwise
+from harness.cases import from_table
 from shardwise import ModelConfig, UserError, Workload, api
 from shardwise.checkpoint import Manifest, PartEntry, Piece, TensorSpec, commit, keep_last, write_part
 from shardwise.checkpoint.geometry import full
@@ -229,19 +230,7 @@ def test_mistakes(ranks, changes, words):
     assert not ranks.configs and not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"lr": "1e-3"}, "lr must be a number, not '1e-3'"),
-        ({"warmup": 0.1}, "warmup must be a whole number"),
-        ({"lr": float("inf")}, "lr must be a positive number"),
-        ({"eps": 0.0}, "eps must be a positive number, not 0.0"),
-        ({"betas": (0.9, 1.0)}, r"betas must be at least 0 and less than 1, not \(0.9, 1.0\)"),
-        ({"betas": (-0.1, 0.9)}, "betas must be at least 0"),
-        ({"final_share": 1.5}, "final_share must be between 0 and 1, not 1.5"),
-        ({"betas": [0.9, 0.95]}, r"betas must be \(a number, a number\), not \[0.9, 0.95\]"),
-    ],
-)
+@from_table
 def test_mistakes_of_the_optimizer(changes, words):
     with pytest.raises(UserError, match=words):
         OptimizerConfig(**changes)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise
+from harness.cases import from_table
 from shardwise.codec import EVERY, Json, plain, read
 from shardwise.errors import UserError
 from shardwise.layout import Layout
@@ -100,14 +101,7 @@ def test_what_is_written_is_read_back_with_its_types(drawing):
     assert read(tuple[Drawing, ...], [json.loads(text)]) == (drawing,)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        3, [], {"name": "x"}, {"name": "x", "shapes": 3}, {"name": "x", "shapes": [{"kind": "circle"}]},
-        {"name": "x", "shapes": [], "surprise": 1}, {"name": "x", "shapes": [], "corner": [1, 2, 3]},
-        {"name": "x", "shapes": [[1]]}, {"name": "x", "shapes": [], "by_name": 3},
-    ],
-)  # fmt: skip
+@from_table
 def test_anything_else_is_one_line(data):
     with pytest.raises(UserError, match=r"^not a drawing: [^\n]+$"):
         Drawing.from_json(data)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.cluster import Cluster
 from shardwise.schedule import build as build_collective
 from shardwise.schedule.algorithms import registry as algorithms
@@ -47,16 +48,7 @@ def test_the_cluster_file_is_one(tmp_path: Path) -> None:
     assert cluster.intra.bandwidth == 400e9 and cluster.inter.kind == "network"
 
 
-@pytest.mark.parametrize(
-    ("block", "file"),
-    [
-        (0, "cluster/accelerators.toml"),
-        (1, "model/families/olmo.py"),
-        (2, "decoder/blocks.py"),
-        (-2, "cli/plan.py"),
-        (-1, "layout/tensor.py"),
-    ],
-)
+@from_table
 def test_the_changes_quoted_are_in_the_source(block: int, file: str) -> None:
     source = (Path(__file__).parents[1] / "src" / "shardwise" / file).read_text(encoding="utf-8")
     added = [line[1:] for line in blocks("diff")[block].splitlines() if line.startswith("+") and "..." not in line]

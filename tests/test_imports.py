@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.cases import table
 
 PACKAGE = Path(shardwise.__file__).parent
 
@@ -213,15 +214,7 @@ def test_nothing_heavy_is_loaded(code):
     assert loaded_by(code) == set()
 
 
-TYPOS = """
-from shardwise.cli.commands import COMMANDS
-from shardwise.cli.main import main
-lines = [[name, "--jsno"] for name in COMMANDS] + [["pln"], ["plan", "llama-3-9b", "--cluster", "8xH100"]]
-lines += [["plan", "llama-3-8b", "--cluster", "8xH10"], ["plan", "llama-3-8b", "--cluster", "8xH100", "--fix", "tpp=8"]]
-lines += [["estimate", "llama-3-8b", "--cluster", "8xH100", "--layout", "tpp=8"], ["plan", "gpt2", "--by", "fastst"]]
-for argv in lines:
-    assert main(argv) == 2, argv
-"""
+TYPOS = table(__file__, "TYPOS")
 
 
 def test_a_typo_is_answered_before_anything_heavy_is_loaded():
@@ -265,18 +258,7 @@ def test_a_lazy_package_has_its_names():
         _ = shardwise.report.nothing
 
 
-WITHOUT_POSIX = """
-import os, signal, sys
-for name in ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog", "readline"):
-    sys.modules[name] = None
-for module, names in (
-    (os, "forkpty getpgid getpriority getuid killpg mkfifo nice posix_fadvise posix_fallocate pread pwrite "
-         "sched_getaffinity sched_setaffinity sendfile setsid statvfs sysconf O_DIRECT"),
-    (signal, "SIGALRM SIGCHLD SIGCONT SIGHUP SIGKILL SIGPIPE SIGQUIT SIGSTOP SIGUSR1 pthread_sigmask setitimer"),
-):
-    for name in names.split():
-        delattr(module, name)
-"""
+WITHOUT_POSIX = table(__file__, "WITHOUT_POSIX")
 """What Python on Windows lacks, as far as it can be taken away here; there is no home either."""
 COMMANDS_WITHOUT_POSIX = [
     PLAN,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import table
 from harness.today import of_some, some_of
 from shardwise.cli.main import main
 
@@ -94,17 +95,7 @@ def program(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-SRUN = """
-for rank in 0 1; do
-    for last; do :; done
-    [[ "$last" == true ]] && continue
-    while [[ "$1" == --* ]]; do shift; done
-    SLURM_PROCID=$rank SLURM_NODEID=$rank SLURM_LOCALID=0 "$@" &
-done
-code=0
-for pid in $(jobs -p); do wait "$pid" || code=$?; done
-exit "$code"
-"""
+SRUN = table(__file__, "SRUN")
 RANK = r"""
 echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT" \
     "$TORCHELASTIC_RUN_ID $TORCHELASTIC_RESTART_COUNT $*" >>ranks
@@ -367,15 +358,7 @@ def free_port() -> int:
             return port
 
 
-OWN_TRAINING = """
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-x = torch.ones(1) * dist.get_rank()
-dist.all_reduce(x)
-open(f"sum-{dist.get_rank()}", "w").write(f"{x.item():g} of {dist.get_world_size()}")
-"""
+OWN_TRAINING = table(__file__, "OWN_TRAINING")
 
 
 @of_some("torchrun", REAL, 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.cases import table
 from harness.processes import alive, children
 from shardwise.cli.collective_bench import _network, _summed_up
 from shardwise.cluster import Cluster
@@ -115,16 +116,7 @@ def test_what_nobody_measured_is_priced_on_the_wire_alone(command):
 # -- `shardwise collective bench`: what it measures, what it makes of it, and what it refuses
 
 
-CLUSTER = """
-nodes = 1
-devices_per_node = 2
-[device]
-name = "this host"
-kind = "cpu"
-[intra]
-alpha = 1e-5
-bandwidth = 5e9
-"""
+CLUSTER = table(__file__, "CLUSTER")
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ import subprocess
 
 import pytest
 
+from harness.cases import from_table
+
 MODEL = ("llama-3-8b", "--layout")
 TRAIN = ("--seq", 4096, "--batch", 64)
 SERVE = ("--prompt", 1024, "--output", 256, "--concurrency", 100)
@@ -79,16 +81,7 @@ def test_servers_and_trainers_have_flags_of_their_own(command):
     assert code == 2 and "Megatron-LM trains: give --seq and --batch in place of --prompt" in err
 
 
-@pytest.mark.parametrize(
-    ("engine", "layout", "words"),
-    [
-        ("megatron", "dp=16,zero=1", "torchrun pretrain_gpt.py --num-layers 32"),
-        ("fsdp2", "dp=16,zero=3", "torchrun train_fsdp2.py --corpus FOLDER"),
-        ("accelerate", "dp=16,zero=3", "accelerate launch --config_file accelerate.yaml train.py"),
-        ("deepspeed", "dp=16,zero=3", "torchrun train.py --deepspeed --deepspeed_config deepspeed.json"),
-        ("vllm", "tp=16", "vllm serve llama-3-8b --dtype bfloat16 --tensor-parallel-size 16"),
-    ],
-)
+@from_table
 def test_a_job_starts_the_engine_on_all_nodes(command, tmp_path, monkeypatch, engine, layout, words):
     monkeypatch.chdir(tmp_path)
     code, out, err = command(

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.cli.main import main
 
 DEEPSPEED = {
@@ -205,16 +206,7 @@ def test_contexts_cut_over_ranks_hold_more_tokens(command, outlook):
     assert code == 2 and "its cache has 8 heads" in err
 
 
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        ("vllm serve meta-llama/Llama-3.1-8B", "--max-model-len 32977"),
-        (
-            "python -m sglang.launch_server --model-path meta-llama/Llama-3.1-8B --context-length 131072",
-            "--context-length",
-        ),
-    ],
-)
+@from_table
 def test_a_sequence_that_does_not_fit_is_an_error_with_the_flag(command, words, flag):
     code, _, err = command("explain", words, "--cluster", "1xL4")
     assert code == 2 and f"less than one sequence of 131,072: give {flag}" in err
@@ -236,19 +228,7 @@ def test_tensorrt_llm_shares_what_weights_leave(outlook, tmp_path):
     assert found["cache_bytes_per_gpu"] == pytest.approx(free / 2)
 
 
-@pytest.mark.parametrize(
-    ("words", "weights"),
-    [
-        ("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int8", None),
-        ("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int8 --quantization gptq", None),
-        ("Qwen/Qwen2.5-72B-Instruct-GPTQ-Int4 --quantization gptq_marlin", 41.6),
-        ("TheBloke/Llama-2-7b-Chat-AWQ", None),
-        ("RedHatAI/Meta-Llama-3.1-8B-quantized.w8a8", None),
-        ("unsloth/Llama-3.1-8B-bnb-4bit", None),
-        ("mistralai/Mistral-7B-v0.1", 14.5),
-        ("deepseek-ai/DeepSeek-R1 -tp 8 --quantization compressed-tensors", 85.1),
-    ],
-)
+@from_table
 def test_a_name_that_states_a_quantizer_is_never_16_bits(outlook, words, weights):
     found = outlook(f"vllm serve {words}", "8xB300")
     assert (found and found["weight_bytes_per_gpu"] / 1e9) == (weights and pytest.approx(weights, rel=0.02))

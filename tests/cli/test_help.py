@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from harness.cases import table
 from harness.command_line import mistake
 from harness.documents import ENVIRONMENT, ROOT, commands
 from harness.today import some_of
@@ -87,17 +88,7 @@ TOUR = [
 ]
 """Commands that `tests/test_readme.py` runs, in order, in one folder."""
 
-PARSED = {
-    "serve": "serves until it is stopped: tests/cli/test_serve.py",
-    "studio": "serves until it is stopped: tests/cli/test_serve.py",
-    "mcp": "serves until it is stopped: tests/cli/test_mcp.py",
-    "lab": "needs root: tests/cli/test_serve.py",
-    "audit": "runs a program: tests/audit/test_programs.py",
-    "demo": "minutes: tests/test_demo.py",
-    "verify": "starts ranks: tests/runtime/test_module_verify.py",
-    "trace": "loads torch: tests/runtime/test_module_trace.py",
-    "validate": "half a minute: tests/cli/test_validate.py",
-}
+PARSED = table(__file__, "PARSED")
 """Commands whose examples are only parsed here, with the reason."""
 
 SHORT = [example for name in EXAMPLES if name not in PARSED for example in EXAMPLES[name]

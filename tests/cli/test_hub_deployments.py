@@ -7,18 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.cases import table
 from shardwise.model.catalog import resolve
 
 Command = Callable[..., tuple[int, str, str]]
-MODELS = {
-    # (cluster, bytes of the published safetensors). gpt-oss-120b: 60.8 GiB (model card, table 1).
-    "openai/gpt-oss-120b": ("8xH100", 60.8 * 2**30),
-    # 1.03 TB of files (its page on the hub); 16 H200 (docs/deploy_guidance.md beside them).
-    "moonshotai/Kimi-K2-Instruct": ("2x8xH200", 1.03e12),
-    # Parameters in the headers of their files, in 16 bits.
-    "zai-org/GLM-4.6": ("8xH200", 2 * 356_785_898_816),
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": ("4xH100", 2 * 81_324_862_720),
-}
+MODELS = table(__file__, "MODELS")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -266,19 +266,7 @@ class TestSet:
     def test_nothing_changes_nothing(self):
         assert change(catalog.get("gpt2"), "") is catalog.get("gpt2")
 
-    @pytest.mark.parametrize(
-        ("text", "words"),
-        [
-            ("layer=2", "did you mean layers?"),
-            ("layers", "layers needs a value, such as layers=12"),
-            ("layers=two", "'two' is not an integer"),
-            ("layers=0", "layers must be a positive integer"),
-            ("norm=batch", "choose one of rmsnorm, layernorm"),
-            ("tied=maybe", "choose one of true, false"),
-            ("experts=8", "such as experts.count"),
-            ("dropout=much", "'much' is not a number"),
-        ],
-    )
+    @from_table
     def test_mistakes(self, text, words):
         with pytest.raises(UserError) as caught:
             change(catalog.get("gpt2"), text)

@@ -45,18 +45,7 @@ def test_the_table_and_what_is_said_about_the_winner(capsys):
     assert [int(row[0]) for row in ranked] == [*range(1, 11)] and all(Layout.parse(row[1]) for row in ranked)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "llama-3-8b --cluster 8xH100",
-        "llama-3-70b --cluster 2x8xH100",
-        "llama-3-405b --cluster 32x8xH100",
-        "qwen3-30b-a3b --cluster 2x8xH100",
-        "llama-3-8b --cluster 8xH100 --seq 4k --batch 63 --engine megatron-bridge",
-        "llama-3-70b --cluster 8xH100 --serve",
-        "deepseek-v3 --cluster 8xH200 --serve --tpot 60ms",
-    ],
-)
+@from_table
 def test_the_answer_is_25_lines_and_its_next_command_is_one(words, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)

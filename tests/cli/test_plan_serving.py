@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.cli.main import main
 
 SERVE = ["plan", "llama-3-70b", "--cluster", "8xH100", "--serve", "--prompt", "1000", "--output", "200",
@@ -52,14 +53,7 @@ def test_what_is_not_given_is_assumed_and_fits_the_model(capsys):
     assert "assumed: --output 24" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "way"),
-    [
-        ("llama-3-70b --cluster 2xRTX4090 --weights bf16", "allow int4 weights or take 8xRTX-4090"),
-        ("llama-3-70b --cluster 1xT4", "take 4xT4"),
-        ("llama-3-405b --cluster 4xL4", "than its 22.9 GB"),
-    ],
-)
+@from_table
 def test_what_does_not_fit_names_what_would(words, way, capsys):
     asked = ["plan", *words.split(), "--serve"]
     assert main(asked) == 2

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import from_table, table
 from shardwise.cli.main import main
 from shardwise.cluster import Cluster
 from shardwise.cluster.catalog import accelerators, lookup
@@ -26,17 +27,7 @@ from shardwise.schedule.network import Network
 
 NVIDIA = [name for name, entry in accelerators().devices.items() if entry.ports]
 
-LEGEND = """
-Legend:
-
-  X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
-  NODE = Connection traversing PCIe as well as the interconnect between PCIe Host Bridges within a NUMA node
-  PHB  = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)
-  PXB  = Connection traversing multiple PCIe bridges (without traversing the PCIe Host Bridge)
-  PIX  = Connection traversing at most a single PCIe bridge
-  NV#  = Connection traversing a bonded set of # NVLinks
-"""
+LEGEND = table(__file__, "LEGEND")
 
 
 def table(gpus: int, path, nics: int = 0, to_nic=None, nic="NIC", tabs=False, listed="") -> str:
@@ -434,18 +425,7 @@ def test_prices_are_those_of_the_groups_links(name):
     assert Network.of(found, [0, 1]).intra.alpha < Network.of(found, [0, 4]).intra.alpha
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "kind", "gigabytes"),
-    [
-        ("8 H100 on a switch", 8, "nvlink", 450),
-        ("4 H100 without a switch", 4, "nvlink", 450),
-        ("8 A40 with bridges", 2, "nvlink", 56.25),
-        ("8 A40 with bridges", 4, "host", 31 * 3 / 2),  # two of three messages share the slot
-        ("8 A40 with bridges", 8, "host", 31 * 7 / 6),
-        ("8 V100 of a DGX-1", 8, "host", 15.5 * 7 / 3),
-        ("8 cards without", 8, "host", 31),
-    ],
-)
+@from_table
 def test_messages_to_all_take_each_pairs_own_link(name, ranks, kind, gigabytes):
     found = cluster(name)
     link = found.seen_by(ranks, pairs=True).intra

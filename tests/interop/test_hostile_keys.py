@@ -6,29 +6,14 @@ import re
 
 import pytest
 
+from harness.cases import from_table, table
 from shardwise.errors import UserError
 from shardwise.interop import ENGINES, read
 from shardwise.interop.spec import spec
 from shardwise.interop.writing.canonical import DEFAULTS
 
 TELLING = ("parallel", "degree", "size", "shard", "stage", "fsdp", "zero")
-INPUTS = {
-    "vllm": "vllm serve x",
-    "sglang": "python -m sglang.launch_server --model x",
-    "tensorrt-llm": "trtllm-serve x",
-    "megatron": "pretrain_gpt.py --micro-batch-size 1 --bf16",
-    "torchrun": "torchrun --nproc-per-node 8 -m shardwise train gpt2 --layout dp=8",
-    "torchtitan": {"training": {"seq_len": 8}, "parallelism": {}, "activation_checkpoint": {}, "compile": {}},
-    "deepspeed": {
-        "train_batch_size": 8, "tensor_parallel": {}, "pipeline": {}, "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    },
-    "accelerate": {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {}, "parallelism_config": {}},
-    "transformers": {"distributed_config": {}, "training_arguments": {"fsdp": "full_shard", "fsdp_config": {}}},
-    "axolotl": {"base_model": "x", "micro_batch_size": 1, "fsdp_version": 2, "fsdp_config": {}},
-    "llamafactory": {"stage": "sft", "cutoff_len": 8, "per_device_train_batch_size": 1},
-    "trl": {"model_name_or_path": "x", "packing": True, "per_device_train_batch_size": 1},
-}  # fmt: skip
+INPUTS = table(__file__, "INPUTS")
 
 
 @pytest.fixture
@@ -59,8 +44,8 @@ def tables(value, path=""):
 
 @pytest.mark.parametrize("engine", INPUTS)
 def test_a_key_named_like_the_layout_is_never_harmless(with_key, engine):
-    for table in tables(INPUTS[engine]):
-        known = spec(engine).harmless.get(table[:-1] or "top", {})
+    for of_file in tables(INPUTS[engine]):
+        known = spec(engine).harmless.get(of_file[:-1] or "top", {})
         names = {
             name for word in TELLING for name in (word, f"my{word.capitalize()}", f"{word.upper()}_X", f"a_{word}_b")
         }
@@ -68,7 +53,7 @@ def test_a_key_named_like_the_layout_is_never_harmless(with_key, engine):
         names |= {key for key in known.get("keys", "").split() if re.search("|".join(TELLING), key)}
         for name in names:
             try:
-                found = with_key(engine, table + name)
+                found = with_key(engine, of_file + name)
             except UserError:
                 continue
             assert not [key for key in found.ignored if key.replace("-", "_").endswith(name.replace("-", "_"))], name
@@ -104,22 +89,7 @@ def test_sizes_inside_harmless_tables_are_said(with_key):
     assert "aio.block_size, aio.deep.zero_stage" in " ".join(found.facts)
 
 
-@pytest.mark.parametrize(
-    ("words", "layout", "doubt"),
-    [
-        ("vllm serve x -tp=4 -pp=2", "tp=4,pp=2", ""),
-        ("vllm serve x -tp 8 -ep", "tp=8,ep=8", ""),
-        ("vllm serve x -tp 2 --config.parallel_size 4", "tp=2", "--config.parallel-size is not known"),
-        ("vllm serve x -tp 2 --foo.zero_size 4", "tp=2", "--foo.zero-size is not known"),
-        ("vllm serve x -tp 2 --compilation-config.cudagraph_capture_sizes 4 -O3", "tp=2", ""),
-        (
-            "vllm serve x -tp 2 --hf-overrides '{\"a\": 1}' --speculative-config '{\"draft_tensor_parallel_size\": 1}'",
-            "tp=2",
-            "",
-        ),
-        ("env A=1 nohup vllm serve x --tensor_parallel_size=2 > log 2>&1 &", "tp=2", ""),
-    ],
-)
+@from_table
 def test_short_and_dotted_flags(words, layout, doubt):
     found = read([words])
     assert str(found.layout) == layout

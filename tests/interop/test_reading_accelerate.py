@@ -4,22 +4,11 @@ import json
 
 import pytest
 
+from harness.cases import table
 from shardwise.errors import UserError
 from shardwise.interop import read
 
-COMMON = {
-    "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
-    "distributed_type": "FSDP",
-    "machine_rank": 0,
-    "main_training_function": "main",
-    "mixed_precision": "bf16",
-    "num_machines": 2,
-    "num_processes": 16,
-    "rdzv_backend": "static",
-    "tpu_env": [],
-    "use_cpu": False,
-}
+COMMON = table(__file__, "COMMON")
 FSDP2 = {
     "fsdp_version": 2,
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

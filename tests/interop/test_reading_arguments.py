@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.interop import read
 from shardwise.interop.reading.arguments import launched_ranks, parse
@@ -58,15 +59,7 @@ def test_a_script_s_variables_and_arrays_are_filled_in():
     assert found["global_batch_size"] == "512" and found["lr"] == "3e-4"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "A=(\n --context-parallel-size 2\n)\ntorchrun x.py ${A[@]}",
-        'A=(--context-parallel-size 2)\ntorchrun x.py "${A[@]}"',
-        "A=' --context-parallel-size 2'\ntorchrun x.py $A --bf16",
-        "A+=('--context-parallel-size 2')",
-    ],
-)
+@from_table
 def test_what_comes_after_an_array_is_no_value(text):
     assert flags(text)["context_parallel_size"] == "2"
 
@@ -75,16 +68,7 @@ def test_options_that_no_command_uses_are_not_its_own():
     assert "context_parallel_size" not in flags("A=(--context-parallel-size 2)\ntorchrun x.py")
 
 
-@pytest.mark.parametrize(
-    ("text", "ranks"),
-    [
-        ("torchrun --nproc-per-node 8 --nnodes 4 x.py --bf16", 32),
-        ("torchrun --nproc_per_node=8 x.py", 8),
-        ("torchrun --nnodes 2 --nproc_per_node 4 x.py --lr 1", 8),
-        ("torchrun --nproc_per_node gpu x.py", None),
-        ("python x.py", None),
-    ],
-)
+@from_table
 def test_processes_that_are_launched(text, ranks):
     assert launched_ranks(flags(text)) == ranks
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.interop import read
 from shardwise.model.catalog import get
@@ -83,50 +84,12 @@ def test_a_model_of_other_layers_or_without_sizes_is_not_described():
     assert read([f"pretrain_gpt.py {PARALLEL} {TRAINING}"], 64).described is None
 
 
-@pytest.mark.parametrize(
-    ("text", "layout"),
-    [
-        ("--bf16", "dp=64,grads=fp32"),
-        ("--fp16", "dp=64"),
-        ("", "dp=64,precision=fp32"),
-        ("--bf16 --grad-reduce-in-bf16", "dp=64"),
-        ("--bf16 --recompute-activations", "dp=64,recompute=selective,grads=fp32"),
-        (
-            "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-            "dp=64,recompute=full,grads=fp32",
-        ),
-        ("--bf16 --context-parallel-size 2 --cp-comm-type a2a", "dp=32,cp=2,cpkind=ulysses,grads=fp32"),
-        ("--bf16 --use-torch-fsdp2", "dp=64,zero=3,grads=fp32"),
-        ("--bf16 --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", "dp=64,zero=2,grads=fp32"),
-        ("--bf16 --use-megatron-fsdp --use-distributed-optimizer", "dp=64,zero=3,grads=fp32"),
-        ("--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "dp=64,zero=2,grads=fp32"),
-        ("--bf16 --optimizer-cpu-offload", "dp=64,offload=cpu,grads=fp32"),
-        ("--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5", "dp=64,offload=cpu:0.5,grads=fp32"),
-        ("--bf16 --use-tp-pp-dp-mapping --pipeline-model-parallel-size 2", "dp=32,pp=2,grads=fp32,order=dp-pp-cp-tp"),
-        (
-            "--bf16 --pipeline-model-parallel-size 4 --num-layers 32 --num-layers-per-virtual-pipeline-stage 4",
-            "dp=16,pp=4,schedule=interleaved,virtual=2,grads=fp32",
-        ),
-        (
-            "--bf16 --pipeline-model-parallel-size 4 --num-layers 30 --decoder-last-pipeline-num-layers 6",
-            "dp=16,pp=4,stages=8/8/8/6,grads=fp32",
-        ),
-        ("--bf16 --expert-model-parallel-size 8", "dp=64,ep=8,grads=fp32"),
-    ],
-)
+@from_table
 def test_layouts(text, layout):
     assert layout_of(text) == layout
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ("", None),
-        ("--optimizer adam", None),
-        ("--optimizer sgd", "momentum"),
-        ("--optimizer sgd --sgd-momentum 0", "sgd"),
-    ],
-)
+@from_table
 def test_sgd_has_less_state(words, name):
     found = read([f"pretrain_gpt.py {PARALLEL} {TRAINING} {words}"], 64)
     assert found.optimizer == name and found.unknown == ()
@@ -141,37 +104,7 @@ def test_without_a_global_batch_nothing_is_accumulated():
     assert read(["pretrain_gpt.py --micro-batch-size 4 --seq-length 2048"], 8).batch == 32
 
 
-@pytest.mark.parametrize(
-    ("text", "ranks", "line"),
-    [
-        ("--tensor-model-parallel-size 8", 12, "12 ranks cannot be divided by"),
-        ("--bf16 --fp16", 8, "both given"),
-        ("--recompute-granularity full", 8, "needs --recompute-method"),
-        ("--recompute-granularity some", 8, "--recompute-granularity=some is unknown"),
-        (
-            "--tensor-model-parallel-size $TP",
-            8,
-            "--tensor-model-parallel-size is .TP, a variable that nothing here sets",
-        ),
-        ("--num-layers-per-virtual-pipeline-stage 4", 8, "needs --num-layers"),
-        (
-            "--num-layers 30 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 4",
-            8,
-            "not a multiple",
-        ),
-        (
-            "--position-embedding-type alibi --num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 9",
-            8,
-            "alibi",
-        ),
-        (
-            "--global-batch-size 100",
-            64,
-            "no multiple of micro-batch x data-parallel ranks = 1 x 64; nearest: 64 or 128",
-        ),
-        ("", None, "on how many GPUs"),
-    ],
-)
+@from_table
 def test_contradictions_are_one_line(text, ranks, line):
     with pytest.raises(UserError, match=line):
         read([f"pretrain_gpt.py --micro-batch-size 1 {text}"], ranks)

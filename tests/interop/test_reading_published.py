@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from harness.cases import from_table, table
 from shardwise.errors import UserError
 from shardwise.interop import read
 
@@ -18,34 +19,8 @@ DS_AUTO = json.dumps(
         "zero_optimization": {"stage": 3},
     }
 )  # fmt: skip
-TP8 = """
-[model]
-name = "qwen3"
-flavor = "32B"
-[training]
-local_batch_size = 1
-seq_len = 2048
-dtype = "bfloat16"
-[parallelism]
-data_parallel_shard_degree = 1
-tensor_parallel_degree = 8
-[activation_checkpoint]
-mode = "full"
-"""
-V01 = """
-[model]
-name = "llama3"
-flavor = "70B"
-[training]
-batch_size = 8
-seq_len = 8192
-data_parallel_degree = -1
-tensor_parallel_degree = 8
-[experimental]
-pipeline_parallel_degree = 4
-[activation_checkpoint]
-mode = "full"
-"""
+TP8 = table(__file__, "TP8")
+V01 = table(__file__, "V01")
 
 
 @pytest.fixture
@@ -71,29 +46,15 @@ def test_values_by_branch_are_no_value(reading):
         reading("train.sh", script)
 
 
-@pytest.mark.parametrize(
-    ("flags", "keys"),
-    [
-        ("", "tp=2,ep=4,etp=2"),
-        ("--expert-tensor-parallel-size 1", "tp=2,ep=4"),
-        ("--expert-tensor-parallel-size 2", "tp=2,ep=4,etp=2"),
-    ],
-)
+@from_table
 def test_experts_are_split_as_all_else(flags, keys):
     assert f",{keys},sp" in str(read([f"pretrain_gpt.py --micro-batch-size 1 {MOE} {flags}"], 32).layout)
 
 
-@pytest.mark.parametrize(
-    ("modules", "recompute", "beside"),
-    [
-        ("mlp moe mla_up_proj layernorm", "none", ("mlp", "moe", "mla_up_proj", "layernorm")),
-        ("core_attn moe", "selective", ("moe",)),
-        ("core_attn", "selective", ()),
-    ],
-)
+@from_table
 def test_recomputed_modules_are_as_listed(modules, recompute, beside):
     found = read([f"pretrain_gpt.py --recompute-granularity selective --recompute-modules {modules} --bf16"], 8)
-    assert (found.layout.recompute, found.recomputed) == (recompute, beside)
+    assert (found.layout.recompute, [*found.recomputed]) == (recompute, beside)
 
 
 RL = (
@@ -201,18 +162,7 @@ def test_tensorrt_llm(reading):
     assert (found.model, str(found.layout)) == ("x/y", "tp=4,ep=4")
 
 
-AXOLOTL = """
-base_model: Qwen/Qwen3-8B
-dp_shard_size: 2
-context_parallel_size: 2
-tensor_parallel_size: 2
-fsdp_version: 2
-fsdp_config: {reshard_after_forward: true}
-sequence_len: 8192
-micro_batch_size: 1
-gradient_accumulation_steps: 1
-bf16: true
-"""
+AXOLOTL = table(__file__, "AXOLOTL")
 
 
 def test_axolotl(reading):
@@ -226,18 +176,7 @@ def test_axolotl(reading):
     assert "plan --lora" in reading("a.yaml", AXOLOTL + "adapter: qlora\n").unpriced
 
 
-LLAMA_FACTORY = """
-model_name_or_path: Qwen/Qwen3-30B-A3B
-stage: sft
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-bf16: true
-tensor_model_parallel_size: 1
-pipeline_model_parallel_size: 4
-expert_model_parallel_size: 2
-use_distributed_optimizer: true
-recompute_granularity: full
-"""
+LLAMA_FACTORY = table(__file__, "LLAMA_FACTORY")
 
 
 def test_llama_factory(reading):
@@ -253,29 +192,10 @@ def test_llama_factory(reading):
     assert "lora" in reading("lora.yaml", trainer.replace("full", "lora"), 8).unpriced
 
 
-FSDP = """
-output_dir: out
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 4
-bf16: true
-gradient_checkpointing: true
-fsdp: full_shard auto_wrap
-fsdp_config: {fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer}
-"""
+FSDP = table(__file__, "FSDP")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "layout"),
-    [
-        ("x", "x", "dp=8,zero=3,micro=2,recompute=full,grads=fp32"),
-        ("full_shard auto_wrap", "shard_grad_op", "dp=8,zero=2,micro=2,recompute=full,grads=fp32"),
-        ("full_shard auto_wrap", "[full_shard, offload]",
-         "dp=8,zero=3,micro=2,recompute=full,offload=cpu,offload_params=cpu,grads=fp32"),
-        ("fsdp: full_shard auto_wrap\nfsdp_config: {",
-         "fsdp: true\nfsdp_config: {version: 2, reshard_after_forward: no, ",
-         "dp=8,zero=2,micro=2,recompute=full,grads=fp32"),
-    ],
-)  # fmt: skip
+@from_table
 def test_a_trainer_s_fsdp(reading, old, new, layout):
     found = reading("trainer.yaml", FSDP.replace(old, new), 8)
     assert (str(found.layout), found.batch, found.unknown) == (layout, 64, ())
@@ -329,14 +249,7 @@ def test_a_file_that_leaves_precision_to_a_trainer(reading):
         read(["vllm serve x"], precision="bf16")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "layout"),
-    [
-        ({"dp_shard_size": 4, "sp_size": 2, "sp_backend": "deepspeed"}, "dp=4,cp=2,zero=3,cpkind=ulysses"),
-        ({"sp_size": 8}, "cp=8,zero=3,cpkind=ulysses"),
-        ({"dp_shard_size": 8}, "dp=8,zero=3"),
-    ],
-)
+@from_table
 def test_ulysses_beside_deepspeed(reading, sizes, layout):
     lines = "".join(f"  parallelism_config_{key}: {value}\n" for key, value in sizes.items())
     text = ACCELERATE.format("DEEPSPEED") + f"deepspeed_config: {{zero_stage: 3}}\nparallelism_config:\n{lines}"

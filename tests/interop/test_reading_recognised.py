@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.interop import ENGINES, read
 from shardwise.interop.engines import torchrun, torchtitan, transformers
@@ -15,49 +16,18 @@ from shardwise.interop.reading.engine_reader import read_as
 from shardwise.interop.spec import spec
 
 
-@pytest.mark.parametrize(
-    ("text", "engine"),
-    [
-        ("vllm serve gpt2", "vLLM"),
-        ("python serve.py --gpu-memory-utilization 0.9", "vLLM"),
-        ("pretrain_gpt.py --micro-batch-size 1", "Megatron-LM"),
-        ("train.py --tensor-model-parallel-size 2 --seq-length 8", "Megatron-LM"),
-        ("run_train.sh --parallelism.tensor_parallel_degree 2", "torchtitan"),
-        ("torchrun --nproc-per-node 8 train.py --fast", "torchrun"),
-    ],
-)
+@from_table
 def test_arguments(text, engine):
     assert read([text], 8).engine == engine
 
 
-@pytest.mark.parametrize(
-    ("config", "engine", "line"),
-    [
-        ([], None, "nothing to explain"),
-        (["none.json"], None, "cannot read none.json"),
-        (["none"], None, "no file 'none'"),
-        ([""], None, "no file ''"),
-        (["\0"], None, "no file"),
-        (["\0.json"], None, "cannot read"),
-        (["."], None, "no file"),
-        (["foo bar"], None, "no engine is recognized"),
-        (["vllm serve x"], "vlm", "no engine 'vlm'"),
-        (["a b"], "deepspeed", "its configuration file"),
-        (["a b"], "accelerate", "its configuration file"),
-    ],
-)
+@from_table
 def test_what_cannot_be_read_is_one_line(config, engine, line):
     with pytest.raises(UserError, match=line):
         read(config, 8, engine)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.json", "{"), ("a.json", "[1]"), ("a.json", "[" * 100_000), ("a.toml", "x ="), ("a.yaml", "a: ["),
-        ("a.yaml", "- 1"), ("a.yaml", "bf16: &a [*a]\nx: *b"), ("a.json", b"\xff\xfe\x00"),
-    ],
-)  # fmt: skip
+@from_table
 def test_files_that_hold_no_table(tmp_path, name, text):
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -2,41 +2,11 @@
 
 import pytest
 
+from harness.cases import from_table, table
 from shardwise.errors import UserError
 from shardwise.interop import read
 
-LLAMA_70B = """
-[job]
-dump_folder = "./outputs"
-
-[model]
-name = "llama3"
-flavor = "70B"
-hf_assets_path = "./assets/hf/Llama-3.1-70B"
-
-[optimizer]
-name = "AdamW"
-lr = 1.5e-4
-
-[training]
-local_batch_size = 8
-seq_len = 8192
-max_norm = 1.0
-steps = 1000
-dataset = "c4"
-
-[parallelism]
-data_parallel_replicate_degree = 1
-data_parallel_shard_degree = -1
-tensor_parallel_degree = 8
-
-[activation_checkpoint]
-mode = "full"
-
-[compile]
-enable = false
-components = ["model", "loss"]
-"""
+LLAMA_70B = table(__file__, "LLAMA_70B")
 
 
 @pytest.fixture
@@ -61,42 +31,7 @@ def test_a_whole_file(reading):
     assert found.unknown == () and {"job", "optimizer", "training.steps", "model.hf_assets_path"} <= set(found.ignored)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "layout"),
-    [
-        ("", "dp=64,zero=3,micro=2,grads=fp32"),
-        ("--parallelism.data_parallel_replicate_degree 8", "dp=64,zero=3,shard=8,micro=2,grads=fp32"),
-        (
-            "--parallelism.data_parallel_replicate_degree 64 --parallelism.data_parallel_shard_degree 1",
-            "dp=64,micro=2,grads=fp32",
-        ),
-        ("--parallelism.fsdp_reshard_after_forward never", "dp=64,zero=2,micro=2,grads=fp32"),
-        ("--parallelism.context_parallel_degree 4", "dp=16,cp=4,zero=3,cpkind=allgather,micro=2,grads=fp32"),
-        (
-            "--parallelism.context_parallel_degree 4 --parallelism.context_parallel_rotate_method alltoall",
-            "dp=16,cp=4,zero=3,micro=2,grads=fp32",
-        ),
-        (
-            "--parallelism.tensor_parallel_degree 8 --parallelism.enable_sequence_parallel false",
-            "dp=8,tp=8,zero=3,micro=2,grads=fp32",
-        ),
-        # With a pipeline weights stay gathered, and a micro-batch is a part of the local batch.
-        ("--parallelism.pipeline_parallel_degree 4", "dp=16,pp=4,zero=2,grads=fp32"),
-        (
-            "--parallelism.pipeline_parallel_degree 4 --parallelism.pipeline_parallel_schedule Interleaved1F1B "
-            "--parallelism.fsdp_reshard_after_forward always --parallelism.pipeline_parallel_microbatch_size 2",
-            "dp=16,pp=4,zero=3,schedule=interleaved,virtual=2,micro=2,grads=fp32",
-        ),
-        (
-            "--parallelism.pipeline_parallel_degree 4 --parallelism.pipeline_parallel_schedule ZBVZeroBubble",
-            "dp=16,pp=4,zero=2,schedule=zb-v,virtual=2,grads=fp32",
-        ),
-        ("--parallelism.expert_parallel_degree 8", "dp=64,ep=8,zero=3,micro=2,grads=fp32"),
-        ("--compile.enable true", "dp=64,zero=3,micro=2,compile=block,grads=fp32"),
-        ("--training.mixed_precision_param float32", "dp=64,zero=3,micro=2,precision=fp32"),
-        ("--training.enable_cpu_offload true", "dp=64,zero=3,micro=2,offload=cpu,offload_params=cpu,grads=fp32"),
-    ],
-)
+@from_table
 def test_layouts(arguments, layout):
     assert layout_of(arguments) == layout
 
@@ -146,31 +81,7 @@ def test_selective_recomputation_is_said_to_be_an_upper_bound():
     assert any("upper bound" in fact for fact in read(["torchtitan --training.seq_len 4096"], 8).facts)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ranks", "line"),
-    [
-        ("--parallelism.data_parallel_shard_degree -1", None, "all GPUs that are left"),
-        ("--parallelism.tensor_parallel_degree 8", 12, "12 ranks cannot be divided by"),
-        (
-            "--parallelism.data_parallel_shard_degree 8 --parallelism.tensor_parallel_degree 4",
-            64,
-            "= 32, but there are 64",
-        ),
-        ("--training.global_batch_size 100", 64, "no multiple of local batch x dp = 8 x 64; nearest: 512"),
-        (
-            "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_microbatch_size 3",
-            4,
-            "cannot be cut",
-        ),
-        (
-            "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule 2F2B",
-            4,
-            "no pipeline schedule",
-        ),
-        ("--parallelism.fsdp_reshard_after_forward nevr", 4, "did you mean never"),
-        ("--activation_checkpoint.mode ful", 4, "did you mean full"),
-    ],
-)
+@from_table
 def test_contradictions_are_one_line(arguments, ranks, line):
     with pytest.raises(UserError, match=line):
         read([f"torchtitan {arguments}"], ranks)
@@ -181,20 +92,7 @@ def test_unknown_keys_are_said(reading):
     assert found.unknown == ("parallelism.tensor_parallel_degre (did you mean tensor_parallel_degree?)",)
 
 
-@pytest.mark.parametrize(
-    ("words", "layout", "seq", "batch", "model"),
-    [
-        ("llama3 --config llama3_8b", "dp=16,zero=3,grads=fp32", 8192, 16, "llama-3-8b"),
-        (
-            "llama3 --config llama3_70b",
-            "dp=2,tp=8,zero=3,sp,micro=8,recompute=full,grads=fp32", 8192, 16, "llama-3-70b",
-        ),
-        (
-            "qwen3 --config qwen3_32b --parallelism.tensor_parallel_degree 2 activation-checkpoint:none",
-            "dp=8,tp=2,zero=3,sp,micro=2,grads=fp32", 4096, 16, "qwen3-32b",
-        ),
-    ],
-)  # fmt: skip
+@from_table
 def test_a_configuration_that_torchtitan_has_fills_in_what_is_not_given(words, layout, seq, batch, model):
     found = read([f"torchrun --nnodes 2 --nproc_per_node 8 -m torchtitan.train --module {words}"])
     assert (str(found.layout), found.seq, found.batch, found.model) == (layout, seq, batch, model)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from harness.cases import from_table
 from shardwise.errors import UserError
 from shardwise.interop import ServerSettings, read
 
@@ -25,16 +26,7 @@ def test_what_is_not_said_is_vllm_s_default():
     assert read(["vllm serve gpt2"]).served == ServerSettings("bfloat16", "", None, None, None, 0.9)
 
 
-@pytest.mark.parametrize(
-    ("words", "layout"),
-    [
-        ("-tp 8", "tp=8"),
-        ("--tensor_parallel_size=2 --data-parallel-size 4", "dp=4,tp=2"),
-        ("-tp 4 -dp 2 --enable-expert-parallel", "dp=2,tp=4,ep=8"),
-        ("--dtype float32", "precision=fp32"),
-        ("--model gpt2", "dp=1"),
-    ],
-)
+@from_table
 def test_layouts(words, layout):
     assert str(read([f"vllm serve {words}"]).layout) == layout
 
@@ -58,17 +50,7 @@ def test_lengths(text, tokens):
     assert read([f"vllm serve x --max-model-len {text}"]).served.length == tokens
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("-tp 8 -pp 2", "= 16 GPUs, but there are 8"),
-        ("--gpu-memory-utilization 1.5", "must lie between 0 and 1"),
-        ("--gpu-memory-utilization lots", "must be a number"),
-        ("-tp 0", "--tensor-parallel-size must be an integer of at least 1"),
-        ("-tp 4 --decode-context-parallel-size 3", "must divide"),
-        ("--max-model-len long", "--max-model-len must be an integer"),
-    ],
-)
+@from_table
 def test_contradictions_are_one_line(words, line):
     with pytest.raises(UserError, match=line):
         read([f"vllm serve x {words}"], 8)

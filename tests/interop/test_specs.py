@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.cases import table
 from shardwise.interop import WriteRequest, read, write
 from shardwise.interop import spec as specification
 from shardwise.interop.expressions import BUILTINS
@@ -73,28 +74,7 @@ def test_every_word_of_a_file_is_known():
         assert set(one.left) <= LAYOUT and {limit.key for limit in one.limits} <= LAYOUT, name
 
 
-NEW = """
-title = "Newtron"
-file = "newtron.yaml"
-profile = "unknown"
-marks = "newtron newtron.shards"
-needs_ranks = "say --ranks"
-
-[harmless.newtron]
-keys = "log"
-
-[options]
-zero = { option = "newtron.stage", least = 0 }
-tp = "newtron.shards"
-dp = { shown = "ranks / tp", read = "ranks // tp", check = "ranks % tp == 0", error = "{ranks} ranks, {tp} shards" }
-batch = { option = "newtron.batch", kind = "integer" }
-micro = { option = "newtron.micro" }
-precision = { option = "newtron.dtype", words = { half = "bf16", single = "fp32" } }
-
-[[facts]]
-when = "tp > 1"
-say = "{tp} shards of every matrix"
-"""
+NEW = table(__file__, "NEW")
 
 
 @pytest.fixture

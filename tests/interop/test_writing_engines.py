@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from harness.cases import from_table
 from harness.emitted import requests
 from harness.today import EVERYTHING, seed
 from shardwise.cli.show.explain_table import serving
@@ -109,26 +110,7 @@ def test_models_come_back(engine, tmp_path):
     assert told > 10
 
 
-@pytest.mark.parametrize(
-    ("engine", "layout", "line"),
-    [
-        ("megatron", "dp=2,zero=3,hpz=2", "dp=2"),
-        ("megatron", "dp=4,zero=3,hpz=2", "hpz=2: Megatron-LM of August 2026 has no word for it; .*: dp=4,zero=3"),
-        ("megatron", "pp=2,schedule=zb-h1", "schedule=zb-h1: .* nearest that it can: pp=2"),
-        ("megatron", "dp=4,sync=async", "sync=async"),
-        ("torchtitan", "dp=4,sync=local,every=8", "TorchFT's, .* of dp / replicas ranks, .*semi_sync_method local_sgd"),
-        ("deepspeed", "cp=2,tp=2,zero=1", "tp=2: AutoTP is written .*: dp=2,cp=2,zero=1,cpkind=ulysses"),
-        ("torchtitan", "dp=4,zero=1", "zero=1: FSDP shards .* nearest that it can: dp=4,zero=3,grads=fp32"),
-        (
-            "accelerate",
-            "cp=4,tp=2,zero=3,cpkind=ulysses",
-            "tp=2: its Ulysses .sp_size. is DeepSpeed's, .*: dp=2,cp=4,zero=3,cpkind=ulysses",
-        ),
-        ("transformers", "pp=2,grads=fp32", "pp=2: transformers 5.24 has no word for it; .*: dp=2,grads=fp32"),
-        ("vllm", "cp=2", "cp=2: vLLM 0.33 has no word for it; nearest that it can: dp=2"),
-        ("vllm", "dp=2,zero=3", "zero=3"),
-    ],
-)
+@from_table
 def test_what_an_engine_cannot_express_is_one_line(engine, layout, line):
     served = WRITERS[engine].serves
     request = WriteRequest(
@@ -163,17 +145,7 @@ def test_ranks_fill_nodes():
         write("megatron", replace(request, layout=Layout(dp=12), workload=Workload(2048, 24)))
 
 
-@pytest.mark.parametrize(
-    ("engine", "model", "layout", "written", "comment"),
-    [
-        ("torchtitan", "llama-3-8b", "tp=2", "tp=2,sp,grads=fp32", "sp=True in place of False"),
-        ("deepspeed", "llama-3-8b", "tp=2,sp", "tp=2", "sp=False in place of True"),
-        ("deepspeed", "llama-3-8b", "cp=4", "cp=4,cpkind=ulysses", "cpkind=ulysses in place of ring"),
-        ("megatron", "mixtral-8x7b", "tp=2,ep=2", "tp=2,ep=2,sp", "sp=True in place of False"),
-        ("fsdp2", "llama-3-8b", "dp=2,tp=2,zero=3,sp", "dp=2,tp=2,zero=3,grads=fp32", "sp=False in place of True"),
-        ("vllm", "llama-3-8b", "tp=2,sp,micro=2,recompute=full", "tp=2", "micro=1 in place of 2"),
-    ],
-)
+@from_table
 def test_a_key_with_one_value_gets_it_with_a_comment(engine, model, layout, written, comment):
     request = WriteRequest(get(model), Layout.parse(layout), STEP)
     if WRITERS[engine].serves:

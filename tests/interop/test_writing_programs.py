@@ -15,6 +15,7 @@ import tokenizers
 from safetensors.torch import load_file
 
 from harness import forked
+from harness.cases import table
 from harness.emitted import requests
 from harness.emitted_program import LEDGER_OPS
 from harness.huggingface import pretrained
@@ -32,20 +33,7 @@ STEPS, LIMIT = 3, 180
 STANDS_ON = {"argparse", "contextlib", "functools", "json", "math", "numpy", "torch", "transformers"}
 """Packages that a program imports: none of ours."""
 WORK = Workload(seq=16, batch=8)
-PROGRAMS = (
-    ("ddp", "llama", "dp=2"),
-    ("ddp", "gpt2", "dp=4,micro=2"),
-    ("ddp", "gemma2", "dp=2,micro=2,recompute=full,attention=math"),
-    ("fsdp2", "llama", "dp=2,zero=3"),
-    ("fsdp2", "gpt2", "dp=2,zero=3,micro=4,recompute=full"),
-    ("fsdp2", "olmo2", "dp=2,zero=2"),
-    ("fsdp2", "qwen2", "dp=4,zero=3,shard=2"),
-    ("fsdp2", "llama", "dp=4,zero=2,shard=2,micro=2,recompute=full"),
-    ("fsdp2", "gpt_neox", "dp=2,zero=3,micro=4,offload=cpu,offload_params=cpu"),
-    ("fsdp2", "qwen2", "tp=2,micro=4"),
-    ("fsdp2", "llama", "dp=2,tp=2,zero=3"),
-    ("fsdp2", "llama", "dp=2,tp=2,zero=2,micro=2"),
-)
+PROGRAMS = table(__file__, "PROGRAMS")
 
 
 @pytest.fixture(scope="module")

@@ -98,20 +98,7 @@ def test_an_expert_is_whole_or_split_as_all_else() -> None:
         check(Layout.parse("tp=2,tpkind=gathered"), EXPERTS)
 
 
-@pytest.mark.parametrize(
-    ("text", "batch", "ranks", "expected"),
-    [
-        ("dp=4,zero=3", 12, 3, "dp=3,zero=3"),
-        ("dp=4,zero=3", 8, 3, "dp=2,zero=3"),  # 8 sequences are not divided by 3
-        ("dp=4,tp=2,zero=1", 12, 7, "dp=3,tp=2,zero=1"),
-        ("dp=4,tp=2,zero=1", 12, 5, "dp=2,tp=2,zero=1"),
-        ("dp=6,zero=3,shard=3", 12, 5, "dp=4,zero=3,shard=2"),
-        ("dp=6,zero=3,shard=2", 6, 5, "dp=3,zero=3"),
-        ("dp=2,micro=2", 4, 1, "micro=2"),
-        ("dp=2,tp=2", 4, 1, None),
-        ("tp=2", 4, 1, None),
-    ],
-)
+@from_table
 def test_fewer_ranks(text: str, batch: int, ranks: int, expected: str | None) -> None:
     model = ModelConfig("small", vocab=32, hidden=8, layers=1, heads=2, ffn=16, max_positions=16)
     found = fewer_ranks(Layout.parse(text), model, Workload(seq=4, batch=batch), ranks)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cases import table
+from harness.cases import from_table, table
 from harness.today import EVERYTHING, seed
 from shardwise.errors import UserError
 from shardwise.layout import Workload
@@ -72,17 +72,7 @@ def test_most_of_the_published_models_need_no_transformers():
     assert len(TODAY) >= 100
 
 
-ABSENT = {
-    # Classes that transformers lacks: counts of the published weights, or of the code beside them.
-    "baichuan2_7b": 7_505_973_248,
-    "xverse_7b": 7_299_846_144,
-    "internlm2_reward": 7_737_708_544,
-    "glm4_9b": 9_399_951_360,
-    "phi3_v": 3_821_079_552,
-    "sgl-project/DeepSeek-V4-Flash-FP8": 284_332_230_231,  # as deepseek-ai/DeepSeek-V4-Flash
-    # Tables, 12 x 4 matrices of attention, a dense layer; routers, routed and shared experts of 11; 25 norms.
-    "deepseek_vl2_tiny": 1280 * (2 * 129280 + 12 * 4 * 1280 + 3 * 6848 + 11 * (64 + 64 * 3 * 896 + 3 * 2 * 896) + 25),
-}
+ABSENT = table(__file__, "ABSENT")
 
 
 @pytest.mark.parametrize("name", ABSENT)
@@ -91,34 +81,7 @@ def test_models_whose_class_transformers_lacks_are_counted_by_the_table(name):
     assert count(read(row)) == ABSENT[name]
 
 
-NAMED = [
-    # Configurations whose model_type transformers lacks, of families with tensors of the same sizes, and the parameters
-    # of their published files.
-    ({"model_type": "qwen", "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-      "num_attention_heads": 32, "vocab_size": 151936, "kv_channels": 128, "seq_length": 8192, "no_bias": True,
-      "tie_word_embeddings": False}, 7_721_324_544),
-    ({"model_type": "deepseek", "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
-      "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_routed_experts": 64, "n_shared_experts": 2,
-      "num_experts_per_tok": 6, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16,
-      "vocab_size": 102400, "max_position_embeddings": 4096}, 16_375_728_128),
-    ({"model_type": "minicpm", "hidden_size": 2304, "intermediate_size": 5760, "num_hidden_layers": 40,
-      "num_attention_heads": 36, "num_key_value_heads": 36, "vocab_size": 122753, "scale_emb": 12,
-      "dim_model_base": 256, "scale_depth": 1.4}, 2_724_880_896),
-    ({"model_type": "stablelm_epoch", "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32,
-      "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 50304, "rope_pct": 0.25,
-      "max_position_embeddings": 4096, "tie_word_embeddings": False}, 2_795_443_200),
-    ({"model_type": "bailing_moe", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 28,
-      "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 126464, "num_experts": 64,
-      "num_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 0,
-      "max_position_embeddings": 16384, "tie_word_embeddings": False}, 16_801_974_272),
-    ({"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "max_seq_len": 32768, "vocab_size": 100352,
-      "attn_config": {"kv_n_heads": 8, "clip_qkv": 8}, "ffn_config": {"ffn_hidden_size": 10752, "moe_top_k": 4,
-      "moe_num_experts": 16}, "tie_word_embeddings": False}, 131_596_523_520),
-    ({"model_type": "minimax_text_01", "hidden_size": 6144, "intermediate_size": 9216, "num_hidden_layers": 80,
-      "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 200064,
-      "attn_type_list": ([0] * 7 + [1]) * 10, "num_local_experts": 32, "num_experts_per_tok": 2,
-      "max_position_embeddings": 10240000, "tie_word_embeddings": False}, 456_089_655_296),
-]  # fmt: skip
+NAMED = list(table(__file__, "NAMED"))
 
 
 @pytest.mark.parametrize(
@@ -132,16 +95,7 @@ def test_other_names_of_known_shapes_are_read_by_data(config, parameters):
         assert [cache.kind for cache in model.counted.caches[:8]] == ["linear"] * 7 + ["full"]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "fields", "state"),
-    [
-        ("kimi_linear", {}, 32 * 128 * 128 + 3 * 32 * 128 * 4),  # a state of each head, the convolution's last inputs
-        ("minimax", {"head_dim": 128}, 32 * 128 * 128),  # no convolution
-        ("falcon_mamba", {}, 1536 * 16 + 1536 * 4),  # a state of each channel
-        ("qwen3_next", {}, 32 * 128 * 128 + (2 * 128 * 16 + 32 * 128) * 4),
-        ("inkling_text", {}, None),  # convolutions alone
-    ],
-)
+@from_table
 def test_states_of_linear_layers(model_type, fields, state):
     model = read_fields({"model_type": model_type, "tie_word_embeddings": False, **fields}, model_type)
     states = {cache.state for cache in model.counted.caches}
@@ -208,33 +162,7 @@ def test_a_vision_model_is_no_language_model():
         read(row)
 
 
-HUB = {
-    # Counts of the published weights.
-    "openai/gpt-oss-120b": 116_829_156_672,
-    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
-    "Qwen/Qwen3-8B-FP8": 8_190_735_360,
-    "Qwen/Qwen3-14B-FP8": 14_768_307_200,
-    "moonshotai/Kimi-K2-Instruct": 1_026_408_209_408,
-    "moonshotai/Moonlight-16B-A3B": 15_960_108_544,
-    "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
-    "google/gemma-2-9b": 9_241_705_984,
-    "microsoft/phi-4": 14_659_507_200,
-    "mistralai/Mistral-Nemo-Base-2407": 12_247_782_400,
-    "mistralai/Mistral-Large-Instruct-2407": 122_610_069_504,
-    "01-ai/Yi-1.5-9B": 8_829_407_232,
-    "deepseek-ai/deepseek-coder-6.7b-base": 6_740_512_768,
-    "Qwen/Qwen2.5-3B": 3_085_938_688,
-    "tiiuae/falcon-7b": 6_921_720_704,
-    "moonshotai/Kimi-K2.5": 1_026_408_209_408,
-    "Qwen/Qwen3.5-397B-A17B": 396_346_350_336,
-    "zai-org/GLM-5": 743_911_199_232,
-    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
-    "mistralai/Mixtral-8x22B-Instruct-v0.1": 140_630_071_296,
-    "CohereLabs/c4ai-command-r-plus": 103_810_674_688,
-    "EleutherAI/pythia-12b": 11_846_072_320,
-    "allenai/OLMo-2-0325-32B-Instruct": 32_234_279_936,
-    "google/gemma-3-4b-it": 3_880_263_168,
-}
+HUB = table(__file__, "HUB")
 
 
 def test_a_vision_models_own_text_says_whether_its_head_is_tied():

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from harness.cases import from_table
 from harness.today import EVERYTHING, seed
 from shardwise.cluster import Cluster
 from shardwise.layout import Layout, Workload
@@ -107,14 +108,7 @@ def test_the_bound_of_models_that_estimate_does_not_support(name):
         assert state_floor(space) <= held and 0.5 * held < bound <= held, where
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "batch", "place"),
-    [
-        ("llama-3.2-1b", "pp=4,dp=2,micro=2", 64, 0), ("llama-3.2-1b", "pp=4,dp=2,micro=2,schedule=gpipe", 64, 3),
-        # 44 layers over 24 ranks: the last of those with two delays gradients of weights the longest.
-        ("gpt-neox-20b", "pp=24,schedule=zb-h1,micro=2,recompute=full", 64, 19),
-    ],
-)  # fmt: skip
+@from_table
 def test_the_fullest_rank_is_named(name, text, batch, place):
     """1f1b holds most on the first rank; with gpipe the last one has the logits of all micro-batches."""
     layout, cluster = Layout.parse(text), Cluster.parse("3x8xH100")

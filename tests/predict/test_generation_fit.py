@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import from_table
 from shardwise.cli.show.explain_table import serving
 from shardwise.cluster import Cluster
 from shardwise.errors import LayoutError, UserError
@@ -234,18 +235,7 @@ def test_a_checkpoint_of_awq_has_the_bytes_of_its_files():
     assert told.weights == pytest.approx(18.3e9, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    ("command", "model", "cluster", "gib", "within"),
-    [
-        ("--quantization fp8 -tp 4", "qwen3-235b-a22b", "4xH100", 8.11, 0.015),  # vllm-project/vllm issue 21348
-        ("--max-num-seqs 256", "llama-3-8b", "1xA100", 54.93, 0.01),
-        ("--max-num-seqs 256 -tp 2", "llama-3-8b", "2xH100", 58.97, 0.025),  # vllm-project/vllm pull request 10511
-        (
-            "--quantization fp8 --max-num-seqs 256 --max-num-batched-tokens 2048 --gpu-memory-utilization 0.8",
-            "qwen3-8b", "1xRTX-3090", 8.60, 0.05,
-        ),
-    ],
-)  # fmt: skip
+@from_table
 def test_room_for_the_cache_of_real_servers(command, model, cluster, gib, within):
     """Available KV cache memory, in GiB, in logs of vLLM."""
     told = explained(f"vllm serve x {command}", model, cluster)
