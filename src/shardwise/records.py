@@ -4,8 +4,6 @@
 constructor is compiled on first use, and all other methods are closures.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import MISSING, Field, FrozenInstanceError

@@ -1,7 +1,5 @@
 """The cluster of a command line, or of the environment."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names of the commands with a summary each, grouped by purpose for `shardwise --help`."""
 
-from __future__ import annotations
-
 GROUPS = {
     "Plan and predict": {
         "plan": "the best ways to train or serve a model on a cluster, and why",

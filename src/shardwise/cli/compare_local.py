@@ -1,7 +1,5 @@
 """Strategies side by side as this machine runs them: each layout starts, answers the same prompts, and ends."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ zsh: shardwise completion zsh > ~/.shardwise.zsh, and after compinit in ~/.zshrc
 The script starts nothing when it completes a word. Print it again after an update.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 

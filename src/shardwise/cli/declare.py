@@ -5,8 +5,6 @@ same fields. `read` reads and checks a command line. A field's type says how it 
 `tuple` several times. A field that is neither `| None` nor has a default is required.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable

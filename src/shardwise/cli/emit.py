@@ -6,8 +6,6 @@ error with the nearest layout that it can; what its files leave to your code is 
 file back.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

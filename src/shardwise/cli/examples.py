@@ -1,7 +1,5 @@
 """Two examples of each command, for its help. Tests run them."""
 
-from __future__ import annotations
-
 import re
 
 EXAMPLES = {

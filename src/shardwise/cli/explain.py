@@ -5,8 +5,6 @@ file around one; a Python program that calls one), or the arguments as one text:
 4". Files that it names are read, too. With a model and a cluster it says what every GPU holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

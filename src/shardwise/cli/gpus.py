@@ -1,7 +1,5 @@
 """GPUs of this machine, as the driver reports them, without torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -5,8 +5,6 @@ bash or vllm, which runs once per node with the other nodes in its environment. 
 cluster's devices is an error. --submit starts the job on SLURM or over ssh.
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

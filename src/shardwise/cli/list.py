@@ -1,7 +1,5 @@
 """Everything that has a name: models, devices, links, engines, schedules, algorithms of collectives, layout keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -7,8 +7,6 @@ A command is a module of this package named like it, with `NameOptions` (a `decl
 `run(options) -> exit code`, or with `ACTIONS`: name -> both, or a class with `run`. Its docstring is its help.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

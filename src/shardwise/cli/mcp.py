@@ -12,8 +12,6 @@ The package is the extra mcp: pip install 'shardwise[mcp]'. An agent's configura
 its one argument, mcp. --json prints the tools with their schemas instead, and needs no package.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

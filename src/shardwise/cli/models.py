@@ -1,7 +1,5 @@
 """The MODEL argument and its `--set`, for every command that takes a model."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

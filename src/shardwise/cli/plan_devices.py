@@ -1,7 +1,5 @@
 """`plan MODEL` without a cluster: which GPUs it needs, kind by kind; and `--find model --memory`: which models fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`plan a,b,c`: several models side by side, one row for each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers and sizes as people write them on a command line."""
 
-from __future__ import annotations
-
 import argparse
 import re
 

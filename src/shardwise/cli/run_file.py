@@ -1,7 +1,5 @@
 """`--config FILE.toml`: options of a command from a file, under the names of the flags. Flags take their place."""
 
-from __future__ import annotations
-
 import argparse
 import tomllib
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 With --out, write views into a file that opens without a server.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

@@ -10,8 +10,6 @@ shardwise plan model.json --cluster 8xH100 --batch 64
 and `loss`, in the same file, are as for `verify` and `SplitModule.train_step`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any

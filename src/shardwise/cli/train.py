@@ -3,8 +3,6 @@
 Under torchrun, on one host or several, the same command runs one rank: torchrun ... -m shardwise train MODEL ...
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 from itertools import zip_longest

@@ -14,8 +14,6 @@ tp, ep and pp follow the plans that the class publishes, else suggested ones.
 forward pass, or a function that makes them: a dictionary of keyword arguments, a tuple or one tensor.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.cli.declare import CommandOptions, arg, word

@@ -1,7 +1,5 @@
 """Options of a training step on a command line: its workload, and the software that runs it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.cli.declare import CommandOptions, arg, borrow, given

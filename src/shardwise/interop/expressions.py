@@ -1,7 +1,5 @@
 """Expressions and messages in engines' files: Python over the names of a layout and of a file's rows."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from functools import cache

@@ -6,8 +6,6 @@ and further option: what the engine calls it, what is read from it, and what is 
 Functions that they call are in `engines/NAME.py`.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A layout in words: what is split over how many ranks, and which of its groups stay inside a node."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from shardwise.cluster import Cluster

@@ -1,7 +1,5 @@
 """Output of a training plan: the answer in a screen, and what is behind it (`why_tables`)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

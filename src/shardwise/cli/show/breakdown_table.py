@@ -1,7 +1,5 @@
 """Output of `estimate --breakdown`: the terms behind each total."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from shardwise.layout.optimizers import MODEL

@@ -1,7 +1,5 @@
 """Effects of a configuration on a model: memory and traffic of a step, or what fits a server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import gcd
 

@@ -1,7 +1,5 @@
 """Table of one layout as each training engine would run it: what it cannot express, else the step by its profile."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Workers of a run or of a simulation on a terminal: staleness, waiting, and messages of the whole run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """accelerate's degrees, DeepSpeed's file that it names, and flags of `accelerate launch`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """DeepSpeed's optimizer, and its file with the values of a trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

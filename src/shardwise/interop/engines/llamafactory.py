@@ -1,7 +1,5 @@
 """LLaMA-Factory's YAML as the Trainer's arguments, or as Megatron-LM's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Megatron-LM's pipeline stages, and the model that its arguments describe."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

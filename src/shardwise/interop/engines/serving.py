@@ -1,7 +1,5 @@
 """What servers share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from shardwise.errors import UserError

@@ -1,7 +1,5 @@
 """This project's own training, or ranks of a script that decides by itself how it is split."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.errors import UserError

@@ -1,7 +1,5 @@
 """torchtitan's arguments, its models, and files of older versions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

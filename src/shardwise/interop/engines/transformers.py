@@ -1,7 +1,5 @@
 """The Trainer's degrees, and the files of FSDP and DeepSpeed that its arguments name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches

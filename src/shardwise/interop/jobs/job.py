@@ -1,7 +1,5 @@
 """`ClusterJob`: what runs, and where. `JobOptions`: how the cluster runs it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -3,8 +3,6 @@
 `quoted` is the only place where a value becomes text of another language. Lines of --setup are code, and only checked.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import unicodedata

@@ -1,7 +1,5 @@
 """Fill the templates of jobs: SLURM, ssh and Kubernetes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Words of a command line as keys and values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The driver of all readers: a configuration as the rows of an engine's file say it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any

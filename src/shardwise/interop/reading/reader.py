@@ -1,7 +1,5 @@
 """`read`: from a file or arguments to the engine that they are for, and its reader."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

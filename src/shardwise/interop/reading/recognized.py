@@ -1,7 +1,5 @@
 """The engine that an input is for, by evidence: the program that a command starts, else the keys that it has."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`Reading`: what a configuration of another engine says, in our terms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any

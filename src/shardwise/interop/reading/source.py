@@ -1,7 +1,5 @@
 """Inputs of `read`: tables of files, and commands of scripts, containers and Python programs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The plainest layout with one meaning: keys without effect in it have their defaults."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ After vLLM's guide to the NIXL connector (docs/features/nixl_connector_usage.md)
 (docs/advanced_features/pd_disaggregation.md). Neither has been run here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

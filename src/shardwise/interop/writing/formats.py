@@ -1,7 +1,5 @@
 """Texts with their comments: tables as JSON, YAML and TOML, and shell scripts."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`WriteRequest`, what is to be written, and `EngineFile`, what has been."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from shardwise.cluster import Cluster

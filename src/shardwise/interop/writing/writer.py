@@ -1,7 +1,5 @@
 """`write`: a layout as an engine's configuration."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace

@@ -4,8 +4,6 @@ Those that a part makes are recorded (`recorded.py`). Korthikanti et al. 2022 co
 fp16 (34 sbh + 5 a s^2 b); here attention is fused unless `attention=math`.
 """
 
-from __future__ import annotations
-
 from itertools import compress
 
 from shardwise.layout.units import UnitPlan

@@ -3,8 +3,6 @@
 Follows `decoder/attention.py` and, for short sequences on a CPU, `ops/cpu/attention.py`.
 """
 
-from __future__ import annotations
-
 from shardwise.layout.units import UnitPlan
 from shardwise.ops.limits import ATTENTION_ROWS, QUERY_ROWS
 from shardwise.predict.memory.sizes import Sizes, uses_batched_attention, uses_blocked_attention

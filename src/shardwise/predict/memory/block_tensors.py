@@ -4,8 +4,6 @@ Follows `decoder/` and `runtime/` line by line, each tensor as a number of bytes
 time needs no list of moments to choose from.
 """
 
-from __future__ import annotations
-
 from shardwise.layout.placement import width_held
 from shardwise.layout.units import UnitPlan
 from shardwise.model.lora import NF4

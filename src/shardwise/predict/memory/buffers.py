@@ -7,8 +7,6 @@ each other's staged gradients in place, that memory is there all the time, and a
 its unit's reduction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

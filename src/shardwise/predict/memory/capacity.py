@@ -1,7 +1,5 @@
 """Memory of a device that training can use: one number for plans, estimates and their errors."""
 
-from __future__ import annotations
-
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.report.room import DeviceRoom

@@ -1,7 +1,5 @@
 """Bytes of attention over cut sequences: `runtime/context/`, as it allocates and frees them."""
 
-from __future__ import annotations
-
 from shardwise.layout.units import UnitPlan
 from shardwise.predict.memory.attention_tensors import AttentionTensors
 from shardwise.predict.memory.sizes import Sizes, core_sizes

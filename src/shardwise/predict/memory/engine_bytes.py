@@ -5,8 +5,6 @@ bytes for both. A block's tensors are summed over the micro-batches in flight; t
 the backward pass of a block, the loss, and the optimizer's update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import ceil, prod

@@ -1,7 +1,5 @@
 """Settings of other engines that a layout has no key for: products of 8 bits, and recomputation of a part."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from shardwise.errors import UserError, did_you_mean

@@ -1,7 +1,5 @@
 """Memory of other engines beside weights and cache, and the share of a device that they fill."""
 
-from __future__ import annotations
-
 import math
 
 from shardwise.cluster import Cluster, Device

@@ -1,7 +1,5 @@
 """Bytes of one rank off the device, by class: in the host's memory, and in its file on disk."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from shardwise.layout.homes import BUFFERS, accumulates_on_host, gradient_chunk, parameter_buffers, state_file

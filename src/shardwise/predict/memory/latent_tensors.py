@@ -1,7 +1,5 @@
 """A block with latent attention in bytes, as `decoder/attention.py` allocates and frees them."""
 
-from __future__ import annotations
-
 from shardwise.layout.units import UnitPlan
 from shardwise.model.config import LatentAttention
 from shardwise.predict.memory.block_tensors import BlockTensors

@@ -1,7 +1,5 @@
 """Bytes of `sync=local`: what a rank keeps for outer steps, and what one needs for a moment."""
 
-from __future__ import annotations
-
 from shardwise.layout.outer import keeps_base, keeps_momentum, outer_pieces, outer_residuals
 from shardwise.layout.units import Unit, UnitPlan
 from shardwise.layout.wire import adding_bytes

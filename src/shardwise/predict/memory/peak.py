@@ -6,8 +6,6 @@ one), the embedding's backward, the end of each reduction, the optimizer. A bloc
 the engine's buffers in `buffers.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

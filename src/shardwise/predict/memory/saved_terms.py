@@ -1,7 +1,5 @@
 """Saved activations of a rank, tensor by tensor: what `predict_bytes` counts as one class."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

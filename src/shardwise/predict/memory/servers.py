@@ -1,7 +1,5 @@
 """Bytes that parameter servers and their workers hold beside a step's own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from shardwise.layout.key_ranges import elements, key_ranges, server_of

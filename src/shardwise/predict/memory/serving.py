@@ -4,8 +4,6 @@ Weights are exact, from the `UnitPlan`; so are the cache's pages and the slots o
 memory in a turn is a bound: the widest tensors of a block for all its tokens, and the logits.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterator

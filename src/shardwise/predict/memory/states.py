@@ -3,8 +3,6 @@
 Activations, buffers and fragmentation come on top: `estimate` counts them for a layout.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

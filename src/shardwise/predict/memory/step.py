@@ -6,8 +6,6 @@ Parameters, gradients, optimizer state, communication buffers and saved activati
 measured step). The peak adds what is transient at the worst moment; it is held to 5%.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from shardwise.layout.homes import accumulates_on_host, is_master, on_device

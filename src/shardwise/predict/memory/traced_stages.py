@@ -4,8 +4,6 @@ In the recorded stage all parts are there. Of a real one's moments those tensors
 keep; the message that it takes or hands on is added where it stays longer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

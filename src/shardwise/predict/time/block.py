@@ -4,8 +4,6 @@ A `PartSeconds` sums them by kind: `matmul`, `attention`, `memory` (element-wise
 kernel launches. Widths are one rank's share; sizes may be numbers or numpy arrays, which broadcast.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import field, replace

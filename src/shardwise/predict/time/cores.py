@@ -1,7 +1,5 @@
 """Seconds for which the ranks of a CPU wait for a core."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from shardwise.predict.time.pricing import Pricing

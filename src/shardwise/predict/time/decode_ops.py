@@ -3,8 +3,6 @@
 `timing` says what a token takes in all; here the same seconds are laid out one after the other.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from shardwise.layout.pipeline import stages

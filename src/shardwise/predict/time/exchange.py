@@ -6,8 +6,6 @@ of DeepEP and HybridEP do it. "gather": all ranks gather all tokens, and scatter
 Routing is taken as balanced, a token's experts as drawn at random.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from shardwise.model.config import Experts

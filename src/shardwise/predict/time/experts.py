@@ -11,8 +11,6 @@ and format of weights. Tokens choose experts unevenly: of r ranks with different
 of `uneven` times as many rows as the mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ sums over tp inside the blocks; a gather of block i + 1 beside the arithmetic of
 other, with as many groups of sequences under way as there are stages (pipelines).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -6,8 +6,6 @@ What this project's runtime does follows from the layout ("plan": `UnitPlan.stag
 engines' profiles have numbers.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from shardwise.predict.time.pricing import Pricing

@@ -4,8 +4,6 @@ Cores and disks are a node's, and its ranks share them. No link is faster than i
 links of the node move at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from shardwise.cluster import Cluster, Host

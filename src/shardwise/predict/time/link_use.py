@@ -4,8 +4,6 @@ Bytes and calls are those of the ledger. Times are those of all calls one after 
 computation: an upper bound of what the axis adds to a step, and comparable between links.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 

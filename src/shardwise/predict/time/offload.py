@@ -18,8 +18,6 @@ Copies beside computation slow it by 2% of their time. Copies up and down count 
 (runtime/zero/optimizer.py, runtime/offload/file.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

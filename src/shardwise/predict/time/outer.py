@@ -3,8 +3,6 @@
 Nothing hides it: all ranks wait for it, and a step of a round has a share of it.
 """
 
-from __future__ import annotations
-
 from shardwise.layout import Layout
 from shardwise.layout.optimizers import states_of
 from shardwise.layout.wire import BLOCK, SCALE

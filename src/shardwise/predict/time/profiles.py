@@ -1,7 +1,5 @@
 """Engine profiles: facts about an engine's software, as far as the time of a step depends on it (`engines.toml`)."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ inside); parts are taken as independent, and all share the error of what one set
 whose kernels were not measured, and facts that had to be assumed, widen the range.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -21,8 +21,6 @@ Where clients outnumber sequences, they wait for the others' answers, so that by
 seconds of an answer, waiting included.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -4,8 +4,6 @@ Every server takes a gradient from each worker and gives weights to each: its po
 worker's as there are workers, which is why an all-reduce wins as they become more (incast). Source: Li et al. 2014.
 """
 
-from __future__ import annotations
-
 from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.model.parameters import Model

@@ -4,8 +4,6 @@
 broadcast). Weights and the cache may be narrower than 16 bits: `ServingLayout` names their types.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

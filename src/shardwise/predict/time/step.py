@@ -9,8 +9,6 @@ need compute each of them a few times only: the `Pieces` of a micro-batch (`piec
 and the pipeline (`traffic.py`), and what follows from both with a few dozen operations on arrays (`step_parts`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import field, replace
 

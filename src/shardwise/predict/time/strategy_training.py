@@ -1,7 +1,5 @@
 """Generation's strategies in a training step, where the gather of a block has its arithmetic to hide behind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
