@@ -24,8 +24,7 @@ from shardwise.predict.arguments import as_model
 from shardwise.predict.context_balance import context_balance
 from shardwise.predict.time import Pricing, ServingLayout, StepShape, decode_step, engine, prefill, training_step
 from shardwise.predict.time.constants import constants
-from shardwise.predict.time.exchange import exchange_seconds, places_of
-from shardwise.predict.time.experts import RoutedLayer, experts_hit, grouped_seconds
+from shardwise.predict.time.experts import RoutedLayer, exchange_seconds, experts_hit, grouped_seconds, places_of
 from shardwise.predict.time.generation import DecodeStrategy
 from shardwise.predict.time.serving import decode_products
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.declare import CommandOptions, arg, borrow, given
-from shardwise.cli.gpus import cuda_memory
 from shardwise.cli.quantities import bytes_of
 from shardwise.errors import UserError
 from shardwise.layout import Layout
@@ -65,3 +66,15 @@ def fit_of(job: ServingJob) -> MemoryFit:
         return serving.serving_fit(job.model, job.layout, served)
     sharing = -(-job.layout.ranks // len(devices))
     return serving.serving_fit(job.model, job.layout, served, (min(devices) - RESERVED_BYTES) / sharing)
+
+
+def cuda_memory() -> list[int]:
+    """Bytes of each visible device; none where `nvidia-smi` cannot tell. torch would take a second to ask."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["-i", visible]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return [int(line) << 20 for line in said.split()]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []

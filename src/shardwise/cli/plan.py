@@ -18,6 +18,7 @@ several models, a,b,c, it prints one row per model.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -25,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.cli.clusters import HostOptions, NetworkOptions, cluster_of, usual_cluster
 from shardwise.cli.declare import arg, borrow, leave_out
+from shardwise.cli.examples import broken
 from shardwise.cli.models import LoraOptions, ModelOptions, model_of, subject_of
-from shardwise.cli.next_command import next_lines
 from shardwise.cli.output import print_result, progress, working
 from shardwise.cli.plan_emit import check_emit, emitted, emitted_apart, profile_for, profile_of, refusals
 from shardwise.cli.quantities import bytes_of, seconds_of
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from shardwise.predict.memory.engine_settings import EngineSettings
     from shardwise.predict.time.link_use import LinkUse
     from shardwise.report.terminal import Renderable
+
 
 FINDS = ("cluster", "model", "sequence", "batch", "scaling")
 MOST = 1e15
@@ -412,3 +414,29 @@ def _refusal(space: Space, layout: Layout, workload: Workload | None = None) -> 
     from shardwise.planner.runnable import why_not_trained
 
     return {"not_runnable": why_not_trained(layout, space.model, workload or space.workload)}
+
+
+def next_lines(args: Any, best: Plan) -> Iterator[str]:
+    """The command that runs the best layout, and the options that show more."""
+    more = "more: --why, --links, --all"
+    if not isinstance(best.model, ModelConfig):
+        yield f"next: split(module, {str(best.winner.layout)!r}) in Python; {more}"
+    elif best.none_runs or best.not_runnable(best.winner):
+        yield f"next: --emit ENGINE for the flags of an engine that runs it; {more}"
+    else:
+        yield f"next (or --emit ENGINE for another engine's flags; {more})"
+        yield broken(command(args, best))
+
+
+def command(args: Any, best: Plan) -> str:
+    """`train` of the best layout, in a job where there are several nodes."""
+    work, layout = best.workload, str(best.winner.layout)
+    words = ["train", args.model, "--layout", layout, "--seq", str(work.seq), "--batch", str(work.batch)]
+    words += [word for text in args.set for word in ("--set", text)] + (["--lora", args.lora] if args.lora else [])
+    words += ["--data", "TEXT"]
+    if best.cluster.nodes == 1:
+        words += ["--device", "cuda"] if best.cluster.device.kind == "cuda" else []
+    else:
+        out = ["--out", f"runs/{best.model.name.rsplit('/', 1)[-1]}"]
+        words = ["launch", "--slurm", "--cluster", args.cluster, "--", *words, *out]
+    return shlex.join(["shardwise", *words])

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.gpus import cuda_memory
+from shardwise.cli.engine import cuda_memory
 from shardwise.errors import UserError, os_errors
 from shardwise.layout import Workload
 from shardwise.model import ModelConfig

@@ -3,6 +3,7 @@
 Every number comes from the functions that `estimate` adds up, so each table's sum is the estimate's own total.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -13,6 +14,8 @@ from shardwise.layout import Layout, Workload, check, unit_plan
 from shardwise.layout.optimizers import MODEL
 from shardwise.layout.units import UnitPlan, usual_backend
 from shardwise.model import ModelConfig
+from shardwise.model.adapters import A, B
+from shardwise.model.blueprint import Parameter, Part
 from shardwise.model.flops import (
     Recompute,
     attention_flops_per_token,
@@ -20,13 +23,86 @@ from shardwise.model.flops import (
     matmul_parameters,
     training_flops_per_token,
 )
-from shardwise.model.groups import count_groups
-from shardwise.predict.memory.saved_terms import SavedTerm, saved_terms
+from shardwise.model.parameters import Model, blueprint
+from shardwise.predict.memory.activations import kept_items, saved_items, saved_mask
+from shardwise.predict.memory.pipeline import most_under_way
 from shardwise.predict.memory.servers import with_servers
+from shardwise.predict.memory.sizes import Sizes
 from shardwise.predict.memory.step import OUTER, optimizer_arrays, predict_bytes
 from shardwise.predict.traffic.ledger import predict_ledger
 from shardwise.predict.traffic.ring_volume import ring_bytes
 from shardwise.report.step_report import Bytes, Role, StepReport
+
+GROUPS = ("embedding", "attention", "MLP", "experts", "norms", "adapters", "head", "other")
+"""MLP: dense feed-forward parts. experts: routed and shared ones, and their router. head: the output projection, empty
+where it is tied to the embedding. other: of a traced module, whose names say nothing."""
+
+
+def group_of(part: Part, parameter: Parameter) -> str:
+    """One of `GROUPS`."""
+    words = parameter.name.split(".")
+    if words[-1] in (A, B):
+        return "adapters"
+    if any(word == "norm" or word.endswith("_norm") for word in words):
+        return "norms"
+    if part.kind in ("embedding", "head"):
+        return part.kind
+    if parameter.cut == "expert" or words[:2] in (["mlp", "router"], ["mlp", "shared"]):
+        return "experts"
+    return {"attention": "attention", "mlp": "MLP"}.get(words[0], "other")
+
+
+def count_groups(model: Model) -> dict[str, int]:
+    """Number of parameters by group, tied ones once; groups that a model lacks are left out."""
+    counts = dict.fromkeys(GROUPS, 0)
+    for part in blueprint(model).parts:
+        for parameter in part.parameters:
+            counts[group_of(part, parameter)] += part.count * parameter.numel
+    return {group: number for group, number in counts.items() if number}
+
+
+MASK = "mask of packed documents"
+
+
+@dataclass(frozen=True)
+class SavedTerm:
+    """One tensor that is saved for backward."""
+
+    part: str
+    """"embedding", "block" or "head"; "deferred" for tensors that a pipeline keeps for later gradients of weights."""
+    name: str
+    nbytes: int
+    """Bytes on the rank when its saved activations are the most."""
+    count: int
+    """Such tensors: parts of the rank times micro-batches under way."""
+
+
+def saved_terms(plan: UnitPlan) -> tuple[SavedTerm, ...]:
+    """Every kind of saved tensor of a model with a configuration, in the order of the forward pass. Their sum is the
+    class `saved` of `predict_bytes`."""
+    s = Sizes.of(plan)
+    sums: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+
+    def add(kind: str, items: dict[str, int], times: int) -> None:
+        for name, nbytes in items.items():
+            sums[kind, name] += times * nbytes
+            counts[kind, name] += times
+
+    if plan.layout.pp == 1:
+        for part in plan.parts:
+            add(plan.kind(part), saved_items(plan, s, part), 1)
+        masks = 1
+    else:
+        way = most_under_way(plan)
+        for stage, parts in plan.stages.items():
+            for part in parts:
+                add(plan.kind(part), saved_items(plan, s, part), way.saved[stage])
+                add("deferred", kept_items(plan, s, part), way.kept[stage])
+        masks = way.attending
+    add("block", {MASK: saved_mask(plan, s)}, masks)
+    return tuple(SavedTerm(kind, name, nbytes, counts[kind, name]) for (kind, name), nbytes in sums.items() if nbytes)
+
 
 ARRAYS = {
     "weights": "weights", "gradients": "gradients", MODEL: "master weights", "first": "first moment",
@@ -79,7 +155,7 @@ class Breakdown(Json):
     role: str
     ranks: tuple[int, ...]
     parameters: dict[str, int]
-    """Group of `model.groups.GROUPS` -> parameters of the whole model."""
+    """Group of `GROUPS` -> parameters of the whole model."""
     here: int
     """Parameters of the rank's part of the model, before ZeRO cuts them."""
     stage: int

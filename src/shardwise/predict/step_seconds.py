@@ -90,7 +90,7 @@ def step_seconds(
         outer = (_rounds(layout, sum(parts.values()), whole),)
         parts["outer"] = whole / layout.every
     if layout.served:
-        from shardwise.predict.time.servers import served_parts
+        from shardwise.predict.time.outer import served_parts
 
         cuda = cluster.device.kind == "cuda"
         parts = served_parts(parts, model, layout, split, engine_of(name), pricing, cuda)

@@ -9,8 +9,7 @@ from shardwise.model.families.llama import LLAMA, MISTRAL
 from shardwise.model.families.mixtral import MIXTRAL
 from shardwise.model.families.neox import GPT_NEOX
 from shardwise.model.families.olmo import OLMO2
-from shardwise.model.families.qwen import QWEN2, QWEN3
-from shardwise.model.families.qwen_moe import QWEN3_MOE
+from shardwise.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
 FAMILIES = {
     family.model_type: family

@@ -1,8 +1,10 @@
-"""The time of an outer step of `sync=local`: unit by unit, the sum over the replicas, and the update that follows it.
+"""The time of steps that replicas do not make in lockstep: outer steps of `sync=local`, and parameter servers.
 
-Nothing hides it: all ranks wait for it, and a step of a round has a share of it.
+An outer step is, unit by unit, the sum over the replicas, and the update that follows it. Nothing hides it: all ranks
+wait for it, and a step of a round has a share of it.
 """
 
+from shardwise.errors import UserError
 from shardwise.layout import Layout
 from shardwise.layout.optimizers import states_of
 from shardwise.layout.wire import BLOCK, SCALE
@@ -53,3 +55,36 @@ def _unit(elements: float, layout: Layout, moments: int, pricing: Pricing) -> fl
     seconds += pricing.kernels.pass_over((elements + piece) * PACKING, "packing", "float32")
     unpacked = elements * (ADDING + UNPACKING) + (elements + piece) * FEEDING
     return float(seconds + pricing.kernels.pass_over(unpacked, "unpacking", "float32"))
+
+
+def served_parts(
+    parts: dict[str, float], model: Model, layout: Layout, split: StepShape, engine: EngineProfile,
+    pricing: Pricing, cuda: bool,
+) -> dict[str, float]:  # fmt: skip
+    """Parts of a step with parameter servers, which make the update: each that of its range. parts: of the step
+    without; workers are equally fast. Raises `UserError` on GPUs, where servers are on the host's cores.
+
+    Every server takes a gradient from each worker and gives weights to each: its port carries as many times the bytes
+    of a worker's as there are workers, which is why an all-reduce wins as they become more (incast). Source: Li et al.
+    2014.
+    """
+    if cuda:
+        raise UserError(f"the time of sync={layout.sync} is not modelled on GPUs, whose hosts' cores serve")
+    servers = layout.parameter_servers.count
+    elements = sum(float(count) for count in held_parameters(model, split, engine))
+    weight = {"bf16": 2, "fp32": 4, "fp64": 8}[layout.precision]
+    gradient = weight if weight > 2 else int(split.gradient_width)
+    far = layout.ranks - 1
+    own = layout.training_ranks - (0 if layout.parameter_servers.own else 1)
+    hop = pricing.collectives.hop
+
+    def port(width: int) -> float:
+        return float(hop(own * elements * width / servers, far))
+
+    update = parts.pop("optimizer", 0.0) * layout.tp / servers
+    busy = port(gradient) + port(weight) + update * (layout.dp if layout.asynchronous else 1)
+    if layout.sync == "ps" or not (layout.staleness or layout.asynchronous):
+        return {**parts, "servers": busy - update, "optimizer": update}
+    # A worker waits for its own exchange alone, unless the servers are busy for longer than a step.
+    compute, alone = sum(parts.values()), float(hop(elements * gradient, far) + hop(elements * weight, far)) + update
+    return {**parts, "servers": max(alone, busy - compute)}

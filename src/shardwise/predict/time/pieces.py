@@ -17,7 +17,7 @@ from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint, Part
 from shardwise.model.parameters import Model, blueprint
 from shardwise.predict.time.block import PartSeconds, Shape, core_of, core_width, routed, tally_part
-from shardwise.predict.time.exchange import exchange_seconds
+from shardwise.predict.time.experts import exchange_seconds
 from shardwise.predict.time.gradients import product_bytes
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing

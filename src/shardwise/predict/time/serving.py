@@ -20,8 +20,7 @@ from shardwise.model.parameters import blueprint
 from shardwise.predict.memory.engine_workspace import engine_workspace, usual_sequences
 from shardwise.predict.memory.serving import PAGE, ServedStage, ServingSetup, stage_bytes
 from shardwise.predict.time.block import attention_of, on_rank
-from shardwise.predict.time.exchange import served_exchange_seconds
-from shardwise.predict.time.experts import RoutedLayer, experts_hit, grouped_seconds
+from shardwise.predict.time.experts import RoutedLayer, experts_hit, grouped_seconds, served_exchange_seconds
 from shardwise.predict.time.kernels import WIDTH
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile

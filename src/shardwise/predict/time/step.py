@@ -18,7 +18,6 @@ from shardwise.errors import UserError
 from shardwise.layout.optimizers import DEFAULT, update_bytes
 from shardwise.model.parameters import Model
 from shardwise.predict.fixing import SCHEDULES
-from shardwise.predict.time.cores import core_wait, leaves_node
 from shardwise.predict.time.gradients import added_seconds
 from shardwise.predict.time.offload import OffloadSeconds, Sharded, offload_seconds, offloads
 from shardwise.predict.time.pieces import Parts, Pieces, pieces, total
@@ -28,7 +27,9 @@ from shardwise.predict.time.split import Num, StepShape
 from shardwise.predict.time.traffic import (
     Traffic,
     block_parameters,
+    core_wait,
     held_parameters,
+    leaves_node,
     table_parameters,
     traffic,
     trained_table,

@@ -12,7 +12,6 @@ from shardwise.model import ModelConfig
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.parameters import Model, blueprint, count_parts, count_trained
 from shardwise.predict.time.block import padded_vocab
-from shardwise.predict.time.cores import core_wait, leaves_node
 from shardwise.predict.time.gradients import accumulator_width, reduced_width
 from shardwise.predict.time.pricing import Pricing
 from shardwise.predict.time.profiles import EngineProfile
@@ -263,3 +262,20 @@ def trains_tables(model: Model) -> bool:
     if isinstance(model, Blueprint):
         return any(not p.frozen for part in model.of_kind("root") for p in part.parameters)
     return not blueprint(model).table.frozen
+
+
+def core_wait(split: StepShape, pricing: Pricing) -> Num:
+    """Seconds of waiting per second of a rank's computation, as `calibrate device` measured it; 0 on a GPU.
+
+    Where a machine has more ranks than cores, all wait alike for each other ("shared"). Other programs hold up one rank
+    now and then ("taken"), and with it all that meet it in the step.
+    """
+    values = pricing.constants.values
+    return values.get("shared", 0.0) + values.get("taken", 0.0) * (
+        split.tp * split.cp * np.where(np.asarray(split.zero) >= 2, split.shard, 1)
+    )
+
+
+def leaves_node(split: StepShape, pricing: Pricing) -> Num:
+    """Whether ZeRO's shard groups span nodes: transfers over a network need no core."""
+    return (np.asarray(split.shard) - 1) * split.tp >= pricing.collectives.per_node
