@@ -1,6 +1,6 @@
 """Tables of tests' cases, as data: `cases.toml` in the folder of a test has a table of its file's and its own name.
 
-What TOML cannot say is an expression of Python: `{ python = "None" }`.
+What TOML cannot say is an expression of Python, of a test with the names of its file: `{ python = "None" }`.
 """
 
 import tomllib
@@ -19,12 +19,12 @@ def _tables(folder: Path) -> dict[str, Any]:
     return tomllib.loads((folder / "cases.toml").read_text(encoding="utf-8"))
 
 
-def _value(given: Any) -> Any:
+def _value(given: Any, known: dict[str, Any]) -> Any:
     if isinstance(given, list):
-        return [_value(each) for each in given]
+        return [_value(each, known) for each in given]
     if isinstance(given, dict):
-        values = {name: _value(each) for name, each in given.items()}
-        return eval(values["python"]) if values.keys() == {"python"} else values
+        values = {name: _value(each, known) for name, each in given.items()}
+        return eval(values["python"], known) if values.keys() == {"python"} else values
     return given
 
 
@@ -34,10 +34,10 @@ def _frozen(value: Any) -> Any:
 
 def table(file: str, name: str) -> Any:
     """A table of a test's file by its name; lists are tuples."""
-    return _frozen(_value(_tables(Path(file).parent)[Path(file).stem][name]))
+    return _frozen(_value(_tables(Path(file).parent)[Path(file).stem][name], {}))
 
 
 def from_table(test: Test) -> Test:
     file = Path(test.__code__.co_filename)
     found = _tables(file.parent)[file.stem][test.__name__]
-    return pytest.mark.parametrize(found["names"], _value(found["rows"]))(test)
+    return pytest.mark.parametrize(found["names"], _value(found["rows"], test.__globals__))(test)

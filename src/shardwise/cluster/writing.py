@@ -18,7 +18,9 @@ def to_toml(cluster: Cluster, header: Sequence[str] = (), remarks: Mapping[str, 
     lines = [*(f"# {line}" for line in header)]
     lines += [f"nodes = {cluster.nodes}", f"devices_per_node = {cluster.devices_per_node}"]
     lines += [f"nics = {cluster.nics}"] if cluster.nics else []
-    usual = _usual(cluster.device)
+    known = {name.lower() for name in catalog.names()}
+    entry = catalog.lookup(cluster.device.name) if cluster.device.name.lower() in known else None
+    usual = entry if entry and entry.device == cluster.device else None
     if cluster.paths:
         lines += ["paths = [", *(f"    {json.dumps(' '.join(row))}," for row in cluster.paths.names), "]"]
     lines += [f"device = {json.dumps(cluster.device.name)}"] if usual else _device(cluster.device)
@@ -42,12 +44,6 @@ def _pairs(paths: NodePaths, usual: Accelerator | None) -> list[str]:
         if usual is None or link != named_link(name, usual):
             lines += ["", f"[links.{_key(name)}]", *_link(link, f"links.{name}.", {}, [])]
     return lines
-
-
-def _usual(device: Device) -> Accelerator | None:
-    known = {name.lower() for name in catalog.names()}
-    entry = catalog.lookup(device.name) if device.name.lower() in known else None
-    return entry if entry and entry.device == device else None
 
 
 def _value(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from shardwise.errors import LayoutError, UserError
 from shardwise.layout.algorithm_names import check_algorithm
-from shardwise.layout.keys import KEYS, SERVED, Group, Key, Keys, Servers, changed, defaults, read
+from shardwise.layout.keys import KEYS, SERVED, Key, Keys, Servers, changed, defaults, read
 from shardwise.records import dataclass
 
 
@@ -41,18 +41,15 @@ class Layout(Keys):
                     why = rule.why if isinstance(rule.why, str) else rule.why(self)
                     raise LayoutError(why.format(word=key.text(value), x=self))
             if key.group:
-                self._check_group(key, key.group)
+                size, whole = getattr(self, key.name), getattr(self, key.group.whole)
+                sizes = key.group.sizes(whole)
+                if size in (0, whole):
+                    object.__setattr__(self, key.name, 0)
+                elif size not in sizes:
+                    valid = ", ".join(map(str, sizes)) or f"none of {whole} ranks"
+                    raise LayoutError(key.group.why.format(word=key.text(size), whole=whole, valid=valid))
             if key.usual and value == key.usual(self):
                 object.__setattr__(self, key.name, key.default)
-
-    def _check_group(self, key: Key, group: Group) -> None:
-        size, whole = getattr(self, key.name), getattr(self, group.whole)
-        sizes = group.sizes(whole)
-        if size in (0, whole):
-            object.__setattr__(self, key.name, 0)
-        elif size not in sizes:
-            valid = ", ".join(map(str, sizes)) or f"none of {whole} ranks"
-            raise LayoutError(group.why.format(word=key.text(size), whole=whole, valid=valid))
 
     @property
     def ranks(self) -> int:

@@ -59,7 +59,13 @@ def check(layout: Layout, model: ModelConfig, workload: Workload | None = None, 
             f"{model.heads // layout.tp} that a tp rank has; valid cp: {degrees}, or choose cpkind=ring"
         )
     if layout.pp > 1:
-        _check_pipeline(layout, model, workload)
+        if layout.stages and sum(layout.stages) != model.layers:
+            raise LayoutError(f"stages={'/'.join(map(str, layout.stages))} adds up to {sum(layout.stages)} layers, "
+                              f"but {model.name} has {model.layers}")  # fmt: skip
+        pipeline.stages(model, layout)
+        # Without a workload: as many micro-batches as any schedule asks for.
+        count = workload.micro_batches(layout) if workload is not None and workload.batch else 2 * layout.stage_count
+        pipeline.check_schedule(layout, count)
     if layout.ep > 1 and (model.experts is None or model.experts.count % layout.ep):
         if not model.experts:
             raise LayoutError(f"ep={layout.ep} splits experts: {model.name} is a model without experts; leave it out")
@@ -129,16 +135,6 @@ def check_narrow_base(layout: Layout) -> None:
             "offload_params=nvme keeps parameters of one width on disk, and base=int8 has two: choose "
             "offload_params=cpu"
         )
-
-
-def _check_pipeline(layout: Layout, model: ModelConfig, workload: Workload | None) -> None:
-    if layout.stages and sum(layout.stages) != model.layers:
-        raise LayoutError(f"stages={'/'.join(map(str, layout.stages))} adds up to {sum(layout.stages)} layers, "
-                          f"but {model.name} has {model.layers}")  # fmt: skip
-    pipeline.stages(model, layout)
-    # Without a workload: as many micro-batches as any schedule asks for.
-    count = workload.micro_batches(layout) if workload is not None and workload.batch else 2 * layout.stage_count
-    pipeline.check_schedule(layout, count)
 
 
 def _ranks_in_words(layout: Layout) -> str:

@@ -233,7 +233,11 @@ class MemoryBound:
     def total(self, frame: LayoutColumns) -> Num:
         """At least the bytes of each candidate's fullest rank, an array of the frame's shape."""
         self.add([frame])
-        few, row = self._distinct(frame)
+        # The frame with those rows only that differ in memory, and which of them stands for each row.
+        first: dict[Any, int] = {}
+        where = [first.setdefault(self._alike(row), len(first)) for row in frame.rows]
+        rows = tuple(frame.rows[where.index(at)] for at in range(len(first)))
+        few, row = replace(frame, rows=rows), where
         at = [self._places[self._key(few, each)] for each in few.rows]
         micro = MicroBatchBytes(*self._table[:, at, None, None])
         schedules, units = {order.schedule for order in few.orders}, self._units(few.tp)
@@ -244,13 +248,6 @@ class MemoryBound:
             if place != 1 or few.pp == 2 or self.model.experts or self.model.full_attention_every
         )
         return np.broadcast_to(reduce(np.maximum, ranks), few.shape)[row]
-
-    def _distinct(self, frame: LayoutColumns) -> tuple[LayoutColumns, list[int]]:
-        """The frame with those rows only that differ in memory, and which of them stands for each row."""
-        first: dict[Any, int] = {}
-        where = [first.setdefault(self._alike(row), len(first)) for row in frame.rows]
-        rows = tuple(frame.rows[where.index(at)] for at in range(len(first)))
-        return replace(frame, rows=rows), where
 
     def _key(self, frame: LayoutColumns, row: BatchChoice) -> _RowKey:
         return frame.tp, frame.ep, self._alike(row)

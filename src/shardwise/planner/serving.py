@@ -335,8 +335,10 @@ def plan_serving(
     engine = engine or usual_engine(cluster, ENGINE)
     profile = serving_engine(engine)
     room = _room(cluster, profile)
+    if kv_cache not in KV_CACHES:
+        raise UserError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, not {kv_cache[:40]!r}")
     space_for = partial(_Space, model, cluster, engine=profile, room=room, asked=_formats(model, weights),
-                        kv_cache=_cache_type(kv_cache))  # fmt: skip
+                        kv_cache=kv_cache)  # fmt: skip
     if rate is not None:
         workload = replace(workload, concurrency=_clients_at(rate, space_for(workload=workload)))
     elif not counted:
@@ -386,12 +388,6 @@ def _formats(model: ModelConfig, weights: Sequence[str]) -> list[str]:
     if weights and model.counted and (stored := model.counted.stored):
         raise UserError(f"--weights does nothing here: the files of {model.name} are in {stored}")
     return [names.get(words, words) for words in dict.fromkeys(weights)]
-
-
-def _cache_type(kv_cache: str) -> str:
-    if kv_cache not in KV_CACHES:
-        raise UserError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, not {kv_cache[:40]!r}")
-    return kv_cache
 
 
 def _apart(space: _Space, everything: Sequence[Deployment], weights: str, rate: float | None) -> Disaggregated | None:

@@ -44,7 +44,10 @@ class JsonLines:
                 if not line.endswith(b"\n"):
                     return
                 after += len(line)
-                yield after, self._item(line, after)
+                item = json_object(line)
+                if item is None:
+                    raise UserError(f"{self.path} is damaged: the line that ends at byte {after} is not a JSON object")
+                yield after, item
 
     def close(self) -> None:
         if self._file is not None:
@@ -62,12 +65,6 @@ class JsonLines:
         if whole < len(content):
             file.truncate(whole)
         return file
-
-    def _item(self, line: bytes, end: int) -> dict[str, Any]:
-        item = json_object(line)
-        if item is None:
-            raise UserError(f"{self.path} is damaged: the line that ends at byte {end} is not a JSON object")
-        return item
 
 
 def json_object(text: bytes) -> dict[str, Any] | None:

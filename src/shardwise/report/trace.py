@@ -47,7 +47,9 @@ def _role_events(role: Role) -> Iterator[dict[str, Any]]:
         if lane not in threads:
             threads[lane] = len(threads)
             yield _name("thread_name", rank, threads[lane], lane)
-        yield _complete(span) | {"pid": rank, "tid": threads[lane]}
+        out: dict[str, Any] = {"ph": "X", "name": span.name, "cat": span.stream}
+        out |= {"ts": span.start / 1000, "dur": (span.stop - span.start) / 1000}
+        yield (out | ({"args": strict(span.args)} if span.args else {})) | {"pid": rank, "tid": threads[lane]}
 
 
 def _lanes(timeline: tuple[TimeSpan, ...]) -> Iterator[tuple[str, TimeSpan]]:
@@ -58,13 +60,6 @@ def _lanes(timeline: tuple[TimeSpan, ...]) -> Iterator[tuple[str, TimeSpan]]:
         free = next((i for i, end in enumerate(ends) if end <= span.start), len(ends))
         ends[free : free + 1] = [span.stop]
         yield span.stream if free == 0 else f"{span.stream} {free + 1}", span
-
-
-def _complete(span: TimeSpan) -> dict[str, Any]:
-    """The event without process and thread."""
-    out: dict[str, Any] = {"ph": "X", "name": span.name, "cat": span.stream}
-    out |= {"ts": span.start / 1000, "dur": (span.stop - span.start) / 1000}
-    return out | ({"args": strict(span.args)} if span.args else {})
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -205,7 +205,9 @@ class ConfigFields:
                     for goal in (unknown, doubts) if split else (sizes,):
                         goal.append(f"{self.name(key)}.{one}")
             else:
-                unknown.append(f"{self.name(key)}{self._nearest(key)}")
+                near = difflib.get_close_matches(key, self._taken | self._harmless.keys, n=1, cutoff=0.75)
+                meant = f" (did you mean {self._shown(near[0])}?)" if near else ""
+                unknown.append(f"{self.name(key)}{meant}")
                 # A name that is almost an option's is a mistyped one.
                 if telling or difflib.get_close_matches(key, self._taken, n=1, cutoff=0.85):
                     doubts.append(unknown[-1])
@@ -213,10 +215,6 @@ class ConfigFields:
             for mine, more in zip(lists, inner.left(), strict=True):
                 mine += more
         return tuple(map(tuple, lists))
-
-    def _nearest(self, key: str) -> str:
-        near = difflib.get_close_matches(key, self._taken | self._harmless.keys, n=1, cutoff=0.75)
-        return f" (did you mean {self._shown(near[0])}?)" if near else ""
 
 
 def renamed(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -215,7 +215,13 @@ class _Rank:
         kind, stage, micro, peer, parts = action
         if kind in _COMPUTE:
             if self.uneven:
-                self._compute_uneven(kind, stage, micro)
+                # An action that computes where micro-batches have exchanged different numbers of rows.
+                saved, stored = self._routed(kind, stage, micro)
+                self.saved += saved
+                self.stored += stored
+                self.rest += saved if kind == "F" else 0
+                self._on_stage(kind, stage, self._moves(kind, stage, micro))
+                self.rest += saved if kind != "F" else 0
             else:
                 self._on_stage(kind, stage, self._moves(kind, stage, micro))
         elif kind in _RECEIVE:
@@ -239,15 +245,6 @@ class _Rank:
             self._on_stage("land", -1, moves=False)
             theirs = self.plan.by_name["tied"].shard_numel * DTYPE_BYTES[self.plan.grad_dtype]
             self._note(self.gradients, self.comm, self.rest + theirs)
-
-    def _compute_uneven(self, kind: str, stage: int, micro: int) -> None:
-        """An action that computes where micro-batches have exchanged different numbers of rows."""
-        saved, stored = self._routed(kind, stage, micro)
-        self.saved += saved
-        self.stored += stored
-        self.rest += saved if kind == "F" else 0
-        self._on_stage(kind, stage, self._moves(kind, stage, micro))
-        self.rest += saved if kind != "F" else 0
 
     def end(self) -> MemoryPeak:
         self.rest -= sum(self.leaving.values())

@@ -159,7 +159,13 @@ def tally_part(part: Part, model: ModelConfig, shape: Shape, engine: EngineProfi
     for scope, operation in _scopes(part):
         called = dict(tally.launches)
         if operation.kind == "attention":
-            _attention_core(tally, operation, shape, engine)
+            before = {kind: tally.forward[kind] for kind in KINDS}
+            started = tally.launches["forward"]
+            # A soft cap is inside the product only in an engine's own kernels.
+            fused = engine.attention == "fused" and (engine.fused_softmax or not operation.softcap)
+            (_fused_core if fused else _score_core)(tally, operation, shape, engine)
+            tally.selective.update({kind: tally.forward[kind] - before[kind] for kind in KINDS})
+            tally.launches["selective"] = tally.launches["forward"] - started
         elif operation.kind == "logits":
             ranks = shape.tp * shape.pieces
             _logits(tally, operation, padded_vocab(model, engine, ranks) / ranks, shape, engine)
@@ -360,16 +366,6 @@ def _low_ranks(tally: PartSeconds, operation: Elementwise, shape: Shape, engine:
     """Norms of both low ranks; or laying out heads whose rotated part is shared."""
     moved = _moved(operation, shape)
     tally.memory(2 * moved, 3 * moved, (2, 3))
-
-
-def _attention_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:
-    before = {kind: tally.forward[kind] for kind in KINDS}
-    started = tally.launches["forward"]
-    # A soft cap is inside the product only in an engine's own kernels.
-    fused = engine.attention == "fused" and (engine.fused_softmax or not core.softcap)
-    (_fused_core if fused else _score_core)(tally, core, shape, engine)
-    tally.selective.update({kind: tally.forward[kind] - before[kind] for kind in KINDS})
-    tally.launches["selective"] = tally.launches["forward"] - started
 
 
 def _fused_core(tally: PartSeconds, core: AttentionCore, shape: Shape, engine: EngineProfile) -> None:

@@ -48,8 +48,8 @@ TOKENS = ((4096, 256, 2048), (8192, 512, 0), (inf, 1024, 0))
 def bench_settings(
     model: ModelConfig, serving: ServingLayout, tp: int, prompt: int, output: int, device: Device
 ) -> dict[str, Any]:
-    """Fields of the engine's profile as trtllm-bench chooses them for a run of its own: the most sequences and tokens of
-    a pass, and its graphs. tp: as it is given, of attention-dp its ranks.
+    """Fields of the engine's profile as trtllm-bench chooses them for a run of its own: the most sequences and tokens
+    of a pass, and its graphs. tp: as it is given, of attention-dp its ranks.
 
     NVIDIA/TensorRT-LLM 1.0 and 1.2: tensorrt_llm/bench/build/tuning.py (`calc_engine_setting`, `finetune_setting`),
     bench/benchmark/utils/general.py (without chunks, a pass has room for the longest prompt and a token of every
