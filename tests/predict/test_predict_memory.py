@@ -1,6 +1,7 @@
 """Closed forms of memory, against the figures that the literature gives."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -253,3 +254,18 @@ def test_a_million_micro_batches_are_not_gone_through_one_by_one(
     sent = sum(row.count for row in report.roles[0].ledger if row.op == "send")
     assert sent == 1_000_000 * sends
     assert max(made) < 100
+
+
+@pytest.mark.parametrize("words", ["dp=8,zero=3", "dp=2,pp=4", "dp=4,pp=2,offload_activations=cpu", "dp=8,sync=ps"])
+def test_a_plan_is_built_once_for_each_role(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And handed down: to memory, communication and time, with the shorter steps from which longer ones follow."""
+    built: Counter[tuple[int, ...]] = Counter()
+    init = UnitPlan.__init__
+
+    def counted(self: UnitPlan, *args: Any, **given: Any) -> None:
+        init(self, *args, **given)
+        built[self.pp_rank, self.tp_rank, self.workload.batch] += 1
+
+    monkeypatch.setattr(UnitPlan, "__init__", counted)
+    estimate("llama-3-8b", words, "8xH100", seq=4096, batch=64)
+    assert {*built.values()} == {1} and len({place[:2] for place in built}) == Layout.parse(words).pp, built

@@ -543,12 +543,19 @@ class UnitPlan:
 
         of_step: counts something that occurs equally often in every period of the steady state.
         """
-        short, period = self.short.micro_batches, self.steady.period if self.steady else 1
-        found, repeats = of_step(self.short), (self.micro_batches - short) // period
+        found, repeats = of_step(self.short), (self.micro_batches - self.short.micro_batches) // self._period
         if repeats:
-            longer = of_step(self.of_micro_batches(short + period))
-            found = Counter({key: found[key] + repeats * (n - found[key]) for key, n in longer.items()})
+            found = Counter({key: found[key] + repeats * (n - found[key]) for key, n in of_step(self._longer).items()})
         return found
+
+    @property
+    def _period(self) -> int:
+        return self.steady.period if self.steady else 1
+
+    @cached_property
+    def _longer(self) -> UnitPlan:
+        """The plan of a step that is a period longer than the shorter one."""
+        return self.of_micro_batches(self.short.micro_batches + self._period)
 
     @property
     def tokens(self) -> int:

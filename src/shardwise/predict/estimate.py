@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.layout import Layout, Mesh, Workload, check, unit_plan
+from shardwise.layout.axes import TP
 from shardwise.layout.experts import RoutedRows
 from shardwise.layout.legality import beyond_positions
 from shardwise.layout.optimizers import DEFAULT, states_of
@@ -68,8 +70,10 @@ def estimate(
         slow.check(layout.training_ranks)
     backend = backend or usual_backend(cluster)
     counted = "" if recorded else _counted(engine, model, layout)
-    roles = _roles(model, layout, workload, backend, recorded, counted, settings)
-    timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings)
+    plan_of = cache(partial(unit_plan, model, layout, workload, backend=backend))
+    roles = _roles(plan_of, Mesh.of(layout, model), recorded, counted, settings)
+    first = plan_of(rank=0) if layout.offloads_activations else None
+    timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings, first)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
         *assumed, *filter(None, [room.warning(peak) if room else ""]), *beyond_positions(model, workload.seq),
@@ -117,11 +121,11 @@ def _balance(model: Model, layout: Layout, workload: Workload) -> dict[str, Any]
 
 def _timed(
     model: Model, layout: Layout, workload: Workload, cluster: Cluster | None, engine: str | None,
-    slow: Stragglers | None, emulated: float | None, settings: EngineSettings,
+    slow: Stragglers | None, emulated: float | None, settings: EngineSettings, plan: UnitPlan | None,
 ) -> tuple[StepTiming | None, str]:  # fmt: skip
     if cluster is not None and settings.modules:
         return None, "no time of a step: that of recomputed modules is not modelled"
-    timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated, settings.dtype)
+    timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated, settings.dtype, plan)
     if timing is None or not settings.layers or not isinstance(model, ModelConfig):
         return timing, why
     whole = replace(layout, recompute="full")
@@ -149,14 +153,13 @@ def _memory_notes(
 
 
 def _roles(
-    model: Model, layout: Layout, workload: Workload, backend: Backend, recorded: Sequence[Role], engine: str,
-    settings: EngineSettings,
-) -> list[Role]:  # fmt: skip
+    plan_of: Callable[..., UnitPlan], mesh: Mesh, recorded: Sequence[Role], engine: str, settings: EngineSettings
+) -> list[Role]:
     """Roles of all ranks; recorded: those of a measured step, to be followed. engine: whose memory it is."""
     if recorded:
-        return [_of_record(model, layout, workload, backend, role) for role in recorded]
-    if layout.served:
-        return _served(model, layout, workload, backend)
+        return [_of_record(plan_of(rank=role.ranks[0]), role) for role in recorded]
+    if mesh.layout.served:
+        return _served(mesh, plan_of)
     counted = predict_bytes
     if engine:
         from shardwise.predict.memory.engine_bytes import engine_bytes
@@ -164,7 +167,7 @@ def _roles(
         def counted(plan: UnitPlan) -> Bytes:
             return engine_bytes(engine, plan, settings)
 
-    return [_role(model, layout, workload, backend, place, counted) for place in range(layout.pp)]
+    return [_role(plan_of(rank=mesh.rank(pp=p)), mesh.stage(p), counted) for p in range(mesh.layout.pp)]
 
 
 def _check(model: Model, layout: Layout, workload: Workload, cluster: Cluster | None) -> None:
@@ -194,26 +197,21 @@ def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cl
     return f"; its memory and time: shardwise plan {name} {asked} --fix {text_of(layout)}"
 
 
-def _role(
-    model: Model, layout: Layout, workload: Workload, backend: Backend, place: int, counted: Callable[[UnitPlan], Bytes]
-) -> Role:
-    mesh = Mesh.of(layout, model)
-    plan = unit_plan(model, layout, workload, rank=mesh.rank(pp=place), backend=backend)
-    ranks = mesh.stage(place)
+def _role(plan: UnitPlan, ranks: tuple[int, ...], counted: Callable[[UnitPlan], Bytes]) -> Role:
     return Role(
         plan.role, ranks, counted(plan), predict_ledger(plan), predict_transport(plan, ranks[0]),
         host=host_bytes(plan), disk=disk_bytes(plan),
     )  # fmt: skip
 
 
-def _served(model: Model, layout: Layout, workload: Workload, backend: Backend) -> list[Role]:
+def _served(mesh: Mesh, plan_of: Callable[..., UnitPlan]) -> list[Role]:
     """Workers and parameter servers: ranks differ in the server that they share a process with."""
     from shardwise.predict.memory.servers import with_servers
 
     roles = {}
-    for rank in range(layout.ranks):
-        plan = unit_plan(model, layout, workload, rank=rank, backend=backend)
-        works = rank < layout.training_ranks
+    for rank in range(mesh.layout.ranks):
+        plan = plan_of(rank=mesh.rank(tp=mesh.index(TP, rank)))
+        works = rank < mesh.layout.training_ranks
         held = predict_bytes(plan) if works else Bytes()
         ledger, transport = (predict_ledger(plan), predict_transport(plan, rank)) if works else ((), ())
         host = Bytes()
@@ -225,11 +223,9 @@ def _served(model: Model, layout: Layout, workload: Workload, backend: Backend) 
     return list(merge_roles(roles))
 
 
-def _of_record(model: Model, layout: Layout, workload: Workload, backend: Backend, recorded: Role) -> Role:
-    rank = recorded.ranks[0]
-    plan = unit_plan(model, layout, workload, rank=rank, backend=backend)
+def _of_record(plan: UnitPlan, recorded: Role) -> Role:
     plan = replace(plan, routed=RoutedRows.of(recorded.routed or {}))
-    ledger, transport = predict_ledger(plan), predict_transport(plan, rank)
+    ledger, transport = predict_ledger(plan), predict_transport(plan, recorded.ranks[0])
     return Role(
         recorded.role, recorded.ranks, predict_bytes(plan), ledger, transport,
         routed=recorded.routed, host=host_bytes(plan), disk=disk_bytes(plan),

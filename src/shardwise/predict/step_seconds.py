@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from shardwise.cluster import Cluster
 from shardwise.codec import Json
 from shardwise.errors import UserError
-from shardwise.layout import Layout, Workload
+from shardwise.layout import Layout, Workload, unit_plan
 from shardwise.layout.keys import changed
+from shardwise.layout.units import UnitPlan, usual_backend
 from shardwise.model.parameters import Model
 from shardwise.records import dataclass
 from shardwise.report.units import format_time
@@ -60,13 +61,14 @@ def step_seconds(
     slow: Stragglers | None = None,
     emulated: float | None = None,
     dtype: str | None = None,
+    plan: UnitPlan | None = None,
 ) -> StepTiming:
     """Predict the seconds of one steady training step; where replicas train apart from each other, the mean of a round.
 
     engine: a profile of `predict.time.ENGINES`; None is this project's runtime. slow: slow ranks; the time is then a
     mean over steps. emulated: seconds that the arithmetic of a step lasts in place of the predicted ones. dtype:
-    torch's name of the products' type; None for the layout's. Raises `UserError` for a device without constants, a link
-    whose figures are not known, and what has no closed form.
+    torch's name of the products' type; None for the layout's. plan: of the first rank, where there is one. Raises
+    `UserError` for a device without constants, a link whose figures are not known, and what has no closed form.
     """
     from shardwise.predict.time import Pricing, StepShape, time_range, training_step
     from shardwise.predict.time import engine as engine_of
@@ -79,7 +81,8 @@ def step_seconds(
     pricing = Pricing(cluster, layout=layout)
     split = replace(StepShape.of(layout, workload, dtype), schedule=layout.schedule if layout.pp > 1 else "1f1b")
     if layout.offloads_activations:
-        split = replace(split, saved_bytes=_saved_by_a_block(model, layout, workload, cluster))
+        plan = plan or unit_plan(model, layout, workload, backend=usual_backend(cluster))
+        split = replace(split, saved_bytes=_saved_by_a_block(plan))
     step = training_step(model, split, attending(engine_of(name), layout.attention), pricing)
     parts = {part: float(seconds) for part, seconds in step.parts.items()}
     outer: tuple[str, ...] = ()
@@ -132,13 +135,11 @@ def _rounds(layout: Layout, step: float, outer: float) -> str:
     )
 
 
-def _saved_by_a_block(model: Model, layout: Layout, workload: Workload, cluster: Cluster) -> float:
-    """Bytes that a block of the first rank saves in the host's memory in a micro-batch, the mean over its blocks."""
-    from shardwise.layout.units import unit_plan, usual_backend
+def _saved_by_a_block(plan: UnitPlan) -> float:
+    """Bytes that a block of a rank saves in the host's memory in a micro-batch, the mean over its blocks."""
     from shardwise.predict.memory.activations import stored_bytes
     from shardwise.predict.memory.sizes import Sizes
 
-    plan = unit_plan(model, layout, workload, backend=usual_backend(cluster))
     plan = plan.as_micro_batch(0) if plan.uneven else plan
     blocks, sizes = plan.of_kind("block"), Sizes.of(plan)
     return float(sum(stored_bytes(plan, sizes, part) for part in blocks)) / max(1, len(blocks))
@@ -165,11 +166,12 @@ def try_step_seconds(
     slow: Stragglers | None = None,
     emulated: float | None = None,
     dtype: str | None = None,
+    plan: UnitPlan | None = None,
 ) -> tuple[StepTiming | None, str]:
     """(the time, "") or (None, a sentence why there is none; empty where nothing is known of how fast devices are)."""
     if cluster is None or cluster.device.memory_bandwidth is None:
         return None, ""
     try:
-        return step_seconds(model, layout, workload, cluster, engine, slow, emulated, dtype), ""
+        return step_seconds(model, layout, workload, cluster, engine, slow, emulated, dtype, plan), ""
     except UserError as error:
         return None, f"no time of a step: {error}"
