@@ -31,7 +31,13 @@ def run(args: Any) -> int:
     from shardwise.serving import recording
 
     seconds = seconds_of(args.emulate or "")
-    _check(args, seconds)
+    # Options of computations, which emulation replaces.
+    if not seconds > 0:
+        raise UserError(f"--emulate {args.emulate}: give the time of a chunk, such as 20ms")
+    if len(args.prompt) + len(args.prompt_file) + len(args.tokens) > 1:
+        raise UserError("--emulate reads one prompt: give one, or none for a whole context")
+    if args.device not in (None, "cpu"):
+        raise UserError("--emulate needs no GPU: leave --device out")
     with temporary_folder() as notes:
         job = job_of(args, str(notes))
         prompt = _prompt(args, job)
@@ -43,16 +49,6 @@ def run(args: Any) -> int:
     simulated = recording.simulated(job.layout.pp, measured[0].chunks, seconds, ready.hop)
     _show(job, ready, measured, simulated, as_json=args.json)
     return 0
-
-
-def _check(args: Any, seconds: float) -> None:
-    """Raise `UserError` for options of computations, which emulation replaces."""
-    if not seconds > 0:
-        raise UserError(f"--emulate {args.emulate}: give the time of a chunk, such as 20ms")
-    if len(args.prompt) + len(args.prompt_file) + len(args.tokens) > 1:
-        raise UserError("--emulate reads one prompt: give one, or none for a whole context")
-    if args.device not in (None, "cpu"):
-        raise UserError("--emulate needs no GPU: leave --device out")
 
 
 def _prompt(args: Any, job: ServingJob) -> list[int]:

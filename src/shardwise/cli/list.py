@@ -47,12 +47,13 @@ class ListModels(OfflineOptions):
             if len(named) > 1:
                 table.add_row(f"{family}:", *[""] * (len(table.columns) - 1))
             for model in members:
+                # Commands that a model can be given to: train and generate where a decoder computes it.
                 row = {
                     "name": model.name,
                     "family": family,
                     **size_json(model),
                     **cache_json(model),
-                    "here": _here(model),
+                    "here": ["count", "plan", *(() if model.why_not_runnable() else ("train", "generate"))],
                 }
                 row |= {"weight_bytes": {name: row["parameters"] * bits // 8 for name, bits in BITS.items()}}
                 row |= {key: value for key, value in model.to_json().items() if key not in ("counted", "name")}
@@ -69,11 +70,6 @@ def run(args: CommandOptions) -> int:
     """Without an action: what there is to list."""
     kinds = {name: summary_of(action) for name, action in ACTIONS.items()}
     return print_result(args, kinds, (f"shardwise list {name:<13}{summary}" for name, summary in kinds.items()))
-
-
-def _here(model: ModelConfig) -> list[str]:
-    """Commands that a model can be given to: train and generate where a decoder computes it."""
-    return ["count", "plan", *(() if model.why_not_runnable() else ("train", "generate"))]
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -14,7 +14,13 @@ SHORT = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 def breakdown_tables(terms: Breakdown, modes: Sequence[RecomputeMode]) -> Iterator[Renderable]:
     """All that is printed for a breakdown. modes: recompute modes of the same layout."""
-    yield _parameters(terms)
+    total = sum(terms.parameters.values())
+    columns = (Column("parameters", left=True), Column("number"), Column("share"))
+    table = FittedTable(columns, title="parameters of the model")
+    for group, number in terms.parameters.items():
+        table.add_row(group, f"{number:,}", format_share(number / total))
+    table.add_row("all", f"{total:,}", "")
+    yield table
     yield f"\nThe tables below are for the fullest rank ({format_ranks(terms.ranks)}).\n"
     yield _states(terms)
     yield from _bytes_per_parameter(terms)
@@ -24,16 +30,6 @@ def breakdown_tables(terms: Breakdown, modes: Sequence[RecomputeMode]) -> Iterat
     if len(modes) > 1:
         yield ""
         yield _modes(modes)
-
-
-def _parameters(terms: Breakdown) -> FittedTable:
-    total = sum(terms.parameters.values())
-    columns = (Column("parameters", left=True), Column("number"), Column("share"))
-    table = FittedTable(columns, title="parameters of the model")
-    for group, number in terms.parameters.items():
-        table.add_row(group, f"{number:,}", format_share(number / total))
-    table.add_row("all", f"{total:,}", "")
-    return table
 
 
 def _states(terms: Breakdown) -> FittedTable:

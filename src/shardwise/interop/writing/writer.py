@@ -49,7 +49,11 @@ def write(engine: str, request: WriteRequest) -> EngineFile:
     that it can. A key of which it has one value gets that, with a comment.
     """
     writer = writer_for(engine)
-    request = replace(request, version=_version(writer, request.version))
+    if request.version and request.version not in writer.versions:
+        known = ", ".join(filter(None, writer.versions))
+        hint = f"known are {known}" if known else "its files are the same for all that are known: leave it out"
+        raise UserError(f"no version {request.version!r} of {writer.title}; {hint}")
+    request = replace(request, version=(request.version or writer.versions[0]))
     _check_kind(writer, request)
     _check_layout(request.layout, request)
     if reason := writer.objection(request.model):
@@ -125,14 +129,6 @@ def refusals(writer: EngineSpec, model: ModelConfig) -> Callable[[Layout], str]:
 def _said(limit: Limit, layout: Layout) -> str:
     value = getattr(layout, limit.key)
     return limit.key if value is True else f"{limit.key}={value}"
-
-
-def _version(writer: EngineSpec, version: str) -> str:
-    if version and version not in writer.versions:
-        known = ", ".join(filter(None, writer.versions))
-        hint = f"known are {known}" if known else "its files are the same for all that are known: leave it out"
-        raise UserError(f"no version {version!r} of {writer.title}; {hint}")
-    return version or writer.versions[0]
 
 
 def _check_kind(writer: EngineSpec, request: WriteRequest) -> None:

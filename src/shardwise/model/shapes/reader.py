@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
@@ -103,7 +102,10 @@ def _recorded(
     data: Mapping[str, Any], model_type: str, where: str
 ) -> tuple[dict[str, Any], list[Shaped], dict[str, Any]]:
     """Attributes, tensors and family of a configuration whose class transformers builds here; kept in a cache."""
-    path = _cache(data)
+    import hashlib
+
+    digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    path = cache_folder() / "models" / f"{digest}.json"
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -115,13 +117,6 @@ def _recorded(
             pass
     tensors = [(name, layer, tuple(shape)) for name, layer, shape in saved["tensors"]]
     return saved["attributes"], tensors, saved["family"]
-
-
-def _cache(data: Mapping[str, Any]) -> Path:
-    import hashlib
-
-    digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    return cache_folder() / "models" / f"{digest}.json"
 
 
 def _record(data: Mapping[str, Any], model_type: str, where: str) -> dict[str, Any]:

@@ -198,7 +198,13 @@ def _tensor(part: Part, model: ModelConfig, shape: Shape, split: StepShape, engi
     hidden = pricing.constants.value(name) if name else 0.0
     whole = _recomputed(split)[0]
     if split.tpkind == "gathered":
-        forward, backward = _gathered(part, shape, split, pricing)
+        # The collectives of a block where every map's outputs are gathered, forward and backward.
+        seconds: dict[str, Num] = {"forward": 0.0, "backward": 0.0}
+        for operation in part.operations:
+            for phase, op, width in collectives(operation, EDGES["gathered"], split.tp):
+                taken = pricing.collectives.seconds(op, shape.tokens * width * split.width, split.tp)
+                seconds[phase] = seconds[phase] + taken
+        forward, backward = seconds["forward"], seconds["backward"]
         return forward, forward * whole + backward * (1 - hidden)
     gather, scatter = _sequences(model, shape, split, pricing)
     if engine.gathers_narrow and shape.narrow:
@@ -229,16 +235,6 @@ def _statistics(part: Part, shape: Shape, split: StepShape, pricing: Pricing) ->
     """The sums of squares that norms over all heads need, and in backward sums as large."""
     price = pricing.collectives.seconds
     return sum((price("all_reduce", 4.0 * numbers * shape.tokens, split.tp) for numbers in part.statistics), 0.0)
-
-
-def _gathered(part: Part, shape: Shape, split: StepShape, pricing: Pricing) -> tuple[Num, Num]:
-    """The collectives of a block where every map's outputs are gathered, forward and backward."""
-    seconds: dict[str, Num] = {"forward": 0.0, "backward": 0.0}
-    for operation in part.operations:
-        for phase, op, width in collectives(operation, EDGES["gathered"], split.tp):
-            taken = pricing.collectives.seconds(op, shape.tokens * width * split.width, split.tp)
-            seconds[phase] = seconds[phase] + taken
-    return seconds["forward"], seconds["backward"]
 
 
 def _sequences(model: ModelConfig, shape: Shape, split: StepShape, pricing: Pricing) -> tuple[Num, Num]:

@@ -324,20 +324,16 @@ def _between_ranks(
 ) -> dict[str, Num]:
     """Seconds of a block's collectives: sums over tp; and, where experts are spread over ranks with other tokens, the
     exchange with these, the mean of all blocks."""
-    parts = {"tensor": _sums(model, serving, tokens, engine, pricing)}
+    # Seconds of a block's sums over tp, those of norms over all heads included.
+    price, statistics = pricing.collectives.seconds, blueprint(model).of_kind("block")[0].statistics
+    sums = (price("all_reduce", 4.0 * n * tokens, serving.tp, reads_peers=engine.reads_peers) for n in statistics)
+    parts = {"tensor": (2 * sum_seconds(model, serving, tokens, engine, pricing) + sum(sums, 0.0))}
     if model.experts is None or np.all(serving.across == 1):
         return parts
     places = np.where(np.asarray(serving.expert_tp) > 1, 1, np.gcd(serving.ep, serving.tp))
     nbytes = tokens * model.hidden * WIDTH[serving.stream]
     one = served_exchange_seconds(model.experts, nbytes, serving.across, places, serving.tp, engine, pricing)
     return parts | {"experts": max(0, model.layers - model.experts.dense_layers) / model.layers * one}
-
-
-def _sums(model: ModelConfig, serving: ServingLayout, tokens: Num, engine: EngineProfile, pricing: Pricing) -> Num:
-    """Seconds of a block's sums over tp, those of norms over all heads included."""
-    price, statistics = pricing.collectives.seconds, blueprint(model).of_kind("block")[0].statistics
-    sums = (price("all_reduce", 4.0 * n * tokens, serving.tp, reads_peers=engine.reads_peers) for n in statistics)
-    return 2 * sum_seconds(model, serving, tokens, engine, pricing) + sum(sums, 0.0)
 
 
 class _Products(NamedTuple):

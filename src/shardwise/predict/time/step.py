@@ -117,12 +117,18 @@ def _on_device(
     micro, fill = _stages(model, split, engine, pricing, found, sent, share)
     parts = {name: seconds * split.micro_batches for name, seconds in micro.items()}
     parts["bubble"] = fill
-    parts["pipeline"] = _hops(split, engine, sent)
+    # Sends between stages: one forward and one backward for each micro-batch and chunk, and those of the fill.
+    steady = 0.0 if engine.pipeline_overlap else split.micro_batches * split.virtual
+    parts["pipeline"] = np.where(np.asarray(split.pp) > 1, 2 * sent.hop * (steady + split.pp - 1), 0.0)
     # Under interleaving a chunk's last backward pass has those of other chunks behind it, a round of pp micro-batches.
     rounds = np.where(np.asarray(split.virtual) > 1, np.minimum(split.pp, split.micro_batches), 1)
     window = total(micro, "experts") * 2 / 3 * rounds
     parts["data"] = parts["data"] + _reduced(model, split, engine, pricing, sent, window)
-    parts["optimizer"] = _optimizer(model, split, engine, pricing)
+    wide = split.dtype if split.dtype == "float32" else "bfloat16"
+    numel = _updated(model, split, engine) * (1 - np.where(np.asarray(split.offload) == "none", 0.0, split.offloaded))
+    saved = update_bytes(DEFAULT) - update_bytes(split.optimizer)
+    update = pricing.kernels.pass_over(numel * (engine.optimizer_bytes - saved), "optimizer", wide)
+    parts["optimizer"] = update + pricing.constants.value("step_s")
     return parts
 
 
@@ -249,12 +255,6 @@ def _meeting(host: Num, device: Num) -> Num:
     return np.sqrt(np.sqrt((host * host) ** 2 + (device * device) ** 2))
 
 
-def _hops(split: StepShape, engine: EngineProfile, sent: Traffic) -> Num:
-    """Sends between stages: one forward and one backward for each micro-batch and chunk, and those of the fill."""
-    steady = 0.0 if engine.pipeline_overlap else split.micro_batches * split.virtual
-    return np.where(np.asarray(split.pp) > 1, 2 * sent.hop * (steady + split.pp - 1), 0.0)
-
-
 def _reduced(
     model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing, sent: Traffic, window: Num
 ) -> Num:
@@ -305,14 +305,6 @@ def _sharded(model: Model, split: StepShape, engine: EngineProfile, pricing: Pri
     copies = count * sent.unit_copies[0] + sent.unit_copies[1]
     exposed = copies + alone + np.maximum(beside - busy, 0.0) + ends
     return exposed + pricing.constants.value("contention") * np.minimum(beside, busy)
-
-
-def _optimizer(model: Model, split: StepShape, engine: EngineProfile, pricing: Pricing) -> Num:
-    wide = split.dtype if split.dtype == "float32" else "bfloat16"
-    numel = _updated(model, split, engine) * (1 - np.where(np.asarray(split.offload) == "none", 0.0, split.offloaded))
-    saved = update_bytes(DEFAULT) - update_bytes(split.optimizer)
-    update = pricing.kernels.pass_over(numel * (engine.optimizer_bytes - saved), "optimizer", wide)
-    return update + pricing.constants.value("step_s")
 
 
 def _updated(model: Model, split: StepShape, engine: EngineProfile) -> Num:
