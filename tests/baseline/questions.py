@@ -7,8 +7,6 @@ answers the same questions. Illegal draws are left in; the recorder keeps a few 
 import random
 from collections.abc import Iterator
 
-from harness.cases import table
-
 SEED = 23
 
 MODELS = (
@@ -31,7 +29,38 @@ SMALL = (
 )
 """Models of the dry runs, which take seconds by layer and micro-batch."""
 
-PLANS = table(__file__, "PLANS")
+PLANS = (
+    "llama-3-8b --cluster 8xH100 --seq 8192 --batch 64",
+    "llama-3-70b --cluster 8x8xH100 --seq 8192 --batch 512",
+    "llama-3-70b --cluster 8x8xH100 --seq 8192 --batch 512 --by memory",
+    "llama-3-70b --cluster 8x8xH100 --seq 8192 --batch 512 --by pareto",
+    "llama-3-70b --cluster 8x8xH100 --seq 8192 --batch 512 --engine megatron-bridge",
+    "llama-3-405b --cluster 64x8xH100 --seq 8192 --batch 1024 --tokens 15T --price 2",
+    "gpt2 --cluster 8xA100 --seq 1024 --batch 512",
+    "gpt2-xl --cluster 2xA100 --seq 1024 --batch 64 --fix zero=3",
+    "gpt3-175b --cluster 128x8xA100 --seq 2048 --batch 1536",
+    "megatron-1t --cluster 384x8xA100 --seq 2048 --batch 3072 --mtbf 50000 --save 60",
+    "gpt-neox-20b --cluster 12x8xA100 --seq 2048 --batch 1536",
+    "bloom-176b --cluster 48x8xA100 --seq 2048 --batch 2048 --by cost --tokens 300B --price 1.5",
+    "mistral-7b --cluster 4x8xH200 --seq 32768 --batch 128",
+    "qwen2.5-72b --cluster 16x8xH100 --seq 4096 --batch 1024 --reserve 6GB",
+    "qwen3-0.6b --cluster 8xH100 --seq 4096 --batch 256",
+    "mixtral-8x7b --cluster 8x8xH100 --seq 4096 --batch 512",
+    "deepseek-v3 --cluster 64x8xH100 --seq 4096 --batch 4096",
+    "llama-2-7b --cluster 2xA100 --seq 4096 --batch 8 --fix micro=1",
+    "gpt2-large --cluster 4xA10G --seq 1024 --batch 64",
+    "llama-3-405b --cluster 8xH100 --seq 8192 --batch 64",
+    "llama-2-13b --cluster 4x8xA100 --seq 4096 --batch 256 --find sequence",
+    "llama-2-13b --cluster 4x8xA100 --seq 4096 --batch 256 --find batch",
+    "llama-2-13b --cluster 4x8xA100 --seq 4096 --batch 256 --find scaling",
+    "llama-2-13b --cluster 8xA100 --seq 4096 --batch 256 --find model",
+    "llama-3-8b --cluster 8x8xH100 --seq 8192 --batch 512 --find cluster --tokens 1T --deadline 30",
+    "llama-3-8b --cluster 8xH100 --serve --prompt 1024 --output 256 --concurrency 64",
+    "llama-3-70b --cluster 8xH100 --serve --prompt 2048 --output 512 --concurrency 32",
+    "llama-3-70b --cluster 2x8xA100 --serve --prompt 512 --output 128 --concurrency 128 --by pareto",
+    "llama-3-8b --cluster 2xL40S --serve --prompt 1024 --output 256 --concurrency 64",
+    "qwen2.5-7b --cluster 4xA100 --serve --prompt 256 --output 1024 --concurrency 256",
+)
 
 TRAINED = (
     (SMALL[0], "dp=2,zero=3,precision=fp32", ("tp=2,zero=1", "dp=3,zero=2", "pp=2,dp=2,zero=1", "dp=1")),
