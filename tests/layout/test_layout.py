@@ -38,14 +38,6 @@ def test_a_mistake_is_one_line_that_says_what_to_do(text: str, message: str) -> 
 
 
 @from_table
-def test_ways_to_agree_that_contradict_themselves(text: str, message: str) -> None:
-    with pytest.raises(LayoutError) as caught:
-        Layout.parse(text)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@from_table
 def test_ways_to_agree(text: str, canonical: str, ranks: int) -> None:
     layout = Layout.parse(text)
     assert (str(layout), layout.ranks) == (canonical, ranks)
