@@ -63,17 +63,14 @@ def estimate(
     without sequences and for a slow rank that does not exist.
     """
     model, layout, workload, cluster, assumed = as_step(model, layout, workload, cluster, seq, batch)
-    _check(model, layout, workload, cluster)
+    _check(model, layout, workload, cluster, slow)
     (settings := settings or USUAL).check(engine or "", layout)
     check_optimizer(engine or "", workload.optimizer)
-    if slow is not None:
-        slow.check(layout.training_ranks)
     backend = backend or usual_backend(cluster)
     counted = "" if recorded else _counted(engine, model, layout)
     plan_of = cache(partial(unit_plan, model, layout, workload, backend=backend))
     roles = _roles(plan_of, Mesh.of(layout, model), recorded, counted, settings)
-    first = plan_of(rank=0) if layout.offloads_activations else None
-    timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings, first)
+    timing, why = _timed(model, layout, workload, cluster, engine, slow, emulated, settings, plan_of)
     room, peak = try_room(cluster, engine, bool(model.experts)), max(role.peak_bytes for role in roles)
     notes = [
         *assumed, *filter(None, [room.warning(peak) if room else ""]), *beyond_positions(model, workload.seq),
@@ -121,10 +118,11 @@ def _balance(model: Model, layout: Layout, workload: Workload) -> dict[str, Any]
 
 def _timed(
     model: Model, layout: Layout, workload: Workload, cluster: Cluster | None, engine: str | None,
-    slow: Stragglers | None, emulated: float | None, settings: EngineSettings, plan: UnitPlan | None,
+    slow: Stragglers | None, emulated: float | None, settings: EngineSettings, plan_of: Callable[..., UnitPlan],
 ) -> tuple[StepTiming | None, str]:  # fmt: skip
     if cluster is not None and settings.modules:
         return None, "no time of a step: that of recomputed modules is not modelled"
+    plan = plan_of(rank=0) if layout.offloads_activations else None
     timing, why = try_step_seconds(model, layout, workload, cluster, engine, slow, emulated, settings.dtype, plan)
     if timing is None or not settings.layers or not isinstance(model, ModelConfig):
         return timing, why
@@ -170,16 +168,19 @@ def _roles(
     return [_role(plan_of(rank=mesh.rank(pp=p)), mesh.stage(p), counted) for p in range(mesh.layout.pp)]
 
 
-def _check(model: Model, layout: Layout, workload: Workload, cluster: Cluster | None) -> None:
+def _check(model: Model, layout: Layout, workload: Workload, cluster: Cluster | None, slow: Stragglers | None) -> None:
     ranks = cluster.devices if cluster else None
     if not workload.batch:
         raise UserError("estimate needs a training workload: give a sequence length and a batch (--seq and --batch)")
     if not isinstance(model, ModelConfig):
         check_traced(layout, model, workload, ranks)
-        return
-    check(layout, model, workload, ranks)
-    if (reason := model.why_not_runnable()) and not model.counted:
-        raise UserError(f"{model.name} cannot be estimated yet: {reason}{_planned(model, layout, workload, cluster)}")
+    else:
+        check(layout, model, workload, ranks)
+        if (reason := model.why_not_runnable()) and not model.counted:
+            planned = _planned(model, layout, workload, cluster)
+            raise UserError(f"{model.name} cannot be estimated yet: {reason}{planned}")
+    if slow is not None:
+        slow.check(layout.training_ranks)
 
 
 def _planned(model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster | None) -> str:
