@@ -1,7 +1,7 @@
 """The terms behind an estimate add up to its totals."""
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from harness.cases import table
@@ -52,6 +52,7 @@ def terms_of(model: ModelConfig, layout: Layout, workload: Workload, report: Ste
 
 
 @settings(max_examples=200 if EVERYTHING else 4)
+@example("gpt2", "dp=1", False, "adamw")
 @given(st.sampled_from(RUNNABLE), st.sampled_from(TEXTS), st.booleans(), st.sampled_from(["adamw", "momentum", "sgd"]))
 def test_the_sums_are_those_of_the_estimate(name: str, text: str, isolate: bool, optimizer: str) -> None:
     layout = Layout.parse(text)

@@ -11,6 +11,7 @@ from shardwise.cluster import Cluster
 from shardwise.codec import Json
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Workload, check, unit_plan
+from shardwise.layout.legality import suited
 from shardwise.layout.optimizers import MODEL
 from shardwise.layout.units import UnitPlan, usual_backend
 from shardwise.model import ModelConfig
@@ -174,6 +175,7 @@ def breakdown(
     model: ModelConfig, layout: Layout, workload: Workload, cluster: Cluster, report: StepReport
 ) -> Breakdown:
     """Terms of `report`, which `estimate` gave for the same arguments."""
+    layout, _ = suited(layout, model)
     role = max(report.roles, key=lambda role: role.peak_bytes)
     plan = unit_plan(model, layout, workload, rank=role.ranks[0], backend=usual_backend(cluster))
     states = [_states(plan, role)]
