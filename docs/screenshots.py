@@ -51,13 +51,14 @@ FIGURES = {
     "hierarchy": "collectives?collective=all-gather&algorithm=hierarchical&ranks=8&node=4&_round=2&_only=rounds",
     "stale": "sync?sync=ssp&slow=1&steps=16&_only=gradients",
     "ways-to-agree": "sync?slow=1&_only=compared",
+    "incast": "sync?slow=1&_only=incast",
     "local": "sync?sync=local&slow=1&steps=16&_only=gradients",
     "growth": "plan?model=llama-3-70b&cluster=8x8xH100&batch=512&_only=growth",
     "step-time": "plan?model=llama-3-8b&cluster=8xH100&seq=4096&batch=64&_only=parts",
     "scoreboard": "plan?_only=scoreboard",
 }
 """Picture of one figure -> its state; pages show the picture, and the documentation's site the figure itself."""
-FIGURE_WIDTH, WINDOW = 720, {"width": 1280, "height": 860}
+FIGURE_WIDTH, WINDOW = 688, {"width": 1280, "height": 860}
 TOP = {"pipelines": "a", "sync": "gradients"}
 """Picture -> the figure that it begins with, where that is not the head of the page."""
 LIGHT = ("tokens-inside", "tokens-answer", "tokens-training", "experts", "sync", *FIGURES)

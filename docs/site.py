@@ -21,7 +21,7 @@ from shardwise.studio.site import write_site
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
-from screenshots import FIGURES  # noqa: E402 - of this folder, which is not mkdocs'
+from screenshots import FIGURE_WIDTH, FIGURES  # noqa: E402 - of this folder, which is not mkdocs'
 
 COLUMNS = 88
 """Of usages."""
@@ -64,13 +64,13 @@ def _figure(match: re.Match[str], up: str) -> str:
     if name not in FIGURES:
         return match.group()
     picture = (ROOT / "docs" / "screenshots" / f"{name}-light.png").read_bytes()
-    _, high = struct.unpack(">II", picture[16:24])
+    _, height = struct.unpack(">II", picture[16:24])
     whole = re.sub(r"_only=[^&]*&?", "", FIGURES[name]).rstrip("?&")
+    size = f"calc({height}px + 0.6 * max(0px, {FIGURE_WIDTH}px - 100vw))"  # text on a phone has more lines
     figure, view = (html.escape(f"{up}{STUDIO}/index.html#{state}") for state in (FIGURES[name], whole))
-    return (
-        f'<iframe src="{figure}" title="{html.escape(text)}" width="100%" height="{high}" loading="lazy" '
-        f'style="border: 0"></iframe>\n<small><a href="{view}">Change it in the studio</a></small>'
-    )
+    style = f"border: 0; width: 100%; height: {size}"
+    frame = f'<iframe src="{figure}" title="{html.escape(text)}" loading="lazy" style="{style}"></iframe>'
+    return f'{frame}\n<small><a href="{view}">Change it in the studio</a></small>'
 
 
 def home() -> str:
@@ -97,7 +97,10 @@ def lesson(path: Path) -> str:
             pages.append(re.sub(r"^# ?", "", body, flags=re.MULTILINE).strip())
         else:
             pages.append(f"```python\n{body.strip()}\n```")
-    return "\n\n".join(pages).replace("](../docs/", "](../") + f"\n\n`python lessons/{path.name}` runs it; `make lessons` makes notebooks.\n"
+    return (
+        "\n\n".join(pages).replace("](../docs/", "](../")
+        + f"\n\n`python lessons/{path.name}` runs it; `make lessons` makes notebooks.\n"
+    )
 
 
 def layout_keys() -> str:
