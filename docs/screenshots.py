@@ -75,6 +75,7 @@ def animate(page: Any, address: str, folder: Path) -> None:
 
     name, state, count = ANIMATED
     frames = []
+    page.set_viewport_size(WINDOW)
     for number in range(count):
         page.goto("about:blank")
         page.goto(f"{address}#{state.format(number)}")

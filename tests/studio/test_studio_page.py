@@ -78,7 +78,7 @@ def explains_by_keyboard(page: Any) -> None:
     """Each figure opens its exact values and its formula with the Enter key."""
     figures = page.locator("[data-figure]:visible")
     for figure in (figures.nth(i) for i in range(figures.count())):
-        for label, rows in (("Table", "tbody tr"), ("How computed", ".how li")):
+        for label, rows in (("Table", ".behind tbody tr"), ("How computed", ".how li")):
             button = figure.get_by_role("button", name=label, exact=True)
             if button.get_attribute("aria-expanded") == "false":
                 button.press("Enter")
