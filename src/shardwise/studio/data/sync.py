@@ -22,7 +22,7 @@ from shardwise.schedule.stragglers import SlowRank, Stragglers
 from shardwise.schedule.traffic import WorkerTraffic
 from shardwise.schedule.update_record import STRAGGLER, UpdateRecord
 from shardwise.studio.columns import Columns, How, Table, View, command_line, exact
-from shardwise.studio.data.runs import listed
+from shardwise.studio.data.runs import listed, run_of
 from shardwise.studio.query import Query
 
 KINDS = ("fresh", "stale", "dropped", "idle", "update")
@@ -206,7 +206,7 @@ def data(params: Mapping[str, str], runs: Path) -> View:
     choices: dict[str, list[Any]] = {"run": [NONE, *names], "sync": list(CHOICES["sync"])}
     choices |= {"slow": [NONE, ALL, *range(layout.dp)], "server": [0]}
     if run != NONE:
-        return _view_of_run(query, choices, runs, names, run, server)
+        return _view_of_run(query, choices, run_of(runs, names, run), server)
     records = {each: virtual_run(each, steps, seconds, stragglers) for each in _ways(layout, query.state)}
     words = ["--steps", steps, "--gradient", f"{exact(1e3 * seconds)}ms"]
     words += ["--slow", stragglers] if stragglers.slow else []
@@ -312,13 +312,7 @@ def _sentence(layout: Layout, record: UpdateRecord, stale: bool) -> str:
     return f"{LOCKSTEP} {text}"
 
 
-def _view_of_run(
-    query: Query, choices: dict[str, list[Any]], runs: Path, names: list[str], name: str, server: int
-) -> View:
-    # Only names that the folder lists: no path leads out of it.
-    if name not in names:
-        raise UserError(f"{runs} holds no run {name!r}; there are {', '.join(names) or 'none'}")
-    here = RunDirectory.open(runs / name)
+def _view_of_run(query: Query, choices: dict[str, list[Any]], here: RunDirectory, server: int) -> View:
     recorded = recorded_run(here)
     command = command_line("sync", "show", here.path)
     records = recorded.records or ((record_of_rounds(recorded.rounds),) if recorded.rounds else ())
