@@ -112,9 +112,9 @@ def write_site(
             older.unlink()
     except OSError as error:
         raise UserError(f"cannot write {answers}: {error.strerror}") from None
-    wanted = [parse_view(text) for text in also]
+    further = [parse_view(text) for text in also]
     for view, states in written.items():
-        more = (preset_of(view, given) for name, given in wanted if name == view)
+        more = (preset_of(view, given) for name, given in further if name == view)
         for preset in chain(islice(presets(view, mixed), most), more):
             rest = {part: answer(part, preset.given, _NO_RUNS) for part in parts(view)[1:]}
             packed = base64.b64encode(zlib.compress(encode({view: preset.first, **rest}), 9)).decode()
